@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ngym.convert import content_text, without_allowed_tools
 from ngym.errors import BadRequest
-from ngym.rollout import Ends, Seen, begins_with, splice
+from ngym.rollout import SeenTokens, TurnEnds, begins_with, splice
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> Mapping[str, int]: ...
 
 
-def turn_ends(tokenizer: Tokenizer, of_model: int | list[int] | None) -> Ends:
+def turn_ends(tokenizer: Tokenizer, of_model: int | list[int] | None) -> TurnEnds:
     """The ids that end a turn: the end-of-sequence ids of the generation config, and the markers of chat templates."""
     own = of_model if isinstance(of_model, list) else [of_model]
     vocabulary = tokenizer.get_vocab()
     known = {vocabulary[token] for token in (*TURNS, *REQUESTS) if token in vocabulary}
     requests = frozenset(vocabulary[token] for token in REQUESTS if token in vocabulary)
-    return Ends(frozenset(known | {end for end in (*own, tokenizer.eos_token_id) if end is not None}), requests)
+    return TurnEnds(frozenset(known | {end for end in (*own, tokenizer.eos_token_id) if end is not None}), requests)
 
 
 class Template:
@@ -65,7 +65,7 @@ class Template:
         ends: the ids that end a turn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ends: Ends) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: TurnEnds) -> None:
         self.tokenizer = tokenizer
         self.ends = ends
 
@@ -82,7 +82,7 @@ class Template:
         rendered = self._rendered(messages, request)
         if seen is None or seen.turn_goes_on:
             return rendered
-        ids = Seen(list(seen.prompt_token_ids), list(seen.generation_token_ids))
+        ids = SeenTokens(list(seen.prompt_token_ids), list(seen.generation_token_ids))
         if begins_with(rendered, ids):
             return rendered
         history = self._rendered(messages[: seen.place + 1], request)
@@ -213,7 +213,7 @@ class Piece(NamedTuple):
     name: str = ""
 
 
-class Spoken:
+class AnswerParser:
     """Parses one answer into pieces.
 
     Args:
@@ -365,7 +365,7 @@ class Dialogue:
             return  # the conversation does not fit: an empty answer, not an error
         text, stops = Detokenizer(template.tokenizer), Stops(sampling.stop)
         tools = bool(request.get("tools")) and request.get("tool_choice") != "none"
-        spoken = Spoken(in_thought=template.in_thought(prompt), tools=tools)
+        spoken = AnswerParser(in_thought=template.in_thought(prompt), tools=tools)
         async with aclosing(self._generate(prompt, sampling)) as tokens:
             async for sampled in tokens:
                 answer.take(sampled)

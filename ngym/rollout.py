@@ -115,27 +115,27 @@ def _added(left: Any, right: Any) -> Any:
     return None
 
 
-class Seen(NamedTuple):
+class SeenTokens(NamedTuple):
     """The ids of an earlier call: its prompt [P] and the sampled ids [G]."""
 
     prompt: list[int]
     sampled: list[int]
 
 
-class Ends(NamedTuple):
+class TurnEnds(NamedTuple):
     """any: ids that end a turn. of_requests: those that end a request (`[/INST]`), after which the answer follows."""
 
     any: frozenset[int]
     of_requests: frozenset[int] = frozenset()
 
 
-def begins_with(rendered: list[int], seen: Seen) -> bool:
+def begins_with(rendered: list[int], seen: SeenTokens) -> bool:
     """Whether the rendering begins with exactly the seen ids."""
     middle, end = len(seen.prompt), len(seen.prompt) + len(seen.sampled)
     return rendered[:middle] == seen.prompt and rendered[middle:end] == seen.sampled
 
 
-def splice(rendered: list[int], history: list[int], seen: Seen, ends: Ends) -> list[int] | None:
+def splice(rendered: list[int], history: list[int], seen: SeenTokens, ends: TurnEnds) -> list[int] | None:
     """The seen ids, then the part of `rendered` that follows the history; None if that part is ambiguous.
 
     Args:
@@ -165,7 +165,7 @@ def splice(rendered: list[int], history: list[int], seen: Seen, ends: Ends) -> l
     return seen.prompt + seen.sampled + rendered[cut + 1 if finished else cut :]
 
 
-def _story(turns: list[Turn], header: Turn, ends: Ends) -> list[Turn]:
+def _story(turns: list[Turn], header: Turn, ends: TurnEnds) -> list[Turn]:
     """The turns, with OURS in place of those that the policy sampled, and OURS at the end for its answer."""
     story: list[Turn] = []
     for turn in [*(OURS if _is_ours(turn, header, ends) else turn for turn in turns), OURS]:
@@ -174,7 +174,7 @@ def _story(turns: list[Turn], header: Turn, ends: Ends) -> list[Turn]:
     return story
 
 
-def _is_ours(turn: Turn, header: Turn, ends: Ends) -> bool:
+def _is_ours(turn: Turn, header: Turn, ends: TurnEnds) -> bool:
     if header:
         return turn[: len(header)] == header
     return bool(ends.of_requests) and turn[-1] not in ends.of_requests

@@ -275,11 +275,11 @@ def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers)
     return ["shown_last", "shown_first"], [ours_last, ours_first]
 
 
-class Group(VerifyGroup):
+class JudgeGroup(VerifyGroup):
     rollouts: list[JudgeTask]
 
 
-async def verify_group(group: Group, options: JudgeOptions, peers: Peers) -> list[dict[str, Any]]:
+async def verify_group(group: JudgeGroup, options: JudgeOptions, peers: Peers) -> list[dict[str, Any]]:
     """Rank the answers of one task. Equal answers have the same place.
 
     An answer that the judge cannot rank even against a plain text gets 0, and the others are ranked without it.

@@ -56,7 +56,7 @@ def call(name: str, *arguments: Any) -> Any:
 def show(database: Database, sql: str) -> dict[str, Any]:
     """The first rows, for the policy, or `{"error"}` with what is wrong with the query."""
     try:
-        with opened(database) as connection:
+        with open_database(database) as connection:
             columns, rows = fetch(connection, sql)
     except (sqlite3.Error, sqlite3.Warning, TooHeavy, MemoryError, ValueError) as error:
         return {"error": str(error) or "out of memory"}
@@ -68,7 +68,7 @@ def expect(databases: list[Database], gold: str) -> dict[str, Any]:
     """Run the gold query on all databases; `{"error"}` says what is wrong."""
     try:
         for database in databases:
-            with opened(database) as connection:
+            with open_database(database) as connection:
                 fetch(connection, gold)
     except (sqlite3.Error, sqlite3.Warning, TooHeavy, MemoryError, ValueError) as error:
         return {"error": str(error) or "out of memory"}
@@ -78,10 +78,10 @@ def expect(databases: list[Database], gold: str) -> dict[str, Any]:
 def grade(databases: list[Database], gold: str, said: str, ordered: bool) -> dict[str, Any]:
     """`{"outcome": "correct" | "wrong" | "sql_error" | "too_heavy", "reason"}`."""
     for number, database in enumerate(databases):
-        with opened(database) as connection:
+        with open_database(database) as connection:
             wanted = fetch(connection, gold)[1]
         try:
-            with opened(database) as connection:
+            with open_database(database) as connection:
                 got = fetch(connection, said)[1]
         except TooHeavy as error:
             return {"outcome": "too_heavy", "reason": str(error)}
@@ -94,7 +94,7 @@ def grade(databases: list[Database], gold: str, said: str, ordered: bool) -> dic
 
 
 @contextmanager
-def opened(database: Database) -> Iterator[sqlite3.Connection]:
+def open_database(database: Database) -> Iterator[sqlite3.Connection]:
     """A connection with limits that can only read. It leaves no changes."""
     path = database["file"]
     location = "file::memory:" if path is None else f"{Path(path).as_uri()}?mode=ro&immutable=1"

@@ -47,7 +47,7 @@ class Supplier(NamedTuple):
     lead_days: int
 
 
-class Seen(NamedTuple):
+class CallResult(NamedTuple):
     """The result of a call: its output, the facts it reveals, and the arguments that later calls can take from it."""
 
     output: Any
@@ -74,58 +74,58 @@ class World:
             ware = Ware(f"K-{code}", name, shelf, rng.randint(103, 9899), rng.randint(13, 998), supplier)
             self.wares[ware.sku] = ware
 
-    def call(self, tool: str, key: str) -> Seen | None:
+    def call(self, tool: str, key: str) -> CallResult | None:
         """The tool's result for this argument, or None if there is no such thing."""
-        shown: Seen | None = getattr(self, f"_{tool}")(key) if tool in TOOLS else None
+        shown: CallResult | None = getattr(self, f"_{tool}")(key) if tool in TOOLS else None
         return shown
 
-    def _find_ware(self, name: str) -> Seen | None:
+    def _find_ware(self, name: str) -> CallResult | None:
         wanted = " ".join(name.casefold().split())
         ware = next((ware for ware in self.wares.values() if ware.name == wanted), None)
-        return ware and Seen({"sku": ware.sku}, frozenset({f"sku {ware.name}"}), frozenset({("sku", ware.sku)}))
+        return ware and CallResult({"sku": ware.sku}, frozenset({f"sku {ware.name}"}), frozenset({("sku", ware.sku)}))
 
-    def _get_ware(self, sku: str) -> Seen | None:
+    def _get_ware(self, sku: str) -> CallResult | None:
         ware = self.wares.get(sku)
         if ware is None:
             return None
         handles = {("name", ware.name), ("aisle", ware.aisle), ("supplier_id", ware.supplier_id)}
         facts = {f"price {sku}", f"stock {sku}", f"supplier {sku}"}
-        return Seen(ware._asdict(), frozenset(facts), frozenset(handles))
+        return CallResult(ware._asdict(), frozenset(facts), frozenset(handles))
 
-    def _list_aisle(self, aisle: str) -> Seen | None:
+    def _list_aisle(self, aisle: str) -> CallResult | None:
         found = [ware for ware in self.wares.values() if ware.aisle == aisle]
         output = [{"sku": ware.sku, "name": ware.name, "price": ware.price} for ware in found]
         return self._several(output, found, "price", f"aisle {aisle}") if found else None
 
-    def _list_supplied(self, supplier_id: str) -> Seen | None:
+    def _list_supplied(self, supplier_id: str) -> CallResult | None:
         found = [ware for ware in self.wares.values() if ware.supplier_id == supplier_id]
         output = [{"sku": ware.sku, "name": ware.name, "stock": ware.stock} for ware in found]
         return self._several(output, found, "stock", f"supplied {supplier_id}") if found else None
 
-    def _several(self, output: Any, found: list[Ware], column: str, whole: str) -> Seen:
+    def _several(self, output: Any, found: list[Ware], column: str, whole: str) -> CallResult:
         facts = {whole} | {f"{column} {ware.sku}" for ware in found} | {f"sku {ware.name}" for ware in found}
-        return Seen(output, frozenset(facts), frozenset(("sku", ware.sku) for ware in found))
+        return CallResult(output, frozenset(facts), frozenset(("sku", ware.sku) for ware in found))
 
-    def _get_supplier(self, supplier_id: str) -> Seen | None:
+    def _get_supplier(self, supplier_id: str) -> CallResult | None:
         supplier = self.suppliers.get(supplier_id)
         if supplier is None:
             return None
         facts = frozenset({f"city {supplier_id}", f"lead {supplier_id}"})
-        return Seen(supplier._asdict(), facts, frozenset({("city", supplier.city)}))
+        return CallResult(supplier._asdict(), facts, frozenset({("city", supplier.city)}))
 
-    def _get_freight(self, city: str) -> Seen | None:
+    def _get_freight(self, city: str) -> CallResult | None:
         cost = self.freight.get(city.strip().title())
         return (
             None
             if cost is None
-            else Seen({"freight": cost}, frozenset({f"freight {city.strip().title()}"}), frozenset())
+            else CallResult({"freight": cost}, frozenset({f"freight {city.strip().title()}"}), frozenset())
         )
 
-    def _get_reviews(self, sku: str) -> Seen | None:
+    def _get_reviews(self, sku: str) -> CallResult | None:
         if sku not in self.wares:
             return None
         rng = random.Random(sku)
-        return Seen({"stars": rng.randint(1, 5), "reviews": rng.randint(0, 400)}, frozenset(), frozenset())
+        return CallResult({"stars": rng.randint(1, 5), "reviews": rng.randint(0, 400)}, frozenset(), frozenset())
 
 
 """Each tool and the name of its one argument."""

@@ -73,7 +73,7 @@ def main(
     from ngym.cli.run import show_service
     from ngym.config.service_config import load_config
     from ngym.supervise.service import listen, url_of
-    from ngym.supervise.service_process import Job, perform
+    from ngym.supervise.service_main import Job, perform
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of
 

@@ -26,13 +26,13 @@ Exit codes: 0  submitted; with --dry-run, rendered
 LOGS = Path(".ngym") / "submit"
 
 
-class Passing(Command):
+class ForwardingCommand(Command):
     """Options after the settings belong to the submitted command."""
 
     allow_interspersed_args = False
 
 
-@command("ng_submit", epilog=EXIT_CODES, cls=Passing)
+@command("ng_submit", epilog=EXIT_CODES, cls=ForwardingCommand)
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and submit nothing.")
 @click.argument("to", metavar="slurm|kuberay|skypilot", type=click.Choice(["slurm", "kuberay", "skypilot"]))
 @click.argument("settings", type=click.Path(path_type=Path), metavar="SETTINGS")

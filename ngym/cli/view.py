@@ -74,7 +74,7 @@ def main(
               ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
     """
     from ngym.view.index import said
-    from ngym.view.runs import opened
+    from ngym.view.runs import open_runs
 
     if q is not None and report is None:
         raise UsageError("--filter needs --export FILE; without a report, filter in the page")
@@ -87,7 +87,7 @@ def main(
 
         check(tokenizer)
     title = said(title)
-    shown = opened(paths or (Path(),), tokenizer)
+    shown = open_runs(paths or (Path(),), tokenizer)
     shown.start()
     try:
         if report is None:

@@ -30,7 +30,7 @@ from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.placement import check_port
-from ngym.supervise.service import LOST, Place, Running, listen, url_of
+from ngym.supervise.service import LOST, ProcessHost, Running, listen, url_of
 
 LEAST_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty
 OF_POOL = 0.001  # of the custom resource: it only says which nodes are meant
@@ -201,13 +201,13 @@ class RayEngine:
         host = {} if "host" in settings.model_fields_set else own
         return config.model_copy(update={"settings": settings.model_copy(update={"head": head, **host})})
 
-    async def places(self, config: Config) -> Mapping[str, list[Place]]:
+    async def places(self, config: Config) -> Mapping[str, list[ProcessHost]]:
         own = [stanza for stanza in config.services.values() if not stanza.external]
         for stanza in own:
             check_port(stanza)
         everywhere = [stanza for stanza in own if stanza.replicas == "per_node"]
         counted = [stanza for stanza in own if stanza not in everywhere for _ in range(stanza.first_replicas)]
-        found: dict[str, list[Place]] = {stanza.name: [] for stanza in own}
+        found: dict[str, list[ProcessHost]] = {stanza.name: [] for stanza in own}
         groups = [(counted, "PACK")] if counted else []
         groups += [([stanza] * nodes_for(stanza), "STRICT_SPREAD") for stanza in everywhere]
         for stanzas, strategy in groups:
@@ -216,7 +216,7 @@ class RayEngine:
         await asyncio.gather(*(place.bind() for place in self._places))
         return found
 
-    async def more(self, config: Config, stanza: Stanza) -> Place | None:
+    async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
         try:
             (place,) = await self._reserved(config, [stanza], "PACK")
         except ConfigError:
@@ -224,7 +224,7 @@ class RayEngine:
         await place.bind()
         return place
 
-    async def release(self, place: Place) -> None:
+    async def release(self, place: ProcessHost) -> None:
         assert isinstance(place, _OnRay)
         await place.close()
         _remove(self._places.pop(place))

@@ -23,7 +23,7 @@ import orjson
 
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import UsageError
-from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, opened
+from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, open_rows
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
 from ngym.stats.pass_at_k import DenseInts
 
@@ -302,7 +302,7 @@ class InputCheck:
             return set()
         found: set[bytes] = set()
         for number, path in enumerate(self._paths[self._lines.reads :]):
-            with opened(path) as file:
+            with open_rows(path) as file:
                 found.update(_references(file, 0 if number else self._end))
         names = {orjson.loads(name) for name in found if _is_json(name, str)}
         return {self._recipe.agents.get(name, name) for name in names}

@@ -235,7 +235,7 @@ class _Group:
     waiting: list[Rollout] = field(default_factory=list)
 
 
-class Together:
+class PendingGroups:
     """The groups in flight; a group is removed when its last rollout is finished or given up."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class Run:
         self._pickup = Pickup(peers, models)
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._windows: dict[str, Window] = {}  # by agent
-        self._together = Together()
+        self._together = PendingGroups()
         self._unread = 0
         self._room = asyncio.Event()
         self._room.set()

@@ -23,7 +23,7 @@ from ngym.schema import Json
 SHOWN_UNSAYABLE = 5
 
 
-class Place(NamedTuple):
+class LinePosition(NamedTuple):
     """A line of an input: the index of the file, and its bytes [start, end)."""
 
     file: int
@@ -39,7 +39,7 @@ class Candidate:
     words: fingerprint of the policy's text, over all turns. shape: the number of its columns' types (formats.Shapes).
     """
 
-    place: Place
+    place: LinePosition
     task: int
     reward: float
     exemplary: bool

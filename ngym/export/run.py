@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import orjson
 
 from ngym.errors import UsageError
-from ngym.export.choose import Candidate, Pair, Place, Reason, Row, Tally, choose
+from ngym.export.choose import Candidate, LinePosition, Pair, Reason, Row, Tally, choose
 from ngym.export.conversation import (
     Conversation,
     NoRollout,
@@ -33,7 +33,7 @@ from ngym.export.conversation import (
 )
 from ngym.export.options import Options
 from ngym.files.atomic import whole_file
-from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, opened, read
+from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, open_rows, read
 from ngym.schema import Json
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Renderer:
             raise self._changed(candidate.place)
         return conversation(rollout.params, rollout.response, reasoning=self._options.keep_reasoning)
 
-    def _bytes(self, place: Place) -> bytes:
+    def _bytes(self, place: LinePosition) -> bytes:
         source = self._sources[place.file]
         source.seek(place.start)
         found = source.read(place.end - place.start)
@@ -154,7 +154,7 @@ class Renderer:
             raise self._changed(place)
         return found.removeprefix(BOM).strip()
 
-    def _changed(self, place: Place) -> UsageError:
+    def _changed(self, place: LinePosition) -> UsageError:
         path = self._options.inputs[place.file]
         return UsageError(
             f"{path} changed while it was read (at byte {place.start}); export again when no process writes it"
@@ -164,7 +164,7 @@ class Renderer:
 @contextmanager
 def _seekable(path: Path) -> Iterator[BinaryIO]:
     """The content of a file; that of a compressed one in a temporary file, where any line is found quickly."""
-    with opened(path) as file:
+    with open_rows(path) as file:
         if path.suffix not in COMPRESSED:
             yield file
             return
@@ -232,7 +232,7 @@ class Scan:
         if reason := self._unfit(rollout):
             return reason
         try:
-            return self._candidate(Place(number, line.start, line.end), rollout, line.row)
+            return self._candidate(LinePosition(number, line.start, line.end), rollout, line.row)
         except Unsayable as error:
             self.tally.cannot_say(f"{path}:{line.number}: {error}")
             return None
@@ -250,7 +250,7 @@ class Scan:
             return Reason.TRUNCATED
         return Reason.LOW if options.imitated and not good else None
 
-    def _candidate(self, place: Place, rollout: ScoredRollout, row: Json) -> Candidate | Reason:
+    def _candidate(self, place: LinePosition, rollout: ScoredRollout, row: Json) -> Candidate | Reason:
         """The candidate, or DUPLICATE. Raises Unsayable."""
         if self.options.format == "rollouts":  # copied unchanged: needs only an identity
             if self.options.dedupe and self._seen(_identity(rollout)):

@@ -71,7 +71,7 @@ def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Pat
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_rows(path: Path) -> Iterator[BinaryIO]:
     """A file's content, decompressed if its name ends in .gz or .zst.
 
     Raises:
@@ -138,7 +138,7 @@ def read(path: Path) -> Iterator[Line]:
     Raises:
         UsageError: the file cannot be read.
     """
-    with opened(path) as file:
+    with open_rows(path) as file:
         yield from _lines(file)
 
 

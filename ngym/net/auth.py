@@ -114,7 +114,7 @@ def token_from(variable: str) -> str | None:
     return token
 
 
-class Lock:
+class TokenAuth:
     """Accepts requests with one of the tokens, as a bearer token or in Anthropic's `x-api-key`.
 
     All digests are compared in constant time: the time reveals neither length nor content.
@@ -123,7 +123,7 @@ class Lock:
     def __init__(self, tokens: Iterable[str]) -> None:
         self._digests = [_digest(token.encode()) for token in tokens]
 
-    def opens(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def accepts(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether the headers (ASGI, names in lower case) have a valid token. A repeated header is not valid."""
         shown: dict[bytes, list[bytes]] = {b"authorization": [], b"x-api-key": []}
         for name, value in headers:
@@ -136,30 +136,30 @@ class Lock:
         found = [hmac.compare_digest(_digest(one), digest) for one in told for digest in self._digests]
         return any(found)
 
-    def opens_document(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """As `opens`; a browser may also send the token as the password of Basic authentication."""
+    def accepts_document(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """As `accepts`; a browser may also send the token as the password of Basic authentication."""
         bearers = []
         for name, value in headers:
             if name == b"authorization" and value[:6].lower() == b"basic ":
                 with contextlib.suppress(ValueError):
                     value = b"Bearer " + binascii.a2b_base64(value[6:], strict_mode=True).partition(b":")[2]
             bearers.append((name, value))
-        return self.opens(bearers)
+        return self.accepts(bearers)
 
 
-class Locked:
-    """An ASGI application behind a lock: requests without a token are refused unread, websockets never open."""
+class TokenAuthMiddleware:
+    """An ASGI application behind `TokenAuth`: requests without a token are refused unread, websockets never open."""
 
-    def __init__(self, app: ASGIApp, lock: Lock, service: str) -> None:
+    def __init__(self, app: ASGIApp, auth: TokenAuth, service: str) -> None:
         self._app = app
-        self._lock = lock
+        self._auth = auth
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] == "http" and (scope["method"], scope["path"]) == OPEN
         is_document = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in DOCUMENTS
-        opens = self._lock.opens_document if is_document else self._lock.opens
-        if scope["type"] == "lifespan" or is_open or opens(scope["headers"]):
+        accepts = self._auth.accepts_document if is_document else self._auth.accepts
+        if scope["type"] == "lifespan" or is_open or accepts(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             challenge = BASIC if is_document else "Bearer"

@@ -22,7 +22,7 @@ from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import FileRows, Folder, Rollouts
-from ngym.notebook.services import Place, RunningServices
+from ngym.notebook.services import RunningServices, ServiceTarget
 from ngym.runtime.event_loop import raise_file_limit
 from ngym.schema import Json
 from ngym.telemetry import tracing
@@ -135,7 +135,7 @@ class _Call:
         self._output = Path(given["output"] or self._folder.path / "out.jsonl")
         self._done = 0
         self.watch = Watch()
-        self.place = Place(given["config"], given["overrides"], given["head"])
+        self.place = ServiceTarget(given["config"], given["overrides"], given["head"])
 
     async def collected(self) -> Rollouts:
         if self._limits.concurrency > MANY:

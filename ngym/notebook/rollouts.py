@@ -201,7 +201,7 @@ class Rollouts(Sequence[Json]):
         """The n scored rollouts with the largest rewards, the best first."""
         return self._ranked(n, -1.0)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[TaskGroup]:
         """The rollouts of each task, in order of appearance; each time that a training run samples a task is a group.
 
         Raises:
@@ -214,7 +214,7 @@ class Rollouts(Sequence[Json]):
             places.setdefault(fact._replace(reward=None), []).append(place)
         facts = self._stored.facts
         return [
-            Group(key.agent, key.task_id, key.task_index, self._of(self._stored, found), _known(facts, found))
+            TaskGroup(key.agent, key.task_id, key.task_index, self._of(self._stored, found), _known(facts, found))
             for key, found in places.items()
         ]
 
@@ -262,7 +262,7 @@ class Rollouts(Sequence[Json]):
         return facts if self._places is None else [facts[place] for place in self._places]
 
 
-class Group(NamedTuple):
+class TaskGroup(NamedTuple):
     """The rollouts of one task. task_index: None if the rows only have a task_id. rewards: of the scored rollouts."""
 
     agent: str

@@ -112,7 +112,7 @@ class _Life:
             await self.supervisor.failure()
 
 
-class Place:
+class ServiceTarget:
     """The services of a call: those of `ngym.run`, those of a head, or those of a config, started for the call."""
 
     def __init__(self, config: Files | None, overrides: Sequence[str], head: str | RunningServices | None) -> None:

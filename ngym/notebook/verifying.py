@@ -16,7 +16,7 @@ from ngym.grading.group_rewards import is_pending, judged
 from ngym.notebook.collecting import at_least_one, rows_of
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
-from ngym.notebook.services import Files, Place, RunningServices
+from ngym.notebook.services import Files, RunningServices, ServiceTarget
 from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
 from ngym.schema import Json
@@ -94,7 +94,7 @@ def verify(
         UsageError: a row has no response, its gym server is unknown, or rows to compare name no task.
     """
     at_least_one(concurrency=concurrency)
-    call = _Call(_rows(rows, answer), Place(config, overrides, head), server, models, concurrency)
+    call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
     found = call.place.run(call.verdicts(), call.watch, progress)
     return found[0] if isinstance(rows, Mapping) else found
 
@@ -113,14 +113,16 @@ async def verify_async(
 ) -> list[Verdict]:
     """`verify` for a coroutine; always a list."""
     at_least_one(concurrency=concurrency)
-    call = _Call(_rows(rows, answer), Place(config, overrides, head), server, models, concurrency)
+    call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
     return await call.place.run_async(call.verdicts(), call.watch, progress)
 
 
 class _Call:
     """One verification of some rows."""
 
-    def __init__(self, rows: list[Json], place: Place, server: str | None, models: bool, concurrency: int) -> None:
+    def __init__(
+        self, rows: list[Json], place: ServiceTarget, server: str | None, models: bool, concurrency: int
+    ) -> None:
         self.watch = Watch()
         self.place = place
         self._rows = rows

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ConfigError, ServiceError, UsageError
-from ngym.net.auth import ADMIN_TOKEN, Guarded, Lock, Locked, Visitors, hosts_of, wrong_url
+from ngym.net.auth import ADMIN_TOKEN, Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of, wrong_url
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
 from ngym.supervise import service_metrics
@@ -173,7 +173,9 @@ class Head:
         self.url = url_of(self._socket, tls is not None)
         app: ASGIApp = _app(supervisor)
         if supervisor.run_token:
-            app = _with_page(Locked(app, Lock([supervisor.run_token, supervisor.admin_token]), "the head"))
+            app = _with_page(
+                TokenAuthMiddleware(app, TokenAuth([supervisor.run_token, supervisor.admin_token]), "the head")
+            )
         else:
             urls = chain([self.url], *(stanza.external_urls for stanza in supervisor.config.services.values()))
             app = Guarded(_with_page(app), Visitors(hosts_of(urls)), "the head")
@@ -252,10 +254,10 @@ def _app(supervisor: Run) -> Starlette:
     config = supervisor.config
 
     looks = service_metrics.Looks(supervisor.run_token)
-    admin = Lock([supervisor.admin_token])
+    admin = TokenAuth([supervisor.admin_token])
 
     def _check_admin(request: Request, what: str) -> None:
-        if not admin.opens(request.scope["headers"]):
+        if not admin.accepts(request.scope["headers"]):
             raise HTTPException(403, f"{what} needs its admin token ({ADMIN_TOKEN})")
 
     async def root(request: Request) -> Response:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.service import Place, Running, listen, url_of
+from ngym.supervise.service import ProcessHost, Running, listen, url_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -31,13 +31,13 @@ class Engine(Protocol):
 
     started: float
 
-    async def places(self, config: Config) -> Mapping[str, list[Place]]: ...
+    async def places(self, config: Config) -> Mapping[str, list[ProcessHost]]: ...
 
-    async def more(self, config: Config, stanza: Stanza) -> Place | None:
+    async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
         """A place for one more replica; None if there is no room."""
         ...
 
-    async def release(self, place: Place) -> None:
+    async def release(self, place: ProcessHost) -> None:
         """Free what `more` has reserved; the process there has ended."""
         ...
 
@@ -71,7 +71,7 @@ class LocalEngine:
         self._places: dict[_Here, tuple[Resources, tuple[str, ...]]] = {}
         self._machine: Machine | None = None
 
-    async def places(self, config: Config) -> Mapping[str, list[Place]]:
+    async def places(self, config: Config) -> Mapping[str, list[ProcessHost]]:
         slices = gpu_slices(config)
         own = [stanza for stanza in config.services.values() if not stanza.external]
         for stanza in own:
@@ -84,7 +84,7 @@ class LocalEngine:
             for stanza in own
         }
 
-    async def more(self, config: Config, stanza: Stanza) -> Place | None:
+    async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
         asked, gpus = stanza.resources, None
         if asked is not None:
             if self._machine is None:
@@ -94,12 +94,12 @@ class LocalEngine:
                 return None
         return self._place(config, stanza, gpus if asked and asked.gpus is not None else None)
 
-    async def release(self, place: Place) -> None:
+    async def release(self, place: ProcessHost) -> None:
         assert isinstance(place, _Here)
         del self._places[place]
         await place.shut()
 
-    def _place(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None) -> Place:
+    def _place(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None) -> ProcessHost:
         remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
         sock = listen(config.settings.host, stanza.port or 0, f"service {stanza.name!r}", remedy)
         environment = {} if gpus is None else {VISIBLE: ",".join(gpus)}

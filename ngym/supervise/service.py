@@ -331,7 +331,7 @@ class Running(Protocol):
     def signal(self, number: signal.Signals) -> None: ...
 
 
-class Place(Protocol):
+class ProcessHost(Protocol):
     """Where one process of a service runs. url: where it listens; it changes if the process moves to another node.
 
     node: the machine's name in the cluster; "": this machine.
@@ -349,7 +349,7 @@ class Place(Protocol):
         ...
 
 
-class Process(Watched):
+class ServiceProcess(Watched):
     """A service process that we run: `run` restarts it until it is cancelled or the service is given up."""
 
     restarts_unseen = False
@@ -358,7 +358,7 @@ class Process(Watched):
         self,
         state: State,
         tell: Callable[[State], None],
-        place: Place,
+        place: ProcessHost,
         spec: dict[str, Any],
         log: Path,
         limits: Limits,

@@ -22,7 +22,7 @@ from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.placement import Engine, LocalEngine
 from ngym.supervise.scaling import Load, follow_load
-from ngym.supervise.service import READY_POLL_S, Limits, Place, Process, State, Watched, called_urls
+from ngym.supervise.service import READY_POLL_S, Limits, ProcessHost, ServiceProcess, State, Watched, called_urls
 from ngym.supervise.service_metrics import load_of
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.log_format import Redactor
@@ -66,7 +66,7 @@ class Supervisor:
         self._watched: list[Watched] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._guests: set[asyncio.Task[None]] = set()
-        self._grown: dict[Process, tuple[Place, asyncio.Task[None]]] = {}
+        self._grown: dict[ServiceProcess, tuple[ProcessHost, asyncio.Task[None]]] = {}
         self._trained: dict[str, asyncio.TimerHandle] = {}
         self._hurry = asyncio.Event()
         self._head: Head | None = None
@@ -84,7 +84,7 @@ class Supervisor:
 
     def log_tail(self, label: str) -> tuple[Path, list[str]] | None:
         """The file and the last lines of the log of this process; None: it is not a process of ours."""
-        found = [each for each in self._watched if isinstance(each, Process) and each.state.label == label]
+        found = [each for each in self._watched if isinstance(each, ServiceProcess) and each.state.label == label]
         return found[0].log_tail() if found else None
 
     async def __aenter__(self) -> Self:
@@ -153,7 +153,7 @@ class Supervisor:
         self._trained[name] = asyncio.get_running_loop().call_later(TRAINED_S, self._release, name)
         replicas = [watched for watched in self._watched if watched.state.name == name]
         for each in replicas:
-            died = isinstance(each, Process) and each.state.status not in ("ready", "not ready")
+            died = isinstance(each, ServiceProcess) and each.state.status not in ("ready", "not ready")
             if each.state.url in proved and not died:
                 each.change(version=version, held=False)
             elif each.state.version != version:
@@ -174,8 +174,10 @@ class Supervisor:
     async def _scale(self, stanza: Stanza, bounds: ReplicaRange) -> None:
         """Follow the load of a model."""
 
-        def replicas() -> list[Process]:
-            return [each for each in self._watched if isinstance(each, Process) and each.state.name == stanza.name]
+        def replicas() -> list[ServiceProcess]:
+            return [
+                each for each in self._watched if isinstance(each, ServiceProcess) and each.state.name == stanza.name
+            ]
 
         async def look() -> Load | None:
             ours = replicas()
@@ -214,7 +216,7 @@ class Supervisor:
         self._watched.append(process)
         self._grown[process] = (place, asyncio.create_task(process.run()))
 
-    async def _shrink(self, process: Process) -> None:
+    async def _shrink(self, process: ServiceProcess) -> None:
         """Let its calls end, then stop it. Callers that still have its address are refused, and call another."""
         assert self._engine is not None
         process.leave()
@@ -272,7 +274,9 @@ class Supervisor:
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-        stopping = [watched.stop(GRACE_S, self._hurry) for watched in self._watched if isinstance(watched, Process)]
+        stopping = [
+            watched.stop(GRACE_S, self._hurry) for watched in self._watched if isinstance(watched, ServiceProcess)
+        ]
         await asyncio.gather(*stopping)
         if self._engine:
             await self._engine.close()
@@ -297,7 +301,7 @@ class Supervisor:
             self._watched += self._external(stanza) if stanza.external else self._processes(stanza, places[stanza.name])
         self._head.start()
         for watched in self._watched:
-            run = watched.run() if isinstance(watched, Process) else watched.watch()
+            run = watched.run() if isinstance(watched, ServiceProcess) else watched.watch()
             self._tasks.append(asyncio.create_task(run))
         for stanza in config.services.values():
             if isinstance(stanza.replicas, ReplicaRange) and not stanza.external:
@@ -313,13 +317,13 @@ class Supervisor:
         states = [self._state(stanza, index) for index in range(len(stanza.external_urls))]
         return [Watched(state, self._changed, token) for state in states]
 
-    def _processes(self, stanza: Stanza, places: Sequence[Place]) -> list[Process]:
+    def _processes(self, stanza: Stanza, places: Sequence[ProcessHost]) -> list[ServiceProcess]:
         return [
             self._process(stanza, self._state(stanza, index, place.node), place, stanza.optional)
             for index, place in enumerate(places)
         ]
 
-    def _process(self, stanza: Stanza, state: State, place: Place, optional: bool) -> Process:
+    def _process(self, stanza: Stanza, state: State, place: ProcessHost, optional: bool) -> ServiceProcess:
         assert self._head_file is not None
         settings = self.config.settings
         timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
@@ -328,7 +332,9 @@ class Supervisor:
         spec = service_spec(self.config, stanza, self.urls, self.head_url, state.replica, *tokens)
         limits = Limits(timeout, settings.max_restarts)
         log = self._head_file.logs / f"{state.label}.log"
-        return Process(state, self._changed, place, spec, log, limits, redact, venv_of(self.config, stanza), optional)
+        return ServiceProcess(
+            state, self._changed, place, spec, log, limits, redact, venv_of(self.config, stanza), optional
+        )
 
     def _state(self, stanza: Stanza, index: int, node: str = "") -> State:
         urls = self.urls[stanza.name]
@@ -343,7 +349,7 @@ class Supervisor:
         failure = asyncio.create_task(self.failure())
         try:
             for watched in self._watched:
-                if isinstance(watched, Process):
+                if isinstance(watched, ServiceProcess):
                     ready = asyncio.create_task(watched.ready.wait())
                     await asyncio.wait([ready, failure], return_when=asyncio.FIRST_COMPLETED)
                     ready.cancel()

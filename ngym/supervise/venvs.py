@@ -27,7 +27,7 @@ from ngym.config.shipped_files import shipped_file
 from ngym.errors import ConfigError, UsageError
 from ngym.supervise.head_file import FOLDER
 from ngym.supervise.package_indexes import is_offline, pip_settings, uv_environment
-from ngym.supervise.service_process import own_environment
+from ngym.supervise.service_main import own_environment
 
 LOCK_POLL_S = 0.2
 SHOWN_LINES = 8

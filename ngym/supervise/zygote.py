@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.supervise.launcher import receive, send
-from ngym.supervise.service_process import RUNNER, Job, perform
+from ngym.supervise.service_main import RUNNER, Job, perform
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 LAST_SWEEP_S = 8.0  # seconds; we are killed after 10 s

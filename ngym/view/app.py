@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
-from ngym.net.auth import RUN_TOKEN, Lock, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
+from ngym.net.auth import RUN_TOKEN, TokenAuth, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
 from ngym.schema import Json
 from ngym.view import export, training
 from ngym.view.index import row_seq
@@ -69,7 +69,7 @@ class Guard:
         lock: what opens /api; None: it is open.
     """
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, lock: Lock | None) -> None:
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, lock: TokenAuth | None) -> None:
         self._app = app
         self._visitors = None if hosts is None else Visitors(hosts)
         self._lock = lock
@@ -94,7 +94,7 @@ class Guard:
     def _problem(self, scope: Scope) -> ServiceError | None:
         if self._visitors is not None and (problem := self._visitors.problem(scope)):
             return problem
-        if scope["path"].startswith("/api") and self._lock is not None and not self._lock.opens(scope["headers"]):
+        if scope["path"].startswith("/api") and self._lock is not None and not self._lock.accepts(scope["headers"]):
             return Unauthorized(LOCKED)
         return None
 
@@ -109,7 +109,9 @@ class Wrong(ServiceError):
     title = "The address is not valid"
 
 
-def application(shown: Opened, *, hosts: frozenset[str] | None, lock: Lock | None, title: str = "ngym") -> Starlette:
+def application(
+    shown: Opened, *, hosts: frozenset[str] | None, lock: TokenAuth | None, title: str = "ngym"
+) -> Starlette:
     """
     Args:
         hosts: what a request's Host header may say; None: anything.
@@ -323,7 +325,7 @@ def door(host: str, port: int | None) -> Door:
 
 def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) -> None:
     """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
-    lock = Lock([entrance.token]) if entrance.token else None
+    lock = TokenAuth([entrance.token]) if entrance.token else None
     # A token is not a cookie, so a page of another name has none to send along.
     hosts = None if lock else frozenset(hosts_of([entrance.address]))
     app = application(shown, hosts=hosts, lock=lock, title=title)

@@ -57,7 +57,7 @@ def row_seq(name: str) -> int:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_descriptor(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         yield fd
@@ -383,7 +383,7 @@ class Writer:
             return False
         if found.st_size == known.bytes:
             return found.st_mtime_ns == known.mtime
-        with opened(self._paths[part]) as fd:
+        with open_descriptor(self._paths[part]) as fd:
             return edges(fd, known.bytes) == (known.head, known.tail)
 
     def _forget(self) -> None:
@@ -409,7 +409,7 @@ class Writer:
         if not batch.lines:
             return known
         end = max(known.bytes, batch.end)
-        with opened(self._paths[part]) as fd:
+        with open_descriptor(self._paths[part]) as fd:
             head, tail = edges(fd, end)
         now = known._replace(
             head=head,
@@ -499,7 +499,7 @@ class Index:
             raise NotFound(f"there is no row {row_name(seq)}")
         path = self.paths[seq >> PART_BITS]
         try:
-            with opened(path) as fd:
+            with open_descriptor(path) as fd:
                 if os.fstat(fd).st_ino != inode[0]:
                     raise NotFound(f"{path} was replaced; its rows are read again; repeat the request")
                 return os.pread(fd, found[1], found[0]).strip()
@@ -522,7 +522,7 @@ class Index:
             if not own:
                 continue
             try:
-                with opened(path) as fd:
+                with open_descriptor(path) as fd:
                     yield from read_together(fd, own, most_bytes)
             except OSError as error:
                 raise NotFound(f"{path}: cannot be read: {error.strerror}") from None

@@ -172,7 +172,7 @@ def _told(run: TrainingRun) -> Json:
         return {**gone, "growing": False, "error": str(error)}
 
 
-def opened(paths: Sequence[Path], tokenizer: Path | None = None) -> Opened:
+def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> Opened:
     """What these files and folders hold.
 
     Args:

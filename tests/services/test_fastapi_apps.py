@@ -20,7 +20,7 @@ from machine import PATIENCE_S
 from paths import ROOT
 
 from ngym import ConfigError, ServiceContext, ServiceOptions, Session, VerifyRequest, gym_server
-from ngym.net.auth import RUN_TOKEN, Lock, Locked
+from ngym.net.auth import RUN_TOKEN, TokenAuth, TokenAuthMiddleware
 from ngym.services.base.app import load
 
 TOKEN = "a-token-of-sixteen-or-more"
@@ -163,7 +163,7 @@ def test_the_documentation_of_a_locked_service_asks_a_browser_for_the_token(monk
     monkeypatch.setenv(RUN_TOKEN, TOKEN)
     basic = {"authorization": "Basic " + base64.b64encode(f"any:{TOKEN}".encode()).decode()}
     wrong = {"authorization": "Basic " + base64.b64encode(b"any:another-token-of-length").decode()}
-    with TestClient(Locked(counter(), Lock([TOKEN]), "gym")) as client:
+    with TestClient(TokenAuthMiddleware(counter(), TokenAuth([TOKEN]), "gym")) as client:
         for path in ("/docs", "/redoc", "/openapi.json"):
             asked = client.get(path)
             assert asked.status_code == 401

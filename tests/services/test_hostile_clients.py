@@ -27,10 +27,10 @@ from starlette.responses import Response
 
 from ngym import AgentOptions, ModelCall, RolloutContext, ServiceOptions, VerifyRequest, agent, gym_server, model_server
 from ngym.net.connection_limits import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Connection, Server
+from ngym.net.json_limits import CALL_BYTES, ROW_BYTES
 from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.net.json_limits import CALL_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body
 from ngym.services.base.runner import Stall, Watchdog

@@ -16,7 +16,7 @@ from machine import reserved_port, wait_until
 from viewing import Viewer, command, environment, failure, of_task, rollout, run, segment, viewer, write
 
 from ngym.collect.files import Paths
-from ngym.view.runs import opened
+from ngym.view.runs import open_runs
 
 TOKEN = "a-token-that-nobody-guesses"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
@@ -281,7 +281,7 @@ def test_a_training_run_of_which_a_file_is_a_link_that_leads_out_is_passed_over(
     write(inside / "other.jsonl", [rollout(0)])
     (inside / "run" / linked).unlink(missing_ok=True)
     (inside / "run" / linked).symlink_to(outside)
-    found = opened([inside])
+    found = open_runs([inside])
     assert ([run.path.name for run in found.rollouts.values()], found.training) == (["other.jsonl"], {})
 
 
@@ -293,13 +293,13 @@ def test_a_run_whose_failures_are_a_link_that_leads_out_is_passed_over(tmp_path:
     write(inside / "kept_failures", [failure(0)])
     (inside / "own_failures.jsonl").symlink_to(inside / "kept_failures")
     (inside / "out_failures.jsonl").symlink_to(write(tmp_path / "secret.jsonl", [failure(0)]))
-    assert [run.path.name for run in opened([inside]).rollouts.values()] == ["own.jsonl"]
+    assert [run.path.name for run in open_runs([inside]).rollouts.values()] == ["own.jsonl"]
 
 
 def test_the_failures_of_a_run_are_where_the_collector_puts_them(tmp_path: Path) -> None:
     path = write(tmp_path / "a.b.jsonl", [rollout(0)])
     for named in (path, write(Paths.beside(path).failures, [failure(0)])):
-        (run,) = opened([named]).rollouts.values()
+        (run,) = open_runs([named]).rollouts.values()
         assert list(run.index.paths.values()) == [path, Paths.beside(path).failures]
 
 

@@ -67,7 +67,7 @@ def setup(student: Path, tokenizer: PreTrainedTokenizerBase) -> Setup:
 
 def rollout(reward: float, group: str, *spans: list[tuple[int, int]]) -> Any:
     segments = tuple(
-        samples.Said(list(range(20, 22 + each[-1][1])), each, sampler=[-1.0] * sum(b - a for a, b in each))
+        samples.SampledSegment(list(range(20, 22 + each[-1][1])), each, sampler=[-1.0] * sum(b - a for a, b in each))
         for each in spans
     )
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
@@ -82,7 +82,7 @@ def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_samplers_plus_that
         {"teacher": {"path": str(master), "coef": coef, "reward_coef": reward_coef}}
     )
     assert options.teacher is not None
-    scored = teacher.opened(setup, options.teacher, 1.0)
+    scored = teacher.open_teacher(setup, options.teacher, 1.0)
     given = [rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]), rollout(0.0, "a", [(6, 11)]), rollout(0.5, "b", [(2, 4)])]
     algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
     prepared: Any = algorithm.prepare(given, setup.engine, 15)
@@ -106,7 +106,7 @@ def test_the_exact_reverse_kl_falls(
     policy = model.load_policy(recipe.ModelOptions(path=str(student)), tokenizer, 0).eval()
     optimizing = recipe.OptimizerOptions(lr=1e-2)
     learner = engine.Engine(policy, recipe.Launch(0, 0, 1), recipe.EngineOptions(zero_stage=0), optimizing)
-    scored = teacher.opened(setup, objective.Teacher(path=str(master)), 1.0)
+    scored = teacher.open_teacher(setup, objective.Teacher(path=str(master)), 1.0)
     options = algorithms.DistillationOptions(teacher=objective.Teacher(path=str(master)))
     algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
     prompts = [[random.Random(n).randrange(20, 1000) for _ in range(4)] for n in range(4)]
@@ -130,7 +130,7 @@ def test_the_exact_reverse_kl_falls(
 
 def said(prompt: list[int], token: int, logprob: float) -> Any:
     """A rollout of one sampled token."""
-    segment = samples.Said([*prompt, token], [(4, 5)], sampler=[logprob])
+    segment = samples.SampledSegment([*prompt, token], [(4, 5)], sampler=[logprob])
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
     return samples.RolloutSample(segments=(segment,), group=str(prompt), reward=0.0, **told)
 
@@ -185,9 +185,9 @@ def test_a_server_scores_as_the_checkpoint_that_it_serves(setup: Setup, master: 
     packed = packing.pack(
         [rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]), rollout(0.0, "a", [(6, 11)])], setup.engine.device
     )
-    local = teacher.opened(setup, objective.Teacher(path=str(master)), 1.0)
+    local = teacher.open_teacher(setup, objective.Teacher(path=str(master)), 1.0)
     with served(master) as (url, calls):
-        remote = teacher.opened(setup, objective.Teacher(url=url), 1.0)
+        remote = teacher.open_teacher(setup, objective.Teacher(url=url), 1.0)
         before = len(calls)
         for _ in range(2):  # the second time, the answers are kept
             torch.testing.assert_close(remote.logprobs(packed), local.logprobs(packed), atol=1e-4, rtol=0)
@@ -227,7 +227,7 @@ def test_a_divergence_and_its_gradient_are_those_of_whole_distributions(
         {"teacher": {"path": str(master), "beta": beta, "coef": 0.5}, "loss": {"anchor": "sampler"}}
     )
     assert options.teacher is not None
-    algorithm = policy_gradient.PolicyGradient(options, 1, None, teacher.opened(setup, options.teacher, 1.0))
+    algorithm = policy_gradient.PolicyGradient(options, 1, None, teacher.open_teacher(setup, options.teacher, 1.0))
     batch: Any = algorithm.prepare([rollout(1.0, str(at), list(each)) for at, each in enumerate(ROLLOUTS)],
                                    setup.engine, 8192)  # fmt: skip
     assert all(value == 0 for sample in batch for segment in sample.segments for value in segment.advantages)
@@ -253,7 +253,7 @@ def test_a_server_is_compared_on_its_likeliest_tokens_and_all_others_together(se
     packed = packing.pack([rollout(1.0, str(at), list(each)) for at, each in enumerate(ROLLOUTS)], setup.engine.device)
     network = AutoModelForCausalLM.from_pretrained(master)
     with served(master) as (url, _):
-        remote = teacher.opened(setup, objective.Teacher(url=url, beta=0.5, top_k=5), 1.0)
+        remote = teacher.open_teacher(setup, objective.Teacher(url=url, beta=0.5, top_k=5), 1.0)
         logprobs_NK, token_ids_NK = remote.distributions(packed).rows(0, 13)
     with torch.no_grad():
         expected = logits_of(network, packed.segments).log_softmax(-1).topk(5)
@@ -337,7 +337,7 @@ def wavering() -> Change:
 )
 def test_a_faulty_server_is_refused_with_a_line(setup: Setup, master: Path, faults: Any, reason: str) -> None:
     with served(master, **faults) as (url, _), pytest.raises(ConfigError) as refused:
-        teacher.opened(setup, objective.Teacher(url=url), 1.0)
+        teacher.open_teacher(setup, objective.Teacher(url=url), 1.0)
     assert str(refused.value).startswith(f"algorithm.teacher.url: {url}: ") and reason in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -346,15 +346,15 @@ def test_teachers_that_cannot_be_reached_or_have_another_tokenizer_are_refused(
     setup: Setup, master: Path, root: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/tokenize cannot be used: .*refused"):
-        teacher.opened(setup, objective.Teacher(url="http://127.0.0.1:9"), 1.0)
+        teacher.open_teacher(setup, objective.Teacher(url="http://127.0.0.1:9"), 1.0)
     AutoModelForCausalLM.from_pretrained(master).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(root / "data" / "letters" / "tokenizer").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"another tokenizer than the policy's: its token .* has another id or none"):
-        teacher.opened(setup, objective.Teacher(path=str(tmp_path)), 1.0)
+        teacher.open_teacher(setup, objective.Teacher(path=str(tmp_path)), 1.0)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=f"algorithm.teacher.path: {tmp_path}: .* can be loaded"):
-        teacher.opened(setup, objective.Teacher(path=str(tmp_path)), 1.0)
-    scored = teacher.opened(setup, objective.Teacher(path=str(master)), 1.0)
+        teacher.open_teacher(setup, objective.Teacher(path=str(tmp_path)), 1.0)
+    scored = teacher.open_teacher(setup, objective.Teacher(path=str(master)), 1.0)
     long = samples.Sample((samples.Segment([20] * 300, [(1, 300)]),))
     with pytest.raises(UsageError, match="its context is 256 tokens, and a rollout has 300"):
         scored.logprobs(packing.pack([long], setup.engine.device))

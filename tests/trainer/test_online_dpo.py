@@ -35,7 +35,8 @@ def start(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rollout(reward: float, group: str, token: int, turns: int = 1) -> Any:
     """token: the first of those that were sampled."""
     segments = tuple(
-        samples.Said([20, 21, 22, token, token + 1, turn], [(3, 6)], sampler=[-1.0] * 3) for turn in range(turns)
+        samples.SampledSegment([20, 21, 22, token, token + 1, turn], [(3, 6)], sampler=[-1.0] * 3)
+        for turn in range(turns)
     )
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
     return samples.RolloutSample(segments=segments, group=group, reward=reward, **told)

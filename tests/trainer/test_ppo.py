@@ -71,7 +71,7 @@ def learner(
 def rollout(group: int, reward: float, *spans: list[tuple[int, int]], draw: random.Random) -> Any:
     """One with a segment for each list of sampled spans."""
     segments = tuple(
-        rollout_samples.Said(
+        rollout_samples.SampledSegment(
             [draw.randrange(20, 1000) for _ in range(of_segment[-1][1] + 2)],
             of_segment,
             sampler=[-draw.random() for start, end in of_segment for _ in range(start, end)],

@@ -34,7 +34,7 @@ needs_mlflow = pytest.mark.skipif(
 def log(folder: Path, options: Values, capsys: pytest.CaptureFixture[str], steps: int = 3, close_s: float = 60) -> str:
     """A run with these sinks; what it says. Entries: one before the first step, then `steps`."""
     (folder / "recipe.yaml").write_text(RESOLVED, "utf-8")
-    opened = sinks.opened(recipe.LoggingOptions(**options), folder, folder / "recipe.yaml")
+    opened = sinks.open_sinks(recipe.LoggingOptions(**options), folder, folder / "recipe.yaml")
     return run(folder, sinks.Sinks(opened._couriers, close_s), capsys, steps)
 
 
@@ -87,7 +87,7 @@ from pathlib import Path
 from ngym.trainer.reporting import metrics, sinks
 folder = Path(sys.argv[1])
 (folder / "recipe.yaml").write_text("{}")
-kept = sinks.opened(sinks.LoggingOptions(tensorboard=True), folder, folder / "recipe.yaml")
+kept = sinks.open_sinks(sinks.LoggingOptions(tensorboard=True), folder, folder / "recipe.yaml")
 with metrics.Metrics(folder / "metrics.jsonl", 60, True, sinks=kept) as log:
     log.log(1, {"loss": 1.0})
     while kept._couriers[0]._written < 1: pass

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from minded import tokenizer
 
-from ngym.dialogue import Detokenizer, Piece, Spoken, Stops, Template, turn_ends
+from ngym.dialogue import AnswerParser, Detokenizer, Piece, Stops, Template, turn_ends
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.token_capture import take_seen
@@ -21,7 +21,7 @@ ADDED = Piece("call", '{"a": 2}', "add")
 
 def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> list[Piece]:
     """The pieces, neighbours of one kind put together."""
-    spoken = Spoken(in_thought=in_thought, tools=tools)
+    spoken = AnswerParser(in_thought=in_thought, tools=tools)
     result: list[Piece] = []
     for piece in [piece for part in parts for piece in spoken.take(part)] + list(spoken.end()):
         if result and piece.kind == result[-1].kind != "call":

@@ -169,7 +169,7 @@ def test_a_transport_of_the_users_hands_over_files_from_its_folder(folder: Path)
 def test_a_sink_of_the_users_receives_the_metrics(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = recipe("logging.sinks=[{sink: 'csv_sink.py:CsvSink', options: {file: curves.csv}}]").logging
     (folder / "recipe.yaml").write_text("seed: 1\n")
-    opened = sinks.opened(options, folder, folder / "recipe.yaml")
+    opened = sinks.open_sinks(options, folder, folder / "recipe.yaml")
     with metrics.Metrics(folder / "metrics.jsonl", 2, True, sinks=opened) as log:
         for step in (1, 2):
             log.log(step, {"loss": 1 / step})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..data.samples import RolloutSample, Said, Sample, filled, grouped, read_rollouts
+from ..data.samples import RolloutSample, Sample, SampledSegment, filled, grouped, read_rollouts
 from ..engine.engine import score
 from ..losses.advantages import (
     advantages,
@@ -31,12 +31,12 @@ from ..losses.advantages import (
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
 from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, kl_estimate, policy_loss, value_loss, weigh
 from ..model.chunked_logprobs import Asks, Scores
-from ..model.divergence import Asked
+from ..model.divergence import TeacherDivergence
 from ..model.policy import load_policy
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.objective import Teacher
 from . import Setup, StepLoss
-from .teacher import OpenTeacher, opened
+from .teacher import OpenTeacher, open_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ..model.packing import Packed
 
 
-def credited(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
+def with_advantages(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with `advantages`; with estimator gae, which reads their `values`, also with `returns`."""
     rollouts = _rewarded(options, rollouts)
     return rollouts if options.teacher is None else _taught(options.teacher, rollouts)
@@ -56,7 +56,7 @@ def _taught(options: Teacher, rollouts: Sequence[RolloutSample]) -> list[Rollout
     divergence of whole distributions has no part in them.
     """
 
-    def of_segment(segment: Said) -> list[float]:
+    def of_segment(segment: SampledSegment) -> list[float]:
         assert segment.teacher is not None and segment.advantages is not None
         if options.beta is not None:
             return [options.reward_coef * advantage for advantage in segment.advantages]
@@ -93,7 +93,7 @@ def _rewarded(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample])
     return filled(rollouts, "advantages", _by_segment(rollouts, advantages_N))
 
 
-def teaches(options: PolicyGradientOptions, group: Sequence[RolloutSample]) -> bool:
+def has_learning_signal(options: PolicyGradientOptions, group: Sequence[RolloutSample]) -> bool:
     """Whether a group has a learning signal: its rewards, or one of its separate components, are not all equal."""
     if options.advantage.components == "sum":
         return informative([rollout.reward for rollout in group])
@@ -139,7 +139,7 @@ def create(setup: Setup) -> PolicyGradient:
     options = recipe.algorithm
     assert isinstance(options, PolicyGradientOptions)
     reference = initial_policy(setup, options.temperature) if options.kl.coef > 0 else None
-    teacher = None if options.teacher is None else opened(setup, options.teacher, options.temperature)
+    teacher = None if options.teacher is None else open_teacher(setup, options.teacher, options.temperature)
     updates = 1 if recipe.live and recipe.live.updates_per_step == 1 else None
     return PolicyGradient(options, updates, reference, teacher)
 
@@ -189,7 +189,7 @@ class PolicyGradient:
         options = self._options.teacher
         if options is None or options.beta is None or self._teacher is None:
             return asked
-        return asked._replace(divergence=Asked(options.beta, self._teacher.distributions))
+        return asked._replace(divergence=TeacherDivergence(options.beta, self._teacher.distributions))
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
@@ -211,7 +211,7 @@ class PolicyGradient:
             asked["values"] = engine.values
         for name, of_packed in asked.items():
             rollouts = filled(rollouts, name, score(rollouts, of_packed, engine, budget))
-        rollouts = credited(self._options, rollouts)
+        rollouts = with_advantages(self._options, rollouts)
         dropped = self._options.shaping.drop_truncated
         return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]
 
@@ -294,7 +294,7 @@ class PolicyGradient:
 
     def sampler_N(self, packed: Packed) -> Tensor:
         """The sampler's logprobs of a micro-batch's tokens."""
-        segments = cast(Sequence[Said], packed.segments)
+        segments = cast(Sequence[SampledSegment], packed.segments)
         said = [value for segment in segments for value in segment.sampler]
         return torch.tensor(said, device=packed.token_ids_T.device)
 
@@ -307,7 +307,7 @@ class PolicyGradient:
     def _teaching(self, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
         groups = grouped(rollout for rollout in rollouts if rollout.trained)
         if self._options.shaping.skip_equal_groups:
-            groups = [group for group in groups if teaches(self._options, group)]
+            groups = [group for group in groups if has_learning_signal(self._options, group)]
         return [rollout for group in groups for rollout in group]
 
 

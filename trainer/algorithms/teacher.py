@@ -1,10 +1,10 @@
 """The teacher of on-policy distillation: its log-probabilities of the tokens that the policy sampled.
 
-    teacher = opened(setup, options)      # a local checkpoint, or any server with vLLM's /inference/v1/generate
+    teacher = open_teacher(setup, options)      # a local checkpoint, or any server with vLLM's /inference/v1/generate
     teacher.logprobs(packed)              # [N], without a gradient
     teacher.distributions(packed)         # of whole distributions: all tokens of a checkpoint, a server's likeliest
 
-`opened` validates it: its token ids mean the same, its answers do not change, and value i belongs to token i. The last
+`open_teacher` validates it: its token ids mean the same, its answers do not change, and value i belongs to token i. The last
 is tested with a known text whose last token is then exchanged: the value of that token changes, and no other.
 """
 
@@ -56,7 +56,7 @@ class OpenTeacher(Protocol):
         """Its distributions of them."""
 
 
-def opened(setup: Setup, options: Teacher, temperature: float) -> OpenTeacher:
+def open_teacher(setup: Setup, options: Teacher, temperature: float) -> OpenTeacher:
     """The validated teacher. Every rank calls it.
 
     Raises:
@@ -159,7 +159,7 @@ class Server:
         """Forget the answers that were kept."""
         self._kept.clear()
 
-    def _places(self, packed: Packed) -> list[list[Place]]:
+    def _places(self, packed: Packed) -> list[list[TokenLogprobs]]:
         """Of each segment, its trained places."""
         digests = [_digest(segment) for segment in packed.segments]
         new = {digest: one for digest, one in zip(digests, packed.segments, strict=True) if digest not in self._kept}
@@ -170,7 +170,7 @@ class Server:
             self._kept.popitem(last=False)
         return found
 
-    def _of_segment(self, segment: Segment) -> list[Place]:
+    def _of_segment(self, segment: Segment) -> list[TokenLogprobs]:
         ids = segment.token_ids
         params = {"prompt_logprobs": self._top_k, "max_tokens": 1, "temperature": 1.0}
         said = self._post("/inference/v1/generate", {"token_ids": ids, "sampling_params": params}).get(
@@ -205,7 +205,7 @@ def _digest(segment: Segment) -> bytes:
     return blake2b(orjson.dumps([segment.token_ids, segment.spans]), digest_size=16).digest()
 
 
-class Place(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """A token of a prompt: its own logprob, and the likeliest tokens there with theirs."""
 
     logprob: float
@@ -213,7 +213,7 @@ class Place(NamedTuple):
     logprobs: list[float]
 
 
-def _place(said: dict[str, Any], token_id: int, top_k: int) -> Place:
+def _place(said: dict[str, Any], token_id: int, top_k: int) -> TokenLogprobs:
     """From a server's answer. The token itself is in it, also if it is not one of the likeliest.
 
     Raises:
@@ -222,7 +222,7 @@ def _place(said: dict[str, Any], token_id: int, top_k: int) -> Place:
     own = float(said[str(token_id)]["logprob"])
     each = ((int(name), float(one["logprob"])) for name, one in said.items())
     likeliest = sorted(each, key=lambda pair: -pair[1])[:top_k]
-    return Place(own, [one for one, _ in likeliest], [logprob for _, logprob in likeliest])
+    return TokenLogprobs(own, [one for one, _ in likeliest], [logprob for _, logprob in likeliest])
 
 
 def _problem(teacher: OpenTeacher, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> str | None:

@@ -89,7 +89,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said(Segment):
+class SampledSegment(Segment):
     """A segment that a policy sampled. Each field is [trained], over its sampled tokens; None until `prepare` fills it.
 
     sampler: log p from the engine that sampled. old: from the trainer before its first update. reference: under the
@@ -112,7 +112,7 @@ class RolloutSample(Sample):
     group: the task. truncated: it was cut off. id: of the row.
     """
 
-    segments: tuple[Said, ...]
+    segments: tuple[SampledSegment, ...]
     group: str
     reward: float
     components: dict[str, float]
@@ -231,7 +231,9 @@ def _segment_problem(segment: Any) -> str | None:
 def _rollout(row: Json) -> RolloutSample:
     trace = row["ng"]
     segments = tuple(
-        Said(segment["token_ids"], [(start, end) for start, end in segment["mask"]], sampler=segment["logprobs"])
+        SampledSegment(
+            segment["token_ids"], [(start, end) for start, end in segment["mask"]], sampler=segment["logprobs"]
+        )
         for segment in trace["segments"]
         if segment["mask"]
     )

@@ -145,7 +145,7 @@ class RankGone(NgymError):
     """A rank is dead, hangs or ended before the others."""
 
 
-class Seen(NamedTuple):
+class LastHeartbeat(NamedTuple):
     """A rank's last heartbeat, and the check at which it was new."""
 
     sign: bytes
@@ -163,7 +163,7 @@ class Heartbeat:
         self._rank = rank
         self._others = [other for other in range(ranks) if other != rank]
         self._store = self._meet()  # on rank 0 the store lives as long as this object
-        self._seen = dict.fromkeys(self._others, Seen(FIRST, 0))
+        self._seen = dict.fromkeys(self._others, LastHeartbeat(FIRST, 0))
         self._looks = 0
         self._parted = threading.Event()
         self._last = FAILED
@@ -252,7 +252,7 @@ class Heartbeat:
                 continue
             for other, sign in zip(self._others, signs, strict=True):
                 if sign != self._seen[other].sign:
-                    self._seen[other] = Seen(sign, self._looks)
+                    self._seen[other] = LastHeartbeat(sign, self._looks)
         if store is not None:
             with suppress(RuntimeError):
                 store.set(_key(self._rank), self._last)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ class Asks(NamedTuple):
     entropy: bool = False
     values: bool = False
     collision: bool = False
-    divergence: divergence.Asked | None = None
+    divergence: divergence.TeacherDivergence | None = None
 
 
 class Scores(NamedTuple):

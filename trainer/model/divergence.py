@@ -38,7 +38,7 @@ class Teacher(Protocol):
     def __call__(self, packed: Packed) -> Distributions: ...
 
 
-class Asked(NamedTuple):
+class TeacherDivergence(NamedTuple):
     """A divergence from a teacher, as asked of the policy."""
 
     beta: float

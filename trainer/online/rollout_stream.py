@@ -49,7 +49,7 @@ NEVER = -(1 << 30)  # stands for weights that were never pushed: older than any 
 MOST_STALE = 5  # limit of repeated collections of a whole group
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """The position of a row."""
 
     path: Path
@@ -72,7 +72,7 @@ class Spool:
         self._finished = RowLog(file, _identity)
         self._failed = RowLog(file.with_name(f"{file.stem}_failures{file.suffix}"), _identity)
         self._order = RowLog(file.with_name(f"{file.stem}_tasks{file.suffix}"), _number)
-        self._known: dict[tuple[int, int], tuple[str, Place]] = {}
+        self._known: dict[tuple[int, int], tuple[str, RowPosition]] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._recording: dict[int, asyncio.Task[None]] = {}
         self.drawn: dict[int, Drawn] = {
@@ -85,7 +85,7 @@ class Spool:
                 ours = line.row[OURS]
                 number, index = line.row["_ng_task_index"], line.row["_ng_rollout_index"]
                 if wanted(number):
-                    self._known[number, index] = (ours["task"], Place(log.path, line.start, line.end))
+                    self._known[number, index] = (ours["task"], RowPosition(log.path, line.start, line.end))
 
     def __len__(self) -> int:
         return len(self._known)
@@ -250,11 +250,11 @@ class Stream:
         seed: int,
         steps: int,
         file: Path,
-        teaches: Callable[[Group], bool],
+        has_learning_signal: Callable[[Group], bool],
     ) -> None:
         self._peers = peers
         self._judging: set[asyncio.Task[None]] = set()
-        self._teaches = teaches
+        self._teaches = has_learning_signal
         self._tasks = tasks
         self._options = options
         self._temperature = temperature

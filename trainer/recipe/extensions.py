@@ -46,7 +46,7 @@ class PushFailed(NgymError):
     """Some servers do not serve these weights; the message says which and why."""
 
 
-class Passing(NgymError):
+class TransientPushError(NgymError):
     """A server cannot be reached, is not ready, or is busy: a retry may work."""
 
 
@@ -96,7 +96,7 @@ class PushTransport(ABC):
         """Bring one file to every replica, then hand it over with `replica.send` or `replica.name`.
 
         The servers check the digest, and nothing changes there before all files have arrived. Raise
-        `PushFailed` to end the run, or `Passing` to repeat the push.
+        `PushFailed` to end the run, or `TransientPushError` to repeat the push.
 
         Args:
             file: `content`, the bytes of a safetensors file, and `sha256`.

@@ -237,7 +237,7 @@ class Sinks:
         return filter(None, [*(courier.complaint() for courier in self._couriers), *lost])
 
 
-def opened(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
+def open_sinks(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
     """The sinks of a run. resolved: its recipe, which sinks store if they can."""
     recipe: Json = yaml.safe_load(resolved.read_text("utf-8"))
     sinks: dict[str, MetricSink] = {}

@@ -33,7 +33,7 @@ from ngym.config.import_path import imported_class
 from ngym.errors import NgymError, UsageError
 from ngym.net.tls import client_context
 
-from ..recipe.extensions import File, Mode, OnAll, Passing, PolicyServer, PushFailed, PushTransport
+from ..recipe.extensions import File, Mode, OnAll, PolicyServer, PushFailed, PushTransport, TransientPushError
 
 if TYPE_CHECKING:
     from .transfer import Transfer
@@ -116,7 +116,7 @@ class AdapterShape(NamedTuple):
 
 
 class Replica:
-    """One server, and the current push there. Every method raises PushFailed or Passing."""
+    """One server, and the current push there. Every method raises PushFailed or TransientPushError."""
 
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -190,7 +190,7 @@ class Replica:
     def give_up(self) -> None:
         """Abandon a push that was begun; a server that cannot be reached abandons it when its lease ends."""
         if self._push:
-            with contextlib.suppress(PushFailed, Passing):
+            with contextlib.suppress(PushFailed, TransientPushError):
                 self._call("DELETE", f"/weights?push={self._push}")
 
     def sleep(self) -> None:
@@ -212,13 +212,13 @@ class Replica:
         try:
             status, answer = self._exchange(method, path, content, {**self._headers, "content-type": kind})
         except (OSError, http.client.HTTPException) as error:
-            raise Passing(f"{what}: {type(error).__name__}: {error}") from error
+            raise TransientPushError(f"{what}: {type(error).__name__}: {error}") from error
         if status < 400:
             parsed: Json = orjson.loads(answer or b"{}")
             return parsed
         problem = _problem(answer)
         # An error without `retryable` is vLLM's own: its engine has just died, and the server restarts.
-        kind_of_error = Passing if problem.get("retryable", status >= 500) else PushFailed
+        kind_of_error = TransientPushError if problem.get("retryable", status >= 500) else PushFailed
         raise kind_of_error(f"{what}: {status}: {problem['detail']}")
 
     def _exchange(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -424,7 +424,7 @@ class Pusher:
             before_proof()
             try:
                 difference = self.prove(proof, version)
-            except Passing as error:
+            except TransientPushError as error:
                 raise PushFailed(str(error)) from error
         return Pushed(version, sum(one.nbytes for one in tensors.values()), time.monotonic() - began, difference)
 
@@ -470,7 +470,7 @@ class Pusher:
         """The mean difference between the servers' and the trainer's logprobs, of the worst server.
 
         Raises:
-            PushFailed: it is larger than arithmetic explains, or a later version is served. Passing: an earlier version
+            PushFailed: it is larger than arithmetic explains, or a later version is served. TransientPushError: an earlier version
                 is served.
         """
         answers = self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
@@ -508,7 +508,7 @@ class Pusher:
         except NgymError as error:
             self._on_all(waiting, Replica.give_up)
             if any(one in asked and one.weights()["policy_version"] == version for one in waiting):
-                raise Passing("what it was told to commit has just been committed") from error
+                raise TransientPushError("what it was told to commit has just been committed") from error
             raise
         asked.update(waiting)
         if self._transfer is not None:
@@ -534,7 +534,9 @@ class Pusher:
         futures = [self._threads.submit(call, replica) for replica in replicas]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, Passing))  # errors that a retry cannot fix go first
+            raise min(
+                errors, key=lambda error: isinstance(error, TransientPushError)
+            )  # errors that a retry cannot fix go first
         return [future.result() for future in futures]
 
     def _until_it_works(self, act: Callable[[], Result]) -> Result:
@@ -542,7 +544,7 @@ class Pusher:
         while True:
             try:
                 return act()
-            except Passing as error:
+            except TransientPushError as error:
                 if time.monotonic() + PAUSE_S > deadline:
                     raise PushFailed(f"{error} (tried for {self._patience_s:.0f} s)") from error
             time.sleep(PAUSE_S)
@@ -556,7 +558,7 @@ def _check(answers: Mapping[Replica, Json], proof: Proof, version: int | None) -
         served, precisions = answer["policy_version"], (answer["dtype"], proof.dtype)
         tolerance = max(TOLERANCES[precision] for precision in precisions)
         if version is not None and served != version:
-            kind = Passing if served < version else PushFailed  # it died after its commit and restarted
+            kind = TransientPushError if served < version else PushFailed  # it died after its commit and restarted
             raise kind(f"{replica.url}: serves version {served} after a push of {version}; push again")
         pairs = zip(answer["logprobs"], proof.logprobs, strict=True)
         difference = fmean(abs(engine - trainer) for engine, trainer in pairs)

@@ -163,7 +163,7 @@ class Transfer:
         """Send the tensors to the connected servers, and commit.
 
         Raises:
-            Passing, PushFailed: a server failed; servers that had started exit and need another push.
+            TransientPushError, PushFailed: a server failed; servers that had started exit and need another push.
         """
         servers, engine = self._servers, self._engine
         assert servers is not None

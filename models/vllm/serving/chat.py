@@ -40,7 +40,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
-from ngym.rollout import Ends, Seen, begins_with, splice
+from ngym.rollout import SeenTokens, TurnEnds, begins_with, splice
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ Chunks = AsyncGenerator[Json]
 """Where the tokens of the current request are recorded; None: nowhere."""
 
 
-def turn_ends(engine: AsyncLLM) -> Ends:
+def turn_ends(engine: AsyncLLM) -> TurnEnds:
     """The token ids that end a turn of this model."""
     tokenizer = engine.get_tokenizer()
     generation = engine.model_config.try_get_generation_config()
@@ -86,7 +86,7 @@ def turn_ends(engine: AsyncLLM) -> Ends:
     of_model = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
     special = {token: id for token, id in tokenizer.get_vocab().items() if token in (*TURNS, *REQUESTS)}
     requests = frozenset(id for token, id in special.items() if token in REQUESTS)
-    return Ends(frozenset(of_model | set(special.values())), requests)
+    return TurnEnds(frozenset(of_model | set(special.values())), requests)
 
 
 @dataclass
@@ -284,7 +284,7 @@ def _usage(result: RequestOutput, sampled: list[int], thinking: Parser | None) -
 class Chat:
     """The handler of the model server's routes. ends: end-of-turn ids of this model."""
 
-    def __init__(self, serving: OpenAIServingChat, ends: Ends) -> None:
+    def __init__(self, serving: OpenAIServingChat, ends: TurnEnds) -> None:
         serving.__class__ = ChatInChunks  # vLLM creates it, from twenty arguments
         self._serving = serving
         self._ends = ends
@@ -401,7 +401,7 @@ class Chat:
         rendered = await self._render(request)
         if rendered is None:
             return
-        ids = Seen(seen.prompt_token_ids, seen.generation_token_ids)
+        ids = SeenTokens(seen.prompt_token_ids, seen.generation_token_ids)
         if not begins_with(rendered, ids):
             history = await self._render(request, until=seen.place + 1)
             rendered = (history and splice(rendered, history, ids, self._ends)) or rendered

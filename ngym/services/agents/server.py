@@ -30,7 +30,7 @@ from ngym.rollout import without_tokens
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.base.app import OBJECT, JsonResponse, add_route, context_of, object_of, service_app
-from ngym.services.base.dispatch import invoke_agent
+from ngym.services.base.middleware import invoke_agent
 from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
 

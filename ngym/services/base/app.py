@@ -1,4 +1,4 @@
-"""The application that every service shares: health, readiness, metrics and problem documents (dispatch.py: its
+"""The application that every service shares: health, readiness, metrics and problem documents (middleware.py: its
 middleware).
 """
 
@@ -41,7 +41,7 @@ from ngym.errors import (
 from ngym.net import request_context
 from ngym.net.json_limits import CALL_BYTES
 from ngym.schema import SESSION_HEADER, Json, Kind
-from ngym.services.base.dispatch import OF_A_ROLLOUT, Edge, Handler, Served, Serving
+from ngym.services.base.middleware import OF_A_ROLLOUT, Handler, RequestMiddleware, Served, Serving
 from ngym.services.base.options import ServiceContext, ServiceOptions, context_from_environment
 
 log = logging.getLogger("ngym.services")
@@ -158,7 +158,9 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
     )
     app.state.process_metrics = ProcessCollector(registry=registry)
     app.state.served = {}
-    app.add_middleware(Edge, registry=registry, served=app.state.served, serving=serving, start=ensure_started)
+    app.add_middleware(
+        RequestMiddleware, registry=registry, served=app.state.served, serving=serving, start=ensure_started
+    )
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MemoryError, _no_memory)

@@ -32,7 +32,7 @@ from ngym.net.json_limits import (
     parsed_bytes,
 )
 from ngym.schema import Json
-from ngym.services.base.dispatch import LARGE
+from ngym.services.base.middleware import LARGE
 from ngym.services.base.options import ServiceOptions
 
 CALL_WEIGHT = 200_000  # limit for the arguments of a tool

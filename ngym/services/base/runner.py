@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.extras import needed
-from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
+from ngym.net.auth import Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of
 from ngym.net.connection_limits import Server, server_config
 from ngym.net.tls import trust
 from ngym.peers import Peers
@@ -258,7 +258,9 @@ async def serve_app(
     """
     sockets, title, registry = context.sockets, app.title, app.state.registry
     if context.run_token:
-        app = Locked(app, Lock([context.run_token, *filter(None, [context.admin_token]), *keys]), context.name)
+        app = TokenAuthMiddleware(
+            app, TokenAuth([context.run_token, *filter(None, [context.admin_token]), *keys]), context.name
+        )
     else:
         urls = chain([context.peers.head_url or ""], *context.peers.urls.values())
         app = Guarded(app, Visitors(hosts_of(urls)), context.name)

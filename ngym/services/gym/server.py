@@ -21,7 +21,7 @@ from ngym.grading.answers import TEXT_LIMIT, last_text
 from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
 from ngym.schema import SESSION_HEADER, Json
-from ngym.services.base import dispatch
+from ngym.services.base import middleware
 from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
@@ -263,9 +263,9 @@ def gym_server(
         try:
             if session.failure is not None:
                 raise copy.copy(session.failure)
-            with dispatch.verify() as span, boundary("verify_error", "verify failed", places=True):
+            with middleware.verify() as span, boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request), reward_range)
-                dispatch.scored(span, outcome)
+                middleware.scored(span, outcome)
                 return await off_loop(request, JsonResponse, {**raw, **outcome})
         finally:
             store.end(session.id)

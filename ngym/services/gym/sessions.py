@@ -23,7 +23,7 @@ from starlette.types import Scope
 from ngym.errors import BadRequest, NotFound, Overloaded, ServiceError
 from ngym.net.json_limits import fitted, parsed_bytes
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, Json
-from ngym.services.base.dispatch import Handler, in_time
+from ngym.services.base.middleware import Handler, in_time
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
 REPEATABLE_S = 60  # seconds in which a call with an idempotency key may be repeated

@@ -20,7 +20,7 @@ from ngym.errors import BadRequest, ConfigError, ServiceError, ToolError, Upstre
 from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
-from ngym.services.base.dispatch import execute_tool
+from ngym.services.base.middleware import execute_tool
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
 from ngym.services.gym.sessions import BEGUN, Session, session_id_of

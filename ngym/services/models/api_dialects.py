@@ -51,7 +51,7 @@ class Converter(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tongue:
+class ApiDialect:
     """One client API in front of one native API. `body` is a checked request, as the client sent it.
 
     check: a request's JSON -> body, without nulls; BadRequest says what is wrong.
@@ -75,7 +75,7 @@ class Tongue:
     refusal: Callable[[ServiceError], Json]
 
 
-def tongues(native: Native) -> tuple[Tongue, Tongue, Tongue]:
+def api_dialects(native: Native) -> tuple[ApiDialect, ApiDialect, ApiDialect]:
     """The three client APIs of a server whose back end speaks `native`."""
     return _OF_RESPONSES if native == "responses" else _OF_CHAT
 
@@ -165,7 +165,7 @@ def anthropic_refusal(error: ServiceError) -> Json:
 
 
 _responses = partial(
-    Tongue,
+    ApiDialect,
     name="responses",
     title="OpenAI Responses",
     path="/v1/responses",
@@ -174,7 +174,7 @@ _responses = partial(
     refusal=openai_refusal,
 )
 _chat = partial(
-    Tongue,
+    ApiDialect,
     name="chat",
     title="OpenAI Chat Completions",
     path="/v1/chat/completions",
@@ -183,7 +183,7 @@ _chat = partial(
     refusal=openai_refusal,
 )
 _messages = partial(
-    Tongue,
+    ApiDialect,
     name="messages",
     title="Anthropic Messages",
     path="/v1/messages",

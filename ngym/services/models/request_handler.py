@@ -34,10 +34,10 @@ from ngym.rollout import ModelCall as CallTokens
 from ngym.rollout import tokens_of, without_tokens
 from ngym.schema import TOKEN_FIELDS, Json
 from ngym.services.base.app import JsonResponse, context_of
-from ngym.services.base.dispatch import Admission, EventStream, Handler, whole_stream
+from ngym.services.base.middleware import Admission, EventStream, Handler, whole_stream
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body, off_loop
-from ngym.services.models.api_dialects import Native, Tongue
+from ngym.services.models.api_dialects import ApiDialect, Native
 from ngym.services.models.token_capture import Captures, ModelCall, Question, Respond, Stream, take_seen
 from ngym.telemetry import tracing
 
@@ -222,10 +222,10 @@ class Writer:
         response: the Response of the last event that carried one; empty in other APIs.
     """
 
-    def __init__(self, tongue: Tongue, body: Json, stored: bool) -> None:
+    def __init__(self, dialect: ApiDialect, body: Json, stored: bool) -> None:
         self.began = False
         self.response: Json = {}
-        self._tongue = tongue
+        self._tongue = dialect
         self._body = body
         self._stored = stored
         self._number = 0
@@ -343,7 +343,7 @@ class BackEnd(NamedTuple):
     native: Native
 
 
-class Asked(NamedTuple):
+class ActiveCall(NamedTuple):
     """A call in progress.
 
     body: as the client sent it, checked. native: the back end's request. stored: the body's bytes, if the answer is to
@@ -358,7 +358,7 @@ class Asked(NamedTuple):
     stored: bytes | None
 
 
-class Answering:
+class RequestHandler:
     """Handles the calls of one model server."""
 
     def __init__(
@@ -371,17 +371,17 @@ class Answering:
         self._back_end = back_end
         self._traffic = Traffic(state.registry)
 
-    def handler(self, tongue: Tongue) -> Handler:
+    def handler(self, dialect: ApiDialect) -> Handler:
         """The handler of calls in this API."""
 
         async def handle(request: Request) -> Response:
-            with refusals(tongue.refusal):
-                body = await off_loop(request, tongue.check, await json_body(request))
+            with refusals(dialect.refusal):
+                body = await off_loop(request, dialect.check, await json_body(request))
                 began = 0.0 if self._admission.is_open else await self._admission.enter()
                 try:
                     raw, rollout_id = await request.body(), rollout_of(request)
-                    asked = await off_loop(request, self._asked, request, tongue, body, raw, rollout_id)
-                    response = await (self._streamed if body.get("stream") else self._whole)(tongue, asked)
+                    asked = await off_loop(request, self._asked, request, dialect, body, raw, rollout_id)
+                    response = await (self._streamed if body.get("stream") else self._whole)(dialect, asked)
                 except BaseException:
                     self._admission.leave(began)
                     raise
@@ -393,22 +393,24 @@ class Answering:
 
         return handle
 
-    def counter(self, tongue: Tongue, count: CountTokens) -> Handler:
+    def counter(self, dialect: ApiDialect, count: CountTokens) -> Handler:
         """The handler that counts a prompt's tokens: the body is that of a call, without its `max_tokens`."""
 
         async def handle(request: Request) -> Response:
-            with refusals(tongue.refusal):
+            with refusals(dialect.refusal):
                 given = await json_body(request)
-                body = await off_loop(request, tongue.check, {"max_tokens": 1, **given})
+                body = await off_loop(request, dialect.check, {"max_tokens": 1, **given})
                 asked = await off_loop(
-                    request, self._asked, request, tongue, body, await request.body(), rollout_of(request)
+                    request, self._asked, request, dialect, body, await request.body(), rollout_of(request)
                 )
                 with boundary("model_error", "the model failed"):
                     return JsonResponse({"input_tokens": await count(asked.native, asked.call)})
 
         return handle
 
-    def _asked(self, request: Request, tongue: Tongue, body: Json, raw: bytes, rollout_id: str | None) -> Asked:
+    def _asked(
+        self, request: Request, dialect: ApiDialect, body: Json, raw: bytes, rollout_id: str | None
+    ) -> ActiveCall:
         context = context_of(request)
         model = _model_name(body, context)
         whole = body
@@ -417,7 +419,7 @@ class Answering:
         previous = body.get("previous_response_id")
         if previous is not None:
             whole["input"] = self._store.conversation(previous) + input_items(whole["input"])
-        native = tongue.request(whole, context.options.reasoning_style)
+        native = dialect.request(whole, context.options.reasoning_style)
         seen = take_seen(native["messages"] if "messages" in native else native["input"])
         question = None
         if "rollout_id" in request.path_params:
@@ -425,45 +427,47 @@ class Answering:
             question = self._captures.ask(str(rollout_id), native, repeated=repeated)
             seen = seen or question.seen
         call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen, len(raw))
-        stored = raw if tongue.name == "responses" and body.get("store", True) else None
+        stored = raw if dialect.name == "responses" and body.get("store", True) else None
         told = self._traffic.call(native, model, streamed=bool(body.get("stream")))
-        return Asked(body, native, call, told, question, stored)
+        return ActiveCall(body, native, call, told, question, stored)
 
-    async def _respond(self, asked: Asked) -> Json:
+    async def _respond(self, asked: ActiveCall) -> Json:
         with asked.told, boundary("model_error", "the model failed"):
             answer = await self._back_end.respond(asked.native, asked.call)
             self._keep(asked, answer)
         return answer
 
-    async def _whole(self, tongue: Tongue, asked: Asked) -> Response:
+    async def _whole(self, dialect: ApiDialect, asked: ActiveCall) -> Response:
         native, size = await self._respond(asked), asked.call.size
-        answer = await by_size(size, tongue.answer, native, asked.body, asked.call.options.reasoning_style)
-        if tongue.name == "responses":
+        answer = await by_size(size, dialect.answer, native, asked.body, asked.call.options.reasoning_style)
+        if dialect.name == "responses":
             complete(answer, asked.body, asked.stored is not None)
         response = await by_size(size, JsonResponse, answer)
         if asked.stored is not None:
             self._store.keep(answer["id"], asked.stored, bytes(response.body), asked.body.get("previous_response_id"))
         return response
 
-    async def _streamed(self, tongue: Tongue, asked: Asked) -> Response:
+    async def _streamed(self, dialect: ApiDialect, asked: ActiveCall) -> Response:
         style = asked.call.options.reasoning_style
         if self._back_end.stream is None:
-            writer = Writer(tongue, asked.body, asked.stored is not None)
-            written = writer.written(tongue.events(await self._respond(asked), asked.body, style))
+            writer = Writer(dialect, asked.body, asked.stored is not None)
+            written = writer.written(dialect.events(await self._respond(asked), asked.body, style))
             self._store_streamed(asked, writer)
-            return whole_stream(written + tongue.done)
-        parts = self._parts(tongue, asked, self._back_end.stream(asked.native, asked.call))
+            return whole_stream(written + dialect.done)
+        parts = self._parts(dialect, asked, self._back_end.stream(asked.native, asked.call))
         # An error before the first event becomes an answer with its own status, as without a stream.
         return EventStream(await anext(parts), parts)
 
-    async def _parts(self, tongue: Tongue, asked: Asked, events: AsyncIterator[Json]) -> AsyncGenerator[bytes, None]:
+    async def _parts(
+        self, dialect: ApiDialect, asked: ActiveCall, events: AsyncIterator[Json]
+    ) -> AsyncGenerator[bytes, None]:
         """The stream as it is sent. Its end is held back until the native answer is stored: a client's next call may
         come as soon as the client has seen the end.
         """
         options = asked.call.options
-        converter = tongue.converter(asked.body, options.model, options.reasoning_style)
+        converter = dialect.converter(asked.body, options.model, options.reasoning_style)
         whole = WHOLE[self._back_end.native]()
-        writer = Writer(tongue, asked.body, asked.stored is not None)
+        writer = Writer(dialect, asked.body, asked.stored is not None)
         held: list[bytes] = []
         try:
             with asked.told, boundary("model_error", "the model failed"):
@@ -487,15 +491,15 @@ class Answering:
         finally:
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
-        yield b"".join(held) + tongue.done
+        yield b"".join(held) + dialect.done
 
-    def _store_streamed(self, asked: Asked, writer: Writer) -> None:
+    def _store_streamed(self, asked: ActiveCall, writer: Writer) -> None:
         response = writer.response
         if asked.stored is not None and response.get("status") in ("completed", "incomplete"):
             previous = asked.body.get("previous_response_id")
             self._store.keep(response["id"], asked.stored, orjson.dumps(response), previous)
 
-    def _keep(self, asked: Asked, answer: Json) -> None:
+    def _keep(self, asked: ActiveCall, answer: Json) -> None:
         asked.told.answered(answer)
         if asked.question is None:
             return

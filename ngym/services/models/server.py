@@ -20,14 +20,14 @@ from ngym.errors import BadRequest, ConfigError, NotFound
 from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, context_of, object_of, service_app
-from ngym.services.base.dispatch import MEDIA_TYPE, Admission
+from ngym.services.base.middleware import MEDIA_TYPE, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
-from ngym.services.models.api_dialects import Native, openai_refusal, tongues
+from ngym.services.models.api_dialects import Native, api_dialects, openai_refusal
 from ngym.services.models.request_handler import (
     ROLLOUT_ID,
-    Answering,
     BackEnd,
     CountTokens,
+    RequestHandler,
     ResponseStore,
     refusals,
     rollout_of,
@@ -126,14 +126,14 @@ def model_server(
     captures = app.state.captures = Captures(app.state.registry)
     store = app.state.store = ResponseStore()
     admission = Admission(app.state.registry)
-    answering = Answering(app.state, captures, store, admission, BackEnd(respond, stream, api))
+    answering = RequestHandler(app.state, captures, store, admission, BackEnd(respond, stream, api))
     call = partial(add_route, app, "POST", answers=[JsonResponse.media_type, MEDIA_TYPE], most_bytes=ROW_BYTES)
     for prefix in ("", "/rollouts/{rollout_id}"):
-        for tongue in tongues(api):
-            path, body = prefix + tongue.path, _BODIES[tongue.name]
-            call(path, answering.handler(tongue), summary=tongue.title, body=body)
-            if tongue.name == "messages" and count_tokens is not None:
-                counter, summary = answering.counter(tongue, count_tokens), "The number of tokens of a prompt"
+        for dialect in api_dialects(api):
+            path, body = prefix + dialect.path, _BODIES[dialect.name]
+            call(path, answering.handler(dialect), summary=dialect.title, body=body)
+            if dialect.name == "messages" and count_tokens is not None:
+                counter, summary = answering.counter(dialect, count_tokens), "The number of tokens of a prompt"
                 counted = object_of({"input_tokens": {"type": "integer"}})
                 path = f"{path}/count_tokens"
                 add_route(app, "POST", path, counter, summary=summary, body=body, answer=counted, most_bytes=ROW_BYTES)

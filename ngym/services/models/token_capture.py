@@ -117,14 +117,14 @@ class Turn(NamedTuple):
     place: int
 
 
-class Said(NamedTuple):
+class RequestTurns(NamedTuple):
     """The turns of a request; `unfinished` is the assistant's part of the last turn, if that is the assistant's."""
 
     turns: list[Turn]
     unfinished: list[Any]
 
 
-def said(request: Json) -> Said:
+def said(request: Json) -> RequestTurns:
     """The turns of a native request, chat or Responses."""
     items = request["messages"] if "messages" in request else request["input"]
     if isinstance(items, str):
@@ -141,10 +141,10 @@ def said(request: Json) -> Said:
                 run = []
         else:
             turns.append(Turn(_digest(turns[-1].digest, _given(item)), index))
-    return Said(turns, run)
+    return RequestTurns(turns, run)
 
 
-def answered(before: Said, answer: Json) -> bytes:
+def answered(before: RequestTurns, answer: Json) -> bytes:
     """The digest of a conversation and its native answer, a Response or a Chat Completion."""
     items = answer["output"] if "output" in answer else [answer["choices"][0]["message"]]
     spoken = [part for item in items for part in _spoken(item)]
@@ -269,7 +269,7 @@ class Question(NamedTuple):
 
     rollout_id: str
     began: float
-    said: Said
+    said: RequestTurns
     continues: _Call | None
     seen: SeenCall | None
     repeated: bool

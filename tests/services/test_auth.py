@@ -15,7 +15,7 @@ import yaml
 
 from ngym.config.service_config import Config, load_config
 from ngym.errors import UsageError
-from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts_of, is_loopback
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, TokenAuth, Visitors, hosts_of, is_loopback
 from ngym.peers import Peers
 from ngym.supervise.head_file import find_running
 from ngym.supervise.supervisor import Supervisor
@@ -179,11 +179,11 @@ def test_a_token_that_could_be_guessed_or_not_sent_is_refused(
 
 
 def test_a_lock_reads_only_what_it_knows() -> None:
-    lock = Lock([TOKEN, ADMIN])
-    assert lock.opens(shown(authorization=f"Bearer {ADMIN}", x_api_key="whatever"))
-    assert not lock.opens(shown(x_api_key="Bearer " + TOKEN))
-    assert not lock.opens([*shown(x_api_key=TOKEN), *shown(x_api_key=TOKEN)])
-    assert not Lock([]).opens(shown(authorization="Bearer "))
+    lock = TokenAuth([TOKEN, ADMIN])
+    assert lock.accepts(shown(authorization=f"Bearer {ADMIN}", x_api_key="whatever"))
+    assert not lock.accepts(shown(x_api_key="Bearer " + TOKEN))
+    assert not lock.accepts([*shown(x_api_key=TOKEN), *shown(x_api_key=TOKEN)])
+    assert not TokenAuth([]).accepts(shown(authorization="Bearer "))
 
 
 def test_which_addresses_only_this_machine_reaches() -> None:

@@ -15,7 +15,7 @@ from ngym import ModelCall, ServiceOptions, model_server
 from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.base.dispatch import CALL_BYTES
+from ngym.services.base.middleware import CALL_BYTES
 from ngym.services.base.request_bodies import json_body
 
 

@@ -302,7 +302,7 @@ class Serving:
     answer_headers: Callable[[Scope], list[tuple[bytes, bytes]]] | None = None
 
 
-class Edge:
+class RequestMiddleware:
     """The outermost middleware.
 
     Args:

@@ -1,7 +1,7 @@
 """The job of a freshly forked child: serve or check a service, in this Python or in that of the service's environment.
 
 For a service with separate packages the child executes another Python, which runs
-`python -P -m ngym.supervise.service_process FD SOCKET...` and continues with the same job. Pid, parent, session,
+`python -P -m ngym.supervise.service_main FD SOCKET...` and continues with the same job. Pid, parent, session,
 signals, log and listening sockets stay the same.
 """
 
@@ -55,7 +55,7 @@ def _become(python: str, job: Job) -> NoReturn:
         for fd in fds:
             os.set_inheritable(fd, True)
         try:
-            os.execve(python, [python, "-P", "-m", "ngym.supervise.service_process", *map(str, fds)], own_environment())
+            os.execve(python, [python, "-P", "-m", "ngym.supervise.service_main", *map(str, fds)], own_environment())
         except OSError as error:
             print(
                 f"{python}: cannot be run ({error.strerror}); start again to recreate the environment", file=sys.stderr
