@@ -23,7 +23,7 @@ from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
-from ngym.net.load_balancer import Home, Replicas, RetryBudget, Sticky
+from ngym.net.load_balancer import Replicas, RetryBudget, SessionReplica, StickyReplica
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, TOOL_ERRORS_HEADER, Json
 
 BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refused, and after a 504
@@ -177,13 +177,13 @@ class PeerSession:
     """
 
     def __init__(
-        self, peer: Peer, session_id: str, conversation: Sticky | None = None, tool_errors: ToolErrors = "fail"
+        self, peer: Peer, session_id: str, conversation: StickyReplica | None = None, tool_errors: ToolErrors = "fail"
     ) -> None:
         self.peer = peer
         self.id = session_id
         self._tool_errors: ToolErrors = tool_errors
         self._tells = False
-        self._affinity = conversation or Home(session_id)
+        self._affinity = conversation or SessionReplica(session_id)
         self._cookies: dict[str, str] = {}
         self._repeatable_s = 0.0
 
@@ -251,7 +251,7 @@ class Peer:
 
     def conversation(self, beginning: str) -> PeerSession:
         """A session of one conversation with a model: one replica until it fails, the same for equal beginnings."""
-        return PeerSession(self, secrets.token_hex(16), Sticky(beginning))
+        return PeerSession(self, secrets.token_hex(16), StickyReplica(beginning))
 
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
         reply = await self.request("GET", path, None, timeout=timeout, idempotent=True)
@@ -276,7 +276,7 @@ class Peer:
         headers: Mapping[str, str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         idempotent: bool = False,
-        affinity: Home | Sticky | None = None,
+        affinity: SessionReplica | StickyReplica | None = None,
         repeatable_s: float = 0.0,
         session: InSession | None = None,
     ) -> Reply:
@@ -378,7 +378,7 @@ class Peer:
     def _replicas(self) -> Replicas:
         return self._peers.replicas.setdefault(self.name, Replicas())
 
-    def url(self, affinity: Home | Sticky | None = None) -> str:
+    def url(self, affinity: SessionReplica | StickyReplica | None = None) -> str:
         """The replica for the next request."""
         urls = self._peers.urls[self.name]
         if not urls:
@@ -387,16 +387,16 @@ class Peer:
                 f"NGYM_OPTION_{self.name.upper()} to its address",
                 retryable=False,
             )
-        if isinstance(affinity, Home):
+        if isinstance(affinity, SessionReplica):
             return affinity.of(urls)
         if len(urls) == 1:
             return urls[0]
         return self._replicas().any(urls) if affinity is None else self._replicas().of(affinity, urls)
 
-    def _pause(self, url: str, affinity: Home | Sticky | None, pause: float) -> float:
+    def _pause(self, url: str, affinity: SessionReplica | StickyReplica | None, pause: float) -> float:
         """Seconds until the next attempt: 0 if another replica can replace the failed one."""
         urls = self._peers.urls[self.name]
-        if not isinstance(affinity, Home) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
+        if not isinstance(affinity, SessionReplica) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
             return 0.0
         return pause
 
@@ -408,22 +408,22 @@ _OVERFLOW = re.compile(
 )
 
 
-class Words(NamedTuple):
+class ErrorWords(NamedTuple):
     """An error's message, in one line, and its code or type."""
 
     message: str
     code: str | None
 
 
-def words(body: object) -> Words:
+def words(body: object) -> ErrorWords:
     """An error body's message and code, in any of the shapes that servers use."""
     if isinstance(body, dict):
         inner = body.get("error", body)
         inner = inner if isinstance(inner, dict) else {"message": inner}
         text = inner.get("message") or inner.get("detail") or "no reason given"
         code = inner.get("code") or inner.get("type")
-        return Words(_line(str(text)), str(code) if code else None)
-    return Words(_line(str(body or "no reason given")), None)
+        return ErrorWords(_line(str(text)), str(code) if code else None)
+    return ErrorWords(_line(str(body or "no reason given")), None)
 
 
 def is_context_overflow(status: int, code: str | None, message: str) -> bool:

@@ -139,7 +139,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .algorithms import Algorithm, Setup
         from .checkpoints import Saver
         from .engine import engine, optimizer
-        from .engine.checks import Guard, Untrained
+        from .engine.checks import Guard, NoSignalMonitor
         from .engine.distributed import barrier, joined
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
@@ -194,7 +194,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         else:
             history = saver.restore(earlier, _say)
         done = earlier.step if earlier else 0
-        untrained = Untrained()
+        untrained = NoSignalMonitor()
         kept = sinks.open_sinks(recipe.logging, recipe.output, recipe.output / RESOLVED) if shown else None
         with Metrics(recipe.output / METRICS, source.steps, shown, history, kept) as metrics:
             batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)

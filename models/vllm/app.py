@@ -10,7 +10,7 @@ from ngym.services.base.runner import serve_app
 
 from .options import Options, PushOptions
 from .serving.environment import find_model, prepare_environment, written
-from .serving.loading_server import Doorkeeper
+from .serving.loading_server import LoadingServer
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -28,7 +28,7 @@ async def serve(context: ServiceContext) -> None:
         model = find_model(options.model, context.root, context.name)
     prepare_environment(options.threads, local=awaited or model.local)
     _die_at_once_when_told()
-    with Doorkeeper(context.sockets, context.name) as doorkeeper:
+    with LoadingServer(context.sockets, context.name) as doorkeeper:
         doorkeeper.say("loading: importing vLLM")
         from .engine import start_engine
         from .routes import api_keys, build_application

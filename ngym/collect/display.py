@@ -217,7 +217,7 @@ class Meter:
         seconds = max(last.at - first.at, 1e-3)
         return (last.rollouts - first.rollouts) / seconds, (last.tokens - first.tokens) / seconds
 
-    def standing(self) -> Standing:
+    def standing(self) -> ProgressSnapshot:
         """A snapshot of the progress, which any thread may draw."""
         rollouts, _ = self.rates()
         total, complete = self.before.total, self.before.complete
@@ -225,7 +225,7 @@ class Meter:
         seconds = left / rollouts if complete and left and rollouts > 0 else None
         elapsed = time.monotonic() - self.started
         pauses = tuple(f"paused: {harmless(reason)}; it continues by itself" for reason in self.reasons.values())
-        return Standing(self.settled, total, elapsed, seconds, tuple(self._facts()), pauses, complete)
+        return ProgressSnapshot(self.settled, total, elapsed, seconds, tuple(self._facts()), pauses, complete)
 
     def _facts(self) -> list[str]:
         """Rewards, failures, rates, and what is in flight."""
@@ -253,7 +253,7 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ProgressSnapshot:
     """A snapshot of the progress. left_s: None while unknown. complete: whether `total` is final, see `Progress`."""
 
     settled: int
@@ -290,8 +290,8 @@ class Show(Protocol):
     """A display: `say` prints a line, `draw` shows the progress, `end` shows the final state."""
 
     def say(self, text: str) -> None: ...
-    def draw(self, standing: Standing) -> None: ...
-    def end(self, standing: Standing) -> None: ...
+    def draw(self, standing: ProgressSnapshot) -> None: ...
+    def end(self, standing: ProgressSnapshot) -> None: ...
 
 
 class _Plain:
@@ -299,19 +299,19 @@ class _Plain:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._last: Standing | None = None
+        self._last: ProgressSnapshot | None = None
 
     def say(self, text: str) -> None:
         print(harmless(text), file=self._stream, flush=True)
 
-    def draw(self, standing: Standing) -> None:
+    def draw(self, standing: ProgressSnapshot) -> None:
         last = self._last
         still = last is not None and (last.settled, last.pauses) == (standing.settled, standing.pauses)
         if last is None or not still or standing.elapsed_s - last.elapsed_s >= STILL_S:
             self._last = standing
             self.say(standing.line())
 
-    def end(self, standing: Standing) -> None:
+    def end(self, standing: ProgressSnapshot) -> None:
         if self._last is None or self._last.settled != standing.settled:
             self.say(standing.line())
 
@@ -323,10 +323,10 @@ class _Live:
     def say(self, text: str) -> None:
         self._screen.say(text)
 
-    def draw(self, standing: Standing) -> None:
+    def draw(self, standing: ProgressSnapshot) -> None:
         self._screen.show(standing.picture)
 
-    def end(self, standing: Standing) -> None:
+    def end(self, standing: ProgressSnapshot) -> None:
         self._screen.close()
 
 

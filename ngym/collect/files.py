@@ -347,7 +347,7 @@ class Files:
         self._left: list[Outcome] = []  # passed to the log when the run was cancelled
         self._failed: dict[RolloutKey, list[str]] = {}  # the class of each failed attempt
         self._record = RunRecord.new(self.paths.run)
-        self._sent: Sent | None = None
+        self._sent: MaterializedInputs | None = None
         self._check: InputCheck | None = None
         recover(self.paths)
         self._rows = RowLog(self.paths.output, _row_key, on_stall=on_stall)
@@ -534,7 +534,7 @@ class Files:
         if starts and not self._check.complete:
             known = self._check.names_in_rest()
             progress.agents |= known if agents is None else known & set(agents)
-        self._sent = Sent((self.paths.named(NEW) if self._old else self.paths).materialized)
+        self._sent = MaterializedInputs((self.paths.named(NEW) if self._old else self.paths).materialized)
         self._check.begin_rest()
         self._record.input_digest = self._check.digest
         self._count_input()
@@ -621,7 +621,7 @@ def check_places(output: Path, inputs: Sequence[Path]) -> None:
             raise UsageError(f"{written} {of}; choose another --output")
 
 
-class Sent:
+class MaterializedInputs:
     """`out_materialized_inputs.jsonl` of a new run: each row as it is sent. A full disk costs this file, not the run.
 
     problem: why the file could not be written; --resume writes it.

@@ -50,7 +50,7 @@ STAGES: dict[FailureClass, str] = {
 }
 
 
-class Pickup:
+class CaptureClient:
     """Fetches captured calls from the model servers. Call `begin` first.
 
     Args:

@@ -23,7 +23,17 @@ from datetime import UTC, datetime
 import orjson
 
 from ngym.collect.plan import PlannedRollout
-from ngym.collect.rollout_rows import Attempt, Outcome, Pickup, Rollout, TokenFormat, failed, failure_of, rollout, tell
+from ngym.collect.rollout_rows import (
+    Attempt,
+    CaptureClient,
+    Outcome,
+    Rollout,
+    TokenFormat,
+    failed,
+    failure_of,
+    rollout,
+    tell,
+)
 from ngym.errors import NgymError, ServiceError, boundary
 from ngym.grading import group_rewards
 from ngym.grading.group_rewards import is_pending
@@ -313,7 +323,7 @@ class Run:
         self._keep = keep
         self._failed_before = failed_before
         self._outages = Outages(peers, self.gate, poll_s=limits.poll_s, give_up_s=limits.give_up_s)
-        self._pickup = Pickup(peers, models)
+        self._pickup = CaptureClient(peers, models)
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._windows: dict[str, Window] = {}  # by agent
         self._together = PendingGroups()

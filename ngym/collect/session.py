@@ -31,7 +31,7 @@ NOT_READY_S = 2.0  # how often the head is asked which services are not ready
 
 
 @dataclass(frozen=True)
-class Known:
+class Discovered:
     """urls: service name -> its replicas. agents: names of the agents. services: the config, name -> stanza, if known.
 
     head_url: the head to ask when a service moves. others: external services, and the bearer token of each, or None.
@@ -44,12 +44,12 @@ class Known:
     others: dict[str, str | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stanzas: Json) -> Known:
+    def of(cls, stanzas: Json) -> Discovered:
         """From a config whose services are not started yet, as `shown_config` returns it."""
         return cls({}, frozenset(name for name, stanza in stanzas.items() if stanza.get("kind") == "agent"), stanzas)
 
 
-async def discover(head_url: str, token: str | None = None) -> Known:
+async def discover(head_url: str, token: str | None = None) -> Discovered:
     """Ask a head of ngym or NeMo Gym.
 
     Raises:
@@ -85,16 +85,16 @@ async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], A
         raise UsageError(f"the answer of {url} is not that of a head ({error}); check the URL") from None
 
 
-def _ours(head_url: str, servers: list[Json], config: Json | None) -> Known:
+def _ours(head_url: str, servers: list[Json], config: Json | None) -> Discovered:
     urls = {server["name"]: server.get("urls") or [server["url"]] for server in servers}
     agents = frozenset(server["name"] for server in servers if server["kind"] == "agent")
     stanzas = config or {}
     external = [server["name"] for server in servers if server.get("external") and not server.get("app")]
     others = {name: os.environ.get(stanzas.get(name, {}).get("token_env") or "") for name in external}
-    return Known(urls, agents, stanzas, head_url.rstrip("/"), others)
+    return Discovered(urls, agents, stanzas, head_url.rstrip("/"), others)
 
 
-def _nemo(config: Mapping[str, Any]) -> Known:
+def _nemo(config: Mapping[str, Any]) -> Discovered:
     """`instance: {type: {implementation: {host, port, ...}}}`; other keys are ignored."""
     urls: dict[str, list[str]] = {}
     agents: set[str] = set()
@@ -105,11 +105,11 @@ def _nemo(config: Mapping[str, Any]) -> Known:
                     urls[name] = [f"http://{server['host']}:{server['port']}"]
                     if kind == "responses_api_agents":
                         agents.add(name)
-    return Known(urls, frozenset(agents))
+    return Discovered(urls, frozenset(agents))
 
 
 @dataclass(frozen=True)
-class Reached:
+class ConnectedServices:
     """Available services. failure: waits forever; raises when a service is given up."""
 
     peers: Peers
@@ -134,7 +134,7 @@ class CollectionSession:
     outcomes: int = 0
     seconds: float = 0.0
 
-    async def collect(self, services: AbstractAsyncContextManager[Reached]) -> None:
+    async def collect(self, services: AbstractAsyncContextManager[ConnectedServices]) -> None:
         """Collect what is left; raises what ended it early. A cancelled session can be resumed."""
         store = self.store
         try:
@@ -153,7 +153,7 @@ class CollectionSession:
             if not self.gate.reasons.get("disk"):
                 store.finish(self.status)
 
-    async def _run(self, reached: Reached) -> None:
+    async def _run(self, reached: ConnectedServices) -> None:
         store = self.store
         run = store.run(reached.peers, self.limits, self.gate)
         meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)

@@ -93,7 +93,7 @@ class Split(NamedTuple):
     text: str
 
 
-class Told(NamedTuple):
+class SplitText(NamedTuple):
     """One output of ThinkSplitter."""
 
     kind: Literal["think", "reasoning", "thought", "text"]
@@ -130,13 +130,13 @@ class ThinkSplitter:
         self._held = ""
         self._searched = 0
 
-    def take(self, text: str) -> Iterator[Told]:
+    def take(self, text: str) -> Iterator[SplitText]:
         """The outputs that are certain with this further piece."""
         self._held += text
         while self._held:
             state, held = self._state, self._held
             if state == "text":
-                yield Told("text", self._release(len(held)))
+                yield SplitText("text", self._release(len(held)))
             elif state == "block":
                 yield from self._in_block()
             elif state == "unopened":
@@ -146,49 +146,49 @@ class ThinkSplitter:
             if (self._state, self._held) == (state, held):
                 return
 
-    def end(self) -> Iterator[Told]:
+    def end(self) -> Iterator[SplitText]:
         """The text that was held back; everything after it is text."""
         if self._held:
-            yield Told("reasoning" if self._state == "block" else "text", self._release(len(self._held)))
+            yield SplitText("reasoning" if self._state == "block" else "text", self._release(len(self._held)))
         if self._state == "block":
-            yield Told("thought", "")
+            yield SplitText("thought", "")
         self._state = "text"
 
     def _release(self, length: int) -> str:
         text, self._held, self._searched = self._held[:length], self._held[length:], 0
         return text
 
-    def _in_block(self) -> Iterator[Told]:
+    def _in_block(self) -> Iterator[SplitText]:
         end = self._held.find(CLOSE)
         known = end if end >= 0 else len(self._held) - _overhang(self._held, CLOSE)
         if known:
-            yield Told("reasoning", self._release(known))
+            yield SplitText("reasoning", self._release(known))
         if end >= 0:
-            yield Told("thought", self._release(len(CLOSE)))
+            yield SplitText("thought", self._release(len(CLOSE)))
             self._state = "after"
 
-    def _before_block(self) -> Iterator[Told]:
+    def _before_block(self) -> Iterator[SplitText]:
         word = _WORD.search(self._held, self._searched)
         start = word.start() if word else len(self._held)
         if self._held.startswith(OPEN, start):
-            yield Told("think", self._release(start + len(OPEN)))
+            yield SplitText("think", self._release(start + len(OPEN)))
             self._state = "block"
         elif OPEN.startswith(self._held[start : start + len(OPEN)]):
             self._searched = start
         else:
             self._state = "text" if self._state == "after" else "unopened"
 
-    def _unopened(self) -> Iterator[Told]:
+    def _unopened(self) -> Iterator[SplitText]:
         tag = _TAG.search(self._held, self._searched)
         self._searched = max(0, len(self._held) - len(CLOSE))
         if tag is None:
             return
         self._state = "text"
         if tag[0] == CLOSE:
-            yield Told("think", "")
+            yield SplitText("think", "")
             if tag.start():
-                yield Told("reasoning", self._release(tag.start()))
-            yield Told("thought", self._release(len(CLOSE)))
+                yield SplitText("reasoning", self._release(tag.start()))
+            yield SplitText("thought", self._release(len(CLOSE)))
             self._state = "after"
 
 
@@ -304,7 +304,7 @@ class ChunkReader:
         for block in delta.get("thinking_blocks") or ():
             yield from self._block(block)
         if delta.get("content"):
-            told = self._splitter.take(delta["content"]) if self._splitter else (Told("text", delta["content"]),)
+            told = self._splitter.take(delta["content"]) if self._splitter else (SplitText("text", delta["content"]),)
             yield from self._told(told)
         if delta.get("refusal"):
             yield from self._end_text()

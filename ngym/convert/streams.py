@@ -13,7 +13,7 @@ from ngym.convert.reasoning import BETWEEN, Block, ChunkReader, Piece, Reasoning
 from ngym.schema import Json, token_fields
 
 SSE_DONE = b"data: [DONE]\n\n"
-Told = Iterator[tuple[str, Json]]
+SplitText = Iterator[tuple[str, Json]]
 """Events without their number: type and members."""
 _PARTS: dict[str, Any] = {
     "output_text": lambda: output_text(""),
@@ -160,13 +160,13 @@ class OpenItem:
         self._at = {"item_id": item["id"], "output_index": place}
         self._said: list[str] = []
 
-    def part(self, kind: str) -> Told:
+    def part(self, kind: str) -> SplitText:
         """Begin a part."""
         part = _PARTS[kind]()
         self.item["content"].append(part)
         yield "response.content_part.added", {**self._here(), "part": empty_part(part)}
 
-    def more(self, kind: str, text: str, logprobs: list[Json] | None = None) -> Told:
+    def more(self, kind: str, text: str, logprobs: list[Json] | None = None) -> SplitText:
         """Append to the part, or to the arguments of a call."""
         if kind == "arguments":
             self._said.append(text)
@@ -187,7 +187,7 @@ class OpenItem:
             part = self.item["content"][-1]
             part[_field(part)] = "".join(self._said)
 
-    def done(self) -> Told:
+    def done(self) -> SplitText:
         """End the item."""
         if self.item["type"] == "function_call":
             self.settle()
@@ -197,7 +197,7 @@ class OpenItem:
             yield from self._part_done()
         yield "response.output_item.done", {"output_index": self.place, "item": self.item}
 
-    def _part_done(self) -> Told:
+    def _part_done(self) -> SplitText:
         self.settle()
         self._said = []
         part = self.item["content"][-1]
@@ -513,7 +513,7 @@ class ResponseStream:
             done, self._open = self._open.done(), None
             yield from self._numbered(done)
 
-    def _numbered(self, events: Told) -> Iterator[Json]:
+    def _numbered(self, events: SplitText) -> Iterator[Json]:
         for kind, event in events:
             yield self._event(kind, event)
 

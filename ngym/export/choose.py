@@ -117,7 +117,7 @@ _TOLD = {
 
 
 @dataclass
-class Tally:
+class ExportCounts:
     """The numbers of one export.
 
     read: rollouts in the input. kept: those in the output. tasks: tasks with usable rollouts.
@@ -224,7 +224,7 @@ def _all(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
     yield from sorted(pairs, key=lambda pair: -pair.margin)
 
 
-def choose(candidates: Sequence[Candidate], options: Options, tally: Tally) -> list[Row]:
+def choose(candidates: Sequence[Candidate], options: Options, tally: ExportCounts) -> list[Row]:
     """The rows to write, in the order of the candidates. Every candidate is counted as kept or dropped."""
     rng = random.Random(options.seed)
     rows = (_pairs if options.format == "preferences" else _singles)(candidates, options, tally, rng)
@@ -233,7 +233,7 @@ def choose(candidates: Sequence[Candidate], options: Options, tally: Tally) -> l
     return rows
 
 
-def _singles(candidates: Sequence[Candidate], options: Options, tally: Tally, rng: random.Random) -> list[Row]:
+def _singles(candidates: Sequence[Candidate], options: Options, tally: ExportCounts, rng: random.Random) -> list[Row]:
     kept = set(candidates)
     if options.best is not None:
         kept = {best for group in _groups(candidates) for best in ranked(group, rng)[: options.best]}
@@ -241,7 +241,7 @@ def _singles(candidates: Sequence[Candidate], options: Options, tally: Tally, rn
     return [Single(candidate, candidate.exemplary) for candidate in candidates if candidate in kept]
 
 
-def _pairs(candidates: Sequence[Candidate], options: Options, tally: Tally, rng: random.Random) -> list[Row]:
+def _pairs(candidates: Sequence[Candidate], options: Options, tally: ExportCounts, rng: random.Random) -> list[Row]:
     pairings: dict[Strategy, Pairing] = {
         "best-worst": _best_worst,
         "best-rest": _best_rest,
@@ -269,7 +269,7 @@ def _why_unpaired(candidate: Candidate, group: Sequence[Candidate], fits: Fit) -
     return Reason.NO_PARTNER
 
 
-def _limited(rows: list[Row], limit: int | None, tally: Tally, rng: random.Random) -> list[Row]:
+def _limited(rows: list[Row], limit: int | None, tally: ExportCounts, rng: random.Random) -> list[Row]:
     """A random choice of rows, in their order."""
     if limit is None or len(rows) <= limit:
         return rows

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import orjson
 
 from ngym.errors import UsageError
-from ngym.export.choose import Candidate, LinePosition, Pair, Reason, Row, Tally, choose
+from ngym.export.choose import Candidate, ExportCounts, LinePosition, Pair, Reason, Row, choose
 from ngym.export.conversation import (
     Conversation,
     NoRollout,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 REREAD = 64  # conversations that are cached for the next pairs of their task
 
 
-def table(tally: Tally, options: Options) -> Table:
+def table(tally: ExportCounts, options: Options) -> Table:
     from rich.table import Table
 
     shown = Table(show_header=False, pad_edge=False)
@@ -55,7 +55,7 @@ def table(tally: Tally, options: Options) -> Table:
     return shown
 
 
-def as_object(tally: Tally, options: Options, seconds: float) -> Json:
+def as_object(tally: ExportCounts, options: Options, seconds: float) -> Json:
     """The object that --json prints. output: null if nothing was written."""
     written = tally.rows > 0 and not options.dry_run
     return {
@@ -66,7 +66,7 @@ def as_object(tally: Tally, options: Options, seconds: float) -> Json:
     }
 
 
-def _lines(tally: Tally, options: Options) -> Iterator[tuple[str, str, str]]:
+def _lines(tally: ExportCounts, options: Options) -> Iterator[tuple[str, str, str]]:
     """Name, number, remark."""
     yield "rollouts", f"{tally.read:,}", f"{tally.tasks:,} tasks with usable ones"
     for reason in Reason:
@@ -79,7 +79,7 @@ def _told(reason: Reason, options: Options) -> str:
     return f"{reason.told}, {options.threshold:g}" if reason is Reason.LOW else reason.told
 
 
-def _kept(tally: Tally, options: Options) -> str:
+def _kept(tally: ExportCounts, options: Options) -> str:
     match options.format:
         case "preferences" if tally.rows:
             return f"in {tally.rows:,} pairs; margin {fmean(tally.margins):.3g}, at least {min(tally.margins):.3g}"
@@ -88,7 +88,9 @@ def _kept(tally: Tally, options: Options) -> str:
     return ""
 
 
-def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int], None] = lambda lines: None) -> Tally:
+def export(
+    options: Options, show: Callable[[bytes], None], tick: Callable[[int], None] = lambda lines: None
+) -> ExportCounts:
     """Write the output. If no row is left, or with --dry-run, nothing is written and an existing file stays.
 
     Args:
@@ -99,7 +101,7 @@ def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int]
         UsageError: lines of the input are not rollouts.
         WriteFailed: the output cannot be written.
     """
-    tally = Tally()
+    tally = ExportCounts()
     with ExitStack() as stack:
         candidates = Scan(options, tally, tick).candidates()
         rows = list(leaders_first(choose(candidates, options, tally)))
@@ -181,7 +183,7 @@ class Scan:
         tick: receives the number of lines read, after every line.
     """
 
-    def __init__(self, options: Options, tally: Tally, tick: Callable[[int], None] = lambda lines: None) -> None:
+    def __init__(self, options: Options, tally: ExportCounts, tick: Callable[[int], None] = lambda lines: None) -> None:
         self.options = options
         self.tally = tally
         self.tick = tick

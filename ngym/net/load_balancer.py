@@ -62,7 +62,7 @@ class RetryBudget:
 
 
 @dataclass(slots=True)
-class Sticky:
+class StickyReplica:
     """Affinity of one conversation to the replica of `key`, until that fails.
 
     key: equal for conversations with the same beginning, so that they hit the prefix cache of a replica.
@@ -73,7 +73,7 @@ class Sticky:
 
 
 @dataclass(slots=True)
-class Home:
+class SessionReplica:
     """Affinity of one session to the replica that has its state, chosen by `key`; others that join change nothing."""
 
     key: str
@@ -98,7 +98,7 @@ class Replicas:
         """A random replica that is up."""
         return random.choice(self._up(urls))
 
-    def of(self, conversation: Sticky, urls: Sequence[str]) -> str:
+    def of(self, conversation: StickyReplica, urls: Sequence[str]) -> str:
         """The replica of the conversation; a new one, which it then keeps, if that is gone or failed recently."""
         up = self._up(urls)
         if conversation.url is not None and conversation.url in up:

@@ -16,7 +16,7 @@ from ngym.collect.files import Files, Source
 from ngym.collect.plan import Recipe
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate, Limits
-from ngym.collect.session import CollectionSession, Known
+from ngym.collect.session import CollectionSession, Discovered
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
@@ -167,7 +167,7 @@ class _Call:
             _STOPPED.append(self._folder)
         self.watch.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
 
-    async def _collect(self, store: Files, known: Known, gate: Gate) -> None:
+    async def _collect(self, store: Files, known: Discovered, gate: Gate) -> None:
         config = self.place.config
         store.prepare(
             resume=self._given["resume"],

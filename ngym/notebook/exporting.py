@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from ngym.errors import UsageError
-from ngym.export.choose import Tally
+from ngym.export.choose import ExportCounts
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.run import export
 from ngym.notebook.frames import library
@@ -24,7 +24,7 @@ Source = str | Path | Rollouts | Sequence[str | Path]
 class Exported(FileRows):
     """The rows of an export. path: their file. tally: the counts of kept and dropped rollouts."""
 
-    def __init__(self, path: Path, tally: Tally, format: Format, folder: Folder) -> None:
+    def __init__(self, path: Path, tally: ExportCounts, format: Format, folder: Folder) -> None:
         super().__init__([path] if tally.rows else [])
         self.path = path
         self.tally = tally

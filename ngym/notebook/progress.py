@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
-from ngym.collect.display import Standing
+from ngym.collect.display import ProgressSnapshot
 from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
 from ngym.supervise.display import Board, told
 from ngym.supervise.service import State
@@ -147,12 +147,12 @@ class Watch:
     def say(self, text: str) -> None:
         self._said.append(text)
 
-    def draw(self, standing: Standing) -> None:
+    def draw(self, standing: ProgressSnapshot) -> None:
         """Show the progress of a collection from now on; another thread may draw it."""
         self._starts = False
         self._now = standing.picture, standing.line
 
-    def end(self, standing: Standing) -> None:
+    def end(self, standing: ProgressSnapshot) -> None:
         self.draw(standing)
 
     @contextmanager

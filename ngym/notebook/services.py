@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
-from ngym.collect.session import Known, Reached, discover
+from ngym.collect.session import ConnectedServices, Discovered, discover
 from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import NgymError, UsageError
 from ngym.notebook.frames import table
@@ -173,29 +173,29 @@ class ServiceTarget:
 
         return background.begin(work), end
 
-    async def known(self) -> Known:
+    async def known(self) -> Discovered:
         """The services that exist or will be started."""
         config = self._life.config if self._life else self.config
         if config is not None:
-            return Known.of(shown_config(config))
+            return Discovered.of(shown_config(config))
         url = head_of(Path.cwd(), self._url, "or name a run with head=, or a config with config=")
         return await discover(url, token_of(url, Path.cwd()))
 
     @asynccontextmanager
-    async def reached(self, known: Known, needed: Config | None, watch: Watch) -> AsyncIterator[Reached]:
+    async def reached(self, known: Discovered, needed: Config | None, watch: Watch) -> AsyncIterator[ConnectedServices]:
         """The services during the block. needed: the part of the config to start."""
         if self._life is not None:
             async with self._life.supervisor.peers(OWNER) as peers:
-                yield Reached(peers, self._life.failure)
+                yield ConnectedServices(peers, self._life.failure)
         elif needed is None:
             token = token_of(known.head_url, Path.cwd()) if known.head_url else None
             async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
-                yield Reached(peers)
+                yield ConnectedServices(peers)
         else:
             supervisor = Supervisor(needed, watch.service, self._launcher)
             watch.hurry = supervisor.hurry
             async with supervisor, supervisor.peers(OWNER) as peers:
-                yield Reached(peers, supervisor.failure)
+                yield ConnectedServices(peers, supervisor.failure)
 
 
 def run(*config: str | Path, only: Sequence[str] = (), progress: bool = True) -> RunningServices:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from ngym.collect.session import Reached
+from ngym.collect.session import ConnectedServices
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
 from ngym.grading import reverify
@@ -138,7 +138,7 @@ class _Call:
         async with self.place.reached(known, services, self.watch) as reached:
             return await unless(reached.failure(), self._verified(gyms, reached))
 
-    async def _verified(self, gyms: Sequence[str], reached: Reached) -> list[Verdict]:
+    async def _verified(self, gyms: Sequence[str], reached: ConnectedServices) -> list[Verdict]:
         asked = [self._one(row, gym, reached.peers) for row, gym in zip(self._rows, gyms, strict=True)]
         scored: list[Json | str] = await asyncio.gather(*asked)
         waiting: dict[tuple[Any, ...], dict[int, Json]] = {}

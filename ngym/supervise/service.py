@@ -294,7 +294,7 @@ class Watched:
 
 
 @dataclass
-class Deaths:
+class CrashCounter:
     """Counts deaths for the decision to give up."""
 
     in_a_row: int = 0  # consecutive processes that were never ready
@@ -376,7 +376,7 @@ class ServiceProcess(Watched):
         self._venv = venv
         self._speaks = False
         self._child: Running | None = None
-        self._deaths = Deaths()
+        self._deaths = CrashCounter()
 
     def log_tail(self) -> tuple[Path, list[str]]:
         """Where its log is, and the last lines of the current process."""

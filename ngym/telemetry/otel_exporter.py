@@ -81,7 +81,7 @@ class Telling:
             _own.reset(token)
         if here.rollout_id:
             span.set_attribute("ngym.rollout.id", here.rollout_id)
-        return Told(span, self._contents)
+        return ExportedSpan(span, self._contents)
 
     def end(self) -> None:
         """Send the rest; returns after END_S at the latest."""
@@ -90,7 +90,7 @@ class Telling:
         ending.join(END_S)
 
 
-class Told(tracing.Span):
+class ExportedSpan(tracing.Span):
     """A span that is exported."""
 
     def __init__(self, span: OtelSpan, contents: bool) -> None:

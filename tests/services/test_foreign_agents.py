@@ -14,7 +14,7 @@ from stub_agents import scored, text_item
 
 from ngym import ModelCall, model_server
 from ngym.collect import Limits, Recipe, Rollout, collect
-from ngym.collect.rollout_rows import Pickup
+from ngym.collect.rollout_rows import CaptureClient
 from ngym.convert import chat_from_response, create_params, overflow_response
 from ngym.peers import Peers
 from ngym.services.base.app import load
@@ -205,7 +205,7 @@ async def test_the_head_tells_a_collector_whom_to_ask_for_captured_calls(token: 
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     peers = Peers({name: [f"{url}/{name}"] for name in ("policy", "judge")}, url, token)
     try:
-        pickup = Pickup(peers, None)
+        pickup = CaptureClient(peers, None)
         await pickup.begin()
         for agent in ("agent", "other"):
             await pickup.complete(agent, f"r-{agent}", {"response": {"output": [text_item("4")]}}, 0.0)

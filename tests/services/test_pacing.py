@@ -15,7 +15,7 @@ from ngym.collect import Limits, Recipe, collect
 from ngym.collect.run import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.agents.server import STARTS, Turns
+from ngym.services.agents.server import STARTS, AdmissionQueue
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body
@@ -30,7 +30,7 @@ async def verify(task: VerifyRequest) -> float:
 
 
 async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_which_they_came():
-    turns, begun = Turns(), []
+    turns, begun = AdmissionQueue(), []
 
     async def rollout(number: int) -> None:
         await turns.mine()
@@ -50,7 +50,7 @@ async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_whi
 
 
 async def test_a_rollout_that_is_cancelled_while_it_waits_costs_nobody_a_turn():
-    turns = Turns()
+    turns = AdmissionQueue()
     tasks = [asyncio.create_task(turns.mine()) for _ in range(3 * STARTS)]
     await asyncio.sleep(0)
     for task in tasks[: 2 * STARTS]:

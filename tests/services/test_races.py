@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from ngym import Session, VerifyRequest, gym_server
 from ngym.cli.shell import walkthrough
-from ngym.collect.rollout_rows import Pickup
+from ngym.collect.rollout_rows import CaptureClient
 from ngym.collect.run import Gate, Outages
 from ngym.errors import Overloaded, Unreachable
 from ngym.files import row_log
@@ -136,7 +136,7 @@ def cancelled_as_it_ends(task: asyncio.Task[Any], free: asyncio.Queue[Any], turn
 
 async def test_a_head_that_is_silent_once_costs_no_rollout_its_tokens() -> None:
     async with talking() as (head, peers):
-        pickup = Pickup(peers, None)
+        pickup = CaptureClient(peers, None)
         head.silent = 2
         await pickup.begin()
         with pytest.raises(Unreachable, match="does not say which services are models"):
@@ -148,7 +148,7 @@ async def test_a_head_that_is_silent_once_costs_no_rollout_its_tokens() -> None:
 
 async def test_tokens_that_a_model_server_has_told_are_kept_though_it_does_not_hear_that_it_may_forget_them() -> None:
     async with talking() as (head, peers):
-        pickup = Pickup(peers, None)
+        pickup = CaptureClient(peers, None)
         await pickup.begin()
         head.forgets = False
         answer: dict[str, Any] = {"response": {"output": []}}

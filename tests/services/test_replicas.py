@@ -9,7 +9,7 @@ from machine import reserved_port
 from stub_agents import problem, serving
 
 from ngym.errors import Unreachable
-from ngym.net.load_balancer import Replicas, Sticky
+from ngym.net.load_balancer import Replicas, StickyReplica
 from ngym.peers import Peers
 from ngym.schema import Json
 
@@ -18,11 +18,11 @@ URLS = [f"http://replica-{number}" for number in range(4)]
 
 def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_more_than_its_share():
     replicas = Replicas()
-    first = replicas.of(Sticky("same"), URLS)
-    assert {replicas.of(Sticky("same"), URLS) for _ in range(20)} == {first}
+    first = replicas.of(StickyReplica("same"), URLS)
+    assert {replicas.of(StickyReplica("same"), URLS) for _ in range(20)} == {first}
     got: Counter[str] = Counter()
     for _ in range(400):
-        url = replicas.of(Sticky("same"), URLS)
+        url = replicas.of(StickyReplica("same"), URLS)
         replicas.in_flight[url] += 1
         got[url] += 1
     assert got[first] == max(got.values()) <= 1.25 * 100 + 1
@@ -30,15 +30,15 @@ def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_more_than
 
 
 def test_a_conversation_stays_where_it_is_however_busy_that_is():
-    replicas, conversation = Replicas(), Sticky("same")
+    replicas, conversation = Replicas(), StickyReplica("same")
     home = replicas.of(conversation, URLS)
     replicas.in_flight[home] = 1000
     assert replicas.of(conversation, URLS) == home
-    assert replicas.of(Sticky("same"), URLS) != home
+    assert replicas.of(StickyReplica("same"), URLS) != home
 
 
 def test_a_replica_that_failed_is_left_alone_and_its_conversations_move():
-    replicas, conversation = Replicas(), Sticky("same")
+    replicas, conversation = Replicas(), StickyReplica("same")
     home = replicas.of(conversation, URLS)
     replicas.failed(home)
     away = replicas.of(conversation, URLS)

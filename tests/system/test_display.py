@@ -27,7 +27,7 @@ from stub_agents import head, scored, task
 from terminals import Terminal, terminal
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.display import Meter, Standing, display
+from ngym.collect.display import Meter, ProgressSnapshot, display
 from ngym.collect.files import Progress
 from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
 from ngym.schema import Json
@@ -237,7 +237,9 @@ def test_a_board_tells_state_place_traffic_and_trouble() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_collection_fits_whatever_the_terminal(size: Size) -> None:
     facts = ("an_agent reward 0.512 ±0.031", "failed attempts 1.2 % (timeout 3)", "12.0 rollouts/s", "64 in flight")
-    lines = Standing(17, 4096, 75.0, 3600.0, facts, ("paused: policy is down; it goes on by itself",)).picture(size)
+    lines = ProgressSnapshot(17, 4096, 75.0, 3600.0, facts, ("paused: policy is down; it goes on by itself",)).picture(
+        size
+    )
     assert "17/4,096  1:15  1:00:00 to go" in lines[0].plain
     if size.width >= 39:
         assert all(len(line.plain) <= size.width for line in lines)

@@ -750,7 +750,7 @@ from pathlib import Path
 from ngym.services.base.app import load
 app = load(Path(sys.argv[1]))
 doorkeeper = importlib.import_module(f"{app.__name__}.serving.loading_server")
-with doorkeeper.Doorkeeper([socket.socket(fileno=int(sys.argv[2]))], "policy") as door:
+with doorkeeper.LoadingServer([socket.socket(fileno=int(sys.argv[2]))], "policy") as door:
     door.say("loading: a test")
     sys.stdin.readline()
 """

@@ -25,7 +25,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, get, health
 from ngym.supervise.launcher import LauncherGone
-from ngym.supervise.service import STEADY_S, Deaths, ServiceFailed, State
+from ngym.supervise.service import STEADY_S, CrashCounter, ServiceFailed, State
 from ngym.supervise.supervisor import Supervisor
 from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
 
@@ -392,7 +392,7 @@ def test_every_value_of_env_and_headers_is_a_secret_and_so_is_a_password_in_a_ur
 
 
 def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_while() -> None:
-    deaths = Deaths()
+    deaths = CrashCounter()
     pauses = []
     for _ in range(7):
         deaths.count(1.5)

@@ -51,7 +51,7 @@ def reached(solver: Solver) -> Iterator[Any]:
         async with serving(solver.sums) as sums, serving(solver.proofs) as proofs:
             peers = Peers({"sums": [sums], "proofs": [proofs]}, owner="the test")
             try:
-                yield services.Reached(peers, "", never)
+                yield services.ReadyServices(peers, "", never)
             finally:
                 await peers.close()
 

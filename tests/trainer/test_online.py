@@ -194,7 +194,7 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
     assert "it serves version 7 of other weights" in refusals[0] and "not the weights that were trained" in refusals[1]
 
 
-async def join(reached: services.Reached, url: str) -> None:
+async def join(reached: services.ReadyServices, url: str) -> None:
     body = json.dumps({"name": "policy", "url": url}).encode()
     opener = {"authorization": f"Bearer {reached.token}"}
     reply = await reached.peers.send("POST", f"{reached.peers.head_url}/servers", body, opener, 30)

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.rollouts.export import main
-from ngym.export.choose import Reason, Tally
+from ngym.export.choose import ExportCounts, Reason
 from ngym.export.options import FORMATS, Options
 from ngym.export.run import export
 from ngym.services.base.app import load
@@ -68,7 +68,7 @@ def write(path: Path, *rows: Row | str) -> Path:
     return path
 
 
-def exported(folder: Path, format: str, *rows: Row | str, **options: Any) -> tuple[list[Row], Tally]:
+def exported(folder: Path, format: str, *rows: Row | str, **options: Any) -> tuple[list[Row], ExportCounts]:
     """What is written for these rollouts, and the numbers; every rollout that was read is counted once."""
     source, output = write(folder / "rollouts.jsonl", *rows), folder / "exported.jsonl"
     output.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def lines(path: Path) -> list[Row]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def dropped(tally: Tally) -> dict[str, int]:
+def dropped(tally: ExportCounts) -> dict[str, int]:
     return dict(tally.as_json()["dropped"])
 
 

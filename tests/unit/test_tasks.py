@@ -47,7 +47,7 @@ def inputs(taken: list[Any]) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0.01, 100).map(lambda value: round(value, 3)), min_size=1, max_size=7))
 def test_after_any_number_of_turns_each_has_had_its_share_to_within_one(weights: list[float]) -> None:
-    order = task_sampler.Turns(weights)
+    order = task_sampler.RoundRobin(weights)
     for turn in range(1, 150):
         order.next()
         for taken, weight in zip(order.taken, weights, strict=True):
@@ -274,7 +274,7 @@ def test_one_draw_has_no_task_twice_as_long_as_there_are_others() -> None:
 def test_the_lottery_gives_each_owner_as_many_tickets_as_its_weight(
     weights: list[int], changes: list[tuple[int, int]]
 ) -> None:
-    lottery = task_sampler.Lottery(weights)
+    lottery = task_sampler.WeightedSampler(weights)
     for owner, weight in changes:
         if owner < len(weights):
             weights[owner] = weight

@@ -203,7 +203,7 @@ class Guard:
         return f", or look at the batch in {path}"
 
 
-class Untrained:
+class NoSignalMonitor:
     """Reports steps that trained nothing because no rollout had a learning signal: the first time, and at the end."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ SOLVED = 1.0  # the whole reward
 
 
 @dataclass
-class Tally:
+class AttemptTally:
     """The attempts of one kind at the tasks of one environment. attempts: at each task."""
 
     environment: str
@@ -141,7 +141,7 @@ class Evaluation:
         self._note = note
         self._limits = Limits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
         self._held_out = read_held_out(options, rollouts)
-        self._kept = Kept(file, done)
+        self._kept = HeldOutRollouts(file, done)
 
     def close(self) -> None:
         """End evaluation; everything that was collected is then on the disk."""
@@ -168,10 +168,10 @@ class Evaluation:
         ]
         self._note(step, values, "\n".join(lines))
 
-    async def _attempted(self, step: int) -> list[Tally]:
+    async def _attempted(self, step: int) -> list[AttemptTally]:
         """All attempts, of all environments and kinds, concurrently: a slow one does not delay the others."""
-        tallies: list[Tally] = []
-        owners: dict[int, Tally] = {}  # by task number
+        tallies: list[AttemptTally] = []
+        owners: dict[int, AttemptTally] = {}  # by task number
         keys: dict[int, str] = {}
 
         async def keep(outcome: Outcome) -> None:
@@ -189,14 +189,14 @@ class Evaluation:
         return tallies
 
     def _plan(
-        self, step: int, tallies: list[Tally], owners: dict[int, Tally], keys: dict[int, str]
+        self, step: int, tallies: list[AttemptTally], owners: dict[int, AttemptTally], keys: dict[int, str]
     ) -> Iterator[PlannedRollout]:
         """The tasks, with numbers that no other evaluation of the run uses, so that groups stay separate."""
         ways = [(False, self._options.attempts, self._temperature), (True, 1, 0.0)][: 1 + self._options.greedy]
         first = step * len(ways) * sum(len(held_out.tasks) for held_out in self._held_out)
         for options, tasks, params in self._held_out:
             for greedy, attempts, temperature in ways:
-                tally = Tally(options.key, greedy, attempts)
+                tally = AttemptTally(options.key, greedy, attempts)
                 tallies.append(tally)
                 for index, row in enumerate(tasks.rows(range(len(tasks)))):
                     number = first + len(owners)
@@ -207,7 +207,7 @@ class Evaluation:
                     yield from planned([{**asked, "_ng_task_index": number}], recipe)
 
 
-class Kept:
+class HeldOutRollouts:
     """The two files of held-out rollouts, in the order of their steps. Used on an event loop, except at the beginning.
 
     Args:

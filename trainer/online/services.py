@@ -45,7 +45,7 @@ HEAD = "NGYM_HEAD"  # the head of services that another process has started for 
 
 
 @dataclass(frozen=True)
-class Reached:
+class ReadyServices:
     """Services that are ready.
 
     token: authorizes weight pushes to the model servers. failure: waits forever; raises when a service is given up.
@@ -63,14 +63,14 @@ class Services:
         connect: an async context manager of the services: `started(...)` or `running(...)`.
     """
 
-    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Reached]]) -> None:
+    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[ReadyServices]]) -> None:
         self._connect = connect
         self._thread = ThreadPoolExecutor(1, "services")
         self._life: Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._begun = threading.Event()
         self._known = threading.Event()
-        self._reached: Reached | None = None
+        self._reached: ReadyServices | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -94,7 +94,7 @@ class Services:
         self._known.set()
 
     @property
-    def reached(self) -> Reached:
+    def reached(self) -> ReadyServices:
         """Block until every service is ready.
 
         Raises:
@@ -246,7 +246,7 @@ async def started(
     options: Sequence[str],
     say: Callable[[str], None],
     app: str | None = None,
-) -> AsyncIterator[Reached]:
+) -> AsyncIterator[ReadyServices]:
     """The services of a config that these agents need, started here; `app` and `options` are the policy's. They stop
     with the block.
     """
@@ -259,7 +259,7 @@ async def started(
             say(f"services ready after {stack.ready_after_s:.0f} s")
             peers = Peers(stack.urls, stack.head_url, stack.run_token, owner=OWNER, others=config.others)
             try:
-                yield Reached(peers, stack.admin_token, stack.failure)
+                yield ReadyServices(peers, stack.admin_token, stack.failure)
             finally:
                 await peers.close()
     finally:
@@ -267,7 +267,7 @@ async def started(
 
 
 @asynccontextmanager
-async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIterator[Reached]:
+async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIterator[ReadyServices]:
     """The services of the `ng_run` that runs in this folder, or of the head that the environment names."""
     run = of_environment() or find_running(folder)
     if run is None:
@@ -282,7 +282,7 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
     tracing.begin(tracing_of(known.services), OWNER)
     peers = Peers(known.urls, known.head_url, run.run_token, owner=OWNER, others=known.others)
     try:
-        yield Reached(peers, run.admin_token, never)
+        yield ReadyServices(peers, run.admin_token, never)
     finally:
         await peers.close()
 

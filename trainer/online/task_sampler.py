@@ -45,7 +45,7 @@ FULL = 1 << 20  # weights are integers, so that their sum does not depend on the
 NEARLY = 0.95  # a running mean of at least this counts as "always"
 
 
-class Known(Enum):
+class TaskDifficulty(Enum):
     UNSEEN = "unseen"
     UNSOLVED = "unsolved"
     MIXED = "mixed"
@@ -99,7 +99,7 @@ class Curriculum:
     def metrics(self) -> dict[str, float]:
         """Shares of the tasks, and the effective number of tasks in a draw (Kish 1965)."""
         count = len(self._means)
-        shares = {known.value: self._census[known] / count for known in Known}
+        shares = {known.value: self._census[known] / count for known in TaskDifficulty}
         return {**shares, "effective": self._lottery.total**2 / self._lottery.squares}
 
     def state(self) -> Json:
@@ -119,8 +119,8 @@ class Curriculum:
 
     def _weigh_all(self) -> None:
         indices = range(len(self._means))
-        self._lottery = Lottery([self._weight(index) for index in indices])
-        self._census = dict.fromkeys(Known, 0)
+        self._lottery = WeightedSampler([self._weight(index) for index in indices])
+        self._census = dict.fromkeys(TaskDifficulty, 0)
         for index in indices:
             self._census[self._known(index)] += 1
 
@@ -128,21 +128,21 @@ class Curriculum:
         mean, floor = self._means[index], self._options.floor
         return max(1, round(FULL * (floor + (1 - floor) * 4 * mean * (1 - mean))))
 
-    def _known(self, index: int) -> Known:
+    def _known(self, index: int) -> TaskDifficulty:
         if not self._visits[index]:
-            return Known.UNSEEN
+            return TaskDifficulty.UNSEEN
         prior = self._options.decay ** self._visits[index]  # weight of the initial 1/2 in the mean
         rate = (self._means[index] - PRIOR * prior) / (1 - prior)
         if rate >= NEARLY:
-            return Known.SOLVED
-        return Known.UNSOLVED if rate <= 1 - NEARLY else Known.MIXED
+            return TaskDifficulty.SOLVED
+        return TaskDifficulty.UNSOLVED if rate <= 1 - NEARLY else TaskDifficulty.MIXED
 
     def _put_back(self, drawn: Sequence[int]) -> None:
         for index in drawn:
             self._lottery.set(index, self._weight(index))
 
 
-class Lottery:
+class WeightedSampler:
     """Weighted sampling: each owner has as many tickets as its weight; finding an owner and changing a weight take log
     n steps.
 
@@ -244,7 +244,7 @@ def for_agent(row: Json, agent: str, params: Mapping[str, Any]) -> Json:
     }
 
 
-class Turns:
+class RoundRobin:
     """Weighted round robin: after any number of turns n, each has had n times its share, rounded up or down.
 
     taken: the turns so far of each. A turn goes to the one with the earliest deadline among those that are allowed it:
@@ -307,7 +307,7 @@ class TaskSource:
         self._taken = 0
         self._drawn: Mapping[int, Drawn] = {}
         self._environments = {each.key: _Environment(each, options, seed) for each in options.sources}
-        self._turns = Turns([each.weight for each in options.sources])
+        self._turns = RoundRobin([each.weight for each in options.sources])
 
     def take(self, count: int) -> list[Task]:
         """The next tasks: first those drawn before a resumption, then new ones."""

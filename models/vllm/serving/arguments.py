@@ -209,7 +209,7 @@ class Parsers(NamedTuple):
     reasoning: str | None
 
 
-class Sign(NamedTuple):
+class ParserSignature(NamedTuple):
     """A parser and its conditions: the model has one of `types` (if any), and the text has all of `words`."""
 
     parser: str
@@ -219,35 +219,37 @@ class Sign(NamedTuple):
 
 DEEPSEEK_CALLS = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 TOOLS = (  # the first match wins
-    Sign("openai", types=("gpt_oss",)),
-    Sign("llama4_pythonic", types=("llama4", "llama4_text")),
-    Sign("kimi_k2", words=("<|tool_calls_section_begin|>",)),
-    Sign("minimax_m2", words=("<minimax:tool_call>",)),
-    Sign("seed_oss", words=("<seed:tool_call>",)),
-    Sign("functiongemma", words=("<start_function_call>",)),
-    Sign("gemma4", types=("gemma4", "gemma4_text", "gemma4_unified")),
-    Sign("deepseek_v3", words=(DEEPSEEK_CALLS, "```json")),
-    Sign("deepseek_v31", words=(DEEPSEEK_CALLS,)),
-    Sign("mistral", words=("[TOOL_CALLS]",)),
-    Sign("glm45", words=("<tool_call>", "<arg_key>")),
-    Sign("qwen3_coder", words=("<tool_call>", "<function=")),
-    Sign("hermes", words=("<tool_call>", "arguments")),
-    Sign("granite4", types=("granitemoehybrid",), words=("tool_call",)),
-    Sign("granite", types=("granite", "granitemoe"), words=("<|tool_call|>",)),
-    Sign("phi4_mini_json", types=("phi3",), words=("<|tool|>",)),
-    Sign("llama3_json", types=("llama",), words=("ipython",)),
-    Sign("jamba", words=("<tool_calls>",)),
+    ParserSignature("openai", types=("gpt_oss",)),
+    ParserSignature("llama4_pythonic", types=("llama4", "llama4_text")),
+    ParserSignature("kimi_k2", words=("<|tool_calls_section_begin|>",)),
+    ParserSignature("minimax_m2", words=("<minimax:tool_call>",)),
+    ParserSignature("seed_oss", words=("<seed:tool_call>",)),
+    ParserSignature("functiongemma", words=("<start_function_call>",)),
+    ParserSignature("gemma4", types=("gemma4", "gemma4_text", "gemma4_unified")),
+    ParserSignature("deepseek_v3", words=(DEEPSEEK_CALLS, "```json")),
+    ParserSignature("deepseek_v31", words=(DEEPSEEK_CALLS,)),
+    ParserSignature("mistral", words=("[TOOL_CALLS]",)),
+    ParserSignature("glm45", words=("<tool_call>", "<arg_key>")),
+    ParserSignature("qwen3_coder", words=("<tool_call>", "<function=")),
+    ParserSignature("hermes", words=("<tool_call>", "arguments")),
+    ParserSignature("granite4", types=("granitemoehybrid",), words=("tool_call",)),
+    ParserSignature("granite", types=("granite", "granitemoe"), words=("<|tool_call|>",)),
+    ParserSignature("phi4_mini_json", types=("phi3",), words=("<|tool|>",)),
+    ParserSignature("llama3_json", types=("llama",), words=("ipython",)),
+    ParserSignature("jamba", words=("<tool_calls>",)),
 )
 REASONING = (  # words: after `add_generation_prompt`
-    Sign("openai_gptoss", types=("gpt_oss",)),
-    Sign("gemma4", types=("gemma4", "gemma4_text", "gemma4_unified")),
-    Sign("mistral", types=("mistral", "mistral3", "ministral3"), words=("[THINK]",)),
-    Sign("glm45", types=("glm4_moe",), words=("<think>",)),
-    Sign("minimax_m2", types=("minimax_m2",), words=("<think>",)),
-    Sign("seed_oss", types=("seed_oss",), words=("think>",)),
-    Sign("deepseek_v3", types=("deepseek_v3", "deepseek_v32"), words=("<think>", "thinking")),
-    Sign("deepseek_r1", types=("deepseek_v3", "llama"), words=("<think>",)),
-    Sign("qwen3", types=("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"), words=("<think>",)),
+    ParserSignature("openai_gptoss", types=("gpt_oss",)),
+    ParserSignature("gemma4", types=("gemma4", "gemma4_text", "gemma4_unified")),
+    ParserSignature("mistral", types=("mistral", "mistral3", "ministral3"), words=("[THINK]",)),
+    ParserSignature("glm45", types=("glm4_moe",), words=("<think>",)),
+    ParserSignature("minimax_m2", types=("minimax_m2",), words=("<think>",)),
+    ParserSignature("seed_oss", types=("seed_oss",), words=("think>",)),
+    ParserSignature("deepseek_v3", types=("deepseek_v3", "deepseek_v32"), words=("<think>", "thinking")),
+    ParserSignature("deepseek_r1", types=("deepseek_v3", "llama"), words=("<think>",)),
+    ParserSignature(
+        "qwen3", types=("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"), words=("<think>",)
+    ),
 )
 BEGINS_AN_ANSWER = "add_generation_prompt"
 
@@ -258,7 +260,7 @@ def parsers_of(model_type: str, template: str) -> Parsers:
     return Parsers(_first(TOOLS, model_type, template), _first(REASONING, model_type, beginning))
 
 
-def _first(signs: tuple[Sign, ...], model_type: str, text: str) -> str | None:
+def _first(signs: tuple[ParserSignature, ...], model_type: str, text: str) -> str | None:
     fits = (
         sign.parser
         for sign in signs

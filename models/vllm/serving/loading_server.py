@@ -51,7 +51,7 @@ class Keys:
         return any(hmac.compare_digest(one, key) for one in told for key in self._keys)
 
 
-class Doorkeeper:
+class LoadingServer:
     """A child process that answers on the service's sockets until `leave`, or until we die and its channel closes.
 
     A thread cannot do this: importing vLLM blocks the interpreter for seconds, and the engine is forked from this

@@ -21,7 +21,7 @@ from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
 from ngym.collect.plan import PlannedRollout, Recipe, input_rows, no_rows, planned
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate, Limits
-from ngym.collect.session import CollectionSession, Known, Reached, discover
+from ngym.collect.session import CollectionSession, ConnectedServices, Discovered, discover
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
@@ -159,7 +159,7 @@ class Plan:
         return self.agents.total()
 
 
-def show_plan(options: Options, known: Known, config: Config | None) -> None:
+def show_plan(options: Options, known: Discovered, config: Config | None) -> None:
     """Print the plan: the rollouts, their agents, and how many are done.
 
     Raises:
@@ -203,7 +203,7 @@ def _key(row: Json) -> RolloutKey | None:
         return None
 
 
-def _planned(options: Options, known: Known, earlier: Earlier) -> Plan:
+def _planned(options: Options, known: Discovered, earlier: Earlier) -> Plan:
     plan: Plan | None = None
     for rollout in planned(input_rows(options.inputs, options.recipe, known.agents), options.recipe):
         plan = plan or Plan(rollout, Counter(), set(), 0, 0)
@@ -216,7 +216,7 @@ def _planned(options: Options, known: Known, earlier: Earlier) -> Plan:
     return plan
 
 
-def _as_json(options: Options, known: Known, plan: Plan, needed: list[str] | None) -> Json:
+def _as_json(options: Options, known: Discovered, plan: Plan, needed: list[str] | None) -> Json:
     return {
         "output": str(options.output),
         "rollouts": plan.rollouts,
@@ -231,7 +231,7 @@ def _as_json(options: Options, known: Known, plan: Plan, needed: list[str] | Non
     }
 
 
-def _print(options: Options, known: Known, plan: Plan, needed: list[str] | None) -> None:
+def _print(options: Options, known: Discovered, plan: Plan, needed: list[str] | None) -> None:
     click.echo(f"{plan.rollouts:,} rollouts into {options.output}; the first, by {plan.first.agent}:")
     click.echo(orjson.dumps(plan.first.row, option=orjson.OPT_INDENT_2))
     for agent, rollouts in plan.agents.items():
@@ -272,10 +272,10 @@ def _collected(options: Options) -> int:
             launcher.close()
 
 
-def _known(options: Options, config: Config | None) -> Known:
+def _known(options: Options, config: Config | None) -> Discovered:
     """The known services: from the config that is started here, else from the head."""
     if config is not None:
-        return Known.of(shown_config(config))
+        return Discovered.of(shown_config(config))
     url = head_of(
         options.root,
         options.head_url,
@@ -293,7 +293,7 @@ def _known(options: Options, config: Config | None) -> Known:
 class Command:
     """One `ng_collect_rollouts`, from the lock on its files to the final table."""
 
-    def __init__(self, options: Options, known: Known) -> None:
+    def __init__(self, options: Options, known: Discovered) -> None:
         self.options = options
         self.known = known
         self.stream: TextIO = sys.stderr if options.as_json else sys.stdout
@@ -353,7 +353,9 @@ class Command:
                 + f"; {before.left:,} to go"
             )
 
-    async def _collect(self, session: CollectionSession, services: AbstractAsyncContextManager[Reached]) -> None:
+    async def _collect(
+        self, session: CollectionSession, services: AbstractAsyncContextManager[ConnectedServices]
+    ) -> None:
         self._task = asyncio.current_task()
         with calls_on_interrupt(self._interrupt), suppress(asyncio.CancelledError):
             await session.collect(services)
@@ -369,13 +371,15 @@ class Command:
         self._task.cancel()
 
     @asynccontextmanager
-    async def _reached(self, store: Files, config: Config | None, launcher: Launcher | None) -> AsyncIterator[Reached]:
+    async def _reached(
+        self, store: Files, config: Config | None, launcher: Launcher | None
+    ) -> AsyncIterator[ConnectedServices]:
         """The services: started here, or those of a running head."""
         if config is None:
             known = self.known
             token = token_of(known.head_url, self.options.root) if known.head_url else None
             async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
-                yield Reached(peers)
+                yield ConnectedServices(peers)
             return
         needed = config.only(store.progress.agents)
         self._supervisor = Supervisor(needed, lambda state: self._on_state(state), launcher)
@@ -383,7 +387,7 @@ class Command:
             async with self._startup():
                 await stack.enter_async_context(self._supervisor)
             peers = await stack.enter_async_context(self._supervisor.peers(OWNER))
-            yield Reached(peers, self._supervisor.failure)
+            yield ConnectedServices(peers, self._supervisor.failure)
 
     @asynccontextmanager
     async def _startup(self) -> AsyncIterator[None]:

@@ -46,7 +46,7 @@ Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
 AgentLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
 
 
-class Turns:
+class AdmissionQueue:
     """First come, first served. One per process and event loop."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def agent(
 
     app = service_app("agent", options=options, lifespan=running)
     app.state.agent_state = None
-    turns = Turns()
+    turns = AdmissionQueue()
     running_now: dict[str, RolloutContext] = {}
     abandoned: set[asyncio.Task[None]] = set()  # asyncio itself holds only weak references to tasks
 
@@ -206,7 +206,7 @@ def agent(
     return app
 
 
-async def _turn(turns: Turns) -> None:
+async def _turn(turns: AdmissionQueue) -> None:
     """Wait until the rollout may begin; the wait counts towards its deadline."""
     try:
         await turns.mine()
