@@ -238,7 +238,7 @@ def test_the_metrics_say_what_is_known_of_the_tasks() -> None:
     sampler, _ = practised(300, 400)
     shares = sampler.metrics()
     assert shares["solved"] == pytest.approx(1 / 3, abs=0.01) and shares["unsolved"] == pytest.approx(1 / 3, abs=0.01)
-    assert shares["unseen"] == 0 and sum(shares[key.value] for key in task_sampler.Known) == pytest.approx(1)
+    assert shares["unseen"] == 0 and sum(shares[key.value] for key in task_sampler.TaskDifficulty) == pytest.approx(1)
     assert 100 < shares["effective"] < 200
     new = task_sampler.Curriculum(task_sampler.CurriculumOptions(), "0", 300).metrics()
     assert new["unseen"] == 1 and new["effective"] == pytest.approx(300)
