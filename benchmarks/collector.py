@@ -22,7 +22,7 @@ import orjson
 from parts import play
 
 from ngym.collect.files import Files, Source
-from ngym.collect.plan import Recipe
+from ngym.collect.plan import CollectionPlan
 from ngym.collect.run import Limits
 from ngym.peers import Peers
 from ngym.runtime.event_loop import run
@@ -74,7 +74,7 @@ def measure(folder: Path, url: str, case: Case) -> Json:
     source, output = folder / "tasks.jsonl", folder / "out.jsonl"
     task = {"responses_create_params": {"input": "What is 17 + 25?", "temperature": 1.0}, "expected_answer": "42"}
     source.write_bytes(b"".join(orjson.dumps({**task, "n": n}) + b"\n" for n in range(case.rows // 4)))
-    files = Files(output, Source(source, Recipe(agent="agent", repeats=4)))
+    files = Files(output, Source(source, CollectionPlan(agent="agent", repeats=4)))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=sys.argv)
     began, used = time.perf_counter(), time.process_time()
     count = run(collected(files, url, case.in_flight))

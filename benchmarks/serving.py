@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from ngym.collect import Limits, Recipe, Rollout, collect
+from ngym.collect import CollectionPlan, Limits, Rollout, collect
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.runtime import event_loop
@@ -160,7 +160,10 @@ async def direct(peers: Peers, rollouts: int, in_flight: int, tokens: int, more:
 async def collected(peers: Peers, rollouts: int, in_flight: int, tokens: int) -> int:
     sampled = 0
     async for outcome in collect(
-        tasks(rollouts, tokens), peers=peers, recipe=Recipe(agent="env_agent"), limits=Limits(concurrency=in_flight)
+        tasks(rollouts, tokens),
+        peers=peers,
+        recipe=CollectionPlan(agent="env_agent"),
+        limits=Limits(concurrency=in_flight),
     ):
         assert isinstance(outcome, Rollout), outcome
         assert len(outcome.row["response"]["output"]) == 1

@@ -28,7 +28,7 @@ from types import GenericAlias
 from typing import Any, ClassVar, Literal, Union
 
 from ngym.client import Reply
-from ngym.collect.session import discover
+from ngym.collect.collection_session import discover
 from ngym.config.service_config import load_config
 from ngym.convert import items_from_messages, messages_from_items
 from ngym.errors import ServiceError, UsageError

@@ -22,17 +22,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ngym.cluster.ray_engine import CHUNK_BYTES, RayEngine, Remote, bundle, connect, in_group, of_actor, reserved
+from ngym.cluster.ray_placement import CHUNK_BYTES, RayPlacer, Remote, bundle, connect, in_group, of_actor, reserved
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
 from ngym.runtime.event_loop import unless
 from ngym.supervise.service import State, describe_exit
+from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 from ngym.supervise.supervisor import Supervisor
-from ngym.supervise.zygote import PR_SET_PDEATHSIG, prctl
 
 from .online.services import HEAD, config_for, needed, serving_options
-from .output_files import RESOLVED
 from .recipe.recipe import Recipe, TrainerOptions
+from .run_folder import RESOLVED
 from .train import agents_of, checked
 
 ROOM_S = 600.0
@@ -166,7 +166,7 @@ class _Run:
             return
         agents = agents_of(self._recipe, live)
         config = config_for(live.config, live.policy, live.policy_app, serving_options(self._recipe))
-        engine = RayEngine(_say)
+        engine = RayPlacer(_say)
         config = engine.reachable(needed(config, agents, live.policy))
         async with Supervisor(config, _failures, engine=engine) as stack:
             _say(f"services ready after {stack.ready_after_s:.0f} s; status: {stack.head_url}")

@@ -40,8 +40,8 @@ from ngym.runtime.event_loop import await_exit, put_off
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
-from .output_files import METRICS, POLICY, RESOLVED
 from .recipe.recipe import SWEEP, as_yaml, read_launch
+from .run_folder import METRICS, POLICY, RESOLVED
 from .train import OTHERWISE, checked
 
 ENDING_S = 60  # seconds for its child processes to stop and its last output to arrive

@@ -24,7 +24,12 @@ from ngym.telemetry import tracing
 
 from .checkpoints import Checkpoints, resumable
 from .data import offline
-from .output_files import (
+from .recipe import validation
+from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
+from .recipe.recipe import Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
+from .recipe.rollout_options import RolloutOptions
+from .reporting import sinks
+from .run_folder import (
     ADAPTER,
     CURVE,
     INITIAL,
@@ -38,11 +43,6 @@ from .output_files import (
     replace,
     set_aside,
 )
-from .recipe import validation
-from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
-from .recipe.recipe import Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
-from .recipe.rl import RolloutOptions
-from .reporting import sinks
 
 if TYPE_CHECKING:
     from .data.samples import Batch

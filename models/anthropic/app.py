@@ -19,7 +19,7 @@ from ngym.convert import (
     overflow_response,
 )
 from ngym.errors import UpstreamError
-from ngym.remote import ContextOverflow, RemoteOptions, Upstream, shapes, watched
+from ngym.remote import ContextOverflow, RemoteOptions, Upstream, answer_validation, watched
 from ngym.services.models.server import ModelOptions
 
 Json = dict[str, Any]
@@ -56,7 +56,7 @@ class Backend:
             message = await self._upstream.post(PATH, self._body(request))
         except ContextOverflow:
             return self._nothing()
-        self._check(shapes.message(message))
+        self._check(answer_validation.message(message))
         return chat_from_message(message)
 
     async def stream(self, request: Json) -> AsyncGenerator[Json, None]:
@@ -65,7 +65,7 @@ class Backend:
         try:
             async with aclosing(self._upstream.stream(PATH, self._body(request) | {"stream": True})) as events:
                 async for event in events:
-                    self._check(shapes.message_event(event))
+                    self._check(answer_validation.message_event(event))
                     last = event["type"]
                     for chunk in self._chunks(converter, event):
                         yield chunk

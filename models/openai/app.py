@@ -22,7 +22,7 @@ from ngym.convert import (
     response_from_chat,
 )
 from ngym.errors import UpstreamError
-from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Upstream, shapes, watched
+from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Upstream, answer_validation, watched
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.server import ModelOptions
 
@@ -93,7 +93,7 @@ class Backend:
         response = await self._upstream.post("/responses", self._responses_request(params))
         if not isinstance(response.get("output"), list):
             raise UpstreamError(f"{self._options.base_url}/responses answered without an output", failure="model_error")
-        self._check("/responses", shapes.response(response))
+        self._check("/responses", answer_validation.response(response))
         self._raise_failed(response)
         return response
 
@@ -102,7 +102,7 @@ class Backend:
         last = None
         async with aclosing(self._upstream.stream("/responses", body)) as events:
             async for event in events:
-                self._check("/responses", shapes.response_event(event))
+                self._check("/responses", answer_validation.response_event(event))
                 last = event["type"]
                 if last == "response.failed":
                     self._raise_failed(event["response"])
@@ -131,7 +131,7 @@ class Backend:
         request = self._chat_request(params)
         completion = await self._upstream.post("/chat/completions", request)
         style = self._options.reasoning
-        self._check("/chat/completions", shapes.chat_completion(completion))
+        self._check("/chat/completions", answer_validation.chat_completion(completion))
         _mark_cut_off(completion, request)
         response = response_from_chat(completion, params, style=style)
         if self._options.token_ids and TOKEN_FIELDS[0] not in response["output"][-1]:
@@ -144,7 +144,7 @@ class Backend:
         converter = ResponseStream(params, style=options.reasoning)
         async with aclosing(self._upstream.stream("/chat/completions", body)) as chunks:
             async for chunk in chunks:
-                self._check("/chat/completions", shapes.chat_chunk(chunk))
+                self._check("/chat/completions", answer_validation.chat_chunk(chunk))
                 for event in converter.take(chunk):
                     yield event
         for event in converter.end():

@@ -14,9 +14,9 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.peers import Peers
 from ngym.runtime.live_region import harmless
-from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
+from ngym.supervise.zygote_client import ZygoteClient
 from ngym.validation import (
     MODEL,
     SHOWN,
@@ -47,7 +47,7 @@ class Tried(NamedTuple):
 
 
 async def try_environments(
-    config: Config, launcher: Launcher, names: Sequence[str], within_s: float, say: Say
+    config: Config, launcher: ZygoteClient, names: Sequence[str], within_s: float, say: Say
 ) -> list[Tried]:
     """Test the named environments, or all that have gold answers. say: receives each line of the report.
 
@@ -74,7 +74,7 @@ async def try_environments(
 
 
 @asynccontextmanager
-async def started(config: Config, names: Collection[str], launcher: Launcher) -> AsyncIterator[Peers]:
+async def started(config: Config, names: Collection[str], launcher: ZygoteClient) -> AsyncIterator[Peers]:
     """Start only these services of the config; they stop when the block ends."""
     services = {name: stanza for name, stanza in config.services.items() if name in names}
     stack = Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher)

@@ -21,8 +21,8 @@ from ngym.supervise.head_file import FOLDER
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
     from ngym.supervise.display import Display
-    from ngym.supervise.launcher import Launcher
     from ngym.supervise.supervisor import Supervisor
+    from ngym.supervise.zygote_client import ZygoteClient
 
 EXIT_CODES = """\
 Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
@@ -71,9 +71,9 @@ def main(
         require("ray", "ng_run --on ray", "ray")
         asyncio.run(_run(_config(configs, overrides, names), None, as_json, plain, on))
         return
-    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.zygote_client import ZygoteClient
 
-    launcher = Launcher.start()  # before everything else: its imports take longest
+    launcher = ZygoteClient.start()  # before everything else: its imports take longest
     try:
         asyncio.run(_run(_config(configs, overrides, names), launcher, as_json, plain))
     finally:
@@ -87,7 +87,7 @@ def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[
     return config.only(names) if names else config
 
 
-async def _run(config: Config, launcher: Launcher | None, as_json: bool, plain: bool, on: str = "local") -> None:
+async def _run(config: Config, launcher: ZygoteClient | None, as_json: bool, plain: bool, on: str = "local") -> None:
     """Run until a signal, or an error that ends the run."""
     from ngym.supervise.display import display
     from ngym.supervise.supervisor import Supervisor
@@ -96,9 +96,9 @@ async def _run(config: Config, launcher: Launcher | None, as_json: bool, plain: 
     async with display(as_json, stop.set, plain) as show:
         engine = None
         if on != "local":
-            from ngym.cluster.ray_engine import RayEngine
+            from ngym.cluster.ray_placement import RayPlacer
 
-            engine = RayEngine.connect(on, lambda text: show.say("waiting", text))
+            engine = RayPlacer.connect(on, lambda text: show.say("waiting", text))
             config = engine.reachable(config)
         supervisor = Supervisor(config, show.event, launcher, engine)
         _stop_on_signals(supervisor, stop)

@@ -103,7 +103,7 @@ def main(
         )
     if resume and overwrite:
         raise UsageError("--resume keeps what the run has, --overwrite removes it; give one of the two")
-    from ngym.trainer import output_files, sweep, train
+    from ngym.trainer import run_folder, sweep, train
 
     if dry_run and sweeps:
         sweep.dry_run(files, overrides, sweeps, as_json=as_json)
@@ -129,7 +129,7 @@ def main(
         from ngym.trainer.recipe.recipe import read_launch
 
         if read_launch().rank == 0:
-            click.echo(orjson.dumps((sweep if sweeps else output_files).summary(output)))
+            click.echo(orjson.dumps((sweep if sweeps else run_folder).summary(output)))
 
 
 CONFIG = "global_config.yaml"

@@ -19,7 +19,7 @@ from ngym.errors import ConfigError
 if TYPE_CHECKING:
     from ngym.cli.environments import Say, Tried
     from ngym.config.service_config import Config, Stanza
-    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.zygote_client import ZygoteClient
 
 SHOWN_LINES = 20
 EXIT_CODES = """\
@@ -60,10 +60,10 @@ def main(
               ng_validate --environment calculator
               ng_validate --config global_config.yaml --config local.yaml --environments --json
     """
-    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.zygote_client import ZygoteClient
 
     say = partial(click.echo, err=as_json)
-    launcher = Launcher.start()
+    launcher = ZygoteClient.start()
     try:
         from ngym.config.service_config import load_config
 
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
 
 async def _validate(
-    config: Config, launcher: Launcher, names: tuple[str, ...] | None, within_s: float, say: Say
+    config: Config, launcher: ZygoteClient, names: tuple[str, ...] | None, within_s: float, say: Say
 ) -> Found:
     """names: environments to test; empty: all that have gold answers; None: no environment."""
     from ngym.config.service_config import missing_models
@@ -118,7 +118,7 @@ async def _validate(
     return Found([], await try_environments(config, launcher, names, within_s, say))
 
 
-async def _check(config: Config, stanza: Stanza, launcher: Launcher) -> str:
+async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient) -> str:
     from ngym.supervise.service import EXIT_CONFIG
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of

@@ -10,15 +10,15 @@ import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 
-from ngym.collect.plan import Recipe, checked_rows, planned
+from ngym.collect.plan import CollectionPlan, checked_rows, planned
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, Rollout, TokenFormat
 from ngym.collect.run import Gate, Limits, Run
 from ngym.peers import Peers
 from ngym.schema import Json
 
-__all__ = ["FailedAttempt", "Gate", "Limits", "Outcome", "Recipe", "Rollout", "collect"]
+__all__ = ["CollectionPlan", "FailedAttempt", "Gate", "Limits", "Outcome", "Rollout", "collect"]
 
-ONCE = Recipe()
+ONCE = CollectionPlan()
 DEFAULTS = Limits()
 
 
@@ -26,7 +26,7 @@ async def collect(
     tasks: Iterable[Json],
     *,
     peers: Peers,
-    recipe: Recipe = ONCE,
+    recipe: CollectionPlan = ONCE,
     limits: Limits = DEFAULTS,
     token_format: TokenFormat = "ng",
     gate: Gate | None = None,

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.plan import InputCheck, PlannedRollout, Recipe, digest_of, input_rows, no_rows, planned, title
+from ngym.collect.plan import CollectionPlan, InputCheck, PlannedRollout, digest_of, input_rows, no_rows, planned, title
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, TokenFormat
 from ngym.collect.run import Gate, Limits, Run
 from ngym.errors import UsageError
@@ -58,7 +58,7 @@ class Source:
     """
 
     input: Path | tuple[Path, ...]
-    recipe: Recipe
+    recipe: CollectionPlan
     token_format: TokenFormat = "ng"
     services: Json = field(default_factory=dict)
 

@@ -36,7 +36,7 @@ _NAMED = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*("(?:[^"\\]|\\.)*
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CollectionPlan:
     """How input rows become rollouts.
 
     agent: of rows without agent_ref. repeats: rollouts a task, in the order abc -> aabbcc. limit: only the first rows.
@@ -77,7 +77,7 @@ class PlannedRollout:
         return self.group[0] if self.group else self.key
 
 
-def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
+def planned(rows: Iterable[Json], recipe: CollectionPlan) -> Iterator[PlannedRollout]:
     """The rollouts of these input rows, which must have passed a RowCheck.
 
     A row's `_ng_task_index` is kept, else it is the row's position; rows that share one continue its rollout indices.
@@ -104,7 +104,7 @@ def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
             )
 
 
-def input_rows(paths: Sequence[Path], recipe: Recipe, agents: Collection[str] | None = None) -> Iterator[Json]:
+def input_rows(paths: Sequence[Path], recipe: CollectionPlan, agents: Collection[str] | None = None) -> Iterator[Json]:
     """Stream the rows of files; at the end one UsageError names every bad line.
 
     Args:
@@ -115,7 +115,7 @@ def input_rows(paths: Sequence[Path], recipe: Recipe, agents: Collection[str] | 
     return (line.row for line in checked(paths, check, recipe.limit))
 
 
-def check_agent(recipe: Recipe, agents: Collection[str] | None) -> None:
+def check_agent(recipe: CollectionPlan, agents: Collection[str] | None) -> None:
     """Raise a UsageError if the agent of --agent or --map-agent does not exist."""
     given = {"--agent": [recipe.agent] if recipe.agent else [], "--map-agent": list(recipe.agents.values())}
     for option, names in given.items():
@@ -124,7 +124,7 @@ def check_agent(recipe: Recipe, agents: Collection[str] | None) -> None:
                 raise UsageError(f"{option}: no agent named {name!r}{did_you_mean(name, agents)}")
 
 
-def checked_rows(rows: Iterable[Json], recipe: Recipe, agents: Collection[str]) -> Iterator[Json]:
+def checked_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collection[str]) -> Iterator[Json]:
     """Yield the rows, each checked when it is taken.
 
     Raises:
@@ -140,7 +140,7 @@ def checked_rows(rows: Iterable[Json], recipe: Recipe, agents: Collection[str]) 
 class RowCheck:
     """Returns the mistake of an input row, or None."""
 
-    def __init__(self, recipe: Recipe, agents: Collection[str] | None) -> None:
+    def __init__(self, recipe: CollectionPlan, agents: Collection[str] | None) -> None:
         self._recipe = recipe
         self._agents = agents
         self._indexed: bool | None = None  # whether the first row has an _ng_task_index
@@ -199,7 +199,7 @@ def _is_json(text: str | bytes, kind: type) -> bool:
         return False
 
 
-def _overridden(params: Json, recipe: Recipe, rollout_index: int) -> Json:
+def _overridden(params: Json, recipe: CollectionPlan, rollout_index: int) -> Json:
     if not recipe.params and recipe.seed is None:
         return params
     result = dict(params)
@@ -231,7 +231,7 @@ class InputCheck:
         digest: `digest_of` the files; None until it is known.
     """
 
-    def __init__(self, paths: Sequence[Path], recipe: Recipe, agents: Collection[str] | None) -> None:
+    def __init__(self, paths: Sequence[Path], recipe: CollectionPlan, agents: Collection[str] | None) -> None:
         check_agent(recipe, agents)
         self.rows = 0
         self.named: set[str] = set()

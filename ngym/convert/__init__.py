@@ -24,18 +24,18 @@ Streams, from finished answers or incrementally (one event or chunk in, the resu
 | Anthropic                 | Chat chunks              |                   | `MessageChunks`  |
 
 A field without a counterpart is refused by name (BadRequest), or is in the list of dropped fields in `chat_requests`,
-`anthropic_client` and `anthropic_backend`; it is never lost silently. Unknown token counts are null, never 0. All
+`anthropic_serving` and `anthropic_upstream`; it is never lost silently. Unknown token counts are null, never 0. All
 fields of each API are in docs/model-apis.md.
 """
 
-from ngym.convert.anthropic_backend import MessageChunks, chat_from_message, messages_api_request
 from ngym.convert.anthropic_blocks import check_messages_request
-from ngym.convert.anthropic_client import (
+from ngym.convert.anthropic_serving import (
     MessagesStream,
     chat_from_messages_api,
     create_params_from_messages_api,
     messages_api_from_chat,
 )
+from ngym.convert.anthropic_upstream import MessageChunks, chat_from_message, messages_api_request
 from ngym.convert.chat_items import (
     content_text,
     items_from_messages,

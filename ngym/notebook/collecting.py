@@ -11,12 +11,12 @@ from typing import Any
 
 import orjson
 
+from ngym.collect.collection_session import CollectionSession, Discovered
 from ngym.collect.display import drawing
 from ngym.collect.files import Files, Source
-from ngym.collect.plan import Recipe
+from ngym.collect.plan import CollectionPlan
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate, Limits
-from ngym.collect.session import CollectionSession, Discovered
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
@@ -129,7 +129,7 @@ class _Call:
             raise UsageError("resume=True continues a file; name it with output=")
         named = {name: given[name] for name in ("temperature", "max_output_tokens") if given[name] is not None}
         params = {**(given["params"] or {}), **named}
-        self._recipe = Recipe(given["agent"], given["repeats"], given["limit"], params, given["seed"])
+        self._recipe = CollectionPlan(given["agent"], given["repeats"], given["limit"], params, given["seed"])
         self._limits = Limits(given["concurrency"], given["timeout_s"], given["max_attempts"])
         self._folder = Folder()
         self._output = Path(given["output"] or self._folder.path / "out.jsonl")

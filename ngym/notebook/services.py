@@ -12,16 +12,16 @@ from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
-from ngym.collect.session import ConnectedServices, Discovered, discover
+from ngym.collect.collection_session import ConnectedServices, Discovered, discover
 from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import NgymError, UsageError
 from ngym.notebook.frames import table
 from ngym.notebook.progress import Watch
 from ngym.peers import Peers
 from ngym.supervise.head_file import head_of, token_of
-from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
+from ngym.supervise.zygote_client import ZygoteClient
 
 Result = TypeVar("Result")
 Files = str | Path | Sequence[str | Path]
@@ -80,7 +80,7 @@ class RunningServices:
 class _Life:
     """The lifetime of services on a background loop."""
 
-    def __init__(self, config: Config, launcher: Launcher, watch: Watch) -> None:
+    def __init__(self, config: Config, launcher: ZygoteClient, watch: Watch) -> None:
         self.config = config
         self.background = Background("ngym services")
         self.supervisor = Supervisor(config, watch.service, launcher)
@@ -123,7 +123,7 @@ class ServiceTarget:
         self._life = head._life if isinstance(head, RunningServices) else None
         self._url = head.rstrip("/") if isinstance(head, str) else None
         self._launcher = (
-            Launcher.start() if config is not None else None
+            ZygoteClient.start() if config is not None else None
         )  # early, because its imports take longer than the checks below
         try:
             files = [config] if isinstance(config, str | Path) else config
@@ -237,7 +237,7 @@ async def run_async(*config: str | Path, only: Sequence[str] = (), progress: boo
 
 
 def _begun(words: Sequence[str | Path], only: Sequence[str]) -> tuple[_Life, Watch]:
-    launcher = Launcher.start()
+    launcher = ZygoteClient.start()
     try:
         files = [Path(word) for word in words if isinstance(word, Path) or "=" not in word]
         overrides = [word for word in words if isinstance(word, str) and "=" in word]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from ngym.collect.session import ConnectedServices
+from ngym.collect.collection_session import ConnectedServices
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
 from ngym.grading import reverify

@@ -183,7 +183,7 @@ def read_history(file: Path) -> History:
 SEED, OWN = "seed", {"seed", "output"}
 
 
-class Recipe(NamedTuple):
+class PlottedRecipe(NamedTuple):
     """The resolved recipe of a run. values: by dotted keys; lists are values. text: the file."""
 
     values: Json
@@ -213,7 +213,7 @@ def read_runs(places: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_recipe(file: Path) -> Recipe:
+def read_recipe(file: Path) -> PlottedRecipe:
     """
     Raises:
         UsageError: the file is not YAML.
@@ -223,7 +223,7 @@ def read_recipe(file: Path) -> Recipe:
         values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{file}: not a recipe of ng_train: {' '.join(str(error).split())}") from None
-    return Recipe(flat(values) if isinstance(values, dict) else {}, text)
+    return PlottedRecipe(flat(values) if isinstance(values, dict) else {}, text)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Json:

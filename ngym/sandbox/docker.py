@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ngym.errors import ServiceError
-from ngym.sandbox.contained import MEMORY_EXIT
+from ngym.sandbox.docker_guest import MEMORY_EXIT
 from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict, infra_error
 
 IMAGE = "python:3.11-slim-bookworm"
@@ -24,7 +24,7 @@ REMOVE_S = 5.0
 START_S = 60.0  # seconds beyond the wall limit, for a container to start and be removed
 OVERHEAD_MIB = 64  # two interpreters
 SCRATCH_MIB = 8  # minimum, for the program's source
-RUNNER = Path(__file__).with_name("contained.py")
+RUNNER = Path(__file__).with_name("docker_guest.py")
 
 
 class DockerSandbox(Sandbox):

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngym.errors import NotReady, ServiceError
-from ngym.sandbox.guest import MEMORY_EXIT, STARVED_AFTER, Run
 from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict, infra_error
-from ngym.sandbox.zygote import End, Spec
+from ngym.sandbox.local_guest import MEMORY_EXIT, STARVED_AFTER, Run
+from ngym.sandbox.sandbox_zygote import End, Spec
 from ngym.workers.pool import usable_cores
 
 START_TIMEOUT_S = 120.0
@@ -40,7 +40,7 @@ BOOT = (
     "for name, path in (('ngym', sys.argv[2]), ('ngym.sandbox', sys.argv[2] + '/sandbox')):\n"
     "    sys.modules[name] = types.ModuleType(name)\n"
     "    sys.modules[name].__path__ = [path]\n"
-    "from ngym.sandbox.zygote import main\n"
+    "from ngym.sandbox.sandbox_zygote import main\n"
     "main()\n"
 )
 ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

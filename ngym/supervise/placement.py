@@ -1,6 +1,6 @@
 """Placement: where the processes of a config run, and the GPUs that each gets.
 
-An engine places processes and starts them: on this machine (`LocalEngine`), or on a cluster (`ngym.cluster`).
+An engine places processes and starts them: on this machine (`LocalPlacer`), or on a cluster (`ngym.cluster`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
-from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import ProcessHost, Running, listen, url_of
+from ngym.supervise.zygote_client import ZygoteClient
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -26,7 +26,7 @@ QUERY = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 QUERY_S = 30.0
 
 
-class Engine(Protocol):
+class ProcessPlacer(Protocol):
     """`places` reserves resources and addresses for all services, or raises ConfigError before anything starts."""
 
     started: float
@@ -44,12 +44,12 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class _Here:
+class _LocalHost:
     """A socket of this machine, which stays bound while the process restarts, and the process' own variables."""
 
     node = ""
 
-    def __init__(self, launcher: Launcher, sock: socket.socket, tls: bool, environment: Mapping[str, str]) -> None:
+    def __init__(self, launcher: ZygoteClient, sock: socket.socket, tls: bool, environment: Mapping[str, str]) -> None:
         self.url = url_of(sock, tls)
         self._launcher = launcher
         self._socket = sock
@@ -62,13 +62,13 @@ class _Here:
         return await self._launcher.fork("run", title, spec, log, [self._socket], python, self._environment)
 
 
-class LocalEngine:
+class LocalPlacer:
     """The processes of this machine, forked by the zygote."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: ZygoteClient) -> None:
         self.started = launcher.started
         self._launcher = launcher
-        self._places: dict[_Here, tuple[Resources, tuple[str, ...]]] = {}
+        self._places: dict[_LocalHost, tuple[Resources, tuple[str, ...]]] = {}
         self._machine: Machine | None = None
 
     async def places(self, config: Config) -> Mapping[str, list[ProcessHost]]:
@@ -95,7 +95,7 @@ class LocalEngine:
         return self._place(config, stanza, gpus if asked and asked.gpus is not None else None)
 
     async def release(self, place: ProcessHost) -> None:
-        assert isinstance(place, _Here)
+        assert isinstance(place, _LocalHost)
         del self._places[place]
         await place.shut()
 
@@ -103,7 +103,7 @@ class LocalEngine:
         remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
         sock = listen(config.settings.host, stanza.port or 0, f"service {stanza.name!r}", remedy)
         environment = {} if gpus is None else {VISIBLE: ",".join(gpus)}
-        place = _Here(self._launcher, sock, config.settings.tls is not None, environment)
+        place = _LocalHost(self._launcher, sock, config.settings.tls is not None, environment)
         self._places[place] = (stanza.resources or Resources(), gpus or ())
         return place
 

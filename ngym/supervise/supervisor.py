@@ -19,12 +19,12 @@ from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_
 from ngym.peers import FOLLOW_S, Peers
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
-from ngym.supervise.launcher import Launcher
-from ngym.supervise.placement import Engine, LocalEngine
+from ngym.supervise.placement import LocalPlacer, ProcessPlacer
 from ngym.supervise.scaling import Load, follow_load
 from ngym.supervise.service import READY_POLL_S, Limits, ProcessHost, ServiceProcess, State, Watched, called_urls
 from ngym.supervise.service_metrics import load_of
 from ngym.supervise.venvs import venv_of
+from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry.log_format import Redactor
 
 TRAINED_S = 30.0  # since a trainer's last word, until replicas without its weights are called
@@ -52,8 +52,8 @@ class Supervisor:
         self,
         config: Config,
         on_event: Callable[[State], None] = lambda state: None,
-        launcher: Launcher | None = None,
-        engine: Engine | None = None,
+        launcher: ZygoteClient | None = None,
+        engine: ProcessPlacer | None = None,
     ) -> None:
         self.config = config
         self.urls: dict[str, list[str]] = {}
@@ -88,7 +88,7 @@ class Supervisor:
         return found[0].log_tail() if found else None
 
     async def __aenter__(self) -> Self:
-        self._engine = self._engine or LocalEngine(self._launcher or Launcher.start())
+        self._engine = self._engine or LocalPlacer(self._launcher or ZygoteClient.start())
         try:
             await self._start()
             await self._all_ready()

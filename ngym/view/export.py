@@ -20,9 +20,9 @@ from ngym.files.atomic import write_whole
 from ngym.files.jsonl import BOM
 from ngym.schema import Json
 from ngym.view import training
+from ngym.view.file_scanner import NoRollout, whole
 from ngym.view.index import row_name, row_seq
 from ngym.view.runs import Opened, RolloutRun
-from ngym.view.scan import NoRollout, whole
 from ngym.view.stats import compare
 
 ENTRY = "main.js"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import NgymError, NotFound
-from ngym.view.scan import FIRST_TEXT, REPORTED, Batch, Record, scanned
+from ngym.view.file_scanner import FIRST_TEXT, REPORTED, Batch, Record, scanned
 
 PART_BITS = 40
 FAILURES = 1  # the part of a run that is its failures file; its rollouts are part 0

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.errors import ServiceError
+from ngym.view.file_scanner import without_segments
 from ngym.view.index import LINE, PART_BITS, Index
-from ngym.view.scan import without_segments
 
 MEAN = "CASE WHEN t.scored THEN t.total / t.scored END"
 NUMBERS = {

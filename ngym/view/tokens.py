@@ -18,7 +18,7 @@ import orjson
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM
 from ngym.schema import Json, Segment
-from ngym.view.scan import NoRollout, whole
+from ngym.view.file_scanner import NoRollout, whole
 
 FILE = "tokenizer.json"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

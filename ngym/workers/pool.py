@@ -36,7 +36,7 @@ STDERR = 2
 OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
 
 
-ZYGOTE_FILE = Path(__file__).with_name("zygote.py")
+ZYGOTE_FILE = Path(__file__).with_name("worker_zygote.py")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from paths import ROOT
 from pydantic import BaseModel
 
 from ngym import ModelCall, Session, VerifyRequest, gym_server, model_server
-from ngym.collect import FailedAttempt, Limits, Recipe, Rollout, collect
+from ngym.collect import CollectionPlan, FailedAttempt, Limits, Rollout, collect
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import FailureClass
 from ngym.services.base.app import load
@@ -70,7 +70,7 @@ async def rollouts_over(
             asking = peers if caller == "collector" else agent.state.context.peers
             asking.urls[called] = [between.url]
             tasks = ({"responses_create_params": {"input": f"count {number}"}} for number in range(count))
-            async for outcome in collect(tasks, peers=peers, recipe=Recipe(agent="agent"), limits=limits):
+            async for outcome in collect(tasks, peers=peers, recipe=CollectionPlan(agent="agent"), limits=limits):
                 if isinstance(outcome, Rollout):
                     done.append(outcome)
                 else:

@@ -18,15 +18,15 @@ from paths import ROOT
 from stub_agents import head, problem, scored, serving, task, text_item
 
 from ngym import VerifyRequest, gym_server
-from ngym.collect import FailedAttempt, Gate, Limits, Outcome, Recipe, Rollout, collect
+from ngym.collect import CollectionPlan, FailedAttempt, Gate, Limits, Outcome, Rollout, collect
+from ngym.collect.collection_session import discover
 from ngym.collect.run import FREE_OUTAGES, Outages, ServiceGone
-from ngym.collect.session import discover
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.schema import Failure, Json, task_id
 from ngym.services.base.app import load
 
-OURS = Recipe("agent")
+OURS = CollectionPlan("agent")
 QUICK = Limits(retry_s=(0.0,), poll_s=0.02)
 
 
@@ -60,7 +60,7 @@ class Task(VerifyRequest):
 
 
 async def collected(
-    answer: Any, tasks: Any, recipe: Recipe = OURS, limits: Limits = QUICK, **options: Any
+    answer: Any, tasks: Any, recipe: CollectionPlan = OURS, limits: Limits = QUICK, **options: Any
 ) -> list[Outcome]:
     async with serving(answer) as url:
         peers = Peers({"agent": [url]})
@@ -91,7 +91,9 @@ async def test_a_rollout_of_our_own_agent_is_a_whole_row() -> None:
     async with house(options, **apps) as peers:
         found = [
             outcome
-            async for outcome in collect(map(task, range(3)), peers=peers, recipe=Recipe("agent", 2), limits=QUICK)
+            async for outcome in collect(
+                map(task, range(3)), peers=peers, recipe=CollectionPlan("agent", 2), limits=QUICK
+            )
         ]
     assert [row["reward"] for row in rows(found)] == [1.0] * 6
     row = min(rows(found), key=lambda row: (row["_ng_task_index"], row["_ng_rollout_index"]))
@@ -113,7 +115,7 @@ async def test_a_rollout_of_our_own_agent_is_a_whole_row() -> None:
 
 
 async def test_repeats_are_in_the_order_aabbcc() -> None:
-    found = await collected(scored, map(task, range(3)), Recipe("agent", repeats=2), Limits(concurrency=1))
+    found = await collected(scored, map(task, range(3)), CollectionPlan("agent", repeats=2), Limits(concurrency=1))
     order = [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows(found)]
     assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
@@ -131,7 +133,7 @@ async def test_an_agent_that_is_not_ours_gets_its_row_completed() -> None:
         return scored(row, 0.5, *items, extracted="5")
 
     row = task(0, agent_ref={"type": "responses_api_agents", "name": "agent"}, _ng_task_index=7, expected_answer="5")
-    [found] = rows(await collected(answer, [row], Recipe()))
+    [found] = rows(await collected(answer, [row], CollectionPlan()))
     assert sent[0] == {**row, "_ng_rollout_index": 0}
     assert (found["reward"], found["extracted"], found["_ng_task_index"]) == (0.5, "5", 7)
     trace = found["ng"]
@@ -185,7 +187,9 @@ async def test_overrides_reach_the_agent_and_leave_the_task_id_alone() -> None:
         return scored(row)
 
     row = {"responses_create_params": {"input": "x", "temperature": 1, "reasoning": {"summary": "auto"}}}
-    recipe = Recipe("agent", 2, params={"temperature": 0.5, "reasoning.effort": "low", "metadata.a.b": 1}, seed=10)
+    recipe = CollectionPlan(
+        "agent", 2, params={"temperature": 0.5, "reasoning.effort": "low", "metadata.a.b": 1}, seed=10
+    )
     found = rows(await collected(answer, [row], recipe, Limits(concurrency=1)))
     assert sent[0] == {
         "input": "x",
@@ -201,7 +205,7 @@ async def test_rows_that_share_a_task_index_continue_its_rollouts() -> None:
     def answer(row: Json) -> Json:
         return scored(row, n=row["n"])
 
-    found = await collected(answer, [task(0, _ng_task_index=3), task(1, _ng_task_index=3)], Recipe("agent", 2))
+    found = await collected(answer, [task(0, _ng_task_index=3), task(1, _ng_task_index=3)], CollectionPlan("agent", 2))
     assert sorted((row["n"], row["_ng_rollout_index"]) for row in rows(found)) == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert {row["_ng_task_index"] for row in rows(found)} == {3}
 
@@ -219,7 +223,7 @@ async def test_tasks_are_taken_only_when_there_is_room() -> None:
         peers = Peers({"agent": [url]})
         seen = 0
         async with aclosing(
-            collect(endless(), peers=peers, recipe=Recipe("agent"), limits=Limits(concurrency=8))
+            collect(endless(), peers=peers, recipe=CollectionPlan("agent"), limits=Limits(concurrency=8))
         ) as outcomes:
             async for _ in outcomes:
                 seen += 1
@@ -254,7 +258,7 @@ async def test_leaving_the_loop_cancels_what_is_in_flight() -> None:
     async with asyncio.timeout(PATIENCE_S), serving(answer) as url:
         peers = Peers({"agent": [url]})
         async with aclosing(
-            collect(map(task, range(9)), peers=peers, recipe=Recipe("agent"), limits=QUICK)
+            collect(map(task, range(9)), peers=peers, recipe=CollectionPlan("agent"), limits=QUICK)
         ) as outcomes:
             async for outcome in outcomes:
                 assert outcome.row["_ng_task_index"] == 0
@@ -268,7 +272,7 @@ async def test_a_held_gate_starts_nothing_new() -> None:
     gate.hold("learner", "the learner is behind")
     async with serving(scored) as url:
         peers = Peers({"agent": [url]})
-        outcomes = collect([task(0)], peers=peers, recipe=Recipe("agent"), gate=gate)
+        outcomes = collect([task(0)], peers=peers, recipe=CollectionPlan("agent"), gate=gate)
         first = asyncio.ensure_future(anext(outcomes))
         await asyncio.sleep(0.1)
         assert not first.done()
@@ -294,10 +298,10 @@ async def test_a_held_gate_starts_nothing_new() -> None:
 )
 async def test_a_task_that_is_none_is_refused(row: Json, message: str) -> None:
     if not message:
-        assert len(await collected(scored, [row], Recipe())) == 1
+        assert len(await collected(scored, [row], CollectionPlan())) == 1
         return
     with pytest.raises(UsageError, match=r"^task 1: ") as caught:
-        await collected(scored, [task(9, agent_ref={"name": "agent"}), row], Recipe())
+        await collected(scored, [task(9, agent_ref={"name": "agent"}), row], CollectionPlan())
     assert message in str(caught.value)
 
 
@@ -422,7 +426,7 @@ async def test_an_agent_that_is_down_pauses_the_run_and_spends_no_attempts(port:
     url = f"http://127.0.0.1:{port}"
     peers = Peers({"agent": [url]})
     limits = Limits(concurrency=4, max_attempts=1, poll_s=0.05)
-    outcomes = collect(map(task, range(10)), peers=peers, recipe=Recipe("agent"), limits=limits, gate=gate)
+    outcomes = collect(map(task, range(10)), peers=peers, recipe=CollectionPlan("agent"), limits=limits, gate=gate)
     first = asyncio.ensure_future(anext(outcomes))
     async with asyncio.timeout(PATIENCE_S):
         await until(lambda: gate.reasons)
@@ -452,7 +456,7 @@ async def test_an_agent_that_dies_in_the_middle_costs_nothing(port: int) -> None
     async def consume() -> None:
         limits = Limits(concurrency=16, max_attempts=1, poll_s=0.05)
         async for outcome in collect(
-            map(task, range(100)), peers=peers, recipe=Recipe("agent"), limits=limits, gate=gate
+            map(task, range(100)), peers=peers, recipe=CollectionPlan("agent"), limits=limits, gate=gate
         ):
             found.append(outcome)
 
@@ -484,7 +488,7 @@ async def test_a_service_behind_the_agent_that_is_not_ready_is_named_and_waited_
     ):
         peers = Peers({"agent": [agent], "policy": [policy]})
         limits = Limits(max_attempts=1, poll_s=0.05)
-        outcomes = collect(map(task, range(5)), peers=peers, recipe=Recipe("agent"), limits=limits, gate=gate)
+        outcomes = collect(map(task, range(5)), peers=peers, recipe=CollectionPlan("agent"), limits=limits, gate=gate)
         first = asyncio.ensure_future(anext(outcomes))
         await until(lambda: gate.reasons)
         assert gate.reasons == {"policy": f"policy is not ready at {policy}: loading"}
@@ -502,7 +506,7 @@ async def test_connect_failures_of_a_service_that_is_up_spend_attempts() -> None
         serving(lambda row: problem(502, failure="connect", upstream=upstream, retryable=True)) as agent,
     ):
         peers = Peers({"agent": [agent], "policy": [policy]})
-        found = [o async for o in collect([task(0)], peers=peers, recipe=Recipe("agent"), limits=QUICK)]
+        found = [o async for o in collect([task(0)], peers=peers, recipe=CollectionPlan("agent"), limits=QUICK)]
         await peers.close()
     assert [failed.failure["service"] for failed in failures(found)] == ["policy"] * 3
 
@@ -591,5 +595,5 @@ async def test_a_service_that_stays_away_ends_the_run(port: int) -> None:
     peers = Peers({"agent": [url]})
     with pytest.raises(ServiceGone, match=rf"agent does not answer at {url}, for \d+ s now; .* --resume"):
         limits = Limits(poll_s=0.02, give_up_s=0.1)
-        _ = [o async for o in collect(map(task, range(9)), peers=peers, recipe=Recipe("agent"), limits=limits)]
+        _ = [o async for o in collect(map(task, range(9)), peers=peers, recipe=CollectionPlan("agent"), limits=limits)]
     await peers.close()

@@ -22,7 +22,7 @@ import pytest
 import zstandard
 from stub_agents import Answer, instant_agent, problem, scored, serving, task
 
-from ngym.collect import Limits, Recipe
+from ngym.collect import CollectionPlan, Limits
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files, Source
 from ngym.collect.plan import InputCheck
@@ -91,7 +91,7 @@ async def session(
 async def test_the_files_of_a_collection(tmp_path: Path, tasks: Path) -> None:
     params = {"temperature": 0.5}
     await session(
-        Source(tasks, Recipe("agent", repeats=2, limit=3, params=params), services={"agent": {"kind": "agent"}})
+        Source(tasks, CollectionPlan("agent", repeats=2, limit=3, params=params), services={"agent": {"kind": "agent"}})
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "out.jsonl",
@@ -130,7 +130,7 @@ async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Pa
             return scored(row, None)
         return problem(500, failure="verify_error", retryable=False) if row["n"] == 1 else scored(row, row["n"] % 2)
 
-    files = await session(Source(tasks, Recipe("agent")), answer)
+    files = await session(Source(tasks, CollectionPlan("agent")), answer)
     [tally] = files.aggregates.by_agent.values()
     assert (tally.rollouts, tally.rewards.count, tally.rewards.mean, tally.unscored) == (9, 8, 0.5, 1)
     assert (dict(tally.failures), dict(tally.given_up)) == ({"verify_error": 1}, {"verify_error": 1})
@@ -139,19 +139,19 @@ async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Pa
 
 
 async def test_output_that_exists_is_neither_deleted_nor_mixed(tasks: Path) -> None:
-    await session(Source(tasks, Recipe("agent", limit=1)))
+    await session(Source(tasks, CollectionPlan("agent", limit=1)))
     before = tasks.with_name("out.jsonl").read_bytes()
     with pytest.raises(UsageError, match=r"already holds rollouts; add --resume .* or --overwrite"):
-        await session(Source(tasks, Recipe("agent", limit=1)))
+        await session(Source(tasks, CollectionPlan("agent", limit=1)))
     assert tasks.with_name("out.jsonl").read_bytes() == before
-    await session(Source(tasks, Recipe("agent", limit=2)), overwrite=True)
+    await session(Source(tasks, CollectionPlan("agent", limit=2)), overwrite=True)
     assert len(rows(tasks.with_name("out.jsonl"))) == 2
 
 
 async def test_overwrite_forgets_old_failures_too(tasks: Path) -> None:
-    await session(Source(tasks, Recipe("agent")), lambda row: problem(500, retryable=False))
+    await session(Source(tasks, CollectionPlan("agent")), lambda row: problem(500, retryable=False))
     assert len(rows(tasks.with_name("out_failures.jsonl"))) == 10
-    files = await session(Source(tasks, Recipe("agent")), overwrite=True)
+    files = await session(Source(tasks, CollectionPlan("agent")), overwrite=True)
     assert not tasks.with_name("out_failures.jsonl").exists() and files.aggregates.given_up == 0
 
 
@@ -162,7 +162,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_old_files(tasks: Path) -> None:
     folder, out = tasks.parent, tasks.with_name("out.jsonl")
     await session(
-        Source(tasks, Recipe("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
+        Source(tasks, CollectionPlan("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
     )
     before = contents(folder)
     during: list[dict[str, bytes]] = []
@@ -171,7 +171,7 @@ async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_o
         during.append(contents(folder))
         return scored(row)
 
-    await session(Source(tasks, Recipe("agent", limit=1)), answer, overwrite=True)
+    await session(Source(tasks, CollectionPlan("agent", limit=1)), answer, overwrite=True)
     assert before.items() <= during[0].items(), "nothing of the old set is touched"
     assert keys(out) == [(0, 0)]
     after = contents(folder)
@@ -183,9 +183,9 @@ async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_o
 
 
 async def test_an_overwrite_that_ends_before_its_first_row_leaves_everything_as_it_was(tasks: Path) -> None:
-    await session(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, CollectionPlan("agent")))
     before = contents(tasks.parent)
-    source = Source(tasks, Recipe("agent", repeats=2))
+    source = Source(tasks, CollectionPlan("agent", repeats=2))
     files = Files(tasks.with_name("out.jsonl"), source)
     files.prepare(resume=False, overwrite=True, max_attempts=3, agents={"agent"}, command=[])
     assert files.replaces
@@ -193,19 +193,19 @@ async def test_an_overwrite_that_ends_before_its_first_row_leaves_everything_as_
     files.finish("interrupted")
     files.close()
     assert contents(tasks.parent) == before
-    again = await session(Source(tasks, Recipe("agent")), lambda row: problem(500), resume=True)
+    again = await session(Source(tasks, CollectionPlan("agent")), lambda row: problem(500), resume=True)
     assert again.progress.done == 10, "the old run can be resumed"
 
 
 async def test_old_rollouts_are_not_replaced_by_a_run_without_any(tasks: Path) -> None:
     out = tasks.with_name("out.jsonl")
-    await session(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, CollectionPlan("agent")))
     before = out.read_bytes()
-    await session(Source(tasks, Recipe("agent")), lambda row: problem(500, retryable=False), overwrite=True)
+    await session(Source(tasks, CollectionPlan("agent")), lambda row: problem(500, retryable=False), overwrite=True)
     assert not out.exists() and len(rows(tasks.with_name("out_failures.jsonl"))) == 10
-    await session(Source(tasks, Recipe("agent", limit=2)), overwrite=True)
+    await session(Source(tasks, CollectionPlan("agent", limit=2)), overwrite=True)
     assert len(rows(out)) == 2 and Path(f"{out}.old").read_bytes() == before
-    await session(Source(tasks, Recipe("agent", limit=3)), overwrite=True)
+    await session(Source(tasks, CollectionPlan("agent", limit=3)), overwrite=True)
     assert len(rows(Path(f"{out}.old"))) == 2 and len(rows(out)) == 3
 
 
@@ -228,7 +228,7 @@ def counted(call):
 for name in ("rename", "unlink", "link", "fdatasync", "fsync", "open"):
     setattr(os, name, counted(getattr(os, name)))  # Path.rename and Path.unlink call these
 
-from ngym.collect import Limits, Recipe
+from ngym.collect import Limits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
 from ngym.collect.plan import InputCheck
@@ -246,7 +246,7 @@ async def main(files, url):
     files.finish("done")
 
 folder, url = Path(sys.argv[1]), sys.argv[2]
-files = Files(folder / "out.jsonl", Source(folder / "tasks.jsonl", Recipe("agent", repeats=2)))
+files = Files(folder / "out.jsonl", Source(folder / "tasks.jsonl", CollectionPlan("agent", repeats=2)))
 calls = 0
 files.prepare(resume=False, overwrite=True, max_attempts=3, agents=None, command=[])
 run(main(files, url))
@@ -259,7 +259,7 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
     """Before each call that touches the disk; then --resume continues whichever run has the rows."""
     out = tasks.with_name("out.jsonl")
     await session(
-        Source(tasks, Recipe("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
+        Source(tasks, CollectionPlan("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
     )
     first = contents(tasks.parent)
     resumed_old = resumed_new = 0
@@ -280,7 +280,7 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
                 break
             replaced = b"\n" in before.get("out.jsonl.new", b"") or before["out.jsonl"] != old_rows
             repeats = 2 if replaced else 1
-            files = await session(Source(tasks, Recipe("agent", repeats=repeats)), max_attempts=1, resume=True)
+            files = await session(Source(tasks, CollectionPlan("agent", repeats=repeats)), max_attempts=1, resume=True)
             after = contents(tasks.parent)
             assert not any(name.endswith(".new") for name in after), f"step {step}"
             if replaced:
@@ -296,16 +296,16 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
 
 
 async def test_an_input_that_an_overwrite_would_replace_is_refused(tasks: Path) -> None:
-    await session(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, CollectionPlan("agent")))
     old = tasks.with_name("out.jsonl.old")
     old.write_bytes(tasks.read_bytes())
     with pytest.raises(UsageError, match=r"out\.jsonl\.old is --input, and is written with --output"):
-        Files(tasks.with_name("out.jsonl"), Source(old, Recipe("agent")))
+        Files(tasks.with_name("out.jsonl"), Source(old, CollectionPlan("agent")))
 
 
 async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) -> None:
     written(tasks, [task(n) for n in range(200)])
-    source = Source(tasks, Recipe("agent", repeats=2))
+    source = Source(tasks, CollectionPlan("agent", repeats=2))
     first = await session(source, lambda row: scored(row, row["n"] % 2), stop_after=70)
     assert 70 <= len(keys(tasks.with_name("out.jsonl"))) < 400
     assert first.aggregates.done == len(keys(tasks.with_name("out.jsonl"))), "what was told is what is on the disk"
@@ -318,7 +318,7 @@ async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) ->
 
 
 async def test_a_resumed_run_that_is_done_does_nothing(tasks: Path) -> None:
-    source = Source(tasks, Recipe("agent"))
+    source = Source(tasks, CollectionPlan("agent"))
     await session(source)
     before = tasks.with_name("out.jsonl").read_bytes()
     await session(source, lambda row: problem(500), resume=True)
@@ -326,19 +326,19 @@ async def test_a_resumed_run_that_is_done_does_nothing(tasks: Path) -> None:
 
 
 async def test_resume_without_output_begins(tasks: Path) -> None:
-    await session(Source(tasks, Recipe("agent")), resume=True)
+    await session(Source(tasks, CollectionPlan("agent")), resume=True)
     assert len(rows(tasks.with_name("out.jsonl"))) == 10
 
 
 async def test_a_resumed_run_may_have_more_tasks_and_repeats(tasks: Path) -> None:
-    await session(Source(tasks, Recipe("agent", repeats=1, limit=2)))
-    files = await session(Source(tasks, Recipe("agent", repeats=2, limit=3)), resume=True)
+    await session(Source(tasks, CollectionPlan("agent", repeats=1, limit=2)))
+    files = await session(Source(tasks, CollectionPlan("agent", repeats=2, limit=3)), resume=True)
     assert sorted(keys(tasks.with_name("out.jsonl"))) == [(n, i) for n in range(3) for i in range(2)]
     assert files.progress.done == 2
 
 
 async def test_a_torn_last_row_is_done_again(tasks: Path) -> None:
-    source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
+    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)
     content = out.read_bytes()
     out.write_bytes(content[:-9])
@@ -348,7 +348,7 @@ async def test_a_torn_last_row_is_done_again(tasks: Path) -> None:
 
 
 async def test_a_row_that_stands_twice_is_dropped(tasks: Path) -> None:
-    source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
+    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)
     content = out.read_bytes()
     out.write_bytes(content + content.splitlines(keepends=True)[3])
@@ -357,7 +357,7 @@ async def test_a_row_that_stands_twice_is_dropped(tasks: Path) -> None:
 
 
 async def test_a_changed_input_is_refused_with_both_hashes(tasks: Path) -> None:
-    source = Source(tasks, Recipe("agent"))
+    source = Source(tasks, CollectionPlan("agent"))
     await session(source)
     before = source.digests()["input"]
     tasks.write_bytes(tasks.read_bytes().replace(b"task 3", b"task X"))
@@ -369,15 +369,15 @@ async def test_a_changed_input_is_refused_with_both_hashes(tasks: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "difference"),
     [
-        ({"recipe": Recipe("agent", params={"temperature": 0.7})}, "params.temperature: 1 then, 0.7 now"),
-        ({"recipe": Recipe("agent", params={"temperature": 1}, seed=3)}, "seed: None then, 3 now"),
+        ({"recipe": CollectionPlan("agent", params={"temperature": 0.7})}, "params.temperature: 1 then, 0.7 now"),
+        ({"recipe": CollectionPlan("agent", params={"temperature": 1}, seed=3)}, "seed: None then, 3 now"),
         ({"token_format": "nemo"}, "token_format: 'ng' then, 'nemo' now"),
         ({"services": {"policy": {"kind": "model", "model": "b"}}}, "services.policy.model: 'a' then, 'b' now"),
     ],
 )
 async def test_a_changed_config_is_refused_with_both_hashes(tasks: Path, changed: Any, difference: str) -> None:
     first: dict[str, Any] = {
-        "recipe": Recipe("agent", params={"temperature": 1}),
+        "recipe": CollectionPlan("agent", params={"temperature": 1}),
         "services": {"policy": {"kind": "model", "model": "a"}},
     }
     await session(Source(tasks, **first))
@@ -391,11 +391,14 @@ async def test_a_changed_config_is_refused_with_both_hashes(tasks: Path, changed
 def test_where_a_service_runs_does_not_make_another_run(tasks: Path) -> None:
     here = {"policy": {"kind": "model", "url": "http://node1:8000"}, "ngym": {"head": {"port": 1}}}
     there = {"policy": {"kind": "model", "urls": ["http://node2:8000"], "replicas": 2}}
-    assert Source(tasks, Recipe(), services=here).digests() == Source(tasks, Recipe(), services=there).digests()
+    assert (
+        Source(tasks, CollectionPlan(), services=here).digests()
+        == Source(tasks, CollectionPlan(), services=there).digests()
+    )
 
 
 async def test_rows_of_nobody_knows_which_run_are_refused(tasks: Path) -> None:
-    source = Source(tasks, Recipe("agent"))
+    source = Source(tasks, CollectionPlan("agent"))
     await session(source)
     tasks.with_name("out_run.json").write_text("{}")
     with pytest.raises(UsageError, match=r"out_run\.json is not a run's record, so the run that wrote"):
@@ -406,7 +409,7 @@ async def test_rows_of_nobody_knows_which_run_are_refused(tasks: Path) -> None:
 
 
 async def test_a_row_of_another_run_is_refused_with_its_line(tasks: Path) -> None:
-    source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
+    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)
     lines = out.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"run_id":"2', b'"run_id":"9')
@@ -420,7 +423,7 @@ async def test_a_row_of_another_run_is_refused_with_its_line(tasks: Path) -> Non
 
 
 async def test_attempts_are_counted_over_sittings(tasks: Path) -> None:
-    source = Source(tasks, Recipe("agent", limit=2))
+    source = Source(tasks, CollectionPlan("agent", limit=2))
 
     def broken(row: Json) -> Any:
         return problem(500, failure="agent_error", retryable=row["n"] == 0)
@@ -438,30 +441,30 @@ async def test_attempts_are_counted_over_sittings(tasks: Path) -> None:
 
 
 async def test_a_bad_input_touches_nothing(tmp_path: Path, tasks: Path) -> None:
-    await session(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, CollectionPlan("agent")))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"responses_create_params": {}}\n{"responses_create\n')
     with pytest.raises(UsageError, match=r"bad\.jsonl:2: not JSON"):
-        await session(Source(bad, Recipe("agent")), overwrite=True)
+        await session(Source(bad, CollectionPlan("agent")), overwrite=True)
     bad.unlink()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_cannot_work_is_one_line(tmp_path: Path, tasks: Path) -> None:
     with pytest.raises(UsageError, match=r"the folder .*/none does not exist; make it first: mkdir -p"):
-        Files(tmp_path / "none" / "out.jsonl", Source(tasks, Recipe("agent")))
+        Files(tmp_path / "none" / "out.jsonl", Source(tasks, CollectionPlan("agent")))
     with pytest.raises(UsageError, match="is both --input and --output"):
-        Files(tasks, Source(tasks, Recipe("agent")))
+        Files(tasks, Source(tasks, CollectionPlan("agent")))
     sent = tmp_path / "out_materialized_inputs.jsonl"
     sent.write_bytes(tasks.read_bytes())
     with pytest.raises(
         UsageError, match=r"inputs\.jsonl is --input, and is written with --output .*/out\.jsonl; choose"
     ):
-        Files(tmp_path / "out.jsonl", Source(sent, Recipe("agent")))
+        Files(tmp_path / "out.jsonl", Source(sent, CollectionPlan("agent")))
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"\n\n")
-    files = Files(tmp_path / "out.jsonl", Source(empty, Recipe("agent")))
+    files = Files(tmp_path / "out.jsonl", Source(empty, CollectionPlan("agent")))
     with pytest.raises(UsageError, match="no rows in it"):
         files.prepare(resume=False, overwrite=False, max_attempts=3, agents=None, command=[])
     files.close()
@@ -469,9 +472,9 @@ def test_what_cannot_work_is_one_line(tmp_path: Path, tasks: Path) -> None:
 
 
 def test_a_second_collector_on_the_same_file_is_refused(tmp_path: Path, tasks: Path) -> None:
-    files = Files(tmp_path / "out.jsonl", Source(tasks, Recipe("agent")))
+    files = Files(tmp_path / "out.jsonl", Source(tasks, CollectionPlan("agent")))
     with pytest.raises(FileLocked, match="is being written by process"):
-        Files(tmp_path / "out.jsonl", Source(tasks, Recipe("agent")))
+        Files(tmp_path / "out.jsonl", Source(tasks, CollectionPlan("agent")))
     files.close()
 
 
@@ -481,7 +484,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
-from ngym.collect import Limits, Recipe
+from ngym.collect import Limits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
 from ngym.collect.plan import InputCheck
@@ -501,7 +504,7 @@ async def main(files, url):
     print("done", flush=True)
 
 folder, url = Path(sys.argv[1]), sys.argv[2]
-files = Files(folder / "out.jsonl", Source(folder / "tasks.jsonl", Recipe("agent", repeats=4)))
+files = Files(folder / "out.jsonl", Source(folder / "tasks.jsonl", CollectionPlan("agent", repeats=4)))
 files.prepare(resume=True, overwrite=False, max_attempts=3, agents=None, command=[])
 print("begins", flush=True)
 run(main(files, url))
@@ -590,7 +593,7 @@ def small_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_first_part")
 async def test_of_a_large_input_only_a_first_part_is_read_before_the_first_rollout(tasks: Path) -> None:
-    files = Files(tasks.with_name("out.jsonl"), Source(tasks, Recipe("agent")))
+    files = Files(tasks.with_name("out.jsonl"), Source(tasks, CollectionPlan("agent")))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=[])
     record = json.loads(tasks.with_name("out_run.json").read_text())
     assert 0 < record["rollouts"] < 10 and record["digests"]["input"] is None
@@ -601,7 +604,7 @@ async def test_of_a_large_input_only_a_first_part_is_read_before_the_first_rollo
     files.close()
     record = json.loads(tasks.with_name("out_run.json").read_text())
     assert record["rollouts"] == 10
-    assert record["digests"] == Source(tasks, Recipe("agent")).digests()
+    assert record["digests"] == Source(tasks, CollectionPlan("agent")).digests()
     assert len(rows(tasks.with_name("out_materialized_inputs.jsonl"))) == 10
 
 
@@ -610,7 +613,7 @@ async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept
     good = tasks.read_bytes()
     lines = good.splitlines(keepends=True)
     tasks.write_bytes(b"".join([*lines[:8], b"{torn\n", b'{"x": 1}\n', *lines[8:]]))
-    source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
+    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     with pytest.raises(UsageError) as caught:
         await session(source)
     said = str(caught.value).splitlines()
@@ -625,7 +628,7 @@ async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept
 
 @pytest.mark.usefixtures("small_first_part")
 async def test_a_run_that_never_read_its_input_to_the_end_is_resumed_by_its_tasks(tasks: Path) -> None:
-    source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
+    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
 
     async def some(how_many: int, resume: bool) -> None:
         files = Files(out, source)
@@ -660,7 +663,7 @@ def test_agents_that_only_a_later_row_names_are_known_before_services_start(task
     named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(5)]
     tricky = [{**task(9), "note": {"agent_ref": {"name": "nobody"}}, "text": '"agent_ref": {"name": "quoted"}'}]
     written(tasks, named + tricky)
-    files = Files(tasks.with_name("out.jsonl"), Source(tasks, Recipe("agent_0")))
+    files = Files(tasks.with_name("out.jsonl"), Source(tasks, CollectionPlan("agent_0")))
     agents = {f"agent_{n}" for n in range(6)}
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
     assert files.progress.agents == agents - {"agent_5"}
@@ -673,7 +676,7 @@ def test_agents_in_later_files_of_an_input_are_known_before_services_start(tmp_p
     files = [written(tmp_path / f"{n}.jsonl", named[3 * n : 3 * n + 3]) for n in range(3)]
     packed = tmp_path / "2.jsonl.zst"
     packed.write_bytes(zstandard.compress(files[2].read_bytes()))
-    store = Files(tmp_path / "out.jsonl", Source((files[0], files[1], packed), Recipe("agent_0")))
+    store = Files(tmp_path / "out.jsonl", Source((files[0], files[1], packed), CollectionPlan("agent_0")))
     agents = {f"agent_{n}" for n in range(9)}
     store.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
     assert store.progress.agents == agents
@@ -684,7 +687,7 @@ async def test_several_compressed_inputs_are_one_run(tmp_path: Path) -> None:
     files = [written(tmp_path / f"{n}.jsonl", [task(2 * n), task(2 * n + 1)]) for n in range(3)]
     packed = tmp_path / "1.jsonl.gz"
     packed.write_bytes(gzip.compress(files[1].read_bytes()))
-    source = Source((files[0], packed, files[2]), Recipe("agent"))
+    source = Source((files[0], packed, files[2]), CollectionPlan("agent"))
     await session(source, stop_after=2)
     await session(source, resume=True)
     out = tmp_path / "out.jsonl"
@@ -693,7 +696,7 @@ async def test_several_compressed_inputs_are_one_run(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out_run.json").read_text())
     assert record["input"] == [str(files[0]), str(packed), str(files[2])]
     with pytest.raises(UsageError, match=r"the input \(.*0\.jsonl and 1 more file\) changed since this run began"):
-        await session(Source((files[0], files[2]), Recipe("agent")), resume=True)
+        await session(Source((files[0], files[2]), CollectionPlan("agent")), resume=True)
 
 
 def test_a_rollout_costs_the_collector_less_than_50_bytes() -> None:

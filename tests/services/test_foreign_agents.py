@@ -13,7 +13,7 @@ from paths import ROOT
 from stub_agents import scored, text_item
 
 from ngym import ModelCall, model_server
-from ngym.collect import Limits, Recipe, Rollout, collect
+from ngym.collect import CollectionPlan, Limits, Rollout, collect
 from ngym.collect.rollout_rows import CaptureClient
 from ngym.convert import chat_from_response, create_params, overflow_response
 from ngym.peers import Peers
@@ -43,7 +43,7 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
     options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
     task = {"responses_create_params": {"input": "Count to five."}, "target": 5}
     async with house(options, **apps) as peers:
-        recipe = Recipe("actor", repeats=4)
+        recipe = CollectionPlan("actor", repeats=4)
         found = [
             outcome async for outcome in collect([task], peers=peers, recipe=recipe, limits=Limits(max_attempts=1))
         ]
@@ -163,7 +163,7 @@ async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         peers.urls["agent"] = [f"http://127.0.0.1:{runner.addresses[0][1]}"]
         try:
-            recipe = Recipe("agent", repeats=3)
+            recipe = CollectionPlan("agent", repeats=3)
             row = {"responses_create_params": {"input": "x"}}
             found = [outcome.row async for outcome in collect([row], peers=peers, recipe=recipe, models=["policy"])]
             left = await peers["policy"].request("GET", "/metrics", None)
@@ -230,7 +230,10 @@ async def test_with_replicas_all_calls_of_a_rollout_go_to_one_and_its_segments_c
         replicas += peers.urls["other"]
         tasks = [{"responses_create_params": {"input": f"Count to five, {n}."}, "target": 5} for n in range(40)]
         before = [await _calls(peers, name) for name in ("policy", "other")]
-        found = [outcome.row async for outcome in collect(tasks, peers=peers, recipe=Recipe("actor"), limits=Limits())]
+        found = [
+            outcome.row
+            async for outcome in collect(tasks, peers=peers, recipe=CollectionPlan("actor"), limits=Limits())
+        ]
         after = [await _calls(peers, name) for name in ("policy", "other")]
     assert [len(row["ng"]["segments"]) for row in found] == [1] * 40
     calls = [now - then for then, now in zip(before, after, strict=True)]

@@ -11,13 +11,13 @@ from house import house
 from paths import ROOT
 
 from ngym import ModelCall, model_server
-from ngym.collect import FailedAttempt, Limits, Recipe, collect
+from ngym.collect import CollectionPlan, FailedAttempt, Limits, collect
 from ngym.collect.files import Files, Source
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.base.app import load
 from ngym.trainer.online import rollout_stream, task_sampler
-from ngym.trainer.recipe import rl
+from ngym.trainer.recipe import rollout_options
 
 POLITE = "Dear Ada, thank you. I cannot come, because I am abroad. How about lunch?"
 RUBRIC = [{"text": "It declines.", "weight": 3}, {"text": "It is polite."}]
@@ -258,7 +258,7 @@ def group_task(number: int) -> dict[str, Any]:
 async def test_a_live_group_gets_its_rewards_before_any_of_its_rows_is_handed_out():
     rows = []
     async with living(fair) as peers:
-        recipe = Recipe("agent", repeats=4, seed=0)
+        recipe = CollectionPlan("agent", repeats=4, seed=0)
         async for outcome in collect([group_task(n) for n in range(3)], peers=peers, recipe=recipe):
             rows.append(outcome.row)
     assert len(rows) == 12 and not any("reward_pending" in row for row in rows)
@@ -273,7 +273,7 @@ async def test_a_live_group_gets_its_rewards_before_any_of_its_rows_is_handed_ou
 
 async def test_a_group_with_a_rollout_that_was_given_up_is_judged_without_it():
     async with living(fair) as peers:
-        recipe = Recipe("agent", repeats=4, seed=10)
+        recipe = CollectionPlan("agent", repeats=4, seed=10)
         outcomes = [outcome async for outcome in collect([group_task(0)], peers=peers, recipe=recipe)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, FailedAttempt)]
     rewards = {outcome.row["_ng_rollout_index"]: outcome.row["reward"] for outcome in outcomes if outcome not in failed}
@@ -285,7 +285,7 @@ async def test_without_its_judge_a_live_group_is_null_with_the_reason():
         raise ServiceError("no room", retryable=False)
 
     async with living(down) as peers:
-        recipe = Recipe("agent", repeats=2, seed=0)
+        recipe = CollectionPlan("agent", repeats=2, seed=0)
         rows = [outcome.row async for outcome in collect([group_task(0)], peers=peers, recipe=recipe)]
     assert [(row["reward"], row["outcome"], row["ng"]["status"]) for row in rows] == [
         (None, "judge_error", "unscored")
@@ -298,7 +298,7 @@ async def test_a_run_that_ends_amid_a_group_loses_and_doubles_nothing(tmp_path):
     source.write_text("".join(json.dumps(group_task(number)) + "\n" for number in range(6)))
 
     async def session(stop_after: int, silent_on: str = "") -> None:
-        files = Files(tmp_path / "out.jsonl", Source(source, Recipe("agent", repeats=3, seed=0), "ng", {}))
+        files = Files(tmp_path / "out.jsonl", Source(source, CollectionPlan("agent", repeats=3, seed=0), "ng", {}))
         files.prepare(resume=True, overwrite=False, max_attempts=3, agents={"agent"}, command=["test"])
         try:
             async with living(fair, silent_on) as peers:
@@ -329,7 +329,7 @@ async def test_a_run_that_ends_amid_a_group_loses_and_doubles_nothing(tmp_path):
 async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_row_without_its_reward(tmp_path):
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(group_task(number)) + "\n" for number in range(2)))
-    options = rl.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=2, group_size=4)
+    options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=2, group_size=4)
     async with living(fair) as peers:
         source = task_sampler.TaskSource(options, seed=0)
         taking = rollout_stream.Stream(

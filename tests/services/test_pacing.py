@@ -11,7 +11,7 @@ from house import house
 from paths import ROOT
 
 from ngym import VerifyRequest, gym_server
-from ngym.collect import Limits, Recipe, collect
+from ngym.collect import CollectionPlan, Limits, collect
 from ngym.collect.run import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
@@ -135,5 +135,5 @@ async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
         house(options, crowd=True, gym=gym_server(verify=verify), model=model, agent=load(SIMPLE_AGENT).app) as peers,
         asyncio.timeout(DEADLINE_S),
     ):
-        rows = [o.row async for o in collect([ROW] * count, peers=peers, recipe=Recipe("agent"), limits=limits)]
+        rows = [o.row async for o in collect([ROW] * count, peers=peers, recipe=CollectionPlan("agent"), limits=limits)]
     assert [row["reward"] for row in rows] == [1.0] * count

@@ -26,7 +26,7 @@ from ngym.supervise.supervisor import Supervisor
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ngym[ray]'")
 from ray.cluster_utils import Cluster
 
-from ngym.cluster.ray_engine import RayEngine
+from ngym.cluster.ray_placement import RayPlacer
 
 NODE = {"num_cpus": 2, "num_gpus": 2, "resources": {"workers": 1}}
 SEES = """
@@ -89,7 +89,7 @@ class Run:
         stanza = {"kind": "gym_server", "app": "sees", **keys}
         settings = {"head": {"port": 0}, "require_token": True, "ready_timeout_s": 600 if "pool" in keys else 1}
         (self._folder / "c.yaml").write_text(yaml.safe_dump({"ngym": settings, "sees": stanza}))
-        engine = RayEngine.connect(f"ray://{self._nodes.cluster.address}", self.said.append)
+        engine = RayPlacer.connect(f"ray://{self._nodes.cluster.address}", self.said.append)
         config = engine.reachable(load_config([self._folder / "c.yaml"]))
         return Supervisor(config, self.events.append, engine=engine)
 
@@ -153,7 +153,7 @@ async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
 
 async def test_a_cluster_that_is_not_there_is_one_line(nodes: Nodes) -> None:
     with pytest.raises(UsageError, match="no Ray cluster to join") as refused:
-        RayEngine.connect("ray://127.0.0.1:9")
+        RayPlacer.connect("ray://127.0.0.1:9")
     assert "\n" not in str(refused.value)
 
 

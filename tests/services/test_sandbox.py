@@ -15,8 +15,8 @@ from paths import ROOT
 
 from ngym.errors import ServiceError
 from ngym.sandbox import DockerSandbox, Limits, LocalSandbox, Program, RemoteSandbox, confinement
-from ngym.sandbox.contained import PRELUDE
 from ngym.sandbox.docker import request, result
+from ngym.sandbox.docker_guest import PRELUDE
 from ngym.sandbox.local import TIERS
 from ngym.services.base.app import load
 
@@ -166,7 +166,7 @@ async def test_a_zygote_that_dies_is_replaced_and_its_run_made_again(sandbox):
     def zygotes():
         return descendants(
             psutil.Process(),
-            lambda each: each.ppid() == os.getpid() and "ngym.sandbox.zygote" in " ".join(each.cmdline()),
+            lambda each: each.ppid() == os.getpid() and "ngym.sandbox.sandbox_zygote" in " ".join(each.cmdline()),
         )
 
     await until(lambda: len(zygotes()) == 2)

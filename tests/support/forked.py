@@ -24,8 +24,8 @@ from unittest import mock
 
 from paths import SUPPORT
 
-from ngym.supervise import zygote
-from ngym.supervise.launcher import Launcher
+from ngym.supervise import service_zygote
+from ngym.supervise.zygote_client import ZygoteClient
 
 TRAINER = forkserver.ForkServer()
 TRAINER.set_forkserver_preload(["trainer_imported"])
@@ -149,18 +149,18 @@ def _as_at_start() -> None:
 
 
 class _ForkedZygote(Forked):
-    """The process from which a command forks its services (ngym.supervise.zygote), forked from the command."""
+    """The process from which a command forks its services (ngym.supervise.service_zygote), forked from the command."""
 
     def __init__(self, control: socket.socket) -> None:
         self._process = ForkProcess(target=_zygote, args=(control.fileno(),))  # type: ignore[assignment]
         self._process.start()
 
     @classmethod
-    def launcher(cls) -> Launcher:
-        """Launcher.start, without a new Python."""
+    def launcher(cls) -> ZygoteClient:
+        """ZygoteClient.start, without a new Python."""
         ours, theirs = socket.socketpair()
         with theirs:
-            return Launcher(cls(theirs), ours)  # type: ignore[arg-type]
+            return ZygoteClient(cls(theirs), ours)  # type: ignore[arg-type]
 
 
 def _zygote(control: int) -> None:
@@ -171,12 +171,12 @@ def _zygote(control: int) -> None:
         os.dup2(nothing.fileno(), 0)
     _as_at_start()
     sys.argv = ["zygote", "3"]
-    zygote.main()
+    service_zygote.main()
 
 
 def _command(words: list[str], forks_zygote: bool) -> None:
     if forks_zygote:
-        Launcher.start = _ForkedZygote.launcher  # type: ignore[method-assign]
+        ZygoteClient.start = _ForkedZygote.launcher  # type: ignore[method-assign]
     if words[0].endswith(".py"):
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")

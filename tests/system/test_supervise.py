@@ -24,9 +24,9 @@ from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
 from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, get, health
-from ngym.supervise.launcher import LauncherGone
 from ngym.supervise.service import STEADY_S, CrashCounter, ServiceFailed, State
 from ngym.supervise.supervisor import Supervisor
+from ngym.supervise.zygote_client import ZygoteGone
 from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
 
 YES = """
@@ -340,7 +340,7 @@ async def test_the_run_is_found_from_its_folder_and_a_second_one_leaves_it_alone
 
 async def test_a_killed_zygote_ends_the_run_and_every_service(project: Project) -> None:
     project.write({"one": gym("yes")}, yes=YES)
-    with pytest.raises(LauncherGone, match="killed, or out of memory"):
+    with pytest.raises(ZygoteGone, match="killed, or out of memory"):
         async with project.supervisor() as stack:
             zygote, *services = processes_of([stack.states[0].pid])
             zygote.kill()

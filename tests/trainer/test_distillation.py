@@ -23,7 +23,7 @@ from ngym.trainer.algorithms import Setup, policy_gradient, teacher
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.engine.engine import score
-from ngym.trainer.model import divergence, packing
+from ngym.trainer.model import packing, teacher_divergence
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms, objective, recipe
 
@@ -268,13 +268,13 @@ def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> 
     padded = torch.cat((values, torch.full((6, 2), -torch.inf)), 1), torch.cat((ids, torch.zeros(6, 2).long()), 1)
     for beta in (0.0, 0.4, 1.0):
         ours.grad = None
-        found = divergence.divergence(ours.requires_grad_().log_softmax(-1), *padded, beta)
+        found = teacher_divergence.divergence(ours.requires_grad_().log_softmax(-1), *padded, beta)
         merged = []
         for logits in (ours, theirs):
             p = logits.softmax(-1).gather(1, ids)
             merged.append(torch.cat((p, 1 - p.sum(-1, keepdim=True)), 1).log())
         torch.testing.assert_close(found, reference_divergence(*merged, beta))
-        whole = divergence.divergence(ours.log_softmax(-1), theirs.log_softmax(-1), None, beta)
+        whole = teacher_divergence.divergence(ours.log_softmax(-1), theirs.log_softmax(-1), None, beta)
         assert bool((found <= whole).all())
         found.sum().backward()
         assert bool(ours.grad.isfinite().all())

@@ -19,7 +19,7 @@ from ngym.runtime.event_loop import never
 from ngym.schema import Json
 from ngym.trainer.evaluation import live_eval
 from ngym.trainer.online import services
-from ngym.trainer.recipe import rl
+from ngym.trainer.recipe import rollout_options
 
 Values = dict[str, Any]
 
@@ -68,7 +68,7 @@ def write(path: Path, inputs: list[str]) -> str:
 def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tuple[list[Values], list[str]]:
     """The metrics and lines of an evaluation after `done`, ... 2 and 3 (the last) steps."""
     train = write(folder / "train.jsonl", ["0"])
-    rollouts = rl.RolloutOptions(agent="sums", tasks=train, max_output_tokens=77)
+    rollouts = rollout_options.RolloutOptions(agent="sums", tasks=train, max_output_tokens=77)
     values: list[Values] = []
     lines: list[str] = []
 
@@ -78,7 +78,9 @@ def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tup
 
     with reached(solver) as found:
         file = folder / "eval_rollouts.jsonl"
-        asked = live_eval.Evaluation(rl.EvaluationOptions(**options), rollouts, 0.7, found, note, 5, file, done)
+        asked = live_eval.Evaluation(
+            rollout_options.EvaluationOptions(**options), rollouts, 0.7, found, note, 5, file, done
+        )
         for step in range(done, 4):
             asked.after(step, last=step == 3)
         asked.close()
@@ -222,9 +224,9 @@ def test_an_evaluation_that_the_run_cannot_make_is_refused(
 ) -> None:
     tasks = write(tmp_path / "tasks.jsonl", ["0"])
     environments = [{"agent": f"agent_{n}", "tasks": tasks} for n in range(live or 0)]
-    rollouts = rl.RolloutOptions(environments=environments) if live else None
-    asked = rl.EvaluationOptions(**{key: tasks for key in options})
-    problem = rl.evaluation_problem(asked, rollouts, algorithm, learns_from_rollouts=algorithm == "grpo")
+    rollouts = rollout_options.RolloutOptions(environments=environments) if live else None
+    asked = rollout_options.EvaluationOptions(**{key: tasks for key in options})
+    problem = rollout_options.evaluation_problem(asked, rollouts, algorithm, learns_from_rollouts=algorithm == "grpo")
     assert problem is None if reason is None else problem is not None and reason in problem
 
 
@@ -236,20 +238,23 @@ def test_held_out_tasks_are_those_beside_the_tasks_of_the_rollouts(tmp_path: Pat
     first, second = (
         {"agent": name, "tasks": str(tmp_path / name / "train.jsonl"), "name": name} for name in ("a", "b")
     )
-    one, two = rl.RolloutOptions(environments=[first]), rl.RolloutOptions(environments=[first, second])
-    followed = rl.EvaluationOptions(limit=1).following(one)
+    one, two = (
+        rollout_options.RolloutOptions(environments=[first]),
+        rollout_options.RolloutOptions(environments=[first, second]),
+    )
+    followed = rollout_options.EvaluationOptions(limit=1).following(one)
     assert (followed.tasks, followed.limit) == (str(tmp_path / "a" / "validation.jsonl"), 1)
-    assert [(each.agent, each.key, each.tasks) for each in rl.EvaluationOptions().following(two).held_out(two)] == [
+    assert [(each.agent, each.key, each.tasks) for each in rollout_options.EvaluationOptions().following(two).held_out(two)] == [
         ("a", "a", str(tmp_path / "a" / "validation.jsonl")), ("b", "b", str(tmp_path / "b" / "validation.jsonl"))
     ]  # fmt: skip
-    named = rl.EvaluationOptions(tasks=first["tasks"])
+    named = rollout_options.EvaluationOptions(tasks=first["tasks"])
     assert named.following(one) is named
     (tmp_path / "b" / "validation.jsonl").unlink()
     with pytest.raises(ValueError, match=r"no validation\.jsonl next to .*b/train\.jsonl; name held-out tasks with"):
-        rl.EvaluationOptions().following(two)
+        rollout_options.EvaluationOptions().following(two)
 
 
 def test_held_out_tasks_come_in_one_form(tmp_path: Path) -> None:
     tasks = write(tmp_path / "tasks.jsonl", ["0"])
     with pytest.raises(ValidationError, match=r"evaluation\.tasks is given too; keep one of the two forms"):
-        rl.EvaluationOptions(tasks=tasks, environments=[{"agent": "sums", "tasks": tasks}])
+        rollout_options.EvaluationOptions(tasks=tasks, environments=[{"agent": "sums", "tasks": tasks}])

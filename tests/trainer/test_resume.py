@@ -32,7 +32,7 @@ from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import rollout_stream, task_sampler
 from ngym.trainer.online import rollout_stream as rollout_spool
-from ngym.trainer.recipe import recipe, rl
+from ngym.trainer.recipe import recipe, rollout_options
 
 Values = dict[str, Any]
 
@@ -353,7 +353,7 @@ async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_
     """With a lag, what a curriculum knows at a draw depends on which groups were complete first: here 3 and 4, then 2 and 3."""
     text = "".join(json.dumps({"responses_create_params": {"input": str(n)}}) + "\n" for n in range(12))
     (tmp_path / "tasks.jsonl").write_text(text, "utf-8")
-    options = rl.RolloutOptions(
+    options = rollout_options.RolloutOptions(
         agent="agent",
         tasks=str(tmp_path / "tasks.jsonl"),
         tasks_per_step=2,

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ngym.cli.train import main
 from ngym.errors import UsageError
 from ngym.files.file_lock import held_folder
-from ngym.trainer import output_files
+from ngym.trainer import run_folder
 from ngym.trainer.data import chat_samples, samples
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
@@ -332,18 +332,18 @@ def test_what_a_killed_overwrite_has_moved_is_put_back_at_the_next_start(tmp_pat
         (tmp_path / name / "of").write_text("the earlier run")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "policy").mkdir()
-    output_files.set_aside(tmp_path, ["initial", "checkpoints", "metrics.jsonl"])
+    run_folder.set_aside(tmp_path, ["initial", "checkpoints", "metrics.jsonl"])
     (tmp_path / "initial").mkdir()
     (tmp_path / "initial" / "of").write_text("the new run")
-    output_files.put_back(tmp_path)
+    run_folder.put_back(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "initial", "metrics.jsonl", "policy"]
     assert (tmp_path / "initial" / "of").read_text() == "the earlier run"
 
-    output_files.replace(tmp_path, in_use=[tmp_path / "policy"])
+    run_folder.replace(tmp_path, in_use=[tmp_path / "policy"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [".old", "initial", "policy"]
     (tmp_path / "policy").rmdir()
     (tmp_path / "metrics.jsonl").write_text("")
-    output_files.replace(tmp_path)
+    run_folder.replace(tmp_path)
     assert (tmp_path / ".old" / "metrics.jsonl").read_text() == '{"step": 1}\n', "a run without results replaces none"
 
 

@@ -19,7 +19,7 @@ from paths import DATA
 from torch import Tensor
 
 from ngym.trainer.losses import policy_loss, preference_loss, reward_loss
-from ngym.trainer.model import divergence
+from ngym.trainer.model import teacher_divergence
 from ngym.trainer.recipe import algorithms, objective
 
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
@@ -236,7 +236,7 @@ def test_the_loss_of_reward_models_and_its_gradient_are_trls_to_1e_6(batch: Any,
 def test_divergences_from_a_teacher_and_their_gradients_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
     student_NV = torch.tensor(batch["student"], dtype=torch.float64, requires_grad=True)
     teacher_NV = torch.tensor(batch["teacher"], dtype=torch.float64).log_softmax(-1)
-    loss = divergence.divergence(student_NV.log_softmax(-1), teacher_NV, None, case["beta"]).sum()
+    loss = teacher_divergence.divergence(student_NV.log_softmax(-1), teacher_NV, None, case["beta"]).sum()
     loss.backward()
     assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
     assert student_NV.grad is not None

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ngym.collect import Recipe
+from ngym.collect import CollectionPlan
 from ngym.collect.plan import planned
 from ngym.errors import UsageError
 from ngym.trainer.online import rollout_stream, task_sampler
-from ngym.trainer.recipe import rl
+from ngym.trainer.recipe import rollout_options
 
 Values = dict[str, Any]
 
@@ -37,7 +37,7 @@ def two(folder: Path, **options: Any) -> Any:
     ]
     for each in environments:
         each["tasks"] = str(each["tasks"])
-    return rl.RolloutOptions(environments=environments, **options)
+    return rollout_options.RolloutOptions(environments=environments, **options)
 
 
 def inputs(taken: list[Any]) -> list[str]:
@@ -69,14 +69,16 @@ def test_a_task_is_a_row_for_its_agent_with_a_number_of_its_own(tmp_path: Path) 
     }
     longest = {task.environment: task.row["responses_create_params"].get("max_output_tokens") for task in taken}
     assert longest == {"sums": None, "proofs": 9}
-    rollouts = list(planned((task.row for task in taken), Recipe(repeats=2, params={"temperature": 0.5})))
+    rollouts = list(planned((task.row for task in taken), CollectionPlan(repeats=2, params={"temperature": 0.5})))
     assert [(one.agent, one.key.task_index, one.key.rollout_index) for one in rollouts] == [
         (task.environment, task.number, attempt) for task in taken for attempt in (0, 1)
     ]
 
 
 def test_every_task_comes_once_an_epoch_and_the_order_changes(tmp_path: Path) -> None:
-    options = rl.RolloutOptions(agent="sums", tasks=str(write(tmp_path / "tasks.jsonl", 7)), max_output_tokens=5)
+    options = rollout_options.RolloutOptions(
+        agent="sums", tasks=str(write(tmp_path / "tasks.jsonl", 7)), max_output_tokens=5
+    )
     source = task_sampler.TaskSource(options, seed=3)
     epochs = [inputs(source.take(3) + source.take(4)) for _ in range(4)]
     assert all(sorted(epoch) == [f"tasks {n}" for n in range(7)] for epoch in epochs)
@@ -92,7 +94,7 @@ def test_the_first_epoch_may_go_from_easy_to_hard(tmp_path: Path) -> None:
     levels = [3, 1.5, 2, 1.5, 0]
     rows = [{"responses_create_params": {"input": "x"}, "difficulty": level} for level in levels]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    options = rl.RolloutOptions(agent="sums", tasks=str(path), easy_first=True)
+    options = rollout_options.RolloutOptions(agent="sums", tasks=str(path), easy_first=True)
     source = task_sampler.TaskSource(options, seed=0)
     drawn = [task.row["difficulty"] for task in source.take(2) + source.take(13)]
     assert drawn[:5] == sorted(levels) != drawn[5:10] != drawn[10:]
@@ -164,7 +166,7 @@ def test_a_state_of_other_tasks_is_refused(tmp_path: Path) -> None:
 
 def test_rows_that_are_no_tasks_of_this_agent_are_named(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
-    options = rl.RolloutOptions(agent="sums", tasks=str(write(path, 1, agent_ref={"name": "proofs"})))
+    options = rollout_options.RolloutOptions(agent="sums", tasks=str(write(path, 1, agent_ref={"name": "proofs"})))
     with pytest.raises(UsageError, match=r"tasks\.jsonl:1: agent_ref names 'proofs', and these tasks are for 'sums'"):
         task_sampler.TaskSource(options, seed=0)
     path.write_text('{"responses_create_params": {"input": "?", "top_k": 20}}\n{"input": "?"}\n', "utf-8")
@@ -178,7 +180,7 @@ def test_rows_that_are_no_tasks_of_this_agent_are_named(tmp_path: Path) -> None:
 def test_a_byte_order_mark_and_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     path = write(tmp_path / "tasks.jsonl", 3)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    source = task_sampler.TaskSource(rl.RolloutOptions(agent="sums", tasks=str(path)), seed=0)
+    source = task_sampler.TaskSource(rollout_options.RolloutOptions(agent="sums", tasks=str(path)), seed=0)
     assert sorted(inputs(source.take(3))) == ["tasks 0", "tasks 1", "tasks 2"]
     path.write_text("short\n", "utf-8")
     with pytest.raises(UsageError, match=r"tasks\.jsonl: changed while this run reads it"):
@@ -199,7 +201,7 @@ def test_environments_come_in_one_form_with_distinct_names(tmp_path: Path, optio
     known = {"agent": "sums", "tasks": str(write(tmp_path / "tasks.jsonl", 1))}
     options = {**options, "environments": [{**known, **each} for each in options.get("environments", [])]}
     with pytest.raises(ValidationError, match=problem):
-        rl.RolloutOptions(**options)
+        rollout_options.RolloutOptions(**options)
 
 
 class Solver:

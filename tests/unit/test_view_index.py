@@ -23,9 +23,9 @@ from viewing import failure, rollout, segment, write
 
 from ngym.errors import NotFound
 from ngym.files.row_log import RowLog
+from ngym.view.file_scanner import Job, scan
 from ngym.view.index import Index, Store, extent_of, row_seq
 from ngym.view.rows import Rows
-from ngym.view.scan import Job, scan
 
 
 def assistant(content: Any) -> dict[str, Any]:

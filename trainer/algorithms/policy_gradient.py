@@ -31,8 +31,8 @@ from ..losses.advantages import (
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
 from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, kl_estimate, policy_loss, value_loss, weigh
 from ..model.chunked_logprobs import Asks, Scores
-from ..model.divergence import TeacherDivergence
 from ..model.policy import load_policy
+from ..model.teacher_divergence import TeacherDivergence
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.objective import Teacher
 from . import Setup, StepLoss

@@ -28,9 +28,9 @@ from ngym.net.tls import client_context
 
 from ..data.samples import Sample, Segment
 from ..engine.engine import Engine
-from ..model.divergence import Distributions, TopK
 from ..model.packing import Packed, pack
 from ..model.policy import Policy, load_policy, load_tokenizer
+from ..model.teacher_divergence import Distributions, TopK
 from ..recipe.objective import Teacher
 from ..recipe.recipe import ModelOptions
 from . import Setup

@@ -1,14 +1,10 @@
-"""The ranks of a run: the process group, the heartbeat that detects dead or hung ranks, and tensor parallelism.
+"""The ranks of a run: the process group, and the heartbeat that detects dead or hung ranks.
 
 A rank whose process dies breaks the others' next collective (gloo at once, NCCL never); a rank that hangs breaks
 nothing. The heartbeats go through the rendezvous store (on rank 0 or in torchrun's agent), over separate connections.
 Time is counted in this rank's own checks of the others: if all ranks were stopped together, none has missed a
 heartbeat. After a timeout of the store the rank reconnects, so that a paused rank or a short network failure does not
 end the run.
-
-With tensor parallelism (DeepSpeed's AutoTP), weights are cut across ranks. A projection into the heads or into the MLP's
-intermediate size is cut by rows, the projection back by columns; everything else is on every rank. Files and weight
-pushes contain whole tensors, of weights and of optimizer states.
 """
 
 from __future__ import annotations
@@ -17,30 +13,20 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from ngym.errors import ConfigError, NgymError
+from ngym.errors import NgymError
 
 from ..recipe.recipe import Launch
 
-if TYPE_CHECKING:
-    from ..model.policy import Trained
-
-
-SHARD = "ngym_shard"
-CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-CUT_BY_ROWS = (r".*\.[qkv]_proj\.(weight|bias)$", r".*\.(gate|up)_proj\.(weight|bias)$")
-CUT_BY_COLUMNS = (r".*\.(o|down)_proj\.(weight|bias)$",)
-# replicated, but applied to this rank's heads only: their gradients must be summed over the ranks
-OF_HEADS = (r".*\.[qk]_norm\.weight$",)
 MEET_S = 90  # seconds, from the arrival of the first rank; no rank has loaded a model yet
 LOOK_S = 1.0
 STORE_S = 5  # seconds, for an answer of the store
@@ -49,93 +35,6 @@ SILENT = 45  # checks without a heartbeat while nothing has failed: slow ranks a
 Told = TypeVar("Told")
 # Ranks wait while rank 0 collects, evaluates, or waits out an outage; the heartbeat finds lost ranks.
 PATIENCE = timedelta(days=7)
-
-
-class Shard(NamedTuple):
-    """A rank's part of a weight: part `rank` of `ranks` equal parts along a dimension."""
-
-    dim: int
-    ranks: int
-    rank: int
-    group: distributed.ProcessGroup
-
-
-def tensor_parallel_settings(ranks: int) -> dict[str, Any]:
-    """DeepSpeed's `tensor_parallel`."""
-    specs = [
-        {
-            "patterns": list(CUT_BY_ROWS),
-            "partition_type": "column",
-        },  # named after the matrix that multiplies from the right
-        {"patterns": list(CUT_BY_COLUMNS), "partition_type": "row"},
-        {"patterns": list(OF_HEADS), "partition_type": "skip", "grad_allreduce": True},
-    ]
-    cut = {"use_default_specs": False, "layer_specs": specs}
-    return {"autotp_size": ranks, "vocab_parallel_lm_head": False, "partition_config": cut}
-
-
-def parameter_shapes(policy: Trained) -> dict[str, tuple[int, ...]]:
-    """The shapes of all parameters, for `mark_shards` to compare after DeepSpeed has cut them."""
-    return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
-
-
-def mark_shards(policy: Trained, before: Mapping[str, tuple[int, ...]], group: distributed.ProcessGroup) -> None:
-    """Record on each parameter whose shape has changed how it was cut.
-
-    Raises:
-        ConfigError: no parameter was cut.
-    """
-    ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
-    cut = 0
-    for name, parameter in policy.named_parameters():
-        for dim, (now, then) in enumerate(zip(parameter.shape, before[name], strict=True)):
-            if now != then:
-                setattr(parameter, SHARD, Shard(dim, ranks, rank, group))
-                cut += 1
-    if not cut:
-        raise ConfigError(f"engine.tensor_parallel: no layer of {policy.network.config.model_type} is cut; set it to 1")
-
-
-def whole_tensor(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """The whole tensor from each rank's part; for an uncut parameter the value itself. Every rank calls it."""
-    shard: Shard | None = getattr(parameter, SHARD, None)
-    if shard is None:
-        return value
-    mine = value.contiguous()
-    parts = [torch.empty_like(mine) for _ in range(shard.ranks)]
-    distributed.all_gather(parts, mine, group=shard.group)
-    return torch.cat(parts, shard.dim)
-
-
-def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part of a whole tensor."""
-    shard: Shard | None = getattr(parameter, SHARD, None)
-    return value if shard is None else value.chunk(shard.ranks, shard.dim)[shard.rank]
-
-
-def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the whole parameter."""
-    shard: Shard | None = getattr(parameter, SHARD, None)
-    sizes = list(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3 the parameter itself is empty
-    if shard is not None:
-        sizes[shard.dim] *= shard.ranks
-    return tuple(sizes)
-
-
-@contextmanager
-def whole_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Makes the parameters whole within this block. Every rank enters it.
-
-    Afterwards their original data is put back, not cut again: it is a view of the flat buffer that ZeRO updates.
-    """
-    kept = [(parameter, parameter.data) for parameter in parameters]
-    for parameter, data in kept:
-        parameter.data = whole_tensor(parameter, data)
-    try:
-        yield
-    finally:
-        for parameter, data in kept:
-            parameter.data = data
 
 
 FIRST, DONE, FAILED = b"0", b"done", b"failed"

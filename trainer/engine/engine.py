@@ -45,15 +45,9 @@ from ..model.policy import (
 from ..model.sequence_parallel import SequenceParallelGroup
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer
-from .distributed import (
-    CUT_SIZES,
-    barrier,
-    mark_shards,
-    parameter_shapes,
-    tensor_parallel_settings,
-    whole_parameters,
-)
+from .distributed import barrier
 from .optimizer import gather_state, generator_states, load_state, restore_generators, steps_of, write_state
+from .tensor_parallel import CUT_SIZES, mark_shards, parameter_shapes, tensor_parallel_settings, whole_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from ngym.errors import NgymError
 from ngym.schema import Json
 
 from ..recipe.recipe import OptimizerOptions, ScheduleOptions
-from .distributed import own_part, whole_shape, whole_tensor
+from .tensor_parallel import own_part, whole_shape, whole_tensor
 
 if TYPE_CHECKING:
     from ..model.policy import CriticNetwork

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
+from ngym.collect import CollectionPlan, FailedAttempt, Limits, Outcome
 from ngym.collect.plan import PlannedRollout, planned
 from ngym.collect.run import Run
 from ngym.files.row_log import RowLog
@@ -40,7 +40,7 @@ from ngym.stats.pass_at_k import Interval, Rewards
 from ..online.rollout_stream import OURS
 from ..online.services import Services
 from ..online.task_sampler import TaskFile, for_agent, sampling_seed, task_problem
-from ..recipe.rl import EvaluationOptions, HeldOutOptions, RolloutOptions
+from ..recipe.rollout_options import EvaluationOptions, HeldOutOptions, RolloutOptions
 
 KEPT = "eval_rollouts.jsonl"
 SOLVED = 1.0  # the whole reward
@@ -203,7 +203,7 @@ class Evaluation:
                     owners[number], keys[number] = tally, f"{options.key}/{index}"
                     seed = None if greedy else sampling_seed(self._seed, "evaluation", step, keys[number])
                     asked = for_agent(row, options.agent, params)
-                    recipe = Recipe(repeats=attempts, params={"temperature": temperature}, seed=seed)
+                    recipe = CollectionPlan(repeats=attempts, params={"temperature": temperature}, seed=seed)
                     yield from planned([{**asked, "_ng_task_index": number}], recipe)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import divergence
+from . import teacher_divergence
 from .packing import Packed
 from .sequence_parallel import SequenceParallelGroup
 
@@ -56,7 +56,7 @@ class Asks(NamedTuple):
     entropy: bool = False
     values: bool = False
     collision: bool = False
-    divergence: divergence.TeacherDivergence | None = None
+    divergence: teacher_divergence.TeacherDivergence | None = None
 
 
 class Scores(NamedTuple):

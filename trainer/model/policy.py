@@ -40,9 +40,9 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import LOGITS_BYTES, Asks, Scorer, Scores, states
-from .divergence import DivergenceScorer
 from .packing import Packed, pack
 from .sequence_parallel import SequenceParallelGroup
+from .teacher_divergence import DivergenceScorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

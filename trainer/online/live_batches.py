@@ -27,7 +27,7 @@ from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.recipe import Recipe
-from ..recipe.rl import ADVANTAGES, SPOOL
+from ..recipe.rollout_options import ADVANTAGES, SPOOL
 from ..weights.publisher import Publisher
 from .rollout_stream import Stream, Taken
 from .services import Services

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
+from ngym.collect import CollectionPlan, FailedAttempt, Limits, Outcome
 from ngym.collect.plan import PlannedRollout, planned
 from ngym.collect.run import Run
 from ngym.errors import UsageError
@@ -41,7 +41,7 @@ from ngym.grading.group_rewards import is_pending, judged
 from ngym.peers import Peers
 from ngym.schema import Json
 
-from ..recipe.rl import RolloutOptions
+from ..recipe.rollout_options import RolloutOptions
 from .task_sampler import Drawn, Task, TaskSource, sampling_seed
 
 OURS = "_ng_train"
@@ -401,7 +401,7 @@ class Stream:
         group.running += 1
         # with the same seed, the same weights give the same rollout
         seed = sampling_seed(self._seed, group.task.number, index) if self._options.seeded else None
-        for one in planned([group.task.row], Recipe(params={"temperature": self._temperature}, seed=seed)):
+        for one in planned([group.task.row], CollectionPlan(params={"temperature": self._temperature}, seed=seed)):
             key, row = one.key._replace(rollout_index=index), {**one.row, "_ng_rollout_index": index}
             self._due.put_nowait(PlannedRollout(key, one.agent, row))  # _judge compares the group once it is complete
 

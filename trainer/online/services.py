@@ -21,7 +21,7 @@ import orjson
 import yaml
 
 from ngym.client import CONNECT_TIMEOUT_S
-from ngym.collect.session import discover
+from ngym.collect.collection_session import discover
 from ngym.config.service_config import Config, Stanza, load_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
@@ -30,9 +30,9 @@ from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.event_loop import never, unless
 from ngym.supervise.head_file import Running, find_running
-from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
+from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry import tracing
 
 from ..recipe.recipe import Recipe
@@ -250,7 +250,7 @@ async def started(
     """The services of a config that these agents need, started here; `app` and `options` are the policy's. They stop
     with the block.
     """
-    launcher = Launcher.start()
+    launcher = ZygoteClient.start()
     try:
         config = needed(config_for(file, policy, app, options), agents, policy)
         tracing.begin(config.tracing, OWNER)

@@ -38,7 +38,7 @@ from ngym.files.atomic import file_digest
 from ngym.schema import Json
 
 from ..data.samples import bent_sampling
-from ..recipe.rl import CurriculumOptions, EnvironmentOptions, RolloutOptions
+from ..recipe.rollout_options import CurriculumOptions, EnvironmentOptions, RolloutOptions
 
 PRIOR = 0.5
 FULL = 1 << 20  # weights are integers, so that their sum does not depend on the order of updates

@@ -28,7 +28,7 @@ from ngym.telemetry.log_format import redacted
 from .algorithms import AnyAlgorithm, OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
 from .extensions import MetricSink, SinkPath
 from .objective import UNCOMPARED, ModelName, Positive, Record, Refusal, Share, Word, existing, find
-from .rl import EvaluationOptions, RolloutOptions, evaluation_problem
+from .rollout_options import EvaluationOptions, RolloutOptions, evaluation_problem
 
 Value = TypeVar("Value")
 # key -> its default for a file, and the corresponding option of a live run

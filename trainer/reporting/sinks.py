@@ -6,7 +6,7 @@
 A sink never slows down the run: one that raises or hangs loses entries, which are counted and reported. Sinks that use
 a server run in a process, because their packages install hooks in their process and may delay its exit.
 
-A pipe to that process (sink_process.py) carries one line for each entry, and one line back:
+A pipe to that process (wandb_mlflow.py) carries one line for each entry, and one line back:
 
     {"name", "options", "output", "recipe"}  ->  null, or what went wrong
     {"step", "values"}                       ->  null, or what went wrong
@@ -40,7 +40,7 @@ from ..recipe.extensions import MetricSink
 from ..recipe.objective import Record
 from ..recipe.recipe import LoggingOptions, SinkOptions
 
-PROGRAM = "from ngym.trainer.reporting import sink_process; sink_process.main()"
+PROGRAM = "from ngym.trainer.reporting import wandb_mlflow; wandb_mlflow.main()"
 WAITING = 1000  # limit of waiting records; further ones are dropped
 CLOSE_S = 20.0  # at the end of the run, for all sinks together to write waiting entries
 GO_ON = "training continues, and metrics.jsonl has everything"

@@ -16,12 +16,12 @@ import click
 import orjson
 
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
 from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
 from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
-from ngym.collect.plan import PlannedRollout, Recipe, input_rows, no_rows, planned
+from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, planned
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate, Limits
-from ngym.collect.session import CollectionSession, ConnectedServices, Discovered, discover
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
@@ -35,9 +35,9 @@ from ngym.runtime.live_region import clock, harmless, is_live
 from ngym.schema import Json, RolloutKey
 from ngym.supervise.display import told
 from ngym.supervise.head_file import head_of, token_of
-from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
+from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry import tracing
 
 OWNER = "ng_collect_rollouts"
@@ -103,11 +103,11 @@ class Options:
         return expanded(self.sources)
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> CollectionPlan:
         params: Json = dict(map(_setting, self.settings))
         named = {"temperature": self.temperature, "max_output_tokens": self.max_output_tokens}
         params |= {key: value for key, value in named.items() if value is not None}
-        return Recipe(self.agent, self.repeats, self.limit, params, self.seed, _mapping(self.mapped))
+        return CollectionPlan(self.agent, self.repeats, self.limit, params, self.seed, _mapping(self.mapped))
 
     @property
     def limits(self) -> Limits:
@@ -259,7 +259,7 @@ def collect_into_files(options: Options) -> int:
 
 def _collected(options: Options) -> int:
     starts = bool(options.configs) and not options.dry_run
-    launcher = Launcher.start() if starts else None  # before the checks: its imports take longer than they do
+    launcher = ZygoteClient.start() if starts else None  # before the checks: its imports take longer than they do
     try:
         config = load_config(options.configs, options.overrides) if options.configs else None
         known = _known(options, config)
@@ -303,7 +303,7 @@ class Command:
         self._task: asyncio.Task[None] | None = None
         self._on_state: Callable[[State], None] = lambda state: None
 
-    def run(self, config: Config | None, launcher: Launcher | None) -> int:
+    def run(self, config: Config | None, launcher: ZygoteClient | None) -> int:
         options = self.options
         source = Source(options.inputs, options.recipe, options.token_format, self.known.services)
         store = Files(options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason))
@@ -372,7 +372,7 @@ class Command:
 
     @asynccontextmanager
     async def _reached(
-        self, store: Files, config: Config | None, launcher: Launcher | None
+        self, store: Files, config: Config | None, launcher: ZygoteClient | None
     ) -> AsyncIterator[ConnectedServices]:
         """The services: started here, or those of a running head."""
         if config is None:

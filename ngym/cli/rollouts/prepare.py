@@ -20,7 +20,7 @@ from ngym.runtime.live_region import aligned
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
     from ngym.prepare import Converted, File, PublicSet, Split
-    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.zygote_client import ZygoteClient
 
 DEFAULT = Path("global_config.yaml")
 SHOWN = 8  # reasons for left-out records
@@ -94,7 +94,7 @@ def main(
         show_sets(as_json)
         return
     from ngym.prepare import MANIFEST, check_free, find_sets, named
-    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.zygote_client import ZygoteClient
 
     chosen = named(find_sets((Path.cwd(), shipped())), name)
     chosen = _at(chosen, revision) if revision else chosen
@@ -106,7 +106,7 @@ def main(
         return
     say = partial(click.echo, err=as_json)
     paths = _download(chosen, mirrors, say)
-    launcher = Launcher.start()
+    launcher = ZygoteClient.start()
     try:
         asyncio.run(_prepare(chosen, paths, folder, limit, configs, launcher, say))
     finally:
@@ -198,7 +198,7 @@ async def _prepare(
     folder: Path,
     limit: int | None,
     configs: Sequence[Path],
-    launcher: Launcher,
+    launcher: ZygoteClient,
     say: Callable[[str], None],
 ) -> None:
     from ngym.cli.environments import started

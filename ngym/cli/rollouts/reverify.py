@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ngym.config.service_config import Config
     from ngym.grading.reverify import Again
     from ngym.peers import Peer, Peers
-    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.zygote_client import ZygoteClient
 
 SHOWN = 5
 EXIT_CODES = """\
@@ -73,14 +73,14 @@ def main(
     """
     from ngym.config.service_config import load_config
     from ngym.files.jsonl import expanded
-    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.zygote_client import ZygoteClient
 
     inputs = expanded(sources)
     _check(inputs, output, overwrite or dry_run)
     if dry_run:
         _show(_needs(load_config(configs, overrides), inputs, models), output, as_json)
         return
-    launcher = Launcher.start()
+    launcher = ZygoteClient.start()
     try:
         needs = _needs(load_config(configs, overrides), inputs, models)
         told = asyncio.run(_reverify(needs, launcher, inputs, output, concurrency))
@@ -132,7 +132,9 @@ def _show(needs: Needs, output: Path, as_json: bool) -> None:
     click.echo(f"would start {', '.join(starts)} and write {output}{there}; nothing was started or written")
 
 
-async def _reverify(needs: Needs, launcher: Launcher, inputs: Sequence[Path], output: Path, concurrency: int) -> _Told:
+async def _reverify(
+    needs: Needs, launcher: ZygoteClient, inputs: Sequence[Path], output: Path, concurrency: int
+) -> _Told:
     from ngym.cli.environments import started
     from ngym.grading.reverify import reverified
 

@@ -141,7 +141,7 @@ def _with(process: subprocess.Popen[bytes], beside: subprocess.Popen[bytes]) -> 
 @contextmanager
 def _beside(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs until the block ends, in whatever way; on Linux also when SIGKILL ends this process."""
-    from ngym.supervise.zygote import PR_SET_PDEATHSIG, prctl
+    from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 
     end_with_us = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     process: subprocess.Popen[bytes] | None = None

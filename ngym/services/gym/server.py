@@ -25,7 +25,7 @@ from ngym.services.base import middleware
 from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
-from ngym.services.gym.mcp import McpRoute
+from ngym.services.gym.mcp_route import McpRoute
 from ngym.services.gym.sessions import (
     TASK,
     Repeats,

@@ -1,6 +1,6 @@
 """The process that imports the services' libraries once and then forks each service in a few milliseconds.
 
-`ng_run` starts it (`python -P -m ngym.supervise.zygote FD`) and controls it over a Unix socket: forking from a process
+`ng_run` starts it (`python -P -m ngym.supervise.service_zygote FD`) and controls it over a Unix socket: forking from a process
 with one thread and no event loop is safe, and forked services share the imported pages. When that socket closes for any
 reason, it ends with every service and all their descendants.
 """
@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ngym.supervise.launcher import receive, send
 from ngym.supervise.service_main import RUNNER, Job, perform
+from ngym.supervise.zygote_client import receive, send
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 LAST_SWEEP_S = 8.0  # seconds; we are killed after 10 s

@@ -516,7 +516,7 @@ class _Helper:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             # -P: a module that lies in the folder from which the viewer was started is not ours
-            [sys.executable, "-P", "-m", "ngym.view.scan"],
+            [sys.executable, "-P", "-m", "ngym.view.file_scanner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,

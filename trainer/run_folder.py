@@ -18,7 +18,7 @@ from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
 from .recipe.recipe import run_file
-from .recipe.rl import ADVANTAGES, SPOOL
+from .recipe.rollout_options import ADVANTAGES, SPOOL
 
 POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
 METRICS = "metrics.jsonl"

@@ -28,9 +28,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.placement import check_port
 from ngym.supervise.service import LOST, ProcessHost, Running, listen, url_of
+from ngym.supervise.zygote_client import Child, ZygoteClient
 
 LEAST_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty
 OF_POOL = 0.001  # of the custom resource: it only says which nodes are meant
@@ -45,7 +45,7 @@ class Host:
     """The actor beside one process. It holds the listening socket, which stays bound while the process restarts."""
 
     def __init__(self) -> None:
-        self._launcher = Launcher.start()  # inherits the GPUs that Ray has assigned to this actor
+        self._launcher = ZygoteClient.start()  # inherits the GPUs that Ray has assigned to this actor
         self._child: Child | None = None
         self._output: asyncio.StreamReader | None = None
         self._socket: socket.socket | None = None
@@ -173,8 +173,8 @@ class _OnRay:
             ray.kill(self._host)
 
 
-class RayEngine:
-    """The processes of a Ray cluster. `RayEngine.connect("ray")` or `("ray://HOST:PORT")`."""
+class RayPlacer:
+    """The processes of a Ray cluster. `RayPlacer.connect("ray")` or `("ray://HOST:PORT")`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.started = time.monotonic()
@@ -183,7 +183,7 @@ class RayEngine:
         self._disconnects = False
 
     @classmethod
-    def connect(cls, to: str, say: Callable[[str], None] = lambda text: None) -> RayEngine:
+    def connect(cls, to: str, say: Callable[[str], None] = lambda text: None) -> RayPlacer:
         """Connect to a cluster that this machine is a node of.
 
         Raises:

@@ -3,7 +3,7 @@
 A fresh interpreter runs this; nothing of the server is forked. Control messages are JSON, one reply for each request:
 
     spec (see Spec)                              -> {"ready": true} | {"error": text}
-    run (guest.Run) with five descriptors        -> End
+    run (local_guest.Run) with five descriptors        -> End
     cancel, while a guest runs                   -> the guest is ended; its reply arrives as usual
 
 A program's input and output never pass through here: the next guest is a copy of this process.
@@ -23,7 +23,7 @@ import time
 from contextlib import suppress
 from typing import Any, TypedDict
 
-from ngym.sandbox import guest
+from ngym.sandbox import local_guest
 from ngym.sandbox.confinement import die_with_parent, enter, landlock_abi, landlock_ruleset, seccomp_supported, shut
 
 TICK_S = 0.05
@@ -78,7 +78,7 @@ def main() -> None:
             _send(control, dict(_run(json.loads(message), how, fds, control, proc)))
 
 
-def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
+def _prepare(spec: Spec) -> tuple[local_guest.Confinement, int]:
     """The guests' confinement, and a descriptor of the /proc that shows this process."""
     sys.path[:] = spec["sys_path"]
     for name in spec["preload"]:
@@ -101,7 +101,7 @@ def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
     gc.collect()
     gc.freeze()  # a collection in a guest would touch, and so copy, every shared page
     gc.disable()
-    return guest.Confinement(
+    return local_guest.Confinement(
         tier=tier,
         ruleset=ruleset,
         uid=uid,
@@ -117,12 +117,14 @@ def _is_there(uid: int) -> bool:
     return any(first <= uid < first + count for first, _, count in ranges)
 
 
-def _run(request: guest.Run, how: guest.Confinement, fds: list[int], control: socket.socket, proc: int) -> End:
+def _run(
+    request: local_guest.Run, how: local_guest.Confinement, fds: list[int], control: socket.socket, proc: int
+) -> End:
     began = time.monotonic()
     told, status = os.pipe()
     pid = os.fork()
     if pid == 0:
-        guest.run(request, how, fds, status)
+        local_guest.run(request, how, fds, status)
     for fd in (*fds, status):
         os.close(fd)
     cause = _watch(pid, request, control, proc, began)
@@ -143,7 +145,7 @@ def _run(request: guest.Run, how: guest.Confinement, fds: list[int], control: so
     )
 
 
-def _watch(pid: int, request: guest.Run, control: socket.socket, proc: int, began: float) -> str:
+def _watch(pid: int, request: local_guest.Run, control: socket.socket, proc: int, began: float) -> str:
     """Wait until the guest ends or must be ended; returns the cause."""
     ended = os.pidfd_open(pid)
     waiting = select.poll()
@@ -160,7 +162,7 @@ def _watch(pid: int, request: guest.Run, control: socket.socket, proc: int, bega
             used, wall = _cpu_s(pid), time.monotonic() - began
             if used >= request["cpu_s"]:
                 return "cpu"
-            if wall >= request["wall_s"] * guest.STARVED_AFTER:
+            if wall >= request["wall_s"] * local_guest.STARVED_AFTER:
                 return "starved"
             if wall >= request["wall_s"] and wall - _delayed_s(proc, ended) >= request["wall_s"]:
                 return "asleep"  # waiting for a processor is not the program's fault

@@ -67,14 +67,14 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-class LauncherGone(NgymError):
+class ZygoteGone(NgymError):
     """The zygote died, because it was killed from outside (kill -9, out of memory) or could not import ngym."""
 
 
 class Child:
     """One forked process: its pid, and its exit code once it has ended (negative: the signal that killed it)."""
 
-    def __init__(self, launcher: Launcher, number: int) -> None:
+    def __init__(self, launcher: ZygoteClient, number: int) -> None:
         self._launcher = launcher
         self._number = number
         self.pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -86,7 +86,7 @@ class Child:
             self._launcher.signal(self._number, number)
 
 
-class Launcher:
+class ZygoteClient:
     """Forks services. `start` returns at once, so that the zygote's imports overlap with reading the config."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
@@ -98,12 +98,12 @@ class Launcher:
         self.started = time.monotonic()
 
     @classmethod
-    def start(cls) -> Launcher:
+    def start(cls) -> ZygoteClient:
         """Start the zygote in a separate session, so that Ctrl-C reaches only this process."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ngym.supervise.zygote", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "ngym.supervise.service_zygote", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -143,7 +143,7 @@ class Launcher:
         return child
 
     def signal(self, number: int, signal_number: signal.Signals) -> None:
-        with contextlib.suppress(LauncherGone):  # then the kernel kills the service
+        with contextlib.suppress(ZygoteGone):  # then the kernel kills the service
             self._send({"action": "signal", "number": number, "signal": int(signal_number)})
 
     def close(self) -> None:
@@ -199,9 +199,9 @@ class Launcher:
                 child.exit_code.exception()  # retrieved, so that asyncio does not warn
         self._children.clear()
 
-    def _gone(self) -> LauncherGone:
+    def _gone(self) -> ZygoteGone:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)  # its socket closes shortly before it ends
         code = self._process.returncode
         how = "its output above says why" if code == 1 else f"exit code {code}: killed, or out of memory?"
-        return LauncherGone(f"the process that starts the services ended ({how}); every service was stopped, run again")
+        return ZygoteGone(f"the process that starts the services ended ({how}); every service was stopped, run again")

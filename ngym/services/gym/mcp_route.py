@@ -107,7 +107,9 @@ class McpRoute:
     async def _begin(self, app: FastAPI) -> StreamableHTTPSessionManager:
         if not INSTALLED:
             raise ServiceError("this gym server cannot speak MCP: pip install 'ngym[mcp]'", status=501)
-        sdk = await run_sync(importlib.import_module, "ngym.services.gym.mcp_server")  # takes 0.5 s, so not on the loop
+        sdk = await run_sync(
+            importlib.import_module, "ngym.services.gym.mcp_sdk_server"
+        )  # takes 0.5 s, so not on the loop
         manager: StreamableHTTPSessionManager = sdk.manager(app.state.context.name, app.state.callable)
         ready = asyncio.Event()
 
