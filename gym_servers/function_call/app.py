@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
+from ngym.convert import last_user_text
 from ngym.grading.answers import number, same_number, without_reasoning
 from ngym.grading.number_match import close
 from ngym.rollout import calls_in
@@ -180,6 +181,11 @@ class Task(VerifyRequest):
         return self
 
     @property
+    def question(self) -> str:
+        """What the user said last."""
+        return last_user_text(self.responses_create_params.get("input") or "")
+
+    @property
     def schemas(self) -> dict[str, dict[str, Any]]:
         tools = self.responses_create_params.get("tools") or []
         declared = {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
@@ -226,21 +232,23 @@ def _answered(task: Task) -> bool:
         found = number(task.text)
         return found is not None and same_number(found, task.expected_answer)
     text = without_reasoning(task.text)
-    return asks(text, task.asks_for, task.not_for) if task.asks_for else bool(text.strip())
+    return asks(text, task.asks_for, task.not_for, task.question) if task.asks_for else bool(text.strip())
 
 
-def asks(text: str, things: list[str], others: list[str]) -> bool:
+def asks(text: str, things: list[str], others: list[str], heard: str = "") -> bool:
     """Whether a text asks one question, for one of `things` and for none of `others`.
 
     A question is a sentence with a question mark, a question word (`which`, `could you`) and the name of the thing:
-    neither `temperature?` nor `which?` is one. Two different question words count as two questions.
+    neither `temperature?` nor `which?` is one. Two different question words count as two questions. A question of the
+    user (`heard`), repeated, is not one.
     """
     said = text.casefold().strip()
     if len(said) > ASKING_CHARS:
         return False
     questions = [_words(part) for part in SENTENCE_END.split(said) if part.endswith("?")]
     words = _words(said)
-    asking = [question for question in questions if ASKING.search(question)]
+    echoes = _words(heard.casefold())
+    asking = [question for question in questions if ASKING.search(question) and question not in echoes]
     if len(words.split()) > ASKING_WORDS or len(set(WH.findall(words))) > 1 or any(_names(words, o) for o in others):
         return False
     return any(_names(question, thing) for question in asking for thing in things if len(question.split()) > 1)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import WINDOW, short, without_reasoning
-from ngym.grading.number_match import apart, day, quantity, unit
+from ngym.grading.number_match import apart, day, quantity, signed, unit
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.grading.text_match import exact, f1, normal
 from ngym.schema import Json
@@ -78,7 +78,7 @@ class Amount(NamedTuple):
 
 def amount_of(text: str) -> Amount | None:
     """A number with at most one currency sign before it or one unit after it: `$5`, `12 km`, `3 million`."""
-    text = apart(text.strip(" .*_`"))
+    text = apart(signed(text.strip(" .*_`")))
     sign = CURRENCY.match(text)
     bare = CURRENCY.sub(r"\1", text)
     whole = quantity(bare)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from ngym.grading.number_match import signed
 from ngym.grading.text_match import visible
 
 TEXT_LIMIT = 1_000_000
@@ -35,7 +36,7 @@ _NUMBER = re.compile(
 )
 _CONTEXT = 60  # characters on each side of a number that decide whether it is part of a formula
 _OPERAND_BEFORE = re.compile(
-    r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s*(?:[-+*/^\u00d7\u00f7\u00b7\u2044\u2013\u2014]|\\(?:times|cdot|div|pm|over)\b)\s*$"
+    r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s*(?:[-+*/^\u00d7\u00f7\u00b7\u2044\u2010-\u2014]|\\(?:times|cdot|div|pm|over)\b)\s*$"
     r"|[0-9][:(]$|[\^_]\s*\{?$|\u221a\s*\(?$"
     r"|\\(?:[dt]?frac|[dt]?binom|sqrt)\s*(?:\[[^\]]*\])?\s*(?:\{[^{}]*\}\s*)?\{?[^{}\s=]*$"
     r"|\\?(?:log|ln|exp|sin|cos|tan)(?![A-Za-z])\s*(?:_\s*\{?\w+\}?)?\s*[{(]?$"
@@ -45,6 +46,9 @@ _OPERAND_AFTER = re.compile(
     r"[eE][-+]?[0-9]|\s*[\^_]|\s*[\u221a\u03c0]|\s*\\(?:times|cdot|div|pm|over|sqrt|pi|[dt]?frac)\b"
     r"|\s*[-+*/\u00d7\u00f7\u00b7]\s*(?:[A-Za-z](?![A-Za-z])|[(\\\u221a])"
 )
+_MINUS = re.compile(r"\b(?:minus|negative)\s+(?=\.?\d)", re.IGNORECASE)
+_SCALE = re.compile(r"\s*(?:-\s*)?\b(hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
 _WORD = re.compile(r"\S+")
 _COMMAND = re.compile(r"\S*\\[A-Za-z]\S*")
@@ -155,17 +159,19 @@ def short(text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | None:
-    """The last number of the last box if there is one, else of the text. `1,234` and `-3.5e2` are numbers.
+    """The last number of the last box if there is one, else of the text: `1,234`, `-3.5e2`, `minus 7`, `3 million`.
 
     A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`) is not an answer.
     """
     text = _answering(text)
     box = boxed(text)
-    plain = _plain((text if box is None else box)[-WINDOW:])
+    plain = _MINUS.sub("-", _plain((text if box is None else box)[-WINDOW:]))
     numbers = list(_NUMBER.finditer(plain))
     if not numbers or not _stands_alone(plain, numbers[-1]):
         return None
-    return Decimal(numbers[-1].group().replace(",", ""))
+    scale = _SCALE.match(plain, numbers[-1].end())
+    value = Decimal(numbers[-1].group().replace(",", ""))
+    return value * _SCALES[scale[1].casefold()] if scale else value
 
 
 def same_number(found: Decimal, expected: Decimal) -> bool:
@@ -275,5 +281,7 @@ def _stands_alone(text: str, found: re.Match[str]) -> bool:
 
 def _plain(text: str) -> str:
     r"""Signs, digits and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`; no invisible ones."""
-    text = visible(text).replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    text = (
+        signed(visible(text)).replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    )
     return text if text.isascii() else "".join(str(unicodedata.decimal(c, c)) for c in text)

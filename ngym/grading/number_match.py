@@ -72,6 +72,7 @@ _UNIT = {word: names.split()[0] for line in _UNITS.splitlines() for names in lin
 _SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "kmph": "km/h", "mps": "m/s"}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 _SMALL_DIGITS = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2460-\u249b])")
+_DASH = re.compile(r"(?<![\w)\]}\u2010-\u2013])[\u2010-\u2013\u2212\ufe58\ufe63\uff0d](?=[$\u20ac\u00a3\u00a5]?\.?\d)")
 ZERO = 1e-12
 
 
@@ -95,6 +96,11 @@ def _one_unit(text: str) -> str | None:
 def apart(text: str) -> str:
     """Insert `^` before a superscript, subscript or similar digit, which NFKC would join: `7\u00b2` is not 72."""
     return _SMALL_DIGITS.sub("^", text)
+
+
+def signed(text: str) -> str:
+    """Replace a hyphen, dash or minus sign of any kind directly before a number by `-`, unless it follows an operand."""
+    return text if text.isascii() else _DASH.sub("-", text)
 
 
 def close(expected: float, found: float, tolerance: float) -> bool:
@@ -154,5 +160,5 @@ def day(text: str) -> date | None:
 
 
 def _plain(text: str) -> str:
-    text = unicodedata.normalize("NFKC", apart(text[:MAX_CHARS])).replace("\N{MINUS SIGN}", "-").casefold()
+    text = unicodedata.normalize("NFKC", apart(signed(text[:MAX_CHARS]))).replace("\N{MINUS SIGN}", "-").casefold()
     return " ".join(text.split()).strip(" .,;:!*_`\"'")

@@ -11,7 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 
-from ngym.grading.number_match import apart
+from ngym.grading.number_match import apart, signed
 
 ARTICLES = frozenset({"a", "an", "the"})
 
@@ -50,7 +50,7 @@ def normal(text: str) -> str:
 
 def tokens(text: str) -> list[str]:
     """The words, numbers and meaningful signs (`+ % $ #`) of a text, each in one canonical spelling."""
-    text = visible(unicodedata.normalize("NFKC", apart(text)).casefold().translate(_SAME))
+    text = visible(unicodedata.normalize("NFKC", apart(signed(text))).casefold().translate(_SAME))
     text = unicodedata.normalize("NFC", _ACCENT.sub("", unicodedata.normalize("NFD", text)))
     return [word for word in map(_spelled, _TOKEN.findall(text)) if word]
 
@@ -60,7 +60,7 @@ def _spelled(token: str) -> str:
         plain = token.replace(",", "")
         return plain.rstrip("0").rstrip(".") if "." in plain else plain
     if len(token) == 1 and not token.isalnum():
-        return token if token in "#%" or unicodedata.category(token).startswith("S") else ""
+        return token if token in "#%\u2030" or unicodedata.category(token).startswith("S") else ""
     return token.replace("'", "").replace(".", "")
 
 

@@ -42,6 +42,9 @@ SECRET_MAPS = ("env", "environment", "environment_variables", "headers", "defaul
 """Options whose values are all secret: the arguments of a program or the headers of an external server."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#\s\"'@]*:[^/?#\s\"']*@")  # user:password@ in a URL
 _PASSWORD = re.compile(r"://[^/?#\s\"'@:]*:([^/?#\s\"']+)@")
+_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"']+)")  # name=value in a URL
+SIGNATURES = frozenset(["key", "sig", "signature"])  # names of secrets in a URL, beside `is_secret`
+_ARGUMENT = re.compile(r"(-{0,2}([A-Za-z][\w-]*)(?:=|:\s*))(.+)", re.DOTALL)  # --name=value, NAME=value, Name: value
 Form = Literal["text", "json"]
 
 
@@ -52,10 +55,32 @@ def redacted(value: Any, key: str = "") -> Any:
             return {name: REDACTED if item else item for name, item in value.items()}
         return {name: redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redacted(item, key) for item in value]
+        return [REDACTED if hidden else redacted(item, key) for item, hidden in _arguments(value)]
     if not isinstance(value, str) or not value:
         return value
-    return REDACTED if is_secret(key) else _CREDENTIALS.sub(f"{REDACTED}@", value)
+    return REDACTED if is_secret(key) else _without_secrets(value)
+
+
+def _without_secrets(text: str) -> str:
+    """The text of an option without the credentials of a URL, and without the value of `--token=value`."""
+    argument = _ARGUMENT.fullmatch(text)
+    if argument and is_secret(argument[2]):
+        return argument[1] + REDACTED
+    text = _CREDENTIALS.sub(f"{REDACTED}@", text)
+    return _QUERY.sub(lambda found: f"{found[1]}={REDACTED}" if _is_secret_in_url(found[1]) else found[0], text)
+
+
+def _is_secret_in_url(name: str) -> bool:
+    return is_secret(name) or name.lower() in SIGNATURES
+
+
+def _arguments(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each item of a list, and whether it is a secret because the item before it is a flag like `--token`."""
+    hidden = False
+    for item in items:
+        is_flag = isinstance(item, str) and item.startswith("-")
+        yield item, hidden and isinstance(item, str) and not is_flag
+        hidden = is_flag and is_secret(item.lstrip("-"))
 
 
 def is_secret(key: str) -> bool:
@@ -102,12 +127,21 @@ def _secret_leaves(value: Any, key: str = "") -> Iterator[str]:
         for name, item in value.items():
             yield from [str(item)] if is_map_of_secrets(key) else _secret_leaves(item, str(name))
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _secret_leaves(item, key)
+        for item, hidden in _arguments(value):
+            yield from [item] if hidden else _secret_leaves(item, key)
     elif isinstance(value, str) and key.endswith("_env"):
         yield os.environ.get(value, "")
     elif isinstance(value, str):
-        yield from [value] if is_secret(key) else _PASSWORD.findall(value)
+        yield from [value] if is_secret(key) else _secrets_of(value)
+
+
+def _secrets_of(text: str) -> Iterator[str]:
+    """What `_without_secrets` hides."""
+    argument = _ARGUMENT.fullmatch(text)
+    if argument and is_secret(argument[2]):
+        yield argument[3]
+    yield from _PASSWORD.findall(text)
+    yield from (value for name, value in _QUERY.findall(text) if _is_secret_in_url(name))
 
 
 def begin(service: str, form: Form) -> None:

@@ -251,6 +251,9 @@ async def test_a_question_for_what_is_missing_is_paid_and_one_reply_for_all_rows
     for row in missing:
         for question in HONEST[row["asks_for"][0]]:
             assert (await scored("function_call", row, says(question)))["reward"] == 1.0, (question, row["asks_for"])
+        echo = row["responses_create_params"]["input"]
+        assert (await scored("function_call", row, says(echo)))["reward"] == 0.0, echo
+        assert (await scored("function_call", row, says(f"Sure. {echo}")))["reward"] == 0.0, echo
     for reply in replies:
         assert {(await scored("function_call", row, says(reply)))["reward"] for row in missing} == {0.0}, reply
     for asked in HONEST.values():

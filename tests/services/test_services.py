@@ -50,6 +50,10 @@ async def add(body: Add, session: Session) -> Any:
         raise NotFound("what another service said")
     if body.amount == 17:
         sys.exit("a library gave up")
+    if body.amount == 19:
+        parent: dict[str, Any] = {"children": []}
+        parent["children"].append({"parent": parent})
+        return parent
     if body.amount == 18:
         await asyncio.Event().wait()
     session["total"] = session.get("total", 0) + body.amount
@@ -195,6 +199,7 @@ CRASHES = {
     15: (r"add returned a value that is not JSON: .*set \(test_services.py:\d+\)", False),
     16: ("what another service said", False),
     17: (r"add failed: SystemExit: a library gave up \(test_services.py:\d+\)", True),
+    19: (r"add returned a value that is not JSON: it contains itself \(test_services.py:\d+\)", False),
     18: ("gym at .* did not answer POST /add within", True),
 }
 

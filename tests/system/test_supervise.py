@@ -391,6 +391,32 @@ def test_every_value_of_env_and_headers_is_a_secret_and_so_is_a_password_in_a_ur
     assert planted <= set(secrets_in(options))
 
 
+def test_secrets_among_the_arguments_of_a_program_and_in_the_query_of_a_url_are_hidden() -> None:
+    command = [
+        "npx",
+        "some-server",
+        "--token=canary-1",
+        "--api-key",
+        "canary-2",
+        "PASSWORD=canary-3",
+        "--max-tokens",
+        "5",
+    ]
+    command += [
+        "https://h/x?page=2&sig=canary-4&token=canary-5#a",
+        "Authorization: Bearer canary-6",
+        "--password",
+        "--port",
+    ]
+    shown = redacted({"server": command, "url": "https://h/?api_key=canary-7"})
+    assert "canary" not in json.dumps(shown)
+    assert shown["server"][:4] == ["npx", "some-server", f"--token={REDACTED}", "--api-key"]
+    assert shown["server"][6:9] == ["--max-tokens", "5", f"https://h/x?page=2&sig={REDACTED}&token={REDACTED}#a"]
+    assert shown["server"][-2:] == ["--password", "--port"]
+    found = set(secrets_in({"server": command, "url": "https://h/?api_key=canary-7"}))
+    assert {"Bearer canary-6", *(f"canary-{number}" for number in (1, 2, 3, 4, 5, 7))} <= found
+
+
 def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_while() -> None:
     deaths = CrashCounter()
     pauses = []

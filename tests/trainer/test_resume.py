@@ -279,6 +279,21 @@ def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_
     assert {task for task, _ in trained} == set(range(8 * 8))
 
 
+def test_a_killed_run_with_a_lag_goes_on_with_rollouts_of_earlier_weights(policy: Path, tmp_path: Path) -> None:
+    settings = ["evaluation=null", "checkpoint.every=2", "rollouts.max_lag=3", "rollouts.curriculum.decay=0.5"]
+    with serving(Stub(policy)) as stub:
+        words = [*arguments(tmp_path, policy, stub, 6), *settings]
+        steps = count_of_steps(tmp_path)
+        killed_when(train(tmp_path, words), lambda: steps() >= 3)
+        said = finished(train(tmp_path, [*words, "--resume"]))
+    assert "rollouts were collected before and are used again" in said
+    assert any(row["lag"] > 0 for row in metrics_of(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
+    assert len({(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}) == len(rows)
+    tasks = {(row["_ng_task_index"], json.dumps(row["responses_create_params"]["input"])) for row in rows}
+    assert len(tasks) == len({number for number, _ in tasks}), "a number is there for two tasks"
+
+
 def count_of_steps(folder: Path) -> Callable[[], int]:
     path = folder / "run" / "metrics.jsonl"
     return lambda: path.read_bytes().count(b"\n") if path.exists() else 0

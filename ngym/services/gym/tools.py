@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -191,11 +192,24 @@ def _written(result: Any, author: Author, name: str) -> Response:
     """A tool's return value, as JSON."""
     try:
         return JsonResponse(result)
-    except BadRequest as error:  # nested too deeply
-        raise ToolError(f"{name}: {error.detail}") from None
     except Exception as error:
+        if isinstance(error, BadRequest) and not _contains_itself(result):  # too deep, as the model's arguments can be
+            raise ToolError(f"{name}: {error.detail}") from None
+        reason = "it contains itself" if isinstance(error, BadRequest) else error
         where = f" ({line})" if (line := _line_of(author.call)) else ""
-        raise ServiceError(f"{name} returned a value that is not JSON: {error}{where}", failure="tool_error") from error
+        raise ServiceError(
+            f"{name} returned a value that is not JSON: {reason}{where}", failure="tool_error"
+        ) from error
+
+
+def _contains_itself(value: Any) -> bool:
+    try:
+        json.dumps(value, default=str, skipkeys=True)
+    except RecursionError:
+        return False
+    except ValueError as error:
+        return "Circular" in str(error)
+    return False
 
 
 def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> Author:
