@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 EXIT_CODES = """\
 Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
             1  a service died repeatedly, or was not ready in time; its last log lines are shown
-            2  the command, the config or a service's options are wrong; the line says where"""
+            2  the command, the config or a service's options are wrong, or no gym server can start;
+               the line says where"""
 
 
 @command("ng_run", epilog=EXIT_CODES)
@@ -41,6 +42,9 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
     help="Start this service and those that it needs; repeat it.  [default: all]",
 )
 @on_option("Start them on this machine, or on the Ray cluster that it is a node of.")
+@click.option(
+    "--strict", is_flag=True, help="End the run if a gym server cannot start.  [default: report it, run the rest]"
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
 @click.option("--plain", is_flag=True, help="Print lines instead of a live display on a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
@@ -49,12 +53,14 @@ def main(
     overrides: tuple[str, ...],
     names: tuple[str, ...],
     on: str,
+    strict: bool,
     dry_run: bool,
     plain: bool,
     as_json: bool,
 ) -> None:
     """Start every service of the config, or some with --only, and keep it running.
 
+    A gym server that refuses to start, such as for a missing package, is reported, and the rest runs.
     Services get free ports, unless their stanza sets one; the head (http://127.0.0.1:11000, or a free port) lists
     them. Logs are in .ngym/logs next to the config. Commands in another terminal, in the same folder, find the run.
 
@@ -69,13 +75,13 @@ def main(
         return
     if on != "local":
         require("ray", "ng_run --on ray", "ray")
-        asyncio.run(_run(_config(configs, overrides, names), None, as_json, plain, on))
+        asyncio.run(_run(_config(configs, overrides, names), None, as_json, plain, strict, on))
         return
     from ngym.supervise.launcher import Launcher
 
     launcher = Launcher.start()  # before everything else: its imports take longest
     try:
-        asyncio.run(_run(_config(configs, overrides, names), launcher, as_json, plain))
+        asyncio.run(_run(_config(configs, overrides, names), launcher, as_json, plain, strict))
     finally:
         launcher.close()
 
@@ -87,7 +93,9 @@ def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[
     return config.only(names) if names else config
 
 
-async def _run(config: Config, launcher: Launcher | None, as_json: bool, plain: bool, on: str = "local") -> None:
+async def _run(
+    config: Config, launcher: Launcher | None, as_json: bool, plain: bool, strict: bool, on: str = "local"
+) -> None:
     """Run until a signal, or an error that ends the run."""
     from ngym.supervise.display import display
     from ngym.supervise.supervisor import Supervisor
@@ -100,7 +108,7 @@ async def _run(config: Config, launcher: Launcher | None, as_json: bool, plain: 
 
             engine = RayEngine.connect(on, lambda text: show.say("waiting", text))
             config = engine.reachable(config)
-        supervisor = Supervisor(config, show.event, launcher, engine)
+        supervisor = Supervisor(config, show.event, launcher, engine, strict)
         _stop_on_signals(supervisor, stop)
         serving = asyncio.create_task(_serve(supervisor, show))
         stopping = asyncio.create_task(stop.wait())
@@ -118,9 +126,14 @@ async def _run(config: Config, launcher: Launcher | None, as_json: bool, plain: 
 
 
 async def _serve(supervisor: Supervisor, show: Display) -> None:
+    from ngym.supervise.display import told
+
     async with supervisor:
         seconds = supervisor.ready_after_s or 0.0
         text = f"ready in {seconds:.1f} s; status: {supervisor.head_url}; Ctrl-C stops everything"
+        for state in supervisor.states:
+            if state.status in ("failed", "not ready") and not state.external:
+                text += f"\n{told(state)}"
         if supervisor.run_token:
             text += (
                 "\nlocked: callers send the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"

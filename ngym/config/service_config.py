@@ -155,7 +155,7 @@ class Stanza(BaseModel):
     )
     optional: bool = Field(
         default=False,
-        description="If this service cannot be started, it is reported, and the run goes on without it.",
+        description="If this service cannot be started, it is reported, and the run continues without it.",
     )
     options: dict[str, Any] = {}
     where: str = ""

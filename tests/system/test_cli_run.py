@@ -55,6 +55,11 @@ CONFIG = """
 ngym: {head: {port: 0}}
 one: {kind: gym_server, app: gym_servers/yes}
 """
+BRIDGE = """
+bridge: {kind: gym_server, app: gym_servers/bridge}
+bridge_agent: {kind: agent, app: agents/simple, gym: bridge, model: policy}
+policy: {kind: model, app: models/scripted}
+"""
 HEAVY = {"aiohttp", "fastapi", "omegaconf", "pydantic", "rich", "starlette", "uvicorn", "yaml"}
 
 
@@ -267,6 +272,28 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         shown = ended(folder, "run", f"one.port={taken.getsockname()[1]}")
     assert shown.returncode == 2 and "is in use by another program; stop that program" in shown.stderr
+
+
+def test_a_gym_server_without_its_package_is_reported_and_ends_only_a_strict_run(
+    folder: Path, run: Callable[..., Running]
+) -> None:
+    (folder / "gym_servers" / "bridge.py").write_text("import no_such_package")
+    (folder / "bridge.yaml").write_text(BRIDGE)
+    (folder / "rows.jsonl").write_text('{"responses_create_params": {"input": "hi"}}')
+    words = ["--config", "global_config.yaml", "--config", "bridge.yaml"]
+    ng_run = run(*words)
+    said = next(event["text"] for event in ng_run.events if event["event"] == "ready")
+    assert "\nbridge: failed, " in said and "No module named 'no_such_package'" in said
+    shown = ended(folder, "status")
+    assert shown.returncode == 1 and "2 of 4 services ready" in shown.stdout
+    assert f"failed ({folder / 'gym_servers' / 'bridge.py'}: No module named 'no_such_package'" in shown.stdout
+    collect = ["--agent", "bridge_agent", "--input", "rows.jsonl", "--output", "out.jsonl"]
+    told = ended(folder, "rollouts.collect", *collect)  # instead of a wait for a service that does not come
+    assert told.returncode == 1 and "agent 'bridge_agent' needs bridge, which cannot be started: " in told.stderr
+    assert ng_run.end()[0] == 0
+    for ends in (["--strict"], ["--only", "bridge"]):  # nothing is left to run
+        refused = ended(folder, "run", *words, *ends)
+        assert refused.returncode == 2 and "No module named 'no_such_package'" in refused.stderr
 
 
 def test_a_service_that_cannot_start_is_shown_with_its_log_and_exit_code_1(folder: Path) -> None:
