@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import orjson
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options, on_option
 from ngym.config.shipped_files import app_file
+from ngym.errors import ConfigError
 from ngym.extras import require
 from ngym.runtime.live_region import aligned
 from ngym.supervise.head_file import FOLDER
@@ -80,10 +81,35 @@ def main(
     from ngym.supervise.launcher import Launcher
 
     launcher = Launcher.start()  # before everything else: its imports take longest
+    config = None
     try:
-        asyncio.run(_run(_config(configs, overrides, names), launcher, as_json, plain, strict))
+        config = _config(configs, overrides, names)
+        asyncio.run(_run(config, launcher, as_json, plain, strict))
+    except ConfigError as error:
+        raise ConfigError("\n".join(_all_mistakes(error, config))) from None
     finally:
         launcher.close()
+
+
+def _all_mistakes(error: ConfigError, config: Config | None) -> list[str]:
+    """The error that ended the run, and the other mistakes of its config. config: None if reading it failed."""
+    from ngym.cli.validate import mistakes_of
+    from ngym.config.service_config import ConfigMistakes
+    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.service import ServiceRefused
+
+    names: Collection[str] = ()
+    if isinstance(error, ConfigMistakes):
+        config, names = error.config, error.names
+    if config is None or isinstance(error, ServiceRefused):
+        return [str(error)]
+    launcher = Launcher.start()
+    try:
+        found = asyncio.run(mistakes_of(config, launcher, names))
+    finally:
+        launcher.close()
+    first = str(error).splitlines()
+    return first + [line for line in "\n".join(found).splitlines() if line not in first]
 
 
 def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[str, ...]) -> Config:

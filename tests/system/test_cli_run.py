@@ -322,13 +322,40 @@ def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None
     (folder / "global_config.yaml").write_text(
         "one: {kind: gym_servr, app: gym_servers/yes}\n"
         "two: {kind: agent, app: agents/simpel, gym: one, model: one}\n"
-        "three: {kind: model, app: models/scripted, replicas: 0}\n"
+        "three: {kind: modle, app: models/scripted, replicas: 0}\n"
         "ngym: {head: {port: -1}}\n"
+        "five: {kind: gym_server, app: gym_servers/yes, treshold: 1}\n"
+        "six: {kind: agent, app: agents/simple, gym: fife, model: three}\n"
+        "seven: {kind: model, app: models/transformers, model: ./nowhere}\n"
     )
-    shown = ended(folder, "validate")
+    told = (
+        "'gym_servr' is not a service kind",
+        "agents/simpel",
+        "replicas",
+        "port",
+        "treshold",
+        "'fife'",
+        "'./nowhere'",
+    )
+    for name in ("validate", "run"):
+        shown = ended(folder, name)
+        assert shown.returncode == 2
+        for line, text in enumerate(told, 1):
+            assert re.search(rf"global_config.yaml:{line}: .*{text}", shown.stderr), shown.stderr
+        assert "global_config.yaml:3: 'modle' is not a service kind" in shown.stderr
+        assert "'three'" not in shown.stderr  # it exists; only its stanza is wrong
+
+
+def test_ng_run_names_the_wrong_options_of_all_services(folder: Path) -> None:
+    (folder / "global_config.yaml").write_text(
+        "one: {kind: gym_server, app: gym_servers/yes, treshold: 1}\n"
+        "two: {kind: gym_server, app: gym_servers/yes, max_body: 1}\n"
+    )
+    shown = ended(folder, "run")
     assert shown.returncode == 2
-    for line, text in enumerate(("'gym_servr' is not a service kind", "agents/simpel", "replicas", "port"), 1):
-        assert re.search(rf"global_config.yaml:{line}: .*{text}", shown.stderr), shown.stderr
+    assert sorted(shown.stderr.splitlines()) == sorted(set(shown.stderr.splitlines()))
+    assert "global_config.yaml:1: unknown key 'treshold'" in shown.stderr
+    assert "global_config.yaml:2: unknown key 'max_body'" in shown.stderr
 
 
 def test_a_policy_that_does_not_exist_is_named_before_anything_starts(folder: Path) -> None:
