@@ -1,7 +1,4 @@
-"""Instructions of IF_multi_constraints_upto5 (arXiv 2507.02833, appendix): its ids and arguments, our own checks.
-
-Instructions that copy spans of a prompt (`copy:*`, `new:*`) are not supported; a row with one is refused.
-"""
+"""Instructions of IF_multi_constraints_upto5 (arXiv 2507.02833, appendix): its ids and arguments, our own checks."""
 
 import itertools
 import re
@@ -10,6 +7,8 @@ from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field
+
+from ngym.grading.text_match import visible
 
 from .ifeval import Letter, Relation, Text, holds
 from .reading import sentences, words
@@ -141,6 +140,39 @@ def punctuation_exclamation(text: str) -> bool:
     return "!" not in text
 
 
+def copying_simple(text: str, prompt_to_repeat: Text) -> bool:
+    """The prompt and nothing else."""
+    return _copied(text) == _copied(visible(prompt_to_repeat))
+
+
+def copying_multiple(text: str, prompt_to_repeat: Text, N: Annotated[int, Field(ge=1)]) -> bool:
+    """The prompt N times, separated by six asterisks, and nothing else."""
+    return [_copied(part) for part in text.split("*" * 6)] == [_copied(visible(prompt_to_repeat))] * N
+
+
+def copy_span_idx(
+    text: str, prompt_to_repeat: Annotated[str, Field(min_length=1)], n_start: Count, n_end: Count
+) -> bool:
+    """The characters from n_start to n_end of the prompt. The paper counts that at n_end; the public checker does not."""
+    spans = {_copied(visible(prompt_to_repeat[n_start:end])) for end in (n_end, n_end + 1)}
+    return _copied(text) in spans - {""}
+
+
+def repeat_phrase(text: str, phrase: Text, small_n: Count) -> bool:
+    """The phrase small_n times, each time with exactly one other word, which is not its first or last."""
+    wanted, found = said(phrase), said(text)
+    size = len(wanted)
+    starts = range(len(found) - size + 1)
+    windows = (found[start : start + size] for start in starts)
+    repeats = [window for window in windows if (window[0], window[-1]) == (wanted[0], wanted[-1])] if size > 2 else []
+    changed = [sum(a != b for a, b in zip(window, wanted, strict=True)) for window in repeats]
+    return changed == [1] * small_n and small_n > 0
+
+
+def _copied(text: str) -> str:
+    return text.strip().casefold()
+
+
 def _times(text: str, keyword: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(keyword)}(?!\w)", text, re.IGNORECASE))
 
@@ -166,5 +198,8 @@ GROUPS: dict[str, tuple[Callable[..., bool], ...]] = {
     ),
     "detectable_format": (square_brackets, bigram_wrapping, sentence_hyphens),
     "punctuation": (punctuation_dot, punctuation_exclamation),
+    "copy": (copying_simple, copying_multiple, repeat_phrase),
+    "new": (copy_span_idx,),
 }
 CHECKS = {f"{group}:{check.__name__}": check for group, checks in GROUPS.items() for check in checks}
+CHECKS["copy:copy"] = copying_simple

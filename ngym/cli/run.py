@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import orjson
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options, on_option
 from ngym.config.shipped_files import app_file
+from ngym.errors import ConfigError
 from ngym.extras import require
 from ngym.runtime.live_region import aligned
 from ngym.supervise.head_file import FOLDER
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 EXIT_CODES = """\
 Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
             1  a service died repeatedly, or was not ready in time; its last log lines are shown
-            2  the command, the config or a service's options are wrong; the line says where"""
+            2  the command, the config or a service's options are wrong, or no gym server can start;
+               the line says where"""
 
 
 @command("ng_run", epilog=EXIT_CODES)
@@ -41,6 +43,9 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
     help="Start this service and those that it needs; repeat it.  [default: all]",
 )
 @on_option("Start them on this machine, or on the Ray cluster that it is a node of.")
+@click.option(
+    "--strict", is_flag=True, help="End the run if a gym server cannot start.  [default: report it, run the rest]"
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
 @click.option("--plain", is_flag=True, help="Print lines instead of a live display on a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
@@ -49,12 +54,14 @@ def main(
     overrides: tuple[str, ...],
     names: tuple[str, ...],
     on: str,
+    strict: bool,
     dry_run: bool,
     plain: bool,
     as_json: bool,
 ) -> None:
     """Start every service of the config, or some with --only, and keep it running.
 
+    A gym server that refuses to start, such as for a missing package, is reported, and the rest runs.
     Services get free ports, unless their stanza sets one; the head (http://127.0.0.1:11000, or a free port) lists
     them. Logs are in .ngym/logs next to the config. Commands in another terminal, in the same folder, find the run.
 
@@ -69,15 +76,40 @@ def main(
         return
     if on != "local":
         require("ray", "ng_run --on ray", "ray")
-        asyncio.run(_run(_config(configs, overrides, names), None, as_json, plain, on))
+        asyncio.run(_run(_config(configs, overrides, names), None, as_json, plain, strict, on))
         return
     from ngym.supervise.zygote_client import ZygoteClient
 
     launcher = ZygoteClient.start()  # before everything else: its imports take longest
+    config = None
     try:
-        asyncio.run(_run(_config(configs, overrides, names), launcher, as_json, plain))
+        config = _config(configs, overrides, names)
+        asyncio.run(_run(config, launcher, as_json, plain, strict))
+    except ConfigError as error:
+        raise ConfigError("\n".join(_all_mistakes(error, config))) from None
     finally:
         launcher.close()
+
+
+def _all_mistakes(error: ConfigError, config: Config | None) -> list[str]:
+    """The error that ended the run, and the other mistakes of its config. config: None if reading it failed."""
+    from ngym.cli.validate import mistakes_of
+    from ngym.config.service_config import ConfigMistakes
+    from ngym.supervise.service import ServiceRefused
+    from ngym.supervise.zygote_client import ZygoteClient
+
+    names: Collection[str] = ()
+    if isinstance(error, ConfigMistakes):
+        config, names = error.config, error.names
+    if config is None or isinstance(error, ServiceRefused):
+        return [str(error)]
+    launcher = ZygoteClient.start()
+    try:
+        found = asyncio.run(mistakes_of(config, launcher, names))
+    finally:
+        launcher.close()
+    first = str(error).splitlines()
+    return first + [line for line in "\n".join(found).splitlines() if line not in first]
 
 
 def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[str, ...]) -> Config:
@@ -87,7 +119,9 @@ def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[
     return config.only(names) if names else config
 
 
-async def _run(config: Config, launcher: ZygoteClient | None, as_json: bool, plain: bool, on: str = "local") -> None:
+async def _run(
+    config: Config, launcher: ZygoteClient | None, as_json: bool, plain: bool, strict: bool, on: str = "local"
+) -> None:
     """Run until a signal, or an error that ends the run."""
     from ngym.supervise.display import display
     from ngym.supervise.supervisor import Supervisor
@@ -100,7 +134,7 @@ async def _run(config: Config, launcher: ZygoteClient | None, as_json: bool, pla
 
             engine = RayPlacer.connect(on, lambda text: show.say("waiting", text))
             config = engine.reachable(config)
-        supervisor = Supervisor(config, show.event, launcher, engine)
+        supervisor = Supervisor(config, show.event, launcher, engine, strict)
         _stop_on_signals(supervisor, stop)
         serving = asyncio.create_task(_serve(supervisor, show))
         stopping = asyncio.create_task(stop.wait())
@@ -118,9 +152,14 @@ async def _run(config: Config, launcher: ZygoteClient | None, as_json: bool, pla
 
 
 async def _serve(supervisor: Supervisor, show: Display) -> None:
+    from ngym.supervise.display import told
+
     async with supervisor:
         seconds = supervisor.ready_after_s or 0.0
         text = f"ready in {seconds:.1f} s; status: {supervisor.head_url}; Ctrl-C stops everything"
+        for state in supervisor.states:
+            if state.status in ("failed", "not ready") and not state.external:
+                text += f"\n{told(state)}"
         if supervisor.run_token:
             text += (
                 "\nlocked: callers send the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"

@@ -53,7 +53,7 @@ def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
 def _row(server: dict[str, Any]) -> tuple[str, ...]:
     status = server["status"] + (f" ({harmless(server['detail'])})" if server["detail"] else "")
     urls = server.get("urls") or [server["url"]]
-    pids = ",".join(str(pid) for pid in server["pids"] if pid) or "external"
+    pids = ",".join(str(pid) for pid in server["pids"] if pid) or ("external" if server["external"] else "")
     up = duration(server["uptime_seconds"]) if server["started_at"] else ""
     memory = f"{server['memory_bytes'] / 2**20:.0f} MiB" if server.get("memory_bytes") else ""
     measured = server.get("metrics")

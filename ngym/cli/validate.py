@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,10 +66,15 @@ def main(
     say = partial(click.echo, err=as_json)
     launcher = ZygoteClient.start()
     try:
-        from ngym.config.service_config import load_config
+        from ngym.config.service_config import ConfigMistakes, load_config
 
-        config = load_config(configs, overrides)
-        found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, say))
+        try:
+            config = load_config(configs, overrides)
+        except ConfigMistakes as error:
+            config = error.config
+            found = Found([str(error), *asyncio.run(mistakes_of(config, launcher, error.names))], [])
+        else:
+            found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, say))
     finally:
         launcher.close()
     if as_json:
@@ -100,14 +106,8 @@ async def _validate(
     config: Config, launcher: ZygoteClient, names: tuple[str, ...] | None, within_s: float, say: Say
 ) -> Found:
     """names: environments to test; empty: all that have gold answers; None: no environment."""
-    from ngym.config.service_config import missing_models
-
-    # Each service's file is loaded in its own process, as ng_run does.
-    checks = [_check(config, stanza, launcher) for stanza in config.services.values() if stanza.app]
-    mistakes = [complaint for complaint in await asyncio.gather(*checks) if complaint]
-    if names is None:  # environments are tested without a model
-        mistakes += missing_models(config)
-    if mistakes:
+    # environments are tested without a model
+    if mistakes := await mistakes_of(config, launcher, models=names is None):
         return Found(mistakes, [])
     count = len(config.services)
     say(f"{', '.join(map(str, config.files))}: {count} service{'s' if count > 1 else ''}, all right")
@@ -118,7 +118,23 @@ async def _validate(
     return Found([], await try_environments(config, launcher, names, within_s, say))
 
 
-async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient) -> str:
+async def mistakes_of(
+    config: Config, launcher: ZygoteClient, names: Collection[str] = (), *, models: bool = True
+) -> list[str]:
+    """The mistakes in the services' own options, and the models that do not exist.
+
+    names: services that exist beside those of the config, since their stanzas have mistakes.
+    """
+    from ngym.config.service_config import missing_models
+
+    # Each service's file is loaded in its own process, as ng_run does.
+    known = {*config.services, *names}
+    checks = [_check(config, stanza, launcher, known) for stanza in config.services.values() if stanza.app]
+    mistakes = [complaint for complaint in await asyncio.gather(*checks) if complaint]
+    return mistakes + (missing_models(config) if models else [])
+
+
+async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient, known: Collection[str]) -> str:
     from ngym.supervise.service import EXIT_CONFIG
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of
@@ -128,7 +144,7 @@ async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient) -> str:
         python = await make(venv, partial(click.echo, err=True), find_uv()) if venv else None
     except ConfigError as error:
         return str(error)
-    names: dict[str, list[str]] = {name: [] for name in config.services}
+    names: dict[str, list[str]] = {name: [] for name in known}
     with tempfile.TemporaryFile() as output:
         spec = service_spec(config, stanza, names)
         child = await launcher.fork("check", stanza.name, spec, os.dup(output.fileno()), python=python)

@@ -35,6 +35,7 @@ class Discovered:
     """urls: service name -> its replicas. agents: names of the agents. services: the config, name -> stanza, if known.
 
     head_url: the head to ask when a service moves. others: external services, and the bearer token of each, or None.
+    lost: agents whose environment or model the run could not start, and why.
     """
 
     urls: dict[str, list[str]]
@@ -42,6 +43,7 @@ class Discovered:
     services: Json = field(default_factory=dict)
     head_url: str | None = None
     others: dict[str, str | None] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stanzas: Json) -> Discovered:
@@ -91,7 +93,18 @@ def _ours(head_url: str, servers: list[Json], config: Json | None) -> Discovered
     stanzas = config or {}
     external = [server["name"] for server in servers if server.get("external") and not server.get("app")]
     others = {name: os.environ.get(stanzas.get(name, {}).get("token_env") or "") for name in external}
-    return Discovered(urls, agents, stanzas, head_url.rstrip("/"), others)
+    failed = {server["name"] for server in servers if server.get("status") == "failed"}
+    lost = {
+        server["name"]: server.get("detail") or "it cannot be started"
+        for server in servers
+        if server["kind"] == "agent" and any(name in failed for name in _needed(server["name"], stanzas))
+    }
+    return Discovered(urls, agents, stanzas, head_url.rstrip("/"), others, lost)
+
+
+def _needed(agent: str, stanzas: Json) -> list[str]:
+    """The agent, and the services that its options name."""
+    return [agent, *(value for value in stanzas.get(agent, {}).values() if isinstance(value, str))]
 
 
 def _nemo(config: Mapping[str, Any]) -> Discovered:

@@ -56,7 +56,7 @@ def subset_table(subsets: Subsets) -> Table:
     names = list(dict.fromkeys(name for _, scores in by_value for name, _ in scores.named()))
     table = Table(title=f"by {subsets.name}", title_justify="left", pad_edge=False)
     for column in (subsets.name, "rollouts", "unscored", "mean", *names):
-        table.add_column(column, justify="left" if column == subsets.name else "right")
+        table.add_column(column, justify="left" if column == subsets.name else "right", overflow="fold")
     for value, scores in by_value:
         found = {name: _number(item.mean) for name, item in scores.named()}
         unscored = f"{scores.unscored:,} ({scores.unscored_share:.1%})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -155,7 +155,7 @@ class Stanza(BaseModel):
     )
     optional: bool = Field(
         default=False,
-        description="If this service cannot be started, it is reported, and the run goes on without it.",
+        description="If this service cannot be started, it is reported, and the run continues without it.",
     )
     options: dict[str, Any] = {}
     where: str = ""
@@ -220,11 +220,21 @@ class Config(BaseModel):
         return self.model_copy(update={"services": services})
 
 
+class ConfigMistakes(ConfigError):
+    """A config has mistakes, a line for each. config: the services without one. names: those of all services."""
+
+    def __init__(self, mistakes: Sequence[str], config: Config, names: Collection[str]) -> None:
+        super().__init__("\n".join(mistakes))
+        self.config = config
+        self.names = names
+
+
 def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     """Read the global config. Files win over earlier files, then `key=value` overrides from left to right.
 
     Raises:
-        ConfigError: it is wrong; one line for each mistake.
+        ConfigMistakes: one line for each mistake.
+        ConfigError: a file cannot be read, or has no services.
     """
     tree = load_tree(paths, overrides)
     written = {key.partition(".")[0] for key, line in tree.lines.items() if line != COMMAND_LINE} | {SETTINGS_KEY}
@@ -244,7 +254,8 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
         except ConfigError as error:
             mistakes.append(str(error))
     if mistakes:
-        raise ConfigError("\n".join(mistakes))
+        right = Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
+        raise ConfigMistakes(mistakes, right, tree.values.keys() - {SETTINGS_KEY})
     if not services:
         raise ConfigError(
             f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`"
@@ -355,47 +366,53 @@ def _stanza(name: str, tree: Tree) -> Stanza:
     own = Stanza.model_fields.keys() - {"name", "options", "where", "key_where"}
     options = {key: value for key, value in part.values.items() if key not in own}
     fields = {key: value for key, value in part.values.items() if key in own}
+    mistakes = []
     if "kind" not in fields:
         hint = next((f" (is {key!r} a misspelt 'kind'?)" for key in options if nearest(key, ["kind"])), "")
-        raise ConfigError(f"{tree.where(name)}: service {name!r} has no kind{hint}; kinds: {', '.join(KINDS)}")
-    if fields["kind"] not in KINDS:
-        raise ConfigError(
+        mistakes.append(f"{tree.where(name)}: service {name!r} has no kind{hint}; kinds: {', '.join(KINDS)}")
+    elif fields["kind"] not in KINDS:
+        mistakes.append(
             f"{part.where('kind')}: {fields['kind']!r} is not a service kind{did_you_mean(str(fields['kind']), KINDS)}"
         )
-    stanza = parse(Stanza, Tree({**fields, "name": name}, part.lines, part.root, part.default_where, part.environment))
-    _check_stanza(stanza, part, tree.root)
+    given = {**fields, "name": name, **({"kind": "model"} if mistakes else {})}  # to find the other mistakes
+    try:
+        stanza = parse(Stanza, Tree(given, part.lines, part.root, part.default_where, part.environment))
+    except ConfigError as error:
+        raise ConfigError("\n".join([*mistakes, str(error)])) from None
+    if mistakes := [*mistakes, *_problems(stanza, part, tree.root)]:
+        raise ConfigError("\n".join(mistakes))
     return stanza.model_copy(update={"options": options, "where": tree.where(name), "key_where": dict(part.lines)})
 
 
-def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
+def _problems(stanza: Stanza, part: Tree, root: Path) -> Iterator[str]:
+    """A line for each mistake in the keys of a stanza that ngym reads."""
     if stanza.url and stanza.urls:
-        raise ConfigError(f"{part.where('urls')}: service {stanza.name!r} has both url and urls; keep one")
+        yield f"{part.where('urls')}: service {stanza.name!r} has both url and urls; keep one"
     for url in stanza.external_urls:
         if problem := wrong_url(url):
-            raise ConfigError(f"{part.where('url' if stanza.url else 'urls')}: {problem}")
+            yield f"{part.where('url' if stanza.url else 'urls')}: {problem}"
     if stanza.token_env is not None:
         where = part.where("token_env")
         if stanza.app:
-            raise ConfigError(f"{where}: {stanza.name!r} is started here and uses the run's token; remove token_env")
-        if not os.environ.get(stanza.token_env or ""):
-            raise ConfigError(
-                f"{where}: the variable {stanza.token_env!r} is not set; it must hold the bearer token of {stanza.name!r}"
-            )
+            yield f"{where}: {stanza.name!r} is started here and uses the run's token; remove token_env"
+        elif not os.environ.get(stanza.token_env):
+            yield f"{where}: the variable {stanza.token_env!r} is not set; it must hold the bearer token of {stanza.name!r}"
     if isinstance(stanza.replicas, ReplicaRange) and stanza.kind != "model":
-        raise ConfigError(
-            f"{part.where('replicas')}: replicas: {{min, max}} is for models; {stanza.name!r} is of the kind {stanza.kind}, give it a "
-            "number"
+        yield (
+            f"{part.where('replicas')}: replicas: {{min, max}} is for models; {stanza.name!r} is of the kind "
+            f"{stanza.kind}, give it a number"
         )
     if not stanza.app and not stanza.external:
-        raise ConfigError(
-            f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url"
-        )
-    if stanza.app:
-        app_file(stanza.app, root, part.where("app"))
-    if stanza.requirements is not None:
-        if not stanza.app:
-            raise ConfigError(f"{part.where('requirements')}: service {stanza.name!r} runs elsewhere; remove this key")
-        shipped_file(stanza.requirements, root, part.where("requirements"))
+        yield f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url"
+    try:
+        if stanza.app:
+            app_file(stanza.app, root, part.where("app"))
+        if stanza.requirements is not None and stanza.app:
+            shipped_file(stanza.requirements, root, part.where("requirements"))
+    except ConfigError as error:
+        yield str(error)
+    if stanza.requirements is not None and not stanza.app:
+        yield f"{part.where('requirements')}: service {stanza.name!r} runs elsewhere; remove this key"
 
 
 def shown_config(config: Config) -> dict[str, Any]:

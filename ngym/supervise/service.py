@@ -142,6 +142,7 @@ BACKLOG = 4096
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
 EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for wrong options, after it printed the reason
+EXIT_REFUSED = 69  # EX_UNAVAILABLE: what it needs is missing, such as a package; after it printed the reason
 LOST = 256  # no exit code: the process is gone with its node
 STEADY_S = 30.0  # a process that is ready for this many seconds resets the count of deaths
 MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each time
@@ -180,6 +181,10 @@ STARTING_POLL_S, READY_POLL_S = 0.1, 2.0
 
 class ServiceFailed(NgymError):
     """A service was given up; with its name, the reason, and the last lines of its log."""
+
+
+class ServiceRefused(ConfigError):
+    """A service whose options are right cannot start: something that it needs is missing."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,7 @@ class Watched:
         self.state = state
         self.is_guest = is_guest
         self.is_leaving = False
+        self._blocked = ""
         self._token = token
         self.ready = asyncio.Event()
         self.ready_at: float | None = None
@@ -267,7 +273,10 @@ class Watched:
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True
-                self.change(status="ready", **({} if self.is_leaving else {"detail": "", "listed": True}))
+                if self._blocked:
+                    self.change(status="not ready", detail=self._blocked)
+                else:
+                    self.change(status="ready", **({} if self.is_leaving else {"detail": "", "listed": True}))
                 self.ready.set()
             elif been_ready:
                 lost = self.without_weights() if self.restarts_unseen else {}
@@ -287,6 +296,12 @@ class Watched:
         """Take its address from the callers."""
         self.is_leaving = True
         self.change(detail="ends its calls, and stops", listed=False)
+
+    def block(self, reason: str) -> None:
+        """It is not ready any more, for a reason that its own /ready does not know."""
+        self._blocked = reason
+        if self.state.status in ("ready", "not ready"):
+            self.change(status="not ready", detail=reason)
 
     def describe(self, reason: str) -> None:
         """Why it is not ready yet."""
@@ -349,8 +364,15 @@ class ProcessHost(Protocol):
         ...
 
 
+Spares = Literal["nothing", "refusals", "failures"]
+
+
 class ServiceProcess(Watched):
-    """A service process that we run: `run` restarts it until it is cancelled or the service is given up."""
+    """A service process that we run: `run` restarts it until it is cancelled or the service is given up.
+
+    spares: the errors that end only this process and not the run: a missing environment, or any failure. on_given_up:
+    called after such an error, which is `given_up` from then on.
+    """
 
     restarts_unseen = False
 
@@ -364,10 +386,13 @@ class ServiceProcess(Watched):
         limits: Limits,
         redact: Redactor,
         venv: Venv | None = None,
-        optional: bool = False,
+        spares: Spares = "nothing",
+        on_given_up: Callable[[State], None] = lambda state: None,
     ) -> None:
         super().__init__(state, tell, spec["run_token"])
-        self._optional = optional
+        self.given_up: NgymError | None = None
+        self._spares = spares
+        self._on_given_up = on_given_up
         self._place = place
         self._spec = spec
         wrap = state.label if spec["logs"] == "json" else None
@@ -383,15 +408,22 @@ class ServiceProcess(Watched):
         return self._log.path, self._log.tail(KEPT_LINES)
 
     async def run(self) -> None:
-        """Restart the process whenever it ends. ServiceFailed or ConfigError when restarting is pointless; an optional
-        service is then given up, and the run goes on.
+        """Restart the process whenever it ends. ServiceFailed or ConfigError when restarting is pointless, unless the
+        run continues without this service.
         """
         try:
             await self._restarting()
         except NgymError as error:
-            if not self._optional:
+            spared = self._spares == "failures" or (self._spares == "refusals" and isinstance(error, ServiceRefused))
+            if not spared:
                 raise
-            self.change(status="failed", detail=str(error).partition("\n")[0], pid=None)
+            self.given_up = error
+            reason = (
+                str(error).rpartition("\n")[2] if isinstance(error, ServiceRefused) else str(error).partition("\n")[0]
+            )
+            self.change(status="failed", detail=reason, pid=None)
+            await self._place.shut()  # callers are refused at once
+            self._on_given_up(self.state)
             self.ready.set()  # the start of the run does not wait for it
             await asyncio.Event().wait()
 
@@ -400,9 +432,10 @@ class ServiceProcess(Watched):
         for restarts in itertools.count():
             code, ready_s = await self._live(restarts, python)
             await self._log.drained()
-            if code == EXIT_CONFIG:
+            if code in (EXIT_CONFIG, EXIT_REFUSED):
                 self.change(status="failed", detail="cannot be started as it is", pid=None)
-                raise ConfigError(
+                refusal = ServiceRefused if code == EXIT_REFUSED else ConfigError
+                raise refusal(
                     "\n".join(self._log.tail(SHOWN_LINES)) or f"{self.state.label}: cannot be started as it is"
                 )
             self._deaths.count(ready_s)
@@ -421,9 +454,9 @@ class ServiceProcess(Watched):
             return None
         try:
             return await make(self._venv, self.describe, find_uv())
-        except UsageError:
+        except UsageError as error:
             self.change(status="failed", detail="its packages cannot be installed")
-            raise
+            raise ServiceRefused(str(error)) from error
 
     async def _live(self, restarts: int, python: Path | None) -> tuple[int, float | None]:
         """Run the process once: returns its exit code, and the seconds since it was first ready; None: never ready."""

@@ -44,7 +44,7 @@ def perform(job: Job) -> NoReturn:
     runner = importlib.import_module(RUNNER)
     spec, action = runner.spec_from(job.request["spec"]), job.request["action"]
     code = _check(runner, spec) if action == "check" else runner.run(spec, job.sockets)
-    leave(EXIT_USAGE if action == "serve" and code == runner.EXIT_CONFIG else code)
+    leave(EXIT_USAGE if action == "serve" and code in (runner.EXIT_CONFIG, runner.EXIT_REFUSED) else code)
 
 
 def _become(python: str, job: Job) -> NoReturn:

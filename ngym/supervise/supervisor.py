@@ -21,7 +21,16 @@ from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.placement import LocalPlacer, ProcessPlacer
 from ngym.supervise.scaling import Load, follow_load
-from ngym.supervise.service import READY_POLL_S, Limits, ProcessHost, ServiceProcess, State, Watched, called_urls
+from ngym.supervise.service import (
+    READY_POLL_S,
+    Limits,
+    ProcessHost,
+    ServiceProcess,
+    Spares,
+    State,
+    Watched,
+    called_urls,
+)
 from ngym.supervise.service_metrics import load_of
 from ngym.supervise.venvs import venv_of
 from ngym.supervise.zygote_client import ZygoteClient
@@ -41,6 +50,8 @@ class Supervisor:
         on_event: called with each change of a service's state.
         launcher: already started before the config was read, to save its start-up time.
         engine: places and starts the processes; default: on this machine, with the launcher.
+        strict: a gym server that refuses to start, such as for a missing package, ends the run. Otherwise it is given
+            up, and the agents that need it are not ready, as long as another gym server runs.
 
     `run_token` is the token that its services require (None: no token), `admin_token` the one for weight updates.
     While it runs: `head_url`, `urls` (service name -> URLs of its replicas) and `states`. Entering raises ServiceFailed
@@ -54,8 +65,10 @@ class Supervisor:
         on_event: Callable[[State], None] = lambda state: None,
         launcher: ZygoteClient | None = None,
         engine: ProcessPlacer | None = None,
+        strict: bool = True,
     ) -> None:
         self.config = config
+        self._strict = strict
         self.urls: dict[str, list[str]] = {}
         self.admin_token = token_from(ADMIN_TOKEN) or new_token()
         self.run_token = run_token(config)
@@ -212,7 +225,7 @@ class Supervisor:
             listed=False,
             held=stanza.name in self._trained,
         )
-        process = self._process(stanza, state, place, optional=True)  # the run can go on without it
+        process = self._process(stanza, state, place, "failures")  # the run continues without it
         self._watched.append(process)
         self._grown[process] = (place, asyncio.create_task(process.run()))
 
@@ -318,12 +331,15 @@ class Supervisor:
         return [Watched(state, self._changed, token) for state in states]
 
     def _processes(self, stanza: Stanza, places: Sequence[ProcessHost]) -> list[ServiceProcess]:
+        spares: Spares = "nothing" if self._strict or stanza.kind != "gym_server" else "refusals"
         return [
-            self._process(stanza, self._state(stanza, index, place.node), place, stanza.optional)
+            self._process(
+                stanza, self._state(stanza, index, place.node), place, "failures" if stanza.optional else spares
+            )
             for index, place in enumerate(places)
         ]
 
-    def _process(self, stanza: Stanza, state: State, place: ProcessHost, optional: bool) -> ServiceProcess:
+    def _process(self, stanza: Stanza, state: State, place: ProcessHost, spares: Spares) -> ServiceProcess:
         assert self._head_file is not None
         settings = self.config.settings
         timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
@@ -332,9 +348,17 @@ class Supervisor:
         spec = service_spec(self.config, stanza, self.urls, self.head_url, state.replica, *tokens)
         limits = Limits(timeout, settings.max_restarts)
         log = self._head_file.logs / f"{state.label}.log"
-        return ServiceProcess(
-            state, self._changed, place, spec, log, limits, redact, venv_of(self.config, stanza), optional
-        )
+        venv = venv_of(self.config, stanza)
+        return ServiceProcess(state, self._changed, place, spec, log, limits, redact, venv, spares, self._gave_up)
+
+    def _gave_up(self, lost: State) -> None:
+        """Report that the services whose options name this one are not ready, if none of its replicas is left."""
+        if any(state.status != "failed" for state in self.states if state.name == lost.name):
+            return
+        for watched in self._watched:
+            stanza = self.config.services[watched.state.name]
+            if not stanza.external and lost.name in stanza.options.values():
+                watched.block(f"needs {lost.name}, which cannot be started: {lost.detail}")
 
     def _state(self, stanza: Stanza, index: int, node: str = "") -> State:
         urls = self.urls[stanza.name]
@@ -343,9 +367,7 @@ class Supervisor:
         return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external, node=node)
 
     async def _all_ready(self) -> None:
-        """Wait until every service of ours was ready once, or given up if it is optional. External ones are only
-        displayed.
-        """
+        """Wait until every service of ours was ready once, or given up. External ones are only displayed."""
         failure = asyncio.create_task(self.failure())
         try:
             for watched in self._watched:
@@ -357,6 +379,17 @@ class Supervisor:
                         failure.result()
         finally:
             failure.cancel()
+        self._check_gyms()
+
+    def _check_gyms(self) -> None:
+        """Raise the first refusal if no gym server is left."""
+        refused = [
+            each.given_up
+            for each in self._watched
+            if isinstance(each, ServiceProcess) and each.given_up and not self.config.services[each.state.name].optional
+        ]
+        if refused and not any(state.kind == "gym_server" and state.status != "failed" for state in self.states):
+            raise refused[0]
 
 
 def service_spec(

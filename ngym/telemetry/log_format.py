@@ -38,6 +38,7 @@ SECRET_WORDS = frozenset(
 )
 SECRET_NAMES = ("api_key", "api_keys", "apikey", "apikeys", "access_key", "access_keys", "private_key", "secret_key", "auth_key",
                 "account_key", "access_token", "auth_token", "x_auth")  # fmt: skip
+FOLDERS = ("PWD", "OLDPWD")  # variables with the shell's working directory, not with a password
 SECRET_MAPS = ("env", "environment", "environment_variables", "headers", "default_headers", "extra_headers")
 """Options whose values are all secret: the arguments of a program or the headers of an external server."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#\s\"'@]*:[^/?#\s\"']*@")  # user:password@ in a URL
@@ -117,7 +118,7 @@ class Redactor:
 def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
     """Values of options, and of this process's environment variables, whose names mark them as secret."""
     for name, value in os.environ.items():
-        if is_secret(name):
+        if is_secret(name) and name not in FOLDERS:
             yield value
     yield from _secret_leaves(dict(options))
 

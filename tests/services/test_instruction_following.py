@@ -123,6 +123,7 @@ async def test_no_text_makes_the_checks_slow():
         **{f"last_word:last_word_{where}": {"last_word": "x"} for where in ("sent", "answer")},
         **{name: {"small_n": 1} for name in ("words:repeats", "sentence:increment", "count:conjunctions")},
         **{name: given for name, given, _, _ in IFBENCH},
+        **{name: given for name, given, _, _ in MULTI_CONSTRAINTS if name.startswith(("copy:", "new:"))},
         "verifier:regex": {"verify_regex": ["^-- .+"]},
         "verifier:string_match": {"expected_markers": ["[4]"], "patterns": [r"\[\d\]"]},
         "verifier:citation_if": {"grammar": "claim_wrap_xml"},
@@ -171,6 +172,15 @@ MULTI_CONSTRAINTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("punctuation:punctuation_dot", {}, "No stop!", "A stop."),
     ("punctuation:punctuation_exclamation", {}, "Calm.", "Loud!"),
     ("keywords:word_count_different_numbers", {"keyword": "a", "frequency": 2, "relation": "less than"}, "a b", "a a"),
+    ("copy:copy", {"prompt_to_repeat": "Name a bird."}, "name a bird.\n", "Name a bird. Robin."),
+    ("copy:copying_simple", {"prompt_to_repeat": " Name a bird."}, "Name a bird.", "Sure: Name a bird."),
+    ("copy:copying_multiple", {"prompt_to_repeat": "Go on.", "N": 2}, "Go on.\n******\nGo on.", "Go on. ****** Go."),
+    ("copy:copying_multiple", {"prompt_to_repeat": "Go.", "N": 2}, "Go.******Go.", "Go.******Go.******Go."),
+    ("copy:repeat_phrase", {"phrase": "red warm fox", "small_n": 2}, "Red old fox, red shy fox", "red old fox"),
+    ("copy:repeat_phrase", {"phrase": "a b c d", "small_n": 1}, "a x c d", "a x y d"),
+    ("copy:repeat_phrase", {"phrase": "a b c", "small_n": 1}, "So: a x c", "a x c and a b c"),
+    ("new:copy_span_idx", {"prompt_to_repeat": " Name a bird", "n_start": 1, "n_end": 4}, "Name", "Name a"),
+    ("new:copy_span_idx", {"prompt_to_repeat": "Name a bird", "n_start": 7, "n_end": 10}, "bird", "a bird"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 from house import house
+from rich.console import Console
 from shipped import module, rollout, rows, says
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect.aggregate import Aggregates, environment_metrics
-from ngym.collect.display import tables
+from ngym.collect.display import subset_table, tables
 from ngym.errors import ServiceError
 from ngym.schema import Json
 from ngym.services.gym.server import MOST_ROWS, aggregate
@@ -103,6 +105,15 @@ def test_the_scores_are_told_for_each_value_of_a_field() -> None:
     assert (metrics["easy/mean/reward"], metrics["hard/mean/reward"]) == (pytest.approx(2 / 3), 0.0)
     assert metrics["easy/majority@3/reward"] == 1.0
     assert aggregate(GROUP, by="nothing")["key_metrics"]["(no 'nothing')/mean/reward"] == 0.5
+
+
+def test_the_table_of_a_field_folds_its_headers_and_cuts_none() -> None:
+    subsets = Subsets("difficulty_of_the_task")
+    row = verified(0, 1.0, difficulty_of_the_task="hard")
+    subsets.add(0, row | {"reward_components": {"has_the_right_format": 1.0, "names_all_sources": 0.5}})
+    console = Console(width=60, record=True, file=StringIO())
+    console.print(subset_table(subsets))
+    assert "…" not in console.export_text()
 
 
 def test_a_field_with_too_many_values_does_not_grow_without_end() -> None:

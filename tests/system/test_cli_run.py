@@ -55,6 +55,11 @@ CONFIG = """
 ngym: {head: {port: 0}}
 one: {kind: gym_server, app: gym_servers/yes}
 """
+BRIDGE = """
+bridge: {kind: gym_server, app: gym_servers/bridge}
+bridge_agent: {kind: agent, app: agents/simple, gym: bridge, model: policy}
+policy: {kind: model, app: models/scripted}
+"""
 HEAVY = {"aiohttp", "fastapi", "omegaconf", "pydantic", "rich", "starlette", "uvicorn", "yaml"}
 
 
@@ -269,6 +274,28 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(folder: Path) -> None:
     assert shown.returncode == 2 and "is in use by another program; stop that program" in shown.stderr
 
 
+def test_a_gym_server_without_its_package_is_reported_and_ends_only_a_strict_run(
+    folder: Path, run: Callable[..., Running]
+) -> None:
+    (folder / "gym_servers" / "bridge.py").write_text("import no_such_package")
+    (folder / "bridge.yaml").write_text(BRIDGE)
+    (folder / "rows.jsonl").write_text('{"responses_create_params": {"input": "hi"}}')
+    words = ["--config", "global_config.yaml", "--config", "bridge.yaml"]
+    ng_run = run(*words)
+    said = next(event["text"] for event in ng_run.events if event["event"] == "ready")
+    assert "\nbridge: failed, " in said and "No module named 'no_such_package'" in said
+    shown = ended(folder, "status")
+    assert shown.returncode == 1 and "2 of 4 services ready" in shown.stdout
+    assert f"failed ({folder / 'gym_servers' / 'bridge.py'}: No module named 'no_such_package'" in shown.stdout
+    collect = ["--agent", "bridge_agent", "--input", "rows.jsonl", "--output", "out.jsonl"]
+    told = ended(folder, "rollouts.collect", *collect)  # instead of a wait for a service that does not come
+    assert told.returncode == 1 and "agent 'bridge_agent' needs bridge, which cannot be started: " in told.stderr
+    assert ng_run.end()[0] == 0
+    for ends in (["--strict"], ["--only", "bridge"]):  # nothing is left to run
+        refused = ended(folder, "run", *words, *ends)
+        assert refused.returncode == 2 and "No module named 'no_such_package'" in refused.stderr
+
+
 def test_a_service_that_cannot_start_is_shown_with_its_log_and_exit_code_1(folder: Path) -> None:
     (folder / "gym_servers" / "yes.py").write_text("raise RuntimeError('no licence')")
     shown = ended(folder, "run", "ngym.max_restarts=2")
@@ -295,13 +322,40 @@ def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None
     (folder / "global_config.yaml").write_text(
         "one: {kind: gym_servr, app: gym_servers/yes}\n"
         "two: {kind: agent, app: agents/simpel, gym: one, model: one}\n"
-        "three: {kind: model, app: models/scripted, replicas: 0}\n"
+        "three: {kind: modle, app: models/scripted, replicas: 0}\n"
         "ngym: {head: {port: -1}}\n"
+        "five: {kind: gym_server, app: gym_servers/yes, treshold: 1}\n"
+        "six: {kind: agent, app: agents/simple, gym: fife, model: three}\n"
+        "seven: {kind: model, app: models/transformers, model: ./nowhere}\n"
     )
-    shown = ended(folder, "validate")
+    told = (
+        "'gym_servr' is not a service kind",
+        "agents/simpel",
+        "replicas",
+        "port",
+        "treshold",
+        "'fife'",
+        "'./nowhere'",
+    )
+    for name in ("validate", "run"):
+        shown = ended(folder, name)
+        assert shown.returncode == 2
+        for line, text in enumerate(told, 1):
+            assert re.search(rf"global_config.yaml:{line}: .*{text}", shown.stderr), shown.stderr
+        assert "global_config.yaml:3: 'modle' is not a service kind" in shown.stderr
+        assert "'three'" not in shown.stderr  # it exists; only its stanza is wrong
+
+
+def test_ng_run_names_the_wrong_options_of_all_services(folder: Path) -> None:
+    (folder / "global_config.yaml").write_text(
+        "one: {kind: gym_server, app: gym_servers/yes, treshold: 1}\n"
+        "two: {kind: gym_server, app: gym_servers/yes, max_body: 1}\n"
+    )
+    shown = ended(folder, "run")
     assert shown.returncode == 2
-    for line, text in enumerate(("'gym_servr' is not a service kind", "agents/simpel", "replicas", "port"), 1):
-        assert re.search(rf"global_config.yaml:{line}: .*{text}", shown.stderr), shown.stderr
+    assert sorted(shown.stderr.splitlines()) == sorted(set(shown.stderr.splitlines()))
+    assert "global_config.yaml:1: unknown key 'treshold'" in shown.stderr
+    assert "global_config.yaml:2: unknown key 'max_body'" in shown.stderr
 
 
 def test_a_policy_that_does_not_exist_is_named_before_anything_starts(folder: Path) -> None:

@@ -115,8 +115,9 @@ class Project:
         (self.folder / "global_config.yaml").write_text(yaml.safe_dump({"ngym": settings, **config}, sort_keys=False))
         return self
 
-    def supervisor(self, on_event: Callable[[State], None] | None = None) -> Supervisor:
-        return Supervisor(load_config([self.folder / "global_config.yaml"], ()), on_event or self.events.append)
+    def supervisor(self, on_event: Callable[[State], None] | None = None, strict: bool = True) -> Supervisor:
+        config = load_config([self.folder / "global_config.yaml"], ())
+        return Supervisor(config, on_event or self.events.append, strict=strict)
 
     def statuses(self, label: str) -> list[str]:
         """One after the other; how long it was in each does not count."""
@@ -259,6 +260,17 @@ async def test_a_service_that_dies_again_and_again_is_named_with_its_log(project
 
 
 REFUSES = "raise SystemExit(78)"
+NO_SUCH_ENVIRONMENT = """
+from contextlib import asynccontextmanager
+from ngym.errors import ConfigError
+
+@asynccontextmanager
+async def lifespan(context):
+    raise ConfigError("no environment 'chess'")
+    yield
+
+app = gym_server(verify=verify, lifespan=lifespan)
+"""
 
 
 @pytest.mark.parametrize("code", [REFUSES, SHAKY])
@@ -274,6 +286,42 @@ async def test_an_optional_service_that_cannot_be_started_is_reported_and_the_re
         assert states["bridge"].detail
         assert not any(task.done() for task in stack._tasks)
     assert project.statuses("fine")[-1] == "stopped" and project.statuses("bridge")[-1] == "failed"
+
+
+async def test_a_gym_server_that_refuses_its_environment_is_reported_and_the_rest_runs(project: Project) -> None:
+    """With a missing package, and with an environment that does not exist; a strict run ends."""
+    unknown = YES.replace("app = gym_server(verify=verify)", NO_SUCH_ENVIRONMENT)
+    services = {
+        "policy": {"kind": "model", "app": "models/scripted"},
+        "fine": gym("yes"),
+        "bridge": gym("unknown"),
+        "bridge_agent": {"kind": "agent", "app": "agents/simple", "gym": "bridge", "model": "policy"},
+        "other": gym("missing"),
+    }
+    project.write(services, yes=YES, unknown=unknown, missing="import no_such_package")
+    async with project.supervisor(strict=False) as stack:
+        states = {state.label: state for state in stack.states}
+        assert [states[name].status for name in services] == ["ready", "ready", "failed", "not ready", "failed"]
+        assert states["bridge"].detail == "no environment 'chess'"
+        assert states["bridge_agent"].detail == "needs bridge, which cannot be started: no environment 'chess'"
+        assert "No module named 'no_such_package'" in states["other"].detail
+        assert not any(task.done() for task in stack._tasks)
+        (url,) = stack.urls["bridge"]
+        assert "Connect call failed" in (await health(url, PATIENCE_S)).reason  # instead of a call that waits
+        records = json.loads((await get(f"{stack.head_url}/servers", PATIENCE_S)).body)
+        assert [record["detail"] for record in records] == [states[name].detail for name in services]
+    with pytest.raises(ConfigError, match=r"no environment 'chess'|no_such_package"):
+        async with project.supervisor():
+            pass
+
+
+async def test_a_run_in_which_every_gym_server_refuses_ends(project: Project) -> None:
+    project.write(
+        {"policy": {"kind": "model", "app": "models/scripted"}, "only": gym("no")}, no="import no_such_package"
+    )
+    with pytest.raises(ConfigError, match="No module named 'no_such_package'"):
+        async with project.supervisor(strict=False):
+            pass
 
 
 async def test_a_service_that_is_not_ready_in_time_is_named_with_what_it_waits_for(project: Project) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,24 @@ from ngym.trainer.reporting import metrics, sinks
 
 Values = dict[str, Any]
 RESOLVED = "seed: 1\noptimizer: {lr: 0.5, betas: [0.9, 0.95]}\nrollouts: null\n"
-needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
-needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
-needs_mlflow = pytest.mark.skipif(
-    not (find_spec("mlflow") and find_spec("sqlalchemy")), reason="mlflow with SQLAlchemy is not installed"
-)
+
+
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's tables, which take seconds to make."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def database(empty_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a new database for MLflow, which then sends nothing to its makers."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
 def log(folder: Path, options: Values, capsys: pytest.CaptureFixture[str], steps: int = 3, close_s: float = 60) -> str:
@@ -59,7 +72,6 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-@needs_tensorboard
 def test_tensorboard_reads_what_was_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = log(tmp_path, {"tensorboard": True}, capsys)
     found = scalars(tmp_path / "tensorboard")
@@ -70,7 +82,6 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path, capsys: pytest.Captur
     assert len(scalars(tmp_path / "elsewhere")["loss"]) == 3
 
 
-@needs_tensorboard
 def test_a_folder_that_cannot_be_made_costs_its_entries_and_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +111,6 @@ print("trained to the end")
 """
 
 
-@needs_tensorboard
 def test_a_full_disk_loses_entries_and_neither_the_run_nor_what_comes_later(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, timeout=600, check=False
@@ -206,15 +216,17 @@ def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys:
     assert said.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in said
 
 
-@pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
-def test_what_goes_wrong_in_the_process_of_a_sink_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_wrong_in_the_process_of_a_sink_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     remote = sinks.Remote("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
     said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
     assert said.count("logging.mlflow: entries are lost: ModuleNotFoundError: No module named 'mlflow'; training") == 1
     assert remote._process.returncode is not None, "the process is gone"
 
 
-@needs_wandb
 def test_wandb_keeps_an_offline_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = log(tmp_path, {"wandb": {"project": "p", "mode": "offline"}}, capsys)
     assert "logging" not in said
@@ -224,11 +236,10 @@ def test_wandb_keeps_an_offline_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert word in content
 
 
-@needs_mlflow
-def test_mlflow_gets_metrics_and_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mlflow_gets_metrics_and_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], database: str) -> None:
     from mlflow.tracking import MlflowClient
 
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    uri = database
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         assert "logging" not in log(tmp_path / name, {"mlflow": {"uri": uri, "experiment": "e", "name": "n"}}, capsys)
@@ -249,7 +260,6 @@ def test_mlflow_gets_metrics_and_the_recipe(tmp_path: Path, capsys: pytest.Captu
     }
 
 
-@needs_wandb
 def test_a_resumed_run_continues_its_wandb_run_unless_the_project_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,13 +273,12 @@ def test_a_resumed_run_continues_its_wandb_run_unless_the_project_changed(
     assert all(b"rates-of-learning" in file.read_bytes() for file in kept), "the sweep is the group"
 
 
-@needs_mlflow
 def test_a_resumed_run_continues_its_mlflow_run_below_that_of_its_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, database: str
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    uri, sweep = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "rates"
+    uri, sweep = database, tmp_path / "rates"
     monkeypatch.setenv(SWEEP, str(sweep))
     for name in ("lr=1", "lr=2", "lr=1"):
         (sweep / name).mkdir(parents=True, exist_ok=True)
@@ -284,7 +293,6 @@ def test_a_resumed_run_continues_its_mlflow_run_below_that_of_its_sweep(
     assert len(client.get_metric_history(by_name["lr=1"].info.run_id, "loss")) == 6
 
 
-@needs_mlflow
 def test_an_mlflow_server_that_is_down_holds_nothing_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its client tries again for minutes; the run ends without it."""
     with reserved_port() as port:
@@ -314,9 +322,10 @@ def test_a_database_that_mlflow_skinny_cannot_open_is_said_when_the_recipe_is_re
         ("mlflow", "logging.mlflow={uri: x, experiment: e}"),
     ],
 )
-def test_a_package_that_is_missing_is_said_when_the_recipe_is_read(package: str, option: str) -> None:
-    if find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
+def test_a_package_that_is_missing_is_said_when_the_recipe_is_read(
+    package: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None if name == package else object())
     said = CliRunner().invoke(main, ["sft.yaml", "--dry-run", option])
     assert said.exit_code == 2
     assert f"logging.{package}: the package {package} is not installed; `pip install {package}`" in said.stderr

@@ -24,7 +24,7 @@ from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate, Limits
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import UsageError
+from ngym.errors import NgymError, UsageError
 from ngym.files.jsonl import expanded, read
 from ngym.files.row_log import DiskFull
 from ngym.net.auth import wrong_url
@@ -343,6 +343,10 @@ class Command:
         if live:
             self._echo("\r\x1b[2K", nl=False)
         before = store.progress
+        if lost := [
+            f"agent {name!r} {self.known.lost[name]}" for name in sorted(before.agents) if name in self.known.lost
+        ]:
+            raise NgymError("\n".join(lost))
         if options.agent and before.complete and options.agent not in before.agents:
             self._echo(f"note: every row names its own agent ({', '.join(sorted(before.agents))}); --agent is not used")
         if before.done or before.given_up or store.duplicates:

@@ -45,7 +45,8 @@ COMPUTED = (
 IDLE = (("runners.py", "run"), ("selectors.py", "select"))  # innermost frames of a loop that runs no callback
 SAYS_EVERY_S = 1.0  # seconds between log lines: an overloaded machine has many stalls; the rest are only counted
 FRAMES = 12
-EXIT_CONFIG = 78  # EX_CONFIG: restarting would not help
+EXIT_CONFIG = 78  # EX_CONFIG: the config or the file is wrong; restarting would not help
+EXIT_REFUSED = 69  # EX_UNAVAILABLE: the options are right, but a package, server or data set that it needs is missing
 BACKLOG = 4096
 GRACE_S = 3.0
 ACCEPTS = 16  # new connections per turn of the loop: libuv accepts one per listening descriptor and turn
@@ -188,26 +189,28 @@ class ServiceSpec:
 
 
 def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG or 1."""
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG, EXIT_REFUSED
+    or 1.
+    """
     begin(spec.name, spec.logs)
     try:
         module = load(Path(spec.app_file))
         options = check(spec, module)
     except UsageError as error:
         say(str(error), spec.name, spec.logs)
-        return EXIT_CONFIG
+        return EXIT_REFUSED if isinstance(error.__cause__, ModuleNotFoundError) else EXIT_CONFIG
     tracing.begin(tracing.Destination(*spec.tracing) if spec.tracing else None, spec.name, spec.replica)
     try:
         event_loop.run(_serve(spec, module, options, list(sockets)))
     except NgymError as error:
         say(str(error), spec.name, spec.logs)
-        return EXIT_CONFIG if isinstance(error, UsageError) else 1
+        return EXIT_REFUSED if isinstance(error, UsageError) else 1
     except ModuleNotFoundError as error:
         told = needed(error, f"service {spec.name!r}")
         if told is None:
             raise
         say(f"{spec.where}: {told}", spec.name, spec.logs)
-        return EXIT_CONFIG
+        return EXIT_REFUSED
     finally:
         tracing.end()
     return 0
