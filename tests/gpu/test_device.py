@@ -7,6 +7,7 @@ to be tested there.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import random
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from paths import ROOT
 from plain_engine import PlainEngine
 from steps_on_ranks import SHAPE, TOKENIZER
@@ -328,6 +330,29 @@ def test_an_attention_kernel_shares_prefixes_as_the_reference_does(
     for got, right in zip(found, expected, strict=True):
         error = float((got - right).norm() / right.norm())
         assert error < (1e-4 if dtype is torch.float32 else 2e-2), error
+
+
+def test_varlen_attention_gets_each_sequence_with_its_prefix(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a plain function in place of torch's kernel, which needs a GPU."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any, window_size: Any) -> Tensor:
+        assert window_size == (-1, 0)  # causal
+        parts = []
+        for start, end in itertools.pairwise(bounds.tolist()):
+            inputs = (one[start:end].transpose(0, 1) for one in (query, key, value))
+            parts.append(F.scaled_dot_product_attention(*inputs, is_causal=True).transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    of_kernels = kernels()
+    batch = of_kernels.PackedRows.drawn(groups=2, size=3, prompt=20, answer=30, device=device)
+    torch.manual_seed(0)
+    inputs = [torch.randn(batch.tokens, heads, 16, device=device) for heads in (4, 2, 2)]
+    torch.testing.assert_close(
+        of_kernels.varlen(*inputs, batch), of_kernels.reference(*inputs, batch), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
