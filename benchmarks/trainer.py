@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from gpu import PEAKS
 from lockstep import Side
 from trl_environment import TRL, trl_python
 
@@ -57,8 +58,6 @@ SMALL = {
     "max_position_embeddings": 1024,
 }
 LR = {"tiny": 1e-3, "small": 1e-4}
-# bf16, dense, in FLOP/s (vendors' data sheets); by a part of the device's name
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 class Compared(NamedTuple):

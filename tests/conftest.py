@@ -37,6 +37,13 @@ settings.register_profile("anywhere", deadline=None, derandomize=True, suppress_
 settings.load_profile("anywhere")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With `-m gpu` DeepSpeed takes the GPU, if there is one."""
+    if config.option.markexpr == "gpu":
+        del os.environ["DS_ACCELERATOR"]
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch's deterministic algorithms ask for it
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What the imports of the test files make stays until the end: looking for garbage in it is a fifth of their time."""

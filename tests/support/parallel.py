@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import pytest
 
-FOLDERS = ("system", "trainer", "services", "unit")  # by the time that a file takes: the last ones fill the gaps
+FOLDERS = ("system", "trainer", "gpu", "services", "unit")  # by the time that a file takes: the last ones fill the gaps
 FORKING = {
     "vllm": ("families", "letters", "model_vllm", "push_transports", "token_exact", "vllm_arguments", "weight_push"),
     "trainer": ("distillation", "dpo", "heldout", "kto", "online", "parallel", "ppo", "resume", "trainer_data",

@@ -92,7 +92,7 @@ class Bucket:
     length: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: torch 2.11 would compile the layers again for each number of buckets
 class Layout:
     """The places in attention of a micro-batch's rows. The tensors are None if places are rows.
 

@@ -1,0 +1,502 @@
+"""The trainer on one GPU: tokens/s, MFU and peak memory of SFT and GRPO steps with random weights, SFT beside TRL's trainer;
+attention kernels; and weights handed to another process through CUDA IPC.
+
+    python benchmarks/gpu.py [--parts sft grpo attention ipc] [--shapes 0.6B 8B] [--seconds 500] [--json FILE] [--write]
+    python benchmarks/gpu.py --tiny          # the same code with tiny shapes; also on a CPU
+
+Each measurement is a process with a time limit of its own; one that fails or runs out of memory is a row that says so. The
+ways of a shape are tried in order until one fits. `--write` puts the table into docs/gpus.md.
+
+MFU is the share of the card's dense bf16 peak that 6 x parameters (without the embedding table) + 6 x layers x heads x head
+size x tokens of context is, times the tokens/s. What activation checkpointing computes twice does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "gpus.md"
+BEGIN, END = "<!-- measured by benchmarks/gpu.py: do not edit -->", "<!-- end of what was measured -->"
+MARK = "@row "
+Row = dict[str, Any]
+
+
+def qwen3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8, *, tied: bool = True) -> Row:
+    """The shape of a published Qwen3, without its weights."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES: dict[str, Row] = {
+    "0.6B": qwen3(1024, 3072, 28, 16),
+    "8B": qwen3(4096, 12288, 36, 32, tied=False),
+    "1.7B": qwen3(2048, 6144, 28, 16),
+    "4B": qwen3(2560, 9728, 36, 32),
+}
+TINY = {**qwen3(64, 128, 2, 4, 2), "head_dim": 16, "vocab_size": 1024, "max_position_embeddings": 1024}
+# bf16 with float32 master weights and moments takes 16 bytes a parameter, and ZeRO 1 and 2 four more during a step.
+ZERO_1 = {"zero_stage": 1, "precision": "bf16"}
+IN_PARTS = {"zero_stage": 3, "precision": "bf16"}  # its step converts a part of the gradient at a time
+ON_CPU = {"zero_stage": 2, "precision": "bf16", "offload": {"optimizer": "cpu"}}
+WAYS: dict[str, list[Row]] = {
+    "ours": [
+        *({"engine": {**ZERO_1, "activation_checkpointing": again}} for again in (False, True)),
+        *({"engine": {**how, "activation_checkpointing": True}} for how in (IN_PARTS, ON_CPU)),
+    ],
+    "ours, compiled": [
+        {"engine": {**ZERO_1, "compile": True, "activation_checkpointing": again}} for again in (False, True)
+    ],
+    "TRL": [
+        *({"dtype": "float32", "checkpointed": again} for again in (False, True)),
+        {"dtype": "bfloat16", "checkpointed": True},
+    ],
+}
+LARGE = ("4B", "8B")  # their activations do not fit without checkpointing: the first way is left out
+SEQUENCES, LENGTH, MICRO_BATCH = 16, 2048, 8192  # of an SFT step; tokens computed at once
+GROUPS, ATTEMPTS, PROMPT, ANSWER = 4, 8, 1024, 1024  # of a GRPO step; answers are of a half to the whole length
+WARM, MEASURED = 2, 5
+LIMIT_S = 150.0  # of one measurement
+# bf16, dense, in FLOP/s (vendors' data sheets); by a part of the device's name
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="in this order")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
+    parser.add_argument("--seconds", type=float, default=1500, help="begin no measurement after these")
+    parser.add_argument("--json", type=Path, help="where the rows go, too, after each of them")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # a spec: this process is a measurement
+    options = parser.parse_args()
+    if options.measure:
+        spec = json.loads(options.measure)
+        print(MARK + json.dumps(PARTS[spec["part"]](spec)), flush=True)
+        return
+    deadline, rows = time.monotonic() + options.seconds, []
+    for specs in measurements(options.parts, ["tiny"] if options.tiny else options.shapes):
+        row = first_that_fits(specs, deadline)
+        print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        rows.append(row)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    text = rendered(rows, described_machine())
+    print(f"\n{text}")
+    if options.write:
+        write(text)
+
+
+def measurements(parts: Sequence[str], shapes: Sequence[str]) -> Iterator[list[Row]]:
+    """The specs of each row: its ways, of which the first that fits is measured."""
+    for part in ("ipc", "attention"):
+        if part in parts:
+            yield [{"part": part, "shape": "tiny" if shapes == ["tiny"] else "8B", "side": ""}]
+    sides = [("sft", "ours"), ("sft", "TRL"), ("grpo", "ours"), ("sft", "ours, compiled")]
+    for shape in shapes:
+        for part, side in sides:
+            if part in parts:
+                ways = WAYS[side][1:] if shape in LARGE else WAYS[side]
+                yield [{"part": part, "shape": shape, "side": side, **way} for way in ways]
+
+
+def first_that_fits(specs: Sequence[Row], deadline: float) -> Row:
+    row: Row = {}
+    for spec in specs:
+        row = {name: spec[name] for name in ("part", "shape", "side")} | measured(spec, deadline)
+        if row.get("problem") != "out of memory":
+            break
+    return row
+
+
+def measured(spec: Row, deadline: float) -> Row:
+    """Its figures, or its `problem`."""
+    left = deadline - time.monotonic()
+    if left < 5:
+        return {"problem": "not begun: no time was left"}
+    command = [sys.executable, str(HERE / "gpu.py"), "--measure", json.dumps(spec)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT_S, left), check=False)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"not done after {min(LIMIT_S, left):.0f} s"}
+    found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if found:
+        row: Row = json.loads(found[-1].removeprefix(MARK))
+        return row
+    sys.stderr.write(done.stderr[-4000:])
+    if "OutOfMemoryError" in done.stderr or "out of memory" in done.stderr or done.returncode == -9:
+        return {"problem": "out of memory"}
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return {"problem": said[-1][:200]}
+
+
+# Measurements, each in a process of its own
+
+
+def device_here() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def shape_of(spec: Row) -> Row:
+    return TINY if spec["shape"] == "tiny" else SHAPES[spec["shape"]]
+
+
+def scaled(spec: Row, tokens: int) -> int:
+    """A number of tokens; a 32nd of it for the tiny shape."""
+    return max(2, tokens // 32) if spec["shape"] == "tiny" else tokens
+
+
+def network_of(shape: Row, dtype: torch.dtype, attention: str) -> Any:
+    """Random weights, made on the device: the same ones in each dtype, but for rounding."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    with device_here():
+        how = {"dtype": torch.float32, "attn_implementation": attention}
+        return AutoModelForCausalLM.from_config(Qwen3Config(**shape), **how).to(dtype)
+
+
+def sequences(spec: Row) -> list[list[int]]:
+    draw, length = random.Random(0), scaled(spec, LENGTH)
+    return [[draw.randrange(1000) for _ in range(length)] for _ in range(SEQUENCES)]
+
+
+def flop_per_token(shape: Row, parameters: int, context: float) -> float:
+    """Forward and backward. context: the tokens that a token sees, times two."""
+    table = shape["vocab_size"] * shape["hidden_size"]
+    counted = parameters if shape["tie_word_embeddings"] else parameters - table
+    attention = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"] * context
+    return 6.0 * counted + 6.0 * attention
+
+
+def figures(spec: Row, seconds: Sequence[float], tokens: int, parameters: int, context: float) -> Row:
+    rate, row = tokens / median(seconds), {}
+    if torch.cuda.is_available():
+        peak = next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name()), float("nan"))
+        row = {
+            "mfu": rate * flop_per_token(shape_of(spec), parameters, context) / peak,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        }
+    return {"tokens_s": rate, "step_s": median(seconds), "slowest_s": max(seconds), "parameters": parameters, **row}
+
+
+def ours(spec: Row) -> tuple[Any, int]:
+    """The engine, and the number of its parameters."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from ngym.trainer.engine import engine
+    from ngym.trainer.model import attention
+    from ngym.trainer.model.policy import Policy
+    from ngym.trainer.recipe import recipe
+
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
+    network = network_of(shape_of(spec), torch.bfloat16, attention.NAME)
+    parameters = sum(one.numel() for one in network.parameters())
+    launch, adamw = recipe.Launch(rank=0, local_rank=0, ranks=1), recipe.OptimizerOptions(lr=1e-5)
+    options = recipe.EngineOptions.model_validate(spec["engine"])
+    return engine.Engine(Policy(network).eval(), launch, options, adamw), parameters
+
+
+def timed(step: Callable[[], float]) -> tuple[list[float], list[float]]:
+    """The seconds and the losses of the measured steps."""
+    seconds, losses = [], []
+    for _ in range(WARM + MEASURED):
+        began = time.perf_counter()
+        losses.append(step())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds[WARM:], losses[WARM:]
+
+
+def in_group(measure: Callable[[Row], Row]) -> Callable[[Row], Row]:
+    """Within a process group of this process alone."""
+
+    def joined(spec: Row) -> Row:
+        from ngym.trainer.engine import distributed
+        from ngym.trainer.recipe import recipe
+
+        with distributed.joined(recipe.Launch(rank=0, local_rank=0, ranks=1)):
+            return measure(spec)
+
+    return joined
+
+
+def way(spec: Row) -> str:
+    """How it was computed, for the table."""
+    how = spec.get("engine", spec)
+    said = [f"ZeRO {how['zero_stage']}" if "zero_stage" in how else f"{spec['dtype']} weights"]
+    said += ["optimizer on the CPU"] if "offload" in how else []
+    said += ["checkpointed"] if how.get("activation_checkpointing") or how.get("checkpointed") else []
+    return ", ".join(said)
+
+
+def sft(spec: Row) -> Row:
+    """SFT: sequences of equal length, so that neither side pads."""
+    if spec["side"] == "TRL":
+        return sft_by_trl(spec)
+    return in_group(sft_by_us)(spec)
+
+
+def sft_by_us(spec: Row) -> Row:
+    from ngym.trainer import loop
+    from ngym.trainer.algorithms.sft import Sft
+    from ngym.trainer.data.samples import Sample, Segment
+
+    learner, parameters = ours(spec)
+    batch = [Sample((Segment(ids, [(1, len(ids))]),)) for ids in sequences(spec)]
+    budget = scaled(spec, MICRO_BATCH)
+    seconds, losses = timed(lambda: loop.take_step(learner, Sft(), batch, budget, 1.0).means["loss"])
+    found = figures(spec, seconds, sum(sample.tokens for sample in batch), parameters, scaled(spec, LENGTH))
+    return {**found, "loss": losses[-1], "way": way(spec)}
+
+
+def sft_by_trl(spec: Row) -> Row:
+    """TRL's SFTTrainer with the same sequences, micro-batches and optimizer. Its first losses are ours."""
+    try:
+        import trl
+    except ImportError as error:
+        return {"problem": f"TRL is not installed: {error}"}
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self.losses: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - self.began)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Row, **_: Any) -> None:
+            self.losses += [logs["loss"]] if "loss" in logs else []
+
+    rows, micro = sequences(spec), scaled(spec, MICRO_BATCH) // scaled(spec, LENGTH)
+    network = network_of(shape_of(spec), getattr(torch, spec["dtype"]), "sdpa")
+    parameters, watch = sum(one.numel() for one in network.parameters()), Watch()
+    options = trl.SFTConfig(
+        output_dir=os.environ.get("TMPDIR", "/tmp") + "/trl",
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=SEQUENCES // micro,
+        max_steps=WARM + MEASURED,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_length=None,
+        bf16=True,
+        gradient_checkpointing=spec["checkpointed"],
+        use_cpu=not torch.cuda.is_available(),
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = trl.SFTTrainer(
+        network,
+        args=options,
+        train_dataset=Dataset.from_dict({"input_ids": rows * (WARM + MEASURED)}),
+        processing_class=AutoTokenizer.from_pretrained(HERE.parent / "data" / "tiny_policy" / "tokenizer"),
+        callbacks=[watch],
+    )
+    trainer.train()
+    tokens = sum(map(len, rows))
+    found = figures(spec, watch.seconds[WARM:], tokens, parameters, scaled(spec, LENGTH))
+    return {**found, "loss": watch.losses[-1], "way": way(spec)}
+
+
+def grpo(spec: Row) -> Row:
+    """GRPO: from finished rollouts with rewards to changed weights. Tokens count each rollout's prompt."""
+    return in_group(grpo_by_us)(spec)
+
+
+def grpo_by_us(spec: Row) -> Row:
+    from ngym.trainer import loop
+    from ngym.trainer.algorithms.policy_gradient import PolicyGradient
+    from ngym.trainer.recipe.algorithms import GrpoOptions
+
+    learner, parameters = ours(spec)
+    rollouts, budget = drawn_rollouts(spec), scaled(spec, MICRO_BATCH)
+    algorithm = PolicyGradient(GrpoOptions(), None, None)
+
+    def step() -> float:
+        return loop.take_step(learner, algorithm, algorithm.prepare(rollouts, learner, budget), budget, 1.0).means[
+            "loss"
+        ]
+
+    seconds, _ = timed(step)
+    tokens = sum(rollout.tokens for rollout in rollouts)
+    return {**figures(spec, seconds, tokens, parameters, tokens / len(rollouts)), "way": way(spec)}
+
+
+def drawn_rollouts(spec: Row) -> list[Any]:
+    from ngym.trainer.data.samples import RolloutSample, Said
+
+    draw, made = random.Random(0), []
+    prompt, answer = scaled(spec, PROMPT), scaled(spec, ANSWER)
+    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    for group in range(GROUPS):
+        shared = [draw.randrange(1000) for _ in range(prompt)]
+        for _ in range(ATTEMPTS):
+            ids = shared + [draw.randrange(1000) for _ in range(draw.randrange(answer // 2, answer + 1))]
+            said = Said(ids, [(prompt, len(ids))], sampler=[-7.0] * (len(ids) - prompt))
+            made.append(RolloutSample(segments=(said,), group=str(group), reward=draw.random(), **told))
+    return made
+
+
+def attention(spec: Row) -> Row:
+    """Forward and backward of one layer's attention over rollouts that share prompts, in ms, by kernel."""
+    from attention_kernels import KERNELS, PackedRows, unavailable
+
+    shape, device, found = shape_of(spec), device_here(), {}
+    batch = PackedRows.drawn(2, ATTEMPTS, scaled(spec, 2 * PROMPT), scaled(spec, ANSWER), device)
+    heads = [shape["num_attention_heads"], *[shape["num_key_value_heads"]] * 2]
+    inputs = [
+        torch.randn(batch.tokens, count, shape["head_dim"], device=device, dtype=torch.bfloat16, requires_grad=True)
+        for count in heads
+    ]
+    for name, kernel in KERNELS.items():
+        if unavailable(name, device, torch.bfloat16, backward=True):
+            continue
+
+        def step(kernel: Any = kernel) -> float:
+            kernel(*inputs, batch).square().mean().backward()
+            return 0.0
+
+        try:
+            found[name] = 1e3 * median(timed(step)[0])
+        except (RuntimeError, torch.OutOfMemoryError) as error:  # a row for the others all the same
+            found[name] = str(error).splitlines()[0][:80]
+    return {"tokens": batch.tokens, "kernels_ms": found}
+
+
+def ipc(spec: Row) -> Row:
+    """Weights handed to another process of the same GPU by CUDA IPC, and copied there: the mechanism of the transport `ipc`,
+    without a model server. On a CPU through shared memory.
+    """
+    from torch import multiprocessing
+
+    total = 1 << 20 if spec["shape"] == "tiny" else 16 * 10**9
+    part = min(total // 4, 256 << 20)
+    device, context = device_here(), multiprocessing.get_context("spawn")
+    tensors = [
+        torch.full((part // 2,), float(index), dtype=torch.bfloat16, device=device) for index in range(total // part)
+    ]
+    sent, answers = context.Queue(), context.Queue()
+    receiver = context.Process(target=receive, args=(str(device), part // 2, len(tensors), sent, answers), daemon=True)
+    receiver.start()
+    answers.get(timeout=LIMIT_S)  # it has allocated its own weights
+    seconds = []
+    for _ in range(WARM + MEASURED):
+        began = time.perf_counter()
+        sent.put(tensors)
+        total_there = answers.get(timeout=LIMIT_S)
+        seconds.append(time.perf_counter() - began)
+        assert total_there == sum(range(len(tensors))), "other values arrived"
+    sent.put(None)
+    receiver.join(LIMIT_S)
+    size = len(tensors) * part
+    return {"gb": size / 1e9, "push_s": median(seconds[WARM:]), "slowest_s": max(seconds[WARM:])}
+
+
+def receive(device: str, elements: int, count: int, sent: Any, answers: Any) -> None:
+    """Copies what arrives into its own weights, and answers with the sum of their first elements."""
+    own = [torch.zeros(elements, dtype=torch.bfloat16, device=device) for _ in range(count)]
+    answers.put(0)
+    while (tensors := sent.get()) is not None:
+        for weight, tensor in zip(own, tensors, strict=True):
+            weight.copy_(tensor)
+        answers.put(float(sum(weight[0].float() for weight in own)))  # waits for the copies
+        del tensors
+
+
+PARTS: dict[str, Callable[[Row], Row]] = {"sft": sft, "grpo": grpo, "attention": attention, "ipc": ipc}
+
+
+# The table
+
+
+def described_machine() -> str:
+    import transformers
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {sys.version.split()[0]}"
+    return f"{time.strftime('%Y-%m-%d')}, {name}; {versions}; load {os.getloadavg()[0]:.1f}."
+
+
+def rendered(rows: Sequence[Row], machine: str) -> str:
+    lines = [machine]
+    heads = ("step", "shape", "", "tokens/s", "MFU", "peak GiB", "step s", "slowest", "loss", "way")
+    cells = [cells_of(row) for row in rows if row["part"] in ("sft", "grpo")]
+    lines += table(heads, cells) if cells else []
+    for row in rows:
+        if row["part"] == "attention":
+            what = f"{row['tokens']:,} tokens, bf16" if "tokens" in row else row.get("problem", "")
+            kernels = row.get("kernels_ms", {}).items()
+            lines += ["", f"Attention of a layer, forward and backward, {what}:"]
+            lines += table(("kernel", "ms"), [(name, number(ms, 2)) for name, ms in kernels])
+        if row["part"] == "ipc":
+            what = row.get("problem") or f"{row['gb']:.2f} GB in {number(row['push_s'], 3)} s"
+            lines += ["", f"Weights to another process by IPC: {what}."]
+    return "\n".join(lines)
+
+
+def cells_of(row: Row) -> list[str]:
+    name = [row["part"], row["shape"], row["side"]]
+    if "problem" in row:
+        return [*name, "", "", "", "", "", "", row["problem"]]
+    mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+    rest = [
+        number(row.get("peak_gib"), 1),
+        number(row["step_s"], 3),
+        number(row["slowest_s"], 3),
+        number(row.get("loss"), 4),
+    ]
+    return [*name, f"{row['tokens_s']:,.0f}", mfu, *rest, row["way"]]
+
+
+def number(value: Any, digits: int) -> str:
+    return f"{value:,.{digits}f}" if isinstance(value, float) else str(value or "")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["", *(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows))]
+
+
+def write(text: str) -> None:
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN, 1)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,520 @@
+"""The trainer on a device, against plain PyTorch in float32 on the CPU.
+
+`make test` runs this file on the CPU, `pytest -m gpu` on an NVIDIA GPU: the same bodies, so that only CUDA itself is left
+to be tested there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from paths import ROOT
+from plain_engine import PlainEngine
+from steps_on_ranks import SHAPE, TOKENIZER
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ngym.trainer import loop
+from ngym.trainer.algorithms import Setup, dpo, kto, reward_model, sft
+from ngym.trainer.data import samples
+from ngym.trainer.engine import checks, engine, optimizer
+from ngym.trainer.model import packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
+from ngym.trainer.weights.publisher import Colocated
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
+]
+LAUNCH = recipe.Launch(rank=0, local_rank=0, ranks=1)
+ADAMW = {"lr": 1e-2, "eps": 1e-3}  # the eps hides no gradient: a wrong factor moves the weights by lr
+BUDGET = 300  # tokens: several micro-batches in a step
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=GPU)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on_the_gpu(device: torch.device) -> Iterator[None]:
+    yield
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(ROOT / TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def start(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a policy and of a teacher."""
+    folder = tmp_path_factory.mktemp("start")
+    for seed, name in enumerate(("policy", "teacher")):
+        options = recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER)
+        model.load_policy(options, tokenizer, seed).network.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+# Samples of each kind, without files
+
+
+def drawn(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(20, 1000) for _ in range(count)]
+
+
+def demonstrations(seed: int = 0, count: int = 12) -> list[Any]:
+    draw = random.Random(seed)
+    lengths = [draw.randrange(8, 60) for _ in range(count)]
+    return [samples.Sample((samples.Segment(drawn(draw, length), [(4, length)]),)) for length in lengths]
+
+
+def pairs() -> list[Any]:
+    draw, made = random.Random(1), []
+    for _ in range(6):
+        prompt = drawn(draw, 12)
+        sides = [(prompt + drawn(draw, draw.randrange(4, 20)), chosen) for chosen in (True, False)]
+        made.append(dpo.PairSample(tuple(dpo.Side(ids, [(12, len(ids))], chosen=chosen) for ids, chosen in sides)))
+    return made
+
+
+def labeled() -> list[Any]:
+    answers, others = demonstrations(2), demonstrations(3)
+    return [
+        kto.LabeledSample(one.segments, label=index % 2 == 0, mismatched=other)
+        for index, (one, other) in enumerate(zip(answers, others, strict=True))
+    ]
+
+
+def judged() -> list[Any]:
+    draw, made = random.Random(4), []
+    for _ in range(6):
+        ids = [drawn(draw, draw.randrange(10, 30)) for _ in range(2)]
+        sides = (
+            reward_model.JudgedSegment(one, [(len(one), len(one) + 1)], label=chosen, length=len(one))
+            for one, chosen in zip(ids, (True, False), strict=True)
+        )
+        made.append(reward_model.JudgedSample(tuple(sides)))
+    return made
+
+
+def rollouts() -> list[Any]:
+    """Three tasks with four attempts each, which share their prompts; every attempt has two spans."""
+    draw, made = random.Random(5), []
+    for group in range(3):
+        prompt = drawn(draw, 20)
+        for _ in range(4):
+            ids = prompt + drawn(draw, draw.randrange(12, 30))
+            spans = [(20, 26), (29, len(ids))]
+            sampler = [-6.9 + 0.2 * draw.random() for start, end in spans for _ in range(start, end)]
+            told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+            segments = (samples.Said(ids, spans, sampler=sampler),)
+            made.append(samples.RolloutSample(segments=segments, group=str(group), reward=draw.random(), **told))
+    return made
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
+    "sft": ({"name": "sft"}, demonstrations),
+    "dpo": ({"name": "dpo"}, pairs),
+    "wpo, with collisions": ({"name": "wpo"}, pairs),
+    "orpo": ({"name": "orpo"}, pairs),
+    "kto": ({"name": "kto"}, labeled),
+    "reward model": ({"name": "reward_model", "center_coef": 0.01}, judged),
+    "grpo, entropy and KL": (
+        {
+            "name": "grpo",
+            "loss": {"entropy_coef": 0.01},
+            "kl": {"coef": 0.05},
+            "correction": {"kind": "token"},
+        },
+        rollouts,
+    ),
+    "gspo": ({"name": "gspo"}, rollouts),
+    "cispo": ({"name": "cispo"}, rollouts),
+    "ppo": ({"name": "grpo", "advantage": {"estimator": "gae", "lam": 0.95}, "critic": {}}, rollouts),
+    "distillation": ({"name": "grpo", "teacher": {"path": "teacher", "beta": 0.5, "reward_coef": 1.0}}, rollouts),
+}
+
+
+def described(start: Path, family: str, **more: Any) -> recipe.Recipe:
+    algorithm = dict(FAMILIES[family][0])
+    if "teacher" in algorithm:
+        algorithm["teacher"] = {**algorithm["teacher"], "path": str(start / "teacher")}
+    told = {"output": "unused", "model": {"path": str(start / "policy")}, "data": {"path": "unused"}}
+    return recipe.Recipe.model_validate({**told, "algorithm": algorithm, **more})
+
+
+def network(told: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, *, critic: bool = False) -> Any:
+    if told.algorithm.name == "reward_model":
+        return model.load_reward_model(told.model, tokenizer, 0).eval()
+    policy = model.load_policy(told.model, tokenizer, 0).eval()
+    if critic:
+        policy.critic = model.CriticNetwork(policy.network, None)
+        nn.init.normal_(policy.critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    return policy
+
+
+def plain(told: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, *, critic: bool = False) -> PlainEngine:
+    policy = network(told, tokenizer, critic=critic)
+    built = optimizer.build(policy.network, told.optimizer, policy.critic)
+    return PlainEngine(policy, built, told.optimizer.max_grad_norm)
+
+
+def trained(told: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device, **more: Any) -> Any:
+    learner = engine.Engine(network(told, tokenizer, **more), LAUNCH, told.engine, told.optimizer)
+    assert learner.device.type == device.type
+    return learner
+
+
+def state(learner: Any, kind: str) -> dict[str, Tensor]:
+    """The float32 tensors of a kind (`master`, Adam's `exp_avg`) by the names of the weights, on the CPU."""
+    if isinstance(learner, PlainEngine):
+        return learner.state(kind)
+    gathered = optimizer.gather_state(learner._deepspeed, learner.policy)
+    return {name.removeprefix(f"{kind}/"): one for name, one in gathered if name.startswith(f"{kind}/")}
+
+
+def change(before: dict[str, Tensor], after: dict[str, Tensor]) -> Tensor:
+    return torch.cat([(after[name] - before[name]).flatten() for name in before])
+
+
+def steps(learner: Any, algorithm: Any, batches: Sequence[Sequence[Any]]) -> list[tuple[float, float]]:
+    taken = [loop.take_step(learner, algorithm, batch, BUDGET, 1.0) for batch in batches]
+    return [(one.means["loss"], one.update.grad_norm) for one in taken]
+
+
+# Losses and gradients
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loss_and_its_gradient_are_those_of_plain_torch(
+    family: str, precision: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """After one step Adam's first moment is the gradient, times 1 - beta."""
+    told = described(
+        start,
+        family,
+        engine={"zero_stage": int(precision == "bf16"), "precision": precision},
+        optimizer={"name": "adamw", "lr": 1e-3, "max_grad_norm": None},
+    )
+    found = []
+    for made in (plain, lambda *given, **more: trained(*given, device, **more)):
+        learner: Any = made(told, tokenizer, critic=family == "ppo")
+        algorithm = told.algorithm.create(Setup(told, learner, tokenizer))
+        batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
+        (step,) = steps(learner, algorithm, [batch])
+        moments = state(learner, "exp_avg")
+        found.append((step[0], torch.cat([moments[name].flatten() for name in sorted(moments)])))
+    (loss, gradient), (of_device, of_device_gradient) = found
+    exact = precision == "fp32"
+    assert of_device == pytest.approx(loss, rel=1e-4 if exact else 0.02, abs=1e-5 if exact else 0.02)
+    error = float((of_device_gradient - gradient).norm() / gradient.norm())
+    assert gradient.norm() > 1e-5 and error < (2e-3 if exact else 0.06), error
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero_stage": 0},
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
+    "bf16, zero 1": {"zero_stage": 1, "precision": "bf16"},
+    "bf16, zero 2": {"zero_stage": 2, "precision": "bf16"},
+    "bf16, zero 3": {"zero_stage": 3, "precision": "bf16"},
+    "optimizer on the CPU": {"zero_stage": 2, "offload": {"optimizer": "cpu"}},
+    "weights on the CPU": {"zero_stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+    "bf16, optimizer on the CPU": {"zero_stage": 2, "precision": "bf16", "offload": {"optimizer": "cpu"}},
+    "checkpointed": {"activation_checkpointing": True},
+    "bf16, checkpointed": {"zero_stage": 1, "precision": "bf16", "activation_checkpointing": True},
+    "compiled": {"compile": True},
+    "bf16, compiled, checkpointed": {
+        "zero_stage": 1,
+        "precision": "bf16",
+        "compile": True,
+        "activation_checkpointing": True,
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_takes_the_steps_of_plain_torch(
+    way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    if WAYS[way].get("compile"):
+        if device.type == "cpu":
+            pytest.skip("tests/trainer/test_scores.py compiles for a CPU; it takes half a minute")
+        if not any(map(shutil.which, model.COMPILERS)):
+            pytest.skip("there is no C++ compiler")
+    told = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    batches = [demonstrations(seed) for seed in range(3)]
+    expected = plain(told, tokenizer)
+    right = steps(expected, sft.Sft(), batches)
+    learner = trained(told, tokenizer, device)
+    before = state(learner, "master")
+    got = steps(learner, sft.Sft(), batches)
+    exact = told.engine.precision == "fp32"
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in right], rel=1e-4 if exact else 0.02)
+    assert [norm for _, norm in got] == pytest.approx([norm for _, norm in right], rel=1e-3 if exact else 0.1)
+    moved, should = change(before, state(learner, "master")), change(before, expected.state("master"))
+    error = float((moved - should).norm() / should.norm())
+    assert error < (1e-3 if exact else 0.1), error
+
+
+# Attention and logits
+
+
+def kernels() -> Any:
+    """benchmarks/attention_kernels.py."""
+    name = "attention_kernels"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+KERNELS = ["padded, torch's choice", "padded, math", "padded, flash", "padded, memory-efficient", "padded, cuDNN"]
+KERNELS += ["flex", "varlen"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_attention_kernel_shares_prefixes_as_the_reference_does(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    of_kernels = kernels()
+    assert list(of_kernels.KERNELS) == KERNELS
+    backward = not of_kernels.unavailable(name, device, dtype, backward=True)
+    if reason := of_kernels.unavailable(name, device, dtype, backward=False):
+        pytest.skip(reason)
+    batch = of_kernels.PackedRows.drawn(groups=2, size=3, prompt=40, answer=60, device=device)
+    torch.manual_seed(0)
+    shapes = [(batch.tokens, heads, 64) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    weight = torch.randn(shapes[0], device=device)
+
+    def run(kernel: Any, given: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [one.detach().clone().requires_grad_(backward) for one in given]
+        attended = kernel(*leaves, batch)
+        if backward:
+            (attended.float() * weight).sum().backward()
+        return [attended.detach().float()] + [one.grad.float() for one in leaves if backward]
+
+    expected = run(of_kernels.reference, [one.float() for one in inputs])
+    try:
+        found = run(of_kernels.KERNELS[name], inputs)
+    except RuntimeError as error:
+        if "No available kernel" in str(error):
+            pytest.skip("torch's kernel does not take these shapes on this GPU")
+        raise
+    for got, right in zip(found, expected, strict=True):
+        error = float((got - right).norm() / right.norm())
+        assert error < (1e-4 if dtype is torch.float32 else 2e-2), error
+
+
+def test_varlen_attention_gets_each_sequence_with_its_prefix(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a plain function in place of torch's kernel, which needs a GPU."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any, window_size: Any) -> Tensor:
+        assert window_size == (-1, 0)  # causal
+        parts = []
+        for start, end in itertools.pairwise(bounds.tolist()):
+            inputs = (one[start:end].transpose(0, 1) for one in (query, key, value))
+            parts.append(F.scaled_dot_product_attention(*inputs, is_causal=True).transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    of_kernels = kernels()
+    batch = of_kernels.PackedRows.drawn(groups=2, size=3, prompt=20, answer=30, device=device)
+    torch.manual_seed(0)
+    inputs = [torch.randn(batch.tokens, heads, 16, device=device) for heads in (4, 2, 2)]
+    torch.testing.assert_close(
+        of_kernels.varlen(*inputs, batch), of_kernels.reference(*inputs, batch), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_in_chunks_are_those_in_one_piece(
+    dtype: torch.dtype, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """And on a GPU, where memory is measured, they take less of it."""
+    policy = network(described(start, "sft", optimizer=ADAMW), tokenizer).to(device, dtype)
+    packed = packing.pack(demonstrations(count=64), device)
+    found, peaks = [], []
+    for rows in (100_000, 50):
+        policy.zero_grad()
+        policy.logits_bytes = rows * policy.vocabulary * 4
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            begun = torch.cuda.memory_allocated()
+        scores = policy(packed, model.Asks(entropy=True))
+        (scores.logprobs_N + scores.entropy_N).mean().backward()
+        if device.type == "cuda":
+            peaks.append(torch.cuda.max_memory_allocated() - begun)
+        gradient = torch.cat([one.grad.float().flatten() for one in policy.parameters()])
+        found.append((scores.logprobs_N.detach(), gradient))
+    (logprobs, gradient), (in_chunks, of_chunks) = found
+    assert logprobs.dtype is torch.float32
+    torch.testing.assert_close(in_chunks, logprobs, atol=1e-5 if dtype is torch.float32 else 0.02, rtol=0)
+    assert float((of_chunks - gradient).norm() / gradient.norm()) < (1e-5 if dtype is torch.float32 else 0.02)
+    assert not peaks or peaks[1] < 0.8 * peaks[0]
+
+
+# A run
+
+
+@contextmanager
+def in_one_order(device: torch.device) -> Iterator[None]:
+    """Sums have the same bits each time."""
+    torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the backward of the memory-efficient kernel adds in any order
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("way", ["zero 0", "zero 1", "bf16, zero 2", "zero 3", "bf16, optimizer on the CPU"])
+def test_a_resumed_engine_is_the_stored_one_bit_for_bit(
+    way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The state is; so are the next steps, with kernels that always add in one order."""
+    told = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    batches = [demonstrations(seed) for seed in range(4)]
+    with in_one_order(device):
+        first = trained(told, tokenizer, device)
+        steps(first, sft.Sft(), batches[:2])
+        stored = first.save_state(tmp_path)
+        written = dict(optimizer.gather_state(first._deepspeed, first.policy))
+        expected = steps(first, sft.Sft(), batches[2:])
+        second = trained(told, tokenizer, device)
+        second.load_state(tmp_path, stored)
+        loaded = dict(optimizer.gather_state(second._deepspeed, second.policy))
+        assert set(loaded) == set(written)
+        assert all(torch.equal(loaded[name], one) for name, one in written.items())
+        assert steps(second, sft.Sft(), batches[2:]) == expected
+
+
+@pytest.mark.parametrize("way", ["zero 0", "zero 1", "bf16, zero 2", "zero 3"])
+def test_a_step_that_is_not_finite_changes_nothing(
+    way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    class Once(sft.Sft):
+        calls = 0
+
+        def loss(self, scores: Any, packed: Any) -> Any:
+            self.calls += 1
+            loss = super().loss(scores, packed)
+            return loss._replace(sum=loss.sum * math.inf) if self.calls == 2 else loss
+
+    learner = trained(described(start, "sft", engine=WAYS[way], optimizer=ADAMW), tokenizer, device)
+    seen: list[tuple[dict[str, float], dict[str, Tensor]]] = []
+    loop.train(
+        learner,
+        Once(),
+        [samples.Batch([demonstrations(seed, 4)]) for seed in range(3)],
+        10_000,
+        lambda step: 1.0,
+        checks.Guard(tmp_path, 2),
+        lambda step, values: seen.append((values, state(learner, "master"))),
+    )
+    (_, first), (skipped, second), (values, third) = seen
+    assert skipped["skipped_steps"] == 1 and values["skipped_steps"] == 1 and math.isfinite(values["loss"])
+    assert float(change(first, second).abs().max()) == 0 < float(change(second, third).abs().max())
+    assert len(list(tmp_path.iterdir())) == 1
+    if device.type == "cuda":
+        assert values["memory/peak_gpu"] > 0
+
+
+@pytest.mark.parametrize("way", ["bf16, zero 1", "bf16, zero 2", "zero 1"])
+def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
+    way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Without servers: its own phases. On a GPU its memory is free while services sample."""
+    told = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    batches = [demonstrations(seed) for seed in range(3)]
+    awake = trained(told, tokenizer, device)
+    expected = steps(awake, sft.Sft(), batches)
+    del awake
+    learner = trained(told, tokenizer, device)
+    phases, got = Colocated(learner, None), []
+    for batch in batches:
+        phases.push()
+        names = set(learner.weights())
+        held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        phases.sample()
+        if device.type == "cuda":
+            assert torch.cuda.memory_allocated() < held
+            assert not sum(one.numel() for one in learner.policy.parameters() if one.device.type == "cuda")
+        phases.train()
+        got += steps(learner, sft.Sft(), [batch])
+        assert all(one.device.type == device.type for one in learner.policy.parameters()) and names
+    exact = told.engine.precision == "fp32"
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5 if exact else 1e-2)
+
+
+def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/gpu.py with its tiny shape; its compiled side and TRL's are left to `scripts/gpu_check`."""
+    kernels()
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    made = [specs[0] for specs in gpu.measurements(list(gpu.PARTS), ["tiny"]) if specs[0]["side"] in ("", "ours")]
+    assert [spec["part"] for spec in made] == ["ipc", "attention", "sft", "grpo"]
+    monkeypatch.setattr(gpu, "in_group", lambda measure: measure)  # this process is in one
+    rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in made]
+    assert rows[0]["gb"] == (1 << 20) / 1e9
+    assert min(rows[1]["kernels_ms"].values()) > 0 and min(row["tokens_s"] for row in rows[2:]) > 0
+    assert rows[2]["loss"] == pytest.approx(math.log(1024), abs=0.3)
+    text = gpu.rendered(rows, "this machine")
+    assert "| sft | tiny | ours |" in text and "| padded, math |" in text and "by IPC: 0.00 GB" in text
+    whole = gpu.flop_per_token(gpu.SHAPES["8B"], 8_190_735_360, 0.0)
+    assert whole == pytest.approx(6 * (8.19e9 - 151936 * 4096), rel=1e-3)
+
+
+def test_a_server_on_the_device_samples_with_the_trainers_logprobs(
+    device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The engine of models/transformers."""
+    from ngym.dialogue import Sampling
+    from ngym.services.base.app import load
+
+    app = load(ROOT / "models" / "transformers" / "app.py")
+    options = app.Options.model_validate({"model": str(start / "policy"), "device": str(device)})
+    served = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine").Engine(
+        options.model, options
+    )
+    prompt = drawn(random.Random(0), 12)
+    try:
+        said = list(served._sample(prompt, Sampling(16, 1.0, 1.0, 0, 0.0, 1, (), (), True, {}, False)))
+    finally:
+        served.close()
+    ids = [token for one in said for token in one.ids]
+    segment = samples.Segment([*prompt, *ids], [(12, 12 + len(ids))])
+    learner = trained(described(start, "sft", optimizer=ADAMW), tokenizer, device)
+    with torch.no_grad():
+        ours = learner.logprobs(packing.pack([samples.Sample((segment,))], device)).tolist()
+    assert len(ids) == 16 and ours == pytest.approx([one for each in said for one in each.logprobs], abs=1e-4)
