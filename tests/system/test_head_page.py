@@ -110,12 +110,14 @@ def test_the_page_shows_load_failures_logs_and_running_rollouts_in_place(page: P
         playwright.expect(page.locator("#logs details[open] .muted")).to_contain_text("counter.log")
         playwright.expect(page.locator("#logs details[open] pre")).not_to_be_empty()
         assert page.locator("img, b b").count() == 0
-        for width, scheme in ((1280, "light"), (390, "dark")):
-            page.set_viewport_size({"width": width, "height": 844})
-            page.emulate_media(color_scheme=scheme)
-            assert findings(page) == []
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-        page.goto("about:blank")
+        try:
+            for width, scheme in ((1280, "light"), (390, "dark")):
+                page.set_viewport_size({"width": width, "height": 844})
+                page.emulate_media(color_scheme=scheme)
+                assert findings(page) == []
+                assert page.evaluate("document.documentElement.scrollWidth") <= width
+        finally:  # a skipped check, too, leaves the page before the run ends
+            page.goto("about:blank")
 
 
 def test_the_page_of_a_locked_run_asks_for_the_token(browser: Any, tmp_path: Path) -> None:
