@@ -21,52 +21,86 @@ from typing import Any, NoReturn, TypeVar
 import uvloop
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT has ended
 Result = TypeVar("Result")
 
 
 @contextmanager
 def as_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, as SIGINT does; ignored signals stay ignored.
+    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in this block, once; ignored signals stay ignored.
 
-    After an interrupted block the handlers stay: the process is about to end, and a second signal must not kill it.
-    An event loop's own handlers replace them while it runs. In a thread it does nothing.
+    After that the process is about to end (`end_by_itself`). An event loop's own handlers replace these while it runs.
+    In a thread it does nothing.
     """
+    came = False
 
     def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        nonlocal came
+        came = True
+        end_by_itself()
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = [each for each in NUMBERS[1:] if is_main and signal.getsignal(each) is signal.SIG_DFL]
-    for number in numbers:
+    before = {each: signal.getsignal(each) for each in NUMBERS if is_main}
+    before = {each: handler for each, handler in before.items() if handler in _DEFAULT}
+    for number in before:
         signal.signal(number, interrupt)
     try:
         yield
-    except KeyboardInterrupt:
-        numbers = []
-        raise
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            if not came:
+                signal.signal(number, handler)
 
 
 @contextmanager
 def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
     """The running event loop calls back for each SIGINT, SIGTERM and SIGHUP in this block; ignored ones stay ignored.
 
-    Unlike `loop.add_signal_handler`, the previous handlers are restored at the end: after a loop closes, the signals
-    would kill the process.
+    After a signal the process is about to end (`end_by_itself`); otherwise the previous handlers are restored. Those of
+    `loop.add_signal_handler` would be gone after the loop closes, and the signals would kill the process.
     """
     loop = asyncio.get_running_loop()
     before = {
         number: handler for number in NUMBERS if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
     }
+    came = False
+
+    def note(number: int, _: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        loop.call_soon_threadsafe(callback)
+
     try:
         for number in before:
-            signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
+            signal.signal(number, note)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if came:
+            end_by_itself()
+        else:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def end_by_itself() -> None:
+    """For a process that a signal has interrupted and that is about to end with exit code 130.
+
+    The next SIGINT, SIGTERM or SIGHUP has no effect, and one after that ends it at once: an exception that a handler
+    raises between any two lines could be reported as an error, or be lost in a finalizer. Ignored signals stay ignored.
+    """
+    came = 0
+
+    def end(number: int, _: FrameType | None) -> None:
+        nonlocal came
+        came += 1
+        if came > 1:
+            os._exit(EXIT_INTERRUPTED)
+
+    for number in NUMBERS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
 
 
 def ignore_interrupts() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,8 @@ async def interrupted(
         process = await begun(run, folder, **more)
         await until(lambda: out.exists() and out.read_bytes().count(b"\n") == 5)
         for number in numbers_sent:
-            if process.returncode is None:
-                process.send_signal(number)
+            with suppress(ProcessLookupError):  # it has ended; send_signal would reap it before asyncio does
+                os.kill(process.pid, number)
             await asyncio.sleep(pause)
         code, _, err = await ended(process)
     assert code == 130 and "Traceback" not in err
@@ -232,6 +233,31 @@ async def test_signals_during_the_exit_of_an_interrupted_command_do_not_change_i
     tasks: Path, tmp_path: Path
 ) -> None:
     await interrupted(tmp_path, tasks, [signal.SIGTERM], **customised(tmp_path, SIGNAL_AT_EXIT))
+
+
+INTERRUPTED = """
+import os, signal
+from ngym.runtime.event_loop import as_ctrl_c
+
+try:
+    with as_ctrl_c():
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("not reached")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+print("continues to its end", flush=True)
+os.kill(os.getpid(), signal.SIGHUP)
+print("not reached")
+"""
+
+
+def test_after_an_interrupt_the_next_signal_raises_nothing_and_one_more_ends_the_process() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (ran.returncode, ran.stderr) == (130, "")
+    assert ran.stdout == "interrupted\ncontinues to its end\n"
 
 
 @pytest.mark.soak

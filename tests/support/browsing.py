@@ -38,7 +38,10 @@ def page(browser: Any) -> Iterator[Page]:
     opened = context.new_page()
     opened.set_default_timeout(LONG_MS)
     complaints: list[str] = []
-    opened.on("console", lambda said: said.type == "error" and complaints.append(f"{said.text} {said.location.get('url', '')}"))
+    opened.on(
+        "console",
+        lambda said: said.type == "error" and complaints.append(f"{said.text} {said.location.get('url', '')}"),
+    )
     opened.on("pageerror", lambda error: complaints.append(str(error)))
     opened.on("request", lambda request: is_elsewhere(request.url) and complaints.append(request.url))
     yield opened

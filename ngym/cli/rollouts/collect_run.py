@@ -15,7 +15,7 @@ from typing import TextIO
 import click
 import orjson
 
-from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_TRY_AGAIN
 from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
 from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
 from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
@@ -30,7 +30,7 @@ from ngym.files.row_log import DiskFull
 from ngym.net.auth import wrong_url
 from ngym.peers import Peers
 from ngym.runtime import event_loop
-from ngym.runtime.event_loop import as_ctrl_c, calls_on_interrupt
+from ngym.runtime.event_loop import EXIT_INTERRUPTED, as_ctrl_c, calls_on_interrupt
 from ngym.runtime.live_region import clock, harmless, is_live
 from ngym.schema import Json, RolloutKey
 from ngym.supervise.display import told

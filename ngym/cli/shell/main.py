@@ -27,9 +27,9 @@ from ngym import __version__
 from ngym.cli.shell.completion_names import overrides
 from ngym.errors import NgymError, UsageError
 from ngym.extras import needed
-from ngym.runtime.event_loop import ignore_interrupts, leave
+from ngym.runtime.event_loop import EXIT_INTERRUPTED, ignore_interrupts, leave
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN = 0, 1, 2, 75
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DELETED = "the folder that this shell is in was deleted; cd to another one"
 MISTAKES = (
