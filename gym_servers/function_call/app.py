@@ -22,6 +22,7 @@ from ngym.stats.score_summary import means_by
 RELATIVE_TOLERANCE = 1e-6
 Schema = Mapping[str, Any]
 ASKING_WORDS = 60
+QUESTION_WORDS = 25  # more are a list of names, not a question
 ASKING_CHARS = 1_000
 SENTENCE_END = re.compile(r"(?<=[.!?\n])")
 WH = re.compile(r"\b(?:what|which|when|where|who|whom|whose|how|why)\b")
@@ -240,7 +241,7 @@ def asks(text: str, things: list[str], others: list[str], heard: str = "") -> bo
 
     A question is a sentence with a question mark, a question word (`which`, `could you`) and the name of the thing:
     neither `temperature?` nor `which?` is one. Two different question words count as two questions. A question of the
-    user (`heard`), repeated, is not one.
+    user (`heard`), repeated, is not one, nor is a long list of names.
     """
     said = text.casefold().strip()
     if len(said) > ASKING_CHARS:
@@ -248,7 +249,11 @@ def asks(text: str, things: list[str], others: list[str], heard: str = "") -> bo
     questions = [_words(part) for part in SENTENCE_END.split(said) if part.endswith("?")]
     words = _words(said)
     echoes = _words(heard.casefold())
-    asking = [question for question in questions if ASKING.search(question) and question not in echoes]
+    asking = [
+        question
+        for question in questions
+        if ASKING.search(question) and question not in echoes and len(question.split()) <= QUESTION_WORDS
+    ]
     if len(words.split()) > ASKING_WORDS or len(set(WH.findall(words))) > 1 or any(_names(words, o) for o in others):
         return False
     return any(_names(question, thing) for question in asking for thing in things if len(question.split()) > 1)

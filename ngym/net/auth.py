@@ -210,7 +210,9 @@ class Visitors:
         if self._is_visit(scope["method"], shown[b"sec-fetch-mode"]):
             return None
         sites, origins = shown[b"sec-fetch-site"], [value.decode("latin-1").lower() for value in shown[b"origin"]]
-        if not all(site in _PAGE_OF_OURS for site in sites) or not all(map(self._is_ours_page, origins)):
+        if not all(site in _PAGE_OF_OURS for site in sites) or not all(
+            self._is_ours_page(each, hosts) for each in origins
+        ):
             return CrossOrigin("a web page of another origin may not call this server; a program sends no Origin")
         return None
 
@@ -218,9 +220,14 @@ class Visitors:
         found = _HOST.fullmatch(host)
         return found is not None and (found[1] in self._names or is_loopback(found[1]))
 
-    def _is_ours_page(self, origin: str) -> bool:
+    def _is_ours_page(self, origin: str, hosts: list[str]) -> bool:
+        """Whether a page of this server sent it. On loopback, other ports are other programs; a proxy in front of a
+        named server may send another Host.
+        """
         scheme, separator, host = origin.partition("://")
-        return bool(separator) and scheme in ("http", "https") and self._is_ours(host)
+        if not separator or scheme not in ("http", "https") or not self._is_ours(host):
+            return False
+        return not hosts or host == hosts[0] or not is_loopback(host.rpartition(":")[0] or host)
 
     @staticmethod
     def _is_visit(method: str, modes: list[bytes]) -> bool:

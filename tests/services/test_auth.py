@@ -203,6 +203,8 @@ PAGES = {
     "a page of an older browser": ({"origin": EVIL}, 403),
     "a page in a sandbox": ({"origin": "null"}, 403),
     "a form of another site": ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "origin": EVIL}, 403),
+    "a page of another port, of an older browser": ({"origin": "http://127.0.0.1:1"}, 403),
+    "a page of another port by name": ({"origin": "http://localhost:3000"}, 403),
     "an Origin that is no address": ({"origin": "https://127.0.0.1@evil.example"}, 403),
 }
 OURS: dict[str, dict[str, str]] = {

@@ -254,6 +254,9 @@ async def test_a_question_for_what_is_missing_is_paid_and_one_reply_for_all_rows
         echo = row["responses_create_params"]["input"]
         assert (await scored("function_call", row, says(echo)))["reward"] == 0.0, echo
         assert (await scored("function_call", row, says(f"Sure. {echo}")))["reward"] == 0.0, echo
+        own = [word for word in words if word in row["asks_for"]]
+        listed = f"Which {' '.join(own[:1] + ['unit', 'day', 'name', 'size'] * 7)}?"
+        assert (await scored("function_call", row, says(listed)))["reward"] == 0.0, listed
     for reply in replies:
         assert {(await scored("function_call", row, says(reply)))["reward"] for row in missing} == {0.0}, reply
     for asked in HONEST.values():

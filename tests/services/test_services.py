@@ -54,6 +54,8 @@ async def add(body: Add, session: Session) -> Any:
         parent: dict[str, Any] = {"children": []}
         parent["children"].append({"parent": parent})
         return parent
+    if body.amount == 20:
+        return {"prices": [1.5, float("nan")]}
     if body.amount == 18:
         await asyncio.Event().wait()
     session["total"] = session.get("total", 0) + body.amount
@@ -200,6 +202,7 @@ CRASHES = {
     16: ("what another service said", False),
     17: (r"add failed: SystemExit: a library gave up \(test_services.py:\d+\)", True),
     19: (r"add returned a value that is not JSON: it contains itself \(test_services.py:\d+\)", False),
+    20: (r"add returned a value that is not JSON: it contains NaN or an infinity \(test_services.py:\d+\)", False),
     18: ("gym at .* did not answer POST /add within", True),
 }
 

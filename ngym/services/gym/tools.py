@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin, get_type_hints
@@ -191,7 +192,10 @@ def _result_schema(function: Callable[..., Any]) -> Json:
 def _written(result: Any, author: Author, name: str) -> Response:
     """A tool's return value, as JSON."""
     try:
-        return JsonResponse(result)
+        response = JsonResponse(result)
+        if b"null" in response.body and _has_nan(result):  # JSON has no NaN: the model would read null
+            raise ValueError("it contains NaN or an infinity")
+        return response
     except Exception as error:
         if isinstance(error, BadRequest) and not _contains_itself(result):  # too deep, as the model's arguments can be
             raise ToolError(f"{name}: {error.detail}") from None
@@ -200,6 +204,16 @@ def _written(result: Any, author: Author, name: str) -> Response:
         raise ServiceError(
             f"{name} returned a value that is not JSON: {reason}{where}", failure="tool_error"
         ) from error
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return any(map(_has_nan, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_nan, value))
 
 
 def _contains_itself(value: Any) -> bool:
