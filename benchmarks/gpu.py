@@ -359,7 +359,7 @@ def grpo_by_us(spec: Row) -> Row:
 
 
 def drawn_rollouts(spec: Row) -> list[Any]:
-    from ngym.trainer.data.samples import RolloutSample, Said
+    from ngym.trainer.data.samples import RolloutSample, SampledSegment
 
     draw, made = random.Random(0), []
     prompt, answer = scaled(spec, PROMPT), scaled(spec, ANSWER)
@@ -368,7 +368,7 @@ def drawn_rollouts(spec: Row) -> list[Any]:
         shared = [draw.randrange(1000) for _ in range(prompt)]
         for _ in range(ATTEMPTS):
             ids = shared + [draw.randrange(1000) for _ in range(draw.randrange(answer // 2, answer + 1))]
-            said = Said(ids, [(prompt, len(ids))], sampler=[-7.0] * (len(ids) - prompt))
+            said = SampledSegment(ids, [(prompt, len(ids))], sampler=[-7.0] * (len(ids) - prompt))
             made.append(RolloutSample(segments=(said,), group=str(group), reward=draw.random(), **told))
     return made
 

@@ -127,7 +127,7 @@ def rollouts() -> list[Any]:
             spans = [(20, 26), (29, len(ids))]
             sampler = [-6.9 + 0.2 * draw.random() for start, end in spans for _ in range(start, end)]
             told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-            segments = (samples.Said(ids, spans, sampler=sampler),)
+            segments = (samples.SampledSegment(ids, spans, sampler=sampler),)
             made.append(samples.RolloutSample(segments=segments, group=str(group), reward=draw.random(), **told))
     return made
 

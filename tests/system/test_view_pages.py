@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import findings
+from browsing import eventually, findings
 from viewing import Viewer, failure, rollout, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
@@ -114,9 +114,9 @@ def test_answers_are_rendered_and_raw_on_request(page: Page, shown: Viewer) -> N
     playwright.expect(said.locator(".code-block code")).to_contain_text("<script>document.title")
     playwright.expect(said).to_contain_text("it costs $5, not $6, and 2*3*4 is snake_case_name.")
     page.get_by_role("button", name="Raw", exact=True).click()
-    assert said.inner_text() == MARKDOWN
+    eventually(page, lambda: said.inner_text() == MARKDOWN)
     page.reload()
-    assert said.inner_text() == MARKDOWN
+    eventually(page, lambda: said.inner_text() == MARKDOWN)
     page.keyboard.press("m")
     playwright.expect(said.locator(".heading")).to_have_text("Answer")
 
