@@ -531,7 +531,7 @@ class Files:
         self._check = InputCheck(self.source.inputs, recipe, agents)
         self._check.first()
         progress.agents = set(self._check.named)
-        if starts and not self._check.complete:
+        if starts and not self._check.complete and (agents is None or not progress.agents.issuperset(agents)):
             known = self._check.names_in_rest()
             progress.agents |= known if agents is None else known & set(agents)
         self._sent = MaterializedInputs((self.paths.named(NEW) if self._old else self.paths).materialized)

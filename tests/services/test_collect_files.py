@@ -671,6 +671,16 @@ def test_agents_that_only_a_later_row_names_are_known_before_services_start(task
 
 
 @pytest.mark.usefixtures("small_first_part")
+def test_the_rest_is_not_searched_for_agents_once_all_are_named(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes a second for 2 GB, before the services start."""
+    monkeypatch.setattr(InputCheck, "names_in_rest", lambda check: pytest.fail("searched"))
+    files = Files(tasks.with_name("out.jsonl"), Source(tasks, CollectionPlan("agent")))
+    files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=[], starts=True)
+    assert files.progress.agents == {"agent"}
+    files.close()
+
+
+@pytest.mark.usefixtures("small_first_part")
 def test_agents_in_later_files_of_an_input_are_known_before_services_start(tmp_path: Path) -> None:
     named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(9)]
     files = [written(tmp_path / f"{n}.jsonl", named[3 * n : 3 * n + 3]) for n in range(3)]

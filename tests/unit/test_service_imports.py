@@ -1,6 +1,7 @@
 """What a service folder may import: its own files, libraries, and the parts of ngym that services use. No circles."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -27,7 +28,12 @@ NOT_FOR_SERVICES = (
 
 def imports_of(file: Path) -> Iterator[tuple[int, str]]:
     """Each import as (level, name); level: the dots of a relative import."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    gc.disable()  # CPython 3.11: a collection within ast.parse can end it with "AST constructor recursion depth mismatch"
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
