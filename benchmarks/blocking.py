@@ -1,10 +1,10 @@
-"""Measures how long /health waits while a service handles one hostile request, per service and route, for bodies of up to 64 MB.
+"""Measures how long /health waits while a service handles one hostile request, per service and route, for bodies of up to 31 MB, just below the limit of a body.
 
 Another process asks /health every 10 ms; shown is its longest answer during each request, and where it is longer than the
 limit the request is named. Each request is as large as its route allows; one that is late is
 repeated, and its best time counts.
 
-    python benchmarks/blocking.py [--only judge,policy] [--megabytes 64] [--limit 0.3] [--verbose]
+    python benchmarks/blocking.py [--only judge,policy] [--megabytes 31] [--limit 0.2] [--verbose]
 """
 
 from __future__ import annotations
@@ -300,8 +300,8 @@ def main() -> None:
     parser.add_argument(
         "--body", default="", metavar="TEXT", help="only requests whose route and body name has this in it"
     )
-    parser.add_argument("--megabytes", type=float, default=64)
-    parser.add_argument("--limit", type=float, default=0.3, metavar="SECONDS")
+    parser.add_argument("--megabytes", type=float, default=31)
+    parser.add_argument("--limit", type=float, default=0.2, metavar="SECONDS")
     parser.add_argument("--quick", action="store_true", help="fewer kinds of bodies")
     parser.add_argument("--verbose", action="store_true", help="show every request")
     sys.exit(run(measure(parser.parse_args())))

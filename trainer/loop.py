@@ -262,8 +262,7 @@ class LiveSource:
             at_hand = self._live.open(state)
             if at_hand:
                 self._say(f"{at_hand:,} rollouts were collected before and are used again")
-            resumed_with_a_lag = done > 0 and recipe.live is not None and recipe.live.max_lag > 0
-            yield from checked(self._parts, self._live.batches(done, evaluation), sampled=not resumed_with_a_lag)
+            yield from checked(self._parts, self._live.batches(done, evaluation))
         except BaseException:
             with suppress(NgymError):  # the error that ended the run matters more than those of closing
                 self._close(evaluation)
@@ -304,8 +303,7 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
 def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> Iterator[Batch]:
     """Check rollouts before they are trained: a wrong sampler or temperature would otherwise go unnoticed.
 
-    sampled: the current policy sampled them. A resumed run on a file has moved away from that policy, as intended, and
-    a resumed run with `max_lag` begins with rollouts of earlier weights.
+    sampled: the current policy sampled them. A resumed run on a file has moved away from that policy, as intended.
     """
     if not isinstance(parts.algorithm, PolicyGradient) or not isinstance(parts.recipe.algorithm, PolicyGradientOptions):
         return batches

@@ -49,8 +49,8 @@ def as_ctrl_c() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if not came:
+        if not came:
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
 

@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and Anthropic against a model server, whichever tongue its back end speaks."""
+"""The official clients of OpenAI and Anthropic against a model server, whichever API its back end has."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,7 +45,7 @@ class City(BaseModel):
 
 @pytest.fixture(params=["responses", "chat"])
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """A model server whose back end speaks this tongue."""
+    """A model server whose back end has this API."""
     app = chat_policy.SCRIPTED.app if request.param == "responses" else chat_policy.app
     async with house({"policy": {"replies": REPLIES, "tokens": True}}, policy=app) as peers:
         yield peers.urls["policy"][0]

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -28,6 +29,11 @@ from ngym.services.gym.sessions import SessionStore
 from ngym.services.gym.step_server import Step, step_server
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
+
+
+@dataclass
+class Prices:
+    values: list[float]
 
 
 class Add(BaseModel):
@@ -56,6 +62,8 @@ async def add(body: Add, session: Session) -> Any:
         return parent
     if body.amount == 20:
         return {"prices": [1.5, float("nan")]}
+    if body.amount == 21:
+        return Prices([float("inf")])
     if body.amount == 18:
         await asyncio.Event().wait()
     session["total"] = session.get("total", 0) + body.amount
@@ -202,6 +210,7 @@ CRASHES = {
     16: ("what another service said", False),
     17: (r"add failed: SystemExit: a library gave up \(test_services.py:\d+\)", True),
     19: (r"add returned a value that is not JSON: it contains itself \(test_services.py:\d+\)", False),
+    21: (r"add returned a value that is not JSON: it contains NaN or an infinity \(test_services.py:\d+\)", False),
     20: (r"add returned a value that is not JSON: it contains NaN or an infinity \(test_services.py:\d+\)", False),
     18: ("gym at .* did not answer POST /add within", True),
 }

@@ -1,4 +1,4 @@
-"""models/scripted behind model_server's other tongue: the same answers, as Chat Completions, plain and chunk by chunk."""
+"""models/scripted behind model_server's other API: the same answers, as Chat Completions, plain and chunk by chunk."""
 
 from __future__ import annotations
 

@@ -409,6 +409,19 @@ def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer:
     assert step.means["probs_ratio"] == pytest.approx(1, abs=1e-5) and step.means["clip_ratio/region_mean"] == 0
 
 
+def test_the_sampler_is_compared_in_the_first_batch_of_the_current_weights(tokenizer: PreTrainedTokenizerBase) -> None:
+    trained = learner(tokenizer)
+    algorithm = policy_gradient.PolicyGradient(options(), None, None)
+    updates = [algorithm.prepare(read(rows()), trained, BUDGET)]  # of another policy's logprobs
+    batches = [samples.Batch(updates, {"lag": lag}) for lag in (2, 1, 0)]
+    passed = []
+    with pytest.raises(checks.CheckFailed, match="token_mult_prob_error"):
+        for found in checks.checked(batches, trained, BUDGET, algorithm.sampler_N, 1.05):
+            passed.append(found.values["lag"])
+            one_step(trained, algorithm, found.updates[0])
+    assert passed == [2, 1]
+
+
 def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

@@ -58,6 +58,9 @@ def checked(
 ) -> Iterator[Batch]:
     """The batches; the first one that trains something is checked before and after. Every rank iterates.
 
+    The sampler's logprobs are compared in the first batch that the current weights sampled: a resumed run with
+    `max_lag` begins with rollouts of earlier ones.
+
     Args:
         sampler_N: the sampler's logprobs of a micro-batch; None if another policy sampled.
         bound: on the mean of exp |log p - log p of the sampler|.
@@ -67,14 +70,16 @@ def checked(
     """
     first = True
     for batch in batches:
-        if not first or not batch.updates:
+        samples = batch.updates[0] if batch.updates else []
+        if first and samples:
+            _repeats_itself(engine, samples, budget)
+        if sampler_N is not None and samples and not batch.values.get("lag"):
+            _is_the_sampler(engine, samples, budget, sampler_N, bound)
+            sampler_N = None
+        if not first or not samples:
             yield batch
             continue
         first = False
-        samples = batch.updates[0]
-        _repeats_itself(engine, samples, budget)
-        if sampler_N is not None:
-            _is_the_sampler(engine, samples, budget, sampler_N, bound)
         with engine.gradients_seen() as seen:
             yield batch
         trainable = [name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad]

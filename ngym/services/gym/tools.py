@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin, get_type_hints
@@ -211,6 +212,10 @@ def _has_nan(value: Any) -> bool:
         return not math.isfinite(value)
     if isinstance(value, BaseModel):
         value = value.model_dump()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    elif hasattr(value, "tolist"):  # numpy
+        value = value.tolist()
     if isinstance(value, Mapping):
         return any(map(_has_nan, value.values()))
     return isinstance(value, list | tuple) and any(map(_has_nan, value))

@@ -225,7 +225,7 @@ class Writer:
     def __init__(self, dialect: ApiDialect, body: Json, stored: bool) -> None:
         self.began = False
         self.response: Json = {}
-        self._tongue = dialect
+        self._dialect = dialect
         self._body = body
         self._stored = stored
         self._number = 0
@@ -233,7 +233,7 @@ class Writer:
     def written(self, events: Iterable[Json]) -> bytes:
         parts = []
         for event in events:
-            if self._tongue.name == "responses":
+            if self._dialect.name == "responses":
                 event["sequence_number"] = self._number
                 self._number += 1
                 if "response" in event:
@@ -245,8 +245,8 @@ class Writer:
 
     def failed(self, error: ServiceError) -> bytes:
         """The events that end a stream after an error."""
-        if self._tongue.name != "responses":
-            return sse(self._tongue.refusal(error))
+        if self._dialect.name != "responses":
+            return sse(self._dialect.refusal(error))
         told = {"code": "server_error", "message": error.detail}
         response = {**self.response, "status": "failed", "error": told}
         return self.written([{"type": "response.failed", "response": response}])
