@@ -27,7 +27,8 @@ MOST_FIELD_BYTES = 16 << 10
 NOT_SENT = frozenset({"responses_create_params", "response", "ng", "agent_ref"})
 
 
-MOST_ROLLOUTS, MOST_BYTES = 50_000, ROW_BYTES * 3 // 4  # per agent; the environment receives only the first rollouts
+MOST_ROLLOUTS = 50_000  # per agent; the environment receives only the first rollouts
+MOST_BYTES = ROW_BYTES - (1 << 20)  # the rest is for the object around the rows
 ASKED_S, TIMEOUT_S = 10.0, 120.0
 
 
@@ -69,11 +70,12 @@ def _slim_rows(output: Path, agent: str) -> tuple[list[Json], bool]:
             continue
         fields = {name: orjson.dumps(value) for name, value in line.row.items() if name not in NOT_SENT}
         short = {name: value for name, value in fields.items() if len(value) <= MOST_FIELD_BYTES}
-        size += sum(map(len, short.values()))
+        kept = {name: line.row[name] for name in short}
+        size += len(orjson.dumps(kept)) + 1
         weight += ROW_WEIGHT + sum(NODE_WEIGHT + 1 + json_weight(value) for value in short.values())
         if len(slim) == MOST_ROLLOUTS or size > MOST_BYTES or weight > MOST_WEIGHT:
             return slim, True
-        slim.append({name: line.row[name] for name in short})
+        slim.append(kept)
     return slim, False
 
 

@@ -251,6 +251,17 @@ async def test_the_collector_sends_no_more_fields_than_an_environment_takes(tmp_
     assert told["errors"] == [f"only the first {told['metrics']['count']:,.0f} rollouts are in it"]
 
 
+async def test_the_collector_sends_no_more_bytes_than_an_environment_takes(tmp_path: Path) -> None:
+    """The names of the fields are most of them."""
+    line = output_row(0, 1.0, **{f"field_{number}_{'x' * 400}": number for number in range(10)})
+    output = tmp_path / "out.jsonl"
+    output.write_text((json.dumps(line) + "\n") * 10_000)
+    async with house({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
+        told = await environment_metrics(output, peers["words_agent"])
+    assert told is not None and 5_000 < told["metrics"]["count"] < 10_000
+    assert told["errors"] == [f"only the first {told['metrics']['count']:,.0f} rollouts are in it"]
+
+
 SHIPPED_METRICS = {
     "games": {"finished", "sokoban/mean/reward"},
     "function_call": {"exact_calls/expected", "parallel/mean/reward"},
