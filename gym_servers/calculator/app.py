@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ngym import ToolError, VerifyRequest, gym_server
-from ngym.grading.answers import number, same_number
+from ngym.convert import last_user_text
+from ngym.grading.answers import asks_percent, number, same_number
 
 MAX_CHARS = 200
 MAX_DIGITS = 30
@@ -120,7 +121,8 @@ async def calculator(body: Calculator) -> int | float:
 
 
 async def verify(task: CalculatorTask) -> dict[str, Any]:
-    found = number(task.text)
+    question = last_user_text(task.responses_create_params.get("input") or "")
+    found = number(task.text, percent=asks_percent(question))
     reward = float(found is not None and same_number(found, task.expected_answer))
     return {"reward": reward, "extracted_answer": None if found is None else str(found)}
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.convert import last_user_text
-from ngym.grading.answers import number, same_number, without_reasoning
+from ngym.grading.answers import asks_percent, number, same_number, without_reasoning
 from ngym.grading.number_match import close
 from ngym.rollout import calls_in
 from ngym.schema import Json
@@ -23,6 +23,84 @@ RELATIVE_TOLERANCE = 1e-6
 Schema = Mapping[str, Any]
 ASKING_WORDS = 60
 QUESTION_WORDS = 25  # more are a list of names, not a question
+LISTED_NAMES = 3  # names in a list, the right one among them, that are still one question
+BARE_WORDS = 3  # an item of a list: `which city`, `the date`
+NEW_WORDS = 4  # words of a question, other than function words, that the user did not say
+SEPARATOR = re.compile(r"[,;:/|&()\[\]\n\u2022]|\s-\s|\b(?:or|and|plus)\b")
+FUNCTION_WORDS = frozenset(
+    [
+        "a",
+        "an",
+        "the",
+        "to",
+        "of",
+        "for",
+        "in",
+        "on",
+        "at",
+        "by",
+        "with",
+        "from",
+        "do",
+        "does",
+        "did",
+        "is",
+        "are",
+        "was",
+        "be",
+        "been",
+        "am",
+        "i",
+        "you",
+        "we",
+        "it",
+        "this",
+        "that",
+        "these",
+        "there",
+        "me",
+        "my",
+        "your",
+        "our",
+        "us",
+        "its",
+        "which",
+        "what",
+        "when",
+        "where",
+        "who",
+        "whom",
+        "whose",
+        "how",
+        "why",
+        "can",
+        "could",
+        "will",
+        "would",
+        "may",
+        "might",
+        "shall",
+        "should",
+        "please",
+        "have",
+        "has",
+        "like",
+        "want",
+        "need",
+        "know",
+        "tell",
+        "give",
+        "let",
+        "if",
+        "so",
+        "then",
+        "exactly",
+        "just",
+        "also",
+        "as",
+        "not",
+    ]
+)
 ASKING_CHARS = 1_000
 SENTENCE_END = re.compile(r"(?<=[.!?\n])")
 WH = re.compile(r"\b(?:what|which|when|where|who|whom|whose|how|why)\b")
@@ -230,7 +308,7 @@ async def verify(task: Task, options: Options) -> dict[str, Any]:
 def _answered(task: Task) -> bool:
     """Whether the text gives the number, or asks for the missing information in one short question, or is not empty."""
     if task.expected_answer is not None:
-        found = number(task.text)
+        found = number(task.text, percent=asks_percent(task.question))
         return found is not None and same_number(found, task.expected_answer)
     text = without_reasoning(task.text)
     return asks(text, task.asks_for, task.not_for, task.question) if task.asks_for else bool(text.strip())
@@ -246,17 +324,27 @@ def asks(text: str, things: list[str], others: list[str], heard: str = "") -> bo
     said = text.casefold().strip()
     if len(said) > ASKING_CHARS:
         return False
-    questions = [_words(part) for part in SENTENCE_END.split(said) if part.endswith("?")]
-    words = _words(said)
-    echoes = _words(heard.casefold())
-    asking = [
-        question
-        for question in questions
-        if ASKING.search(question) and question not in echoes and len(question.split()) <= QUESTION_WORDS
-    ]
+    words, echoes = _words(said), _words(heard.casefold())
     if len(words.split()) > ASKING_WORDS or len(set(WH.findall(words))) > 1 or any(_names(words, o) for o in others):
         return False
-    return any(_names(question, thing) for question in asking for thing in things if len(question.split()) > 1)
+    return any(
+        _asks_in(question, things, echoes) for question in SENTENCE_END.split(said) if _words(question) not in echoes
+    )
+
+
+def _asks_in(sentence: str, things: list[str], heard: str) -> bool:
+    """Whether one sentence is a question for one of `things`, and no list of names in which one of them is found."""
+    words = _words(sentence)
+    if not sentence.endswith("?") or not 1 < len(words.split()) <= QUESTION_WORDS or not ASKING.search(words):
+        return False
+    parts = [_words(part) for part in SEPARATOR.split(sentence)]
+    naming = [part for part in parts if any(_names(part, thing) for thing in things)]
+    listed = [part for part in parts if part and len(part.split()) <= BARE_WORDS]
+    if len(listed) > LISTED_NAMES and all(part in listed for part in naming):
+        return False
+    known = FUNCTION_WORDS.union(heard.split())
+    crowded = any(len(set(part.split()) - known) > NEW_WORDS for part in naming)
+    return not crowded and any(_names(words, thing) for thing in things)
 
 
 def _words(text: str) -> str:

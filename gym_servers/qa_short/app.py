@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import WINDOW, short, without_reasoning
-from ngym.grading.number_match import apart, day, quantity, signed, unit
+from ngym.grading.number_match import SCALE_SYMBOLS, apart, day, quantity, same_symbol, signed, unit
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.grading.text_match import exact, f1, normal
 from ngym.schema import Json
@@ -30,6 +30,9 @@ UNIT = re.compile(
 )
 CURRENCY = re.compile(r"^(-?)([$\u20ac\u00a3\u00a5])\s*(?=\d)")
 PERCENT = "%"
+K_BEHIND_A_NUMBER = "K"  # `5K` is five thousand or 5 kelvin
+QUOTES = " .*_`\"'\u2018\u2019\u201c\u201d"
+BRACKETS = ("()", "[]", "{}", "$$")
 MAX_ACCEPTED = 1_000  # each comparison takes about 50 us
 IN_JSON = re.compile(r'\{\s*"answer"\s*:\s*("(?:[^"\\\n]|\\.)*")[^{}]*\}\s*(?:```)?\s*$')
 
@@ -51,11 +54,12 @@ def measures(answer: str, accepted: Sequence[str], kind: Kind, tolerance: float)
 
 
 def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
-    if kind == "number":
-        found, wanted = amount_of(answer), amount_of(expected)
-        if found is not None and wanted is not None:
-            near = abs(found.number - wanted.number) <= Decimal(repr(tolerance)) * abs(wanted.number)
-            return near and found.fits(wanted)
+    if kind == "number" and (wanted := amount_of(expected)):
+        found = amount_of(answer)
+        if found is None:
+            return False
+        near = abs(found.number - wanted.number) <= Decimal(repr(tolerance)) * abs(wanted.number)
+        return near and found.fits(wanted)
     if kind == "date":
         found_day, wanted_day = day(answer), day(expected)
         if found_day is not None and wanted_day is not None:
@@ -64,21 +68,23 @@ def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
 
 
 class Amount(NamedTuple):
-    """A number and the normalised name of its unit or currency, if any."""
+    """A number and the normalized name of its unit or currency, if any, with its spelling."""
 
     number: Decimal
     unit: str | None
+    spelling: str = ""
 
     def fits(self, expected: Amount) -> bool:
-        """Whether the units agree. One may be missing, because the question states it, except a percent sign."""
-        if PERCENT in (self.unit, expected.unit):
-            return self.unit == expected.unit
-        return self.unit is None or expected.unit is None or self.unit == expected.unit
+        """Whether the units agree. One may be missing, because the question states it, except `%` and the K of `5K`."""
+        units = {self.unit, expected.unit}
+        if units & {PERCENT, K_BEHIND_A_NUMBER}:
+            return len(units) == 1 or units == {K_BEHIND_A_NUMBER, unit("kelvin")}
+        return None in units or (len(units) == 1 and same_symbol(self.spelling, expected.spelling))
 
 
 def amount_of(text: str) -> Amount | None:
-    """A number with at most one currency sign before it or one unit after it: `$5`, `12 km`, `3 million`."""
-    text = apart(signed(text.strip(" .*_`")))
+    """A number with at most one currency sign before it or one unit after it: `$5`, `12 km`, `3 million`, `5k`."""
+    text = apart(signed(unquoted(text)))
     sign = CURRENCY.match(text)
     bare = CURRENCY.sub(r"\1", text)
     whole = quantity(bare)
@@ -88,8 +94,19 @@ def amount_of(text: str) -> Amount | None:
     number = quantity(bare[: behind.start()]) if behind else None
     if behind is None or number is None:
         return None
-    name = unit(behind[1]) or behind[1].casefold().strip(".").removesuffix("s")
-    return Amount(number, name if sign is None else f"{unit(sign[2])} {name}")
+    spelling = behind[1]
+    if spelling in SCALE_SYMBOLS:
+        return Amount(number * SCALE_SYMBOLS[spelling], unit(sign[2]) if sign else None)
+    name = unit(spelling) or spelling.casefold().strip(".").removesuffix("s")
+    if behind[0] == K_BEHIND_A_NUMBER:
+        name = K_BEHIND_A_NUMBER
+    return Amount(number, name if sign is None else f"{unit(sign[2])} {name}", spelling)
+
+
+def unquoted(text: str) -> str:
+    """The text without quotes, brackets and Markdown around it."""
+    text = text.strip(QUOTES)
+    return unquoted(text[1:-1]) if text[:1] + text[-1:] in BRACKETS else text
 
 
 def hedged(answer: str, accepted: Sequence[str]) -> bool:

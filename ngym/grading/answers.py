@@ -47,8 +47,38 @@ _OPERAND_AFTER = re.compile(
     r"|\s*[-+*/\u00d7\u00f7\u00b7]\s*(?:[A-Za-z](?![A-Za-z])|[(\\\u221a])"
 )
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=\.?\d)", re.IGNORECASE)
-_SCALE = re.compile(r"\s*(?:-\s*)?\b(hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALE = re.compile(
+    r"\s*-?\s*\b(?i:(hundred|thousand|million|billion|trillion|dozen)s?\b)|\s?((?i:k|mn|bn|tn)|[MBT])(?!\w)"
+)
+_SCALES = {
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+    "k": 10**3,
+    "m": 10**6,
+    "mn": 10**6,
+    "b": 10**9,
+    "bn": 10**9,
+    "t": 10**12,
+    "tn": 10**12,
+}
+_PERCENT = re.compile(r"\s*(?:\\?%|percent\b|per cent\b|\N{PER MILLE SIGN})", re.IGNORECASE)
+_PERCENT_WORDS = re.compile(r"%|\bper ?cent", re.IGNORECASE)
+_FRACTION = re.compile(
+    r"[\s-]*(?:halves|thirds|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths|millionths)\b"
+    r"|\s+and\s+(?:a|one|two|three)[\s-]+(?:half|thirds?|quarters?|fourths?|fifths?|eighths?|tenths?)\b",
+    re.IGNORECASE,
+)
+_ALTERNATIVE = re.compile(  # `8 or 7`, `8 apples and/or 7`, `not 7`, `x > 7`
+    r"[0-9]\W*(?:[^\W\d]+\W+){0,2}?(?:or|and|and/or)\W+(?:(?:maybe|perhaps|possibly|probably|even|rather|just|about|also)\W+){0,2}$"
+    r"|(?:\bnot|\bnever|n't|\N{NOT EQUAL TO}|\\neq?)[\s*_]*$|[\w)\]}]\s*(?:[<>]=?|!=|[\u2264\u2265]|\\[lg]eq?|\\[lg]t)\s*$",
+    re.IGNORECASE,
+)
+_TAG = re.compile(r"</?[A-Za-z][\w-]{0,20}>")
+_BOXED_LIST = re.compile(r"[0-9]\s*(?:[,;]|\\quad|\\text\s*\{\s*(?:or|and)\s*\})")
 _TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
 _WORD = re.compile(r"\S+")
 _COMMAND = re.compile(r"\S*\\[A-Za-z]\S*")
@@ -158,20 +188,34 @@ def short(text: str) -> str | None:
     return unwrapped(marked).strip(" \t*_`") or None
 
 
-def number(text: str) -> Decimal | None:
+def number(text: str, percent: bool = False) -> Decimal | None:
     """The last number of the last box if there is one, else of the text: `1,234`, `-3.5e2`, `minus 7`, `3 million`.
 
-    A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`) is not an answer.
+    A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`), of a fraction in words
+    (`7 tenths`), an alternative (`8 or 7`), a bound (`x > 7`) or denied (`not 7`) is not an answer.
+
+    Args:
+        percent: whether the question asks for a percentage, so that `7%` is 7. Otherwise `7%` is not an answer.
     """
     text = _answering(text)
     box = boxed(text)
-    plain = _MINUS.sub("-", _plain((text if box is None else box)[-WINDOW:]))
+    plain = _MINUS.sub("-", _TAG.sub(" ", _plain((text if box is None else box)[-WINDOW:])))
     numbers = list(_NUMBER.finditer(plain))
     if not numbers or not _stands_alone(plain, numbers[-1]):
         return None
-    scale = _SCALE.match(plain, numbers[-1].end())
+    start, end = numbers[-1].span()
+    if _ALTERNATIVE.search(plain[max(0, start - _CONTEXT) : start]) or _FRACTION.match(plain, end):
+        return None
+    if (box is not None and _BOXED_LIST.search(plain[:start])) or (_PERCENT.match(plain, end) and not percent):
+        return None
+    scale = _SCALE.match(plain, end)
     value = Decimal(numbers[-1].group().replace(",", ""))
-    return value * _SCALES[scale[1].casefold()] if scale else value
+    return value * _SCALES[(scale[1] or scale[2]).casefold()] if scale else value
+
+
+def asks_percent(question: str) -> bool:
+    """Whether a question is about a percentage."""
+    return _PERCENT_WORDS.search(question) is not None
 
 
 def same_number(found: Decimal, expected: Decimal) -> bool:

@@ -52,6 +52,9 @@ _MONTHS = [
 ]
 _MONTH = {form: number for number, name in enumerate(_MONTHS, start=1) for form in (name, name[:3])} | {"sept": 9}
 
+SCALE_SYMBOLS = {"k": 10**3, "mn": 10**6, "M": 10**6, "B": 10**9, "bn": 10**9, "T": 10**12, "tn": 10**12}
+_PREFIXED = re.compile(r"[mM](?:[gmswvajlnWVAJLN]|pa|Pa|hz|Hz|cal|ol|wh|Wh)s?")
+_BITS = re.compile(r"[kKMGT]i?[bB](?:ps|/s)?")
 _DIGITS = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3}){1,20}|\d{1,60})(?:\.\d{1,60})?)(?:e([-+]?\d{1,3}))?\s*([a-z]*)")
 _ISO = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})")
 _DAY_FIRST = re.compile(r"(\d{1,2})(?:st|nd|rd|th)?(?: of)? ([a-z]+) (\d{4})")
@@ -91,6 +94,19 @@ def _one_unit(text: str) -> str | None:
         name, power = name[:-1], name[-1]
     known = _UNIT.get(name) or _UNIT.get(name.removesuffix("s")) or _SPEEDS.get(name)
     return known and (f"{known}^{power}" if power else known)
+
+
+def same_symbol(text: str, other: str) -> bool:
+    """Whether two spellings agree in the case of letters where it has a meaning: `KM` may be `km`, `Mb` is not `MB`.
+
+    It has a meaning in the prefixes milli and mega, and in bits and bytes, unless a spelling has no capital letter.
+    """
+    text, other = text.strip(" ."), other.strip(" .")
+    if text == other or text.casefold() != other.casefold():
+        return True
+    if text.casefold() == "m" or (_PREFIXED.fullmatch(text) and _PREFIXED.fullmatch(other) and text[0] != other[0]):
+        return False
+    return not (_BITS.fullmatch(text) and _BITS.fullmatch(other)) or ("b" in text) == ("b" in other)
 
 
 def apart(text: str) -> str:

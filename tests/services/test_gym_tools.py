@@ -257,6 +257,9 @@ async def test_a_question_for_what_is_missing_is_paid_and_one_reply_for_all_rows
         own = [word for word in words if word in row["asks_for"]]
         listed = f"Which {' '.join(own[:1] + ['unit', 'day', 'name', 'size'] * 7)}?"
         assert (await scored("function_call", row, says(listed)))["reward"] == 0.0, listed
+        for some in ("unit, day, name, size", "unit day name size colour", "unit/day/name and size"):
+            question = f"Which {own[0]}{',' if ',' in some else ''} {some}?".replace("/", " / ")
+            assert (await scored("function_call", row, says(question)))["reward"] == 0.0, question
     for reply in replies:
         assert {(await scored("function_call", row, says(reply)))["reward"] for row in missing} == {0.0}, reply
     for asked in HONEST.values():

@@ -8,6 +8,7 @@ import pytest
 from house import house
 from paths import ROOT
 
+from gym_servers.qa_short.app import measures
 from ngym.services.base.app import load
 
 
@@ -67,3 +68,18 @@ async def test_shaping_in_the_stanza_changes_the_reward_and_keeps_the_raw_one():
         scored = await peers["qa"].post("/verify", rollout("Answer: Rome", expected_answer="Rome"))
     assert (scored["reward"], scored["raw_reward"]) == (0.75, 1.0)
     assert scored["reward_components"] == {"correctness": 1.0, "shaping/format": -0.25}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "paid"),
+    [
+        *[(answer, "5", False) for answer in ("- 5", "5k", "5 k", "5K", "5M", "5 bn", "5%", "-5", "5 or 6", "about 5")],
+        *[(answer, "5", True) for answer in ("5", "5.", "(5)", '"5"', "$5$", "five", "5 apples", "5 km", "5.0")],
+        *[("5 MB", "5 Mb", False), ("5 mW", "5 MW", False), ("5 M", "5 m", False), ("5 kb/s", "5 kB/s", False)],
+        *[("5 KM", "5 km", True), ("5 mb", "5 MB", True), ("5 megabytes", "5 megabytes", True)],
+        *[("300K", "300 K", True), ("300 kelvin", "300 K", True), ("300 K", "300", True), ("5k", "5000", True)],
+        *[("$5M", "$5 million", True), ("5 dollars", "$5", True), ("5 euros", "$5", False)],
+    ],
+)
+def test_a_sign_a_scale_and_the_case_of_a_unit_belong_to_a_number(answer: str, expected: str, paid: bool) -> None:
+    assert measures(answer, [expected], "number", 0.0).exact == float(paid)

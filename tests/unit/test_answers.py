@@ -7,6 +7,7 @@ import pytest
 
 from ngym.grading.answers import (
     TEXT_LIMIT,
+    asks_percent,
     boxed,
     formula,
     last_text,
@@ -94,8 +95,32 @@ def test_reasoning_holds_no_answer():
         ("It is Negative .5", "-0.5"),
         ("5 minus 7", None),
         ("7 million", "7000000"),
+        ("7 dozens", "84"),
+        ("7k", "7000"),
+        ("7 M", "7000000"),
+        ("7m", "7"),
+        ("7%", None),
+        (r"7\%", None),
+        ("7 percent", None),
+        ("7 tenths", None),
+        ("7 and a half", None),
+        ("8 or 7", None),
+        ("8 apples or maybe 7", None),
+        ("8 (or 7)", None),
+        ("8 and 7", None),
+        (r"\boxed{8, 7}", None),
+        (r"\boxed{8 \text{ or } 7}", None),
+        ("3 hats or 4 coats, so it is 7", "7"),
+        ("1 or 2? It is 7", "7"),
+        ("it is not 7", None),
+        ("it isn't **7**", None),
+        ("not 5 but 7", "7"),
+        ("x > 7", None),
+        (r"x \neq 7", None),
+        ("> 7", "7"),
+        ("=> 7", "7"),
+        ("<answer>7</answer>", "7"),
         ("1.5 thousand", "1500"),
-        ("7 dozens", "7"),
         ("5e3 apples", "5e3"),
         (r"\boxed{12} in 3 steps", "12"),
         ("95kg", "95"),
@@ -105,6 +130,12 @@ def test_reasoning_holds_no_answer():
 )
 def test_the_last_number_counts(text, found):
     assert number(text) == (None if found is None else Decimal(found))
+
+
+def test_a_percentage_is_a_number_only_if_the_question_asks_for_one():
+    assert number("It is 7%.", percent=True) == number("It is 7.", percent=True) == 7
+    assert number("It is 7%.", percent=asks_percent("How many percent?")) == 7
+    assert number("It is 7%.", percent=asks_percent("How many apples?")) is None
 
 
 def test_whole_numbers_are_equal_and_others_nearly():
