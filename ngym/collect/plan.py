@@ -21,8 +21,9 @@ from typing import BinaryIO
 
 import orjson
 
+from ngym.convert.request_validation import check_overrides
 from ngym.did_you_mean import did_you_mean, nearest
-from ngym.errors import UsageError
+from ngym.errors import BadRequest, UsageError
 from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, open_rows
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
 from ngym.stats.pass_at_k import DenseInts
@@ -51,6 +52,12 @@ class CollectionPlan:
     params: Json = field(default_factory=dict)
     seed: int | None = None
     agents: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            check_overrides(self.params)
+        except BadRequest as error:
+            raise UsageError(f"responses_create_params: {error}") from None
 
     def reference(self, row: Json) -> AgentRef:
         """The agent of a row that has passed a RowCheck."""

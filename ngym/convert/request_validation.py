@@ -344,6 +344,17 @@ def check_create_params(body: Json) -> Json:
     return sound(params, input_problems(params.get("input")), tool_problems(params, "name"))
 
 
+def check_overrides(params: Json) -> None:
+    """Check fields that replace those of a `/v1/responses` body; of a leaf such as `reasoning.effort`, the field's name.
+
+    Raises:
+        BadRequest: a field is not known, not supported, or of the wrong type.
+    """
+    whole = {name.partition(".")[0]: None if "." in name else value for name, value in params.items()}
+    given = {name: value for name, value in whole.items() if value is not None or name not in RESPONSES}
+    sound({}, _field_problems(given, RESPONSES, RESPONSES_REFUSED))
+
+
 def check_chat_request(body: Json) -> Json:
     """Check a `/v1/chat/completions` body and drop its nulls; a BadRequest names the first wrong fields."""
     request = known(body, CHAT, CHAT_REFUSED)

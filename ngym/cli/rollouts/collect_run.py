@@ -83,10 +83,7 @@ class Options:
         if self.overrides and not self.configs:
             hint = "overrides of the config need --config FILE; for a sampling setting use --set"
             raise UsageError(f"{self.overrides[0]!r}: {hint}")
-        _ = self.inputs
-        for text in self.settings:
-            _setting(text)
-        _mapping(self.mapped)
+        _ = self.inputs, self.recipe  # both report what is wrong
 
     @property
     def head_url(self) -> str | None:
