@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "tool_calls", "length", "context", "content_filte
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 # Beside them on the items of NeMo Gym's models, often null; its servers refuse it without them.
+REWARD_PENDING = "reward_pending"
 ROUTED_EXPERTS = "routed_experts"
 
 
@@ -139,6 +140,11 @@ def stop_reason(told: StopReason, finish_reasons: Sequence[FinishReason]) -> Sto
 def is_cut_off(told: str | None, finish_reasons: Iterable[str]) -> bool:
     """Whether a limit ended a rollout with this stop reason, or one of its turns."""
     return told in CUT_OFF or any(reason in CUT_TURNS for reason in finish_reasons)
+
+
+def is_pending(row: Json) -> bool:
+    """Whether the reward of a row needs the other rollouts of its task."""
+    return row.get("reward") is None and row.get(REWARD_PENDING) == "group"
 
 
 def task_id(row: Json) -> str:

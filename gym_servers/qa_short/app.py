@@ -13,9 +13,9 @@ from pydantic import Field
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import WINDOW, short, without_reasoning
-from ngym.grading.number_match import SCALE_SYMBOLS, apart, day, quantity, same_symbol, signed, unit
+from ngym.grading.number_match import SCALE_SYMBOLS, day, quantity, same_symbol, unit
 from ngym.grading.reward_parts import Shaping, shaped
-from ngym.grading.text_match import exact, f1, normal
+from ngym.grading.text_match import apart, exact, f1, normal, signed
 from ngym.schema import Json
 from ngym.services.gym.server import ReferenceText
 from ngym.stats.score_summary import means_by

@@ -21,7 +21,6 @@ from typing import BinaryIO
 
 import orjson
 
-from ngym.convert.request_validation import check_overrides
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import BadRequest, UsageError
 from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, open_rows
@@ -54,6 +53,10 @@ class CollectionPlan:
     agents: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.params:
+            return
+        from ngym.convert.request_validation import check_overrides
+
         try:
             check_overrides(self.params)
         except BadRequest as error:

@@ -36,11 +36,10 @@ from ngym.collect.rollout_rows import (
 )
 from ngym.errors import NgymError, ServiceError, boundary
 from ngym.grading import group_rewards
-from ngym.grading.group_rewards import is_pending
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
 from ngym.peers import Peers, json_of
-from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, RolloutKey
+from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, RolloutKey, is_pending
 from ngym.telemetry import tracing
 
 FIRST = 64  # rollouts to begin with, and the fewest

@@ -7,20 +7,19 @@ from pathlib import Path
 
 from ngym.errors import UsageError
 
+HUB = "hf:"  # the beginning of every such path
 # a Path has one slash where the text had two
 FORM = re.compile(r"hf:/{1,2}datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 
 
 def local_copy(path: Path) -> Path:
-    """The path itself; for an `hf://` path, the downloaded file in the cache of huggingface_hub.
+    """The downloaded file of an `hf://` path, in the cache of huggingface_hub.
 
     HF_ENDPOINT, HF_TOKEN and HF_HOME apply, as in other programs.
 
     Raises:
         UsageError: the path has another form, or the file cannot be downloaded.
     """
-    if path.parts[:1] != ("hf:",):
-        return path
     shown = "hf://" + path.as_posix().removeprefix("hf:").lstrip("/")
     match = FORM.fullmatch(path.as_posix())
     if match is None:

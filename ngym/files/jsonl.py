@@ -24,7 +24,7 @@ import orjson
 from ngym.did_you_mean import near_file
 from ngym.errors import UsageError
 from ngym.files.atomic import write_whole
-from ngym.files.hub import local_copy
+from ngym.files.hub import HUB, local_copy
 from ngym.net.json_limits import MAX_DEPTH, is_deep
 from ngym.schema import Json
 
@@ -58,7 +58,9 @@ def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Pat
     """
     paths: dict[Path, Path] = {}  # what a link names -> its first path
     for text in map(str, inputs):
-        path, is_pattern = local_copy(Path(text)), glob.has_magic(text)
+        path, is_pattern = Path(text), glob.has_magic(text)
+        if text.startswith(HUB):
+            path = local_copy(path)
         found = sorted(map(Path, glob.iglob(text, recursive=True))) if is_pattern and not path.is_file() else [path]
         files = [one for one in found if one.is_file()]
         if not files:

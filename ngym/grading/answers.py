@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from ngym.grading.number_match import signed
-from ngym.grading.text_match import visible
+from ngym.grading.text_match import signed, visible
 
 TEXT_LIMIT = 1_000_000
 WINDOW = 2000

@@ -11,18 +11,12 @@ from typing import Any
 
 from ngym.errors import ServiceError
 from ngym.rollout import without_tokens
-from ngym.schema import Json, is_cut_off
+from ngym.schema import REWARD_PENDING, Json, is_cut_off
 
-PENDING = "reward_pending"
 ROUTE = "/verify_group"
 TIMEOUT_S = 600.0
 
 Post = Callable[..., Awaitable[Any]]
-
-
-def is_pending(row: Json) -> bool:
-    """Whether its reward needs the other rollouts of its task."""
-    return row.get("reward") is None and row.get(PENDING) == "group"
 
 
 async def verified_together(post: Post, rows: Sequence[Json]) -> list[Json]:
@@ -53,7 +47,7 @@ def unjudged(row: Json, failure: str, reason: str) -> Json:
 
 def rescored(row: Json, outcome: Json) -> Json:
     """A row with a verifier's new fields and reward, and the derived values in `ng`."""
-    kept = {name: value for name, value in row.items() if name != PENDING}
+    kept = {name: value for name, value in row.items() if name != REWARD_PENDING}
     trace = row.get("ng")
     if not isinstance(trace, dict):
         return {**kept, **outcome}

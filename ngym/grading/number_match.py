@@ -11,6 +11,8 @@ import unicodedata
 from datetime import date
 from decimal import Decimal
 
+from ngym.grading.text_match import apart, signed
+
 _ONES = [
     "zero",
     "one",
@@ -74,8 +76,6 @@ pa pascal | kpa | bar | hz hertz | khz | mhz | ghz | b byte | kb | mb | gb | tb 
 _UNIT = {word: names.split()[0] for line in _UNITS.splitlines() for names in line.split("|") for word in names.split()}
 _SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "kmph": "km/h", "mps": "m/s"}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
-_SMALL_DIGITS = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2460-\u249b])")
-_DASH = re.compile(r"(?<![\w)\]}\u2010-\u2013])[\u2010-\u2013\u2212\ufe58\ufe63\uff0d](?=[$\u20ac\u00a3\u00a5]?\.?\d)")
 ZERO = 1e-12
 
 
@@ -107,16 +107,6 @@ def same_symbol(text: str, other: str) -> bool:
     if text.casefold() == "m" or (_PREFIXED.fullmatch(text) and _PREFIXED.fullmatch(other) and text[0] != other[0]):
         return False
     return not (_BITS.fullmatch(text) and _BITS.fullmatch(other)) or ("b" in text) == ("b" in other)
-
-
-def apart(text: str) -> str:
-    """Insert `^` before a superscript, subscript or similar digit, which NFKC would join: `7\u00b2` is not 72."""
-    return _SMALL_DIGITS.sub("^", text)
-
-
-def signed(text: str) -> str:
-    """Replace a hyphen, dash or minus sign of any kind directly before a number by `-`, unless it follows an operand."""
-    return text if text.isascii() else _DASH.sub("-", text)
 
 
 def close(expected: float, found: float, tolerance: float) -> bool:

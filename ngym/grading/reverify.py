@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from ngym.errors import ServiceError
-from ngym.grading.group_rewards import is_pending, rescored
+from ngym.grading.group_rewards import rescored
 from ngym.peers import Peer, PeerSession, ToolErrors
 from ngym.rollout import calls_in
-from ngym.schema import Json
+from ngym.schema import Json, is_pending
 
 
 class Again(NamedTuple):

@@ -11,8 +11,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 
-from ngym.grading.number_match import apart, signed
-
 ARTICLES = frozenset({"a", "an", "the"})
 
 _SAME = str.maketrans({"\N{MINUS SIGN}": "-", "\u2019": "'", "\u2018": "'", "&": " and ", "_": " "})
@@ -22,6 +20,8 @@ _LOOK_ALIKES = str.maketrans(
     "ABEKMHOPCTXaeopcxABEZHIKMNOPTYXo",
 )
 _ACCENT = re.compile(r"(?<=[a-z])[\u0300-\u036f]+")
+_SMALL_DIGITS = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2460-\u249b])")
+_DASH = re.compile(r"(?<![\w)\]}\u2010-\u2013])[\u2010-\u2013\u2212\ufe58\ufe63\uff0d](?=[$\u20ac\u00a3\u00a5]?\.?\d)")
 _TOKEN = re.compile(
     r"(?<![^\s(\[\"'$~=:,;])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\w)"  # 1,234.5
     r"|(?<![^\s(\[\"'$~=:,;])-?\d+\.\d+(?!\w)"  # -3.5
@@ -29,6 +29,16 @@ _TOKEN = re.compile(
     r"|[^\W_][^\W_]*(?:['.][^\W_]+)*"
     r"|[^\w\s]"
 )
+
+
+def apart(text: str) -> str:
+    """Insert `^` before a superscript, subscript or similar digit, which NFKC would join: `7\u00b2` is not 72."""
+    return _SMALL_DIGITS.sub("^", text)
+
+
+def signed(text: str) -> str:
+    """Replace a hyphen, dash or minus sign of any kind directly before a number by `-`, unless it follows an operand."""
+    return text if text.isascii() else _DASH.sub("-", text)
 
 
 def visible(text: str) -> str:

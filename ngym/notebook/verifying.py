@@ -12,14 +12,14 @@ from ngym.collect.collection_session import ConnectedServices
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
 from ngym.grading import reverify
-from ngym.grading.group_rewards import is_pending, judged
+from ngym.grading.group_rewards import judged
 from ngym.notebook.collecting import at_least_one, rows_of
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
 from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
-from ngym.schema import Json
+from ngym.schema import Json, is_pending
 from ngym.stats.score_summary import parts_of
 from ngym.validation import needed, says
 

@@ -37,9 +37,9 @@ from ngym.collect.plan import PlannedRollout, planned
 from ngym.collect.run import Run
 from ngym.errors import UsageError
 from ngym.files.row_log import RowLog
-from ngym.grading.group_rewards import is_pending, judged
+from ngym.grading.group_rewards import judged
 from ngym.peers import Peers
-from ngym.schema import Json
+from ngym.schema import Json, is_pending
 
 from ..recipe.rollout_options import RolloutOptions
 from .task_sampler import Drawn, Task, TaskSource, sampling_seed

@@ -26,7 +26,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from ngym.config.shipped_files import PACKAGE, shipped_path
-from ngym.files.hub import local_copy
+from ngym.files.hub import HUB, local_copy
 
 from .extensions import Estimator
 
@@ -55,7 +55,8 @@ class Record(BaseModel):
 
 def find(path: str) -> Path | None:
     """A file or folder in the working directory, else among the files that ship with ngym; an `hf://` file's copy."""
-    path = str(local_copy(Path(path)))
+    if path.startswith(HUB):
+        path = str(local_copy(Path(path)))
     return next((found for found in (Path(path), shipped_path(path), PACKAGE / path) if found.exists()), None)
 
 
