@@ -267,7 +267,7 @@ def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
 
     if rollouts.config is not None:
         needed(load_config([rollouts.config]), agents_of(recipe, rollouts), rollouts.policy)
-    TaskSource(rollouts, recipe.seed)
+    TaskSource(rollouts, recipe.seed, recipe.algorithm.task_fields)
     if recipe.evaluation is not None:
         read_held_out(recipe.evaluation, rollouts)
 

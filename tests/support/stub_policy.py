@@ -68,14 +68,15 @@ class Stub:
         generator = torch.Generator().manual_seed(task * 1000 + index)
         temperature = row["responses_create_params"]["temperature"]
         ids, logprobs = list(row["prompt"]), []
+        start = len(ids)
         for _ in range(SAMPLED):
             logits = self._network(torch.tensor([ids])).logits[0, -1]
             log_p = (logits / (temperature or 1.0)).log_softmax(-1)
             token = int(torch.multinomial(log_p.exp(), 1, generator=generator) if temperature else log_p.argmax())
             ids.append(token)
             logprobs.append(float(log_p[token]))
-        reward = sum(token < GOOD for token in ids[4:]) / SAMPLED if task % 8 >= self._equal_share else 0.5
-        spans = {"mask": [[4, len(ids)]], "policy_version": [[4, len(ids), self._version]]}
+        reward = sum(token < GOOD for token in ids[start:]) / SAMPLED if task % 8 >= self._equal_share else 0.5
+        spans = {"mask": [[start, len(ids)]], "policy_version": [[start, len(ids), self._version]]}
         segment = {"token_ids": ids, "logprobs": logprobs, **spans}
         return {
             "responses_create_params": row["responses_create_params"],

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_samplers_plus_that
         {"teacher": {"path": str(master), "coef": coef, "reward_coef": reward_coef}}
     )
     assert options.teacher is not None
-    scored = teacher.open_teacher(setup, options.teacher, 1.0)
+    scored = teacher.open_teachers(setup, options.teacher, 1.0)
     given = [rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]), rollout(0.0, "a", [(6, 11)]), rollout(0.5, "b", [(2, 4)])]
     algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
     prepared: Any = algorithm.prepare(given, setup.engine, 15)
@@ -108,7 +109,8 @@ def test_the_exact_reverse_kl_falls(
     learner = engine.Engine(policy, recipe.Launch(0, 0, 1), recipe.EngineOptions(zero_stage=0), optimizing)
     scored = teacher.open_teacher(setup, objective.Teacher(path=str(master)), 1.0)
     options = algorithms.DistillationOptions(teacher=objective.Teacher(path=str(master)))
-    algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
+    assert options.teacher is not None
+    algorithm = policy_gradient.PolicyGradient(options, 1, None, teacher.open_teachers(setup, options.teacher, 1.0))
     prompts = [[random.Random(n).randrange(20, 1000) for _ in range(4)] for n in range(4)]
     every_token = [said(prompt, token, -1.0) for prompt in prompts for token in range(1024)]
     of_teacher = score(every_token, scored.logprobs, learner, 8192)
@@ -227,7 +229,7 @@ def test_a_divergence_and_its_gradient_are_those_of_whole_distributions(
         {"teacher": {"path": str(master), "beta": beta, "coef": 0.5}, "loss": {"anchor": "sampler"}}
     )
     assert options.teacher is not None
-    algorithm = policy_gradient.PolicyGradient(options, 1, None, teacher.open_teacher(setup, options.teacher, 1.0))
+    algorithm = policy_gradient.PolicyGradient(options, 1, None, teacher.open_teachers(setup, options.teacher, 1.0))
     batch: Any = algorithm.prepare([rollout(1.0, str(at), list(each)) for at, each in enumerate(ROLLOUTS)],
                                    setup.engine, 8192)  # fmt: skip
     assert all(value == 0 for sample in batch for segment in sample.segments for value in segment.advantages)
@@ -253,7 +255,7 @@ def test_a_server_is_compared_on_its_likeliest_tokens_and_all_others_together(se
     packed = packing.pack([rollout(1.0, str(at), list(each)) for at, each in enumerate(ROLLOUTS)], setup.engine.device)
     network = AutoModelForCausalLM.from_pretrained(master)
     with served(master) as (url, _):
-        remote = teacher.open_teacher(setup, objective.Teacher(url=url, beta=0.5, top_k=5), 1.0)
+        remote = teacher.open_teacher(setup, objective.Teacher(url=url), 1.0, top_k=5)
         logprobs_NK, token_ids_NK = remote.distributions(packed).rows(0, 13)
     with torch.no_grad():
         expected = logits_of(network, packed.segments).log_softmax(-1).topk(5)
@@ -374,6 +376,17 @@ def test_teachers_that_cannot_be_reached_or_have_another_tokenizer_are_refused(
         (["rollouts.dynamic_sampling=2"], "rollouts.dynamic_sampling: it replaces groups"),
         (["algorithm.teacher.beta=0.5", "engine.sequence_parallel=2"], "engine.sequence_parallel: whole distributions"),
         (["algorithm.teacher.reward_coef=1"], "rollouts.group_size: group_mean compares"),
+        (["algorithm.teacher={path: null, current_policy: true}"], "current_policy: without a hint"),
+        (["algorithm.teacher.hint=x", "algorithm.teacher.beta=0.5"], "algorithm.teacher.beta: whole distributions are"),
+        (["algorithm.teacher.several=[{url: 'http://x'}]"], "several: give path, url, current_policy and hint there"),
+        (
+            ["algorithm.teacher={path: null, several: [{url: 'http://x', agents: [calculator]}]}"],
+            "no tasks are for an agent 'calculator' (did you mean 'calculator_agent'?)",
+        ),
+        (
+            ["algorithm.teacher={path: null, several: [{url: 'http://x'}, {url: 'http://y'}], beta: 1.0}"],
+            "algorithm.teacher.beta: whole distributions are those of one teacher",
+        ),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(student: Path, words: list[str], key: str) -> None:
@@ -381,3 +394,111 @@ def test_combinations_that_make_no_sense_are_refused(student: Path, words: list[
     with pytest.raises(ConfigError) as refused:
         recipe.read_recipe(["distillation.yaml"], [*fixed, *words])
     assert key in str(refused.value)
+
+
+# --- several teachers, hints, the policy itself ----------------------------------------------------------------------
+
+
+def logprobs_of(folder: Path, rollouts: Any) -> list[list[list[float]]]:
+    """Log p of the sampled tokens, from transformers alone."""
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for one in rollouts:
+        found.append([])
+        for segment in one.segments:
+            ids = torch.tensor([segment.token_ids])
+            with torch.no_grad():
+                log_p = network(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            found[-1].append([float(log_p[at - 1]) for a, b in segment.spans for at in range(a, b)])
+    return found
+
+
+def test_several_teachers_score_by_agent_and_by_weight(setup: Setup, student: Path, master: Path) -> None:
+    given = [
+        replace(rollout(0.0, "a", [(4, 9)], [(3, 5), (7, 8)]), agent="math"),
+        replace(rollout(0.0, "b", [(6, 11)]), agent="games"),
+    ]
+    several = [
+        {"path": str(master), "weight": 3.0, "agents": ["math"]},
+        {"path": str(student), "weight": 1.0},
+    ]
+    options = objective.Teacher.model_validate({"several": several})
+    found = teacher.open_teachers(setup, options, 1.0).scores(given, setup.engine, 15)
+    of_master, of_student = logprobs_of(master, given), logprobs_of(student, given)
+    for segment, (theirs, ours) in enumerate(zip(of_master[0], of_student[0], strict=True)):
+        mean = [(3 * a + b) / 4 for a, b in zip(theirs, ours, strict=True)]
+        assert found[0][segment] == pytest.approx(mean, abs=1e-4)
+    assert found[1][0] == pytest.approx(of_student[1][0], abs=1e-4)
+    alone = objective.Teacher.model_validate({"several": several[:1]})
+    with pytest.raises(UsageError, match="no teacher scores the rollouts of 'games'"):
+        teacher.open_teachers(setup, alone, 1.0).scores(given, setup.engine, 15)
+
+
+def answered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], answer: str, **fields: str) -> Any:
+    """A rollout of one turn, rendered by the policy's chat template."""
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    sampled = tokenizer.encode(answer, add_special_tokens=False)
+    span = (len(ids), len(ids) + len(sampled))
+    segment = samples.SampledSegment([*ids, *sampled], [span], sampler=[-1.0] * len(sampled))
+    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return samples.RolloutSample(segments=(segment,), group="a", reward=0.0, task=fields, **told)
+
+
+@pytest.mark.parametrize("source", ["current_policy", "path"])
+def test_a_hint_is_a_message_that_only_the_teacher_sees(
+    setup: Setup, student: Path, tokenizer: PreTrainedTokenizerBase, source: str
+) -> None:
+    question = {"role": "user", "content": "What is 2 + 3?"}
+    given = answered(tokenizer, [question], "It is 5.", expected_answer="5")
+    named = {source: True if source == "current_policy" else str(student), "hint": "The answer is {expected_answer}."}
+    teachers = teacher.open_teachers(setup, objective.Teacher.model_validate(named), 1.0)
+    [[found]] = teachers.scores([given], setup.engine, 8192)
+    hinted = answered(tokenizer, [question, {"role": "user", "content": "The answer is 5."}], "It is 5.")
+    assert hinted.segments[0].token_ids != given.segments[0].token_ids
+    assert found == pytest.approx(logprobs_of(student, [hinted])[0][0], abs=1e-4)
+    assert found != pytest.approx(logprobs_of(student, [given])[0][0], abs=1e-2)
+    other = replace(given, segments=(samples.SampledSegment([5, 6, 7], [(2, 3)], sampler=[-1.0]),))
+    with pytest.raises(UsageError, match="does not end with the generation prompt"):
+        teachers.scores([other], setup.engine, 8192)
+
+
+def test_a_template_without_a_second_user_message_refuses_a_hint(
+    root: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    own = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+    own.chat_template = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}Q A:"
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.hint: .*"):
+        teacher.Hint("x", own)
+
+
+def test_the_fields_that_a_hint_names_are_read_from_the_rows_and_checked_before_the_first_step(
+    student: Path, tmp_path: Path
+) -> None:
+    row = {"answer": {"value": 7}, "agent_ref": {"name": "a"}, "reward": 1.0, "ng": {}}
+    assert samples.missing_field(row, {"answer.value"}) is None
+    assert samples.task_field(row, "answer.value") == "7" and samples.task_field(row, "answer") == '{"value": 7}'
+    assert samples.missing_field(row, {"gold"}) == "the task has no field 'gold', which algorithm.teacher.hint names"
+    with serving(Stub(student, equal_share=8)) as stub:
+        words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
+        words.append('algorithm.teacher={current_policy: true, hint: "It is {gold}."}')
+        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+    assert process.returncode != 0 and "the task has no field 'gold'" in said
+
+
+def test_a_live_run_learns_from_itself_with_a_hint(
+    student: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with serving(Stub(student, equal_share=8)) as stub:
+        words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
+        tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+        for number, task in enumerate(tasks):
+            messages = [{"role": "user", "content": f"What is {number} + 1?"}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            task |= {"prompt": tokenizer.encode(text, add_special_tokens=False), "sum": {"is": number + 1}}
+        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+        words.append('algorithm.teacher={current_policy: true, hint: "It is {sum.is}."}')
+        said, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
+        assert process.returncode == 0, said
+    rows = [row for row in metrics_of(tmp_path) if "teacher_kl" in row]
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)

@@ -44,7 +44,12 @@ class OnlineDpo:
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
-        return [rollout for rollout in read_rollouts(path, self._options.temperature).rollouts if rollout.trained]
+        options = self._options
+        return [
+            rollout
+            for rollout in read_rollouts(path, options.temperature, options.task_fields).rollouts
+            if rollout.trained
+        ]
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """A pair of each group with different rewards, with the reference's log p of both sides."""

@@ -36,7 +36,7 @@ from ..model.teacher_divergence import TeacherDivergence
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.objective import Teacher
 from . import Setup, StepLoss
-from .teacher import OpenTeacher, open_teacher
+from .teacher import Teachers, open_teachers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ def create(setup: Setup) -> PolicyGradient:
     options = recipe.algorithm
     assert isinstance(options, PolicyGradientOptions)
     reference = initial_policy(setup, options.temperature) if options.kl.coef > 0 else None
-    teacher = None if options.teacher is None else open_teacher(setup, options.teacher, options.temperature)
+    teacher = None if options.teacher is None else open_teachers(setup, options.teacher, options.temperature)
     updates = 1 if recipe.live and recipe.live.updates_per_step == 1 else None
     return PolicyGradient(options, updates, reference, teacher)
 
@@ -175,7 +175,7 @@ class PolicyGradient:
         options: PolicyGradientOptions,
         updates: int | None,
         reference: Callable[[Packed], Tensor] | None,
-        teacher: OpenTeacher | None = None,
+        teacher: Teachers | None = None,
     ) -> None:
         self._options = options
         self._objective = options.objective
@@ -193,7 +193,12 @@ class PolicyGradient:
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
-        return [rollout for rollout in read_rollouts(path, self._options.temperature).rollouts if rollout.trained]
+        options = self._options
+        return [
+            rollout
+            for rollout in read_rollouts(path, options.temperature, options.task_fields).rollouts
+            if rollout.trained
+        ]
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """The rollouts that have a learning signal, with their advantages."""
@@ -205,12 +210,12 @@ class PolicyGradient:
             asked["old"] = engine.logprobs
         if self._reference is not None:
             asked["reference"] = self._reference
-        if self._teacher is not None:
-            asked["teacher"] = self._teacher.logprobs
         if self.asks.values:
             asked["values"] = engine.values
         for name, of_packed in asked.items():
             rollouts = filled(rollouts, name, score(rollouts, of_packed, engine, budget))
+        if self._teacher is not None:
+            rollouts = filled(rollouts, "teacher", self._teacher.scores(rollouts, engine, budget))
         rollouts = with_advantages(self._options, rollouts)
         dropped = self._options.shaping.drop_truncated
         return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]

@@ -1,10 +1,11 @@
-"""The teacher of on-policy distillation: its log-probabilities of the tokens that the policy sampled.
+"""The teachers of on-policy distillation: their log-probabilities of the tokens that the policy sampled.
 
-    teacher = open_teacher(setup, options)      # a local checkpoint, or any server with vLLM's /inference/v1/generate
-    teacher.logprobs(packed)              # [N], without a gradient
-    teacher.distributions(packed)         # of whole distributions: all tokens of a checkpoint, a server's likeliest
+    teachers = open_teachers(setup, options, temperature)
+    teachers.scores(rollouts, engine, budget)     # by rollout, by segment, by token, without a gradient
+    teachers.distributions(packed)                # of one teacher's whole distributions, for a divergence
 
-`open_teacher` validates it: its token ids mean the same, its answers do not change, and value i belongs to token i. The last
+A teacher is a local checkpoint, any server with vLLM's /inference/v1/generate, or the policy itself with a hint that the
+sampled rollout did not have (self-distillation). `open_teacher` validates it: its token ids mean the same, its answers do not change, and value i belongs to token i. The last
 is tested with a known text whose last token is then exchanged: the value of that token changes, and no other.
 """
 
@@ -14,6 +15,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from urllib.error import HTTPError
@@ -26,12 +28,12 @@ from torch import Tensor
 from ngym.errors import ConfigError, UsageError
 from ngym.net.tls import client_context
 
-from ..data.samples import Sample, Segment
-from ..engine.engine import Engine
+from ..data.samples import RolloutSample, Sample, SampledSegment, Segment
+from ..engine.engine import Engine, score
 from ..model.packing import Packed, pack
 from ..model.policy import Policy, load_policy, load_tokenizer
 from ..model.teacher_divergence import Distributions, TopK
-from ..recipe.objective import Teacher
+from ..recipe.objective import PLACEHOLDER, Teacher, TeacherShare, TeacherSource
 from ..recipe.recipe import ModelOptions
 from . import Setup
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 KNOWN_TEXT = "Tom has 37 coins and buys 58 more, so he has 95 coins. The cat sat on the mat; 2 + 2 = 4."
 # Of a log-probability: kernels in bfloat16 add in another order when other requests share the batch.
 TOLERANCE = 0.2
+QUESTION = {"role": "user", "content": "Q"}
 CALLS = 32  # at the same time
 TIMEOUT_S = 600.0
 KEPT = 4096  # answers for segments that are scored again
@@ -56,21 +59,140 @@ class OpenTeacher(Protocol):
         """Its distributions of them."""
 
 
-def open_teacher(setup: Setup, options: Teacher, temperature: float) -> OpenTeacher:
-    """The validated teacher. Every rank calls it.
+class Teachers:
+    """All teachers of a run, each with its weight, agents and hint."""
+
+    def __init__(self, each: Sequence[tuple[TeacherShare, OpenTeacher, Hint | None]]) -> None:
+        self._each = each
+
+    def scores(self, rollouts: Sequence[RolloutSample], engine: Engine, budget: int) -> Sequence[Sequence[list[float]]]:
+        """The weighted mean of the teachers' log-probabilities, by rollout, by segment, by sampled token.
+
+        Its difference to the policy's is a sample of the weighted mean of the reverse KLs. Every rank calls it.
+
+        Raises:
+            UsageError: a rollout has no teacher, or is too long for one.
+        """
+        sums = [[[0.0] * segment.trained for segment in rollout.segments] for rollout in rollouts]
+        weights = [0.0] * len(rollouts)
+        for share, teacher, hint in self._each:
+            mine = [place for place, one in enumerate(rollouts) if not share.agents or one.agent in share.agents]
+            given = [rollouts[place] if hint is None else hint.inserted(rollouts[place]) for place in mine]
+            found = score(given, teacher.logprobs, engine, budget) if given else []
+            for place, of_segments in zip(mine, found, strict=True):
+                weights[place] += share.weight
+                for total, values in zip(sums[place], of_segments, strict=True):
+                    total[:] = [so_far + share.weight * value for so_far, value in zip(total, values, strict=True)]
+        if 0.0 in weights:
+            agent = rollouts[weights.index(0.0)].agent
+            raise UsageError(
+                f"algorithm.teacher.several: no teacher scores the rollouts of {agent!r}; add its name to agents"
+            )
+        return [
+            [[value / weight for value in of_segment] for of_segment in of_segments]
+            for of_segments, weight in zip(sums, weights, strict=True)
+        ]
+
+    def distributions(self, packed: Packed) -> Distributions:
+        """Those of the only teacher."""
+        [(_, teacher, _)] = self._each
+        return teacher.distributions(packed)
+
+
+class Hint:
+    """Inserts a message that only the teacher sees into a rollout, before the first token that the policy sampled.
+
+    The prompt of a segment ends with the template's generation prompt; the message goes before it, as a user's message.
+
+    Raises:
+        ConfigError: the chat template cannot render such a message.
+    """
+
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._text = text
+        self._tokenizer = tokenizer
+        self._asked = self._rendered(QUESTION)
+        answering = self._rendered(QUESTION, prompt=True)
+        if not answering.startswith(self._asked) or answering == self._asked:
+            raise ConfigError("algorithm.teacher.hint: the model's chat template has no generation prompt")
+        self._opening = self._ids(answering[len(self._asked) :])
+        self._message("")
+
+    def inserted(self, rollout: RolloutSample) -> RolloutSample:
+        """The rollout as the teacher sees it: the same sampled tokens, further back.
+
+        Raises:
+            UsageError: a prompt does not end with the generation prompt.
+        """
+        said = PLACEHOLDER.sub(lambda name: rollout.task[name[1]], self._text)
+        hint = self._message(said)
+        return replace(rollout, segments=tuple(self._after(hint, segment) for segment in rollout.segments))
+
+    def _after(self, hint: list[int], segment: SampledSegment) -> SampledSegment:
+        first = segment.spans[0][0]
+        place = first - len(self._opening)
+        if segment.token_ids[max(0, place) : first] != self._opening:
+            raise UsageError(
+                "algorithm.teacher.hint: a prompt does not end with the generation prompt of the policy's chat template"
+            )
+        token_ids = [*segment.token_ids[:place], *hint, *segment.token_ids[place:]]
+        return replace(segment, token_ids=token_ids, spans=[(a + len(hint), b + len(hint)) for a, b in segment.spans])
+
+    def _message(self, text: str) -> list[int]:
+        whole = self._rendered(QUESTION, {"role": "user", "content": text})
+        if not whole.startswith(self._asked):
+            raise ConfigError("algorithm.teacher.hint: the model's chat template renders a history again when it grows")
+        return self._ids(whole[len(self._asked) :])
+
+    def _rendered(self, *messages: dict[str, str], prompt: bool = False) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=prompt))
+        except Exception as error:  # jinja raises errors of any type
+            raise ConfigError(
+                f"algorithm.teacher.hint: the model's chat template refuses a second message of the user: {error}"
+            ) from error
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def open_teachers(setup: Setup, options: Teacher, temperature: float) -> Teachers:
+    """The validated teachers. Every rank calls it.
+
+    Raises:
+        ConfigError: as `open_teacher`, or a hint cannot be inserted.
+    """
+    top_k = 0 if options.beta is None else options.top_k
+    return Teachers(
+        [
+            (
+                share,
+                open_teacher(setup, share, temperature, whole=options.beta is not None, top_k=top_k),
+                None if share.hint is None else Hint(share.hint, setup.tokenizer),
+            )
+            for share in options.sources
+        ]
+    )
+
+
+def open_teacher(
+    setup: Setup, source: TeacherSource, temperature: float, *, whole: bool = False, top_k: int = 0
+) -> OpenTeacher:
+    """A validated teacher. Every rank calls it. whole: its distributions are needed; top_k: of a server's likeliest tokens.
 
     Raises:
         ConfigError: it cannot be loaded or reached, or is not a teacher for this policy; with one line.
     """
     _, engine, tokenizer = setup
-    if options.path is not None:
-        key = f"algorithm.teacher.path: {options.path}"
-        teacher: OpenTeacher = _local(options.path, setup, temperature, whole=options.beta is not None)
+    if source.current_policy:
+        return CurrentPolicy(engine)
+    if source.path is not None:
+        key = f"algorithm.teacher.path: {source.path}"
+        teacher: OpenTeacher = _local(source.path, setup, temperature, whole=whole)
     else:
-        assert options.url is not None
-        key = f"algorithm.teacher.url: {options.url}"
-        top_k = 0 if options.beta is None else options.top_k
-        teacher = Server(options.url, options.model, os.environ.get(options.api_key_env or ""), top_k)
+        assert source.url is not None
+        key = f"algorithm.teacher.url: {source.url}"
+        teacher = Server(source.url, source.model, os.environ.get(source.api_key_env or ""), top_k)
     # the other ranks wait for the result of rank 0
     if found := engine.broadcast(_problem(teacher, tokenizer, engine) if engine.rank == 0 else None):
         raise ConfigError(f"{key}: {found}")
@@ -98,6 +220,21 @@ def _local(path: str, setup: Setup, temperature: float, *, whole: bool) -> OpenT
     return Checkpoint(policy.eval().requires_grad_(False), key)
 
 
+class CurrentPolicy:
+    """The policy as it is before an update."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def logprobs(self, packed: Packed) -> Tensor:
+        assert isinstance(self._engine.policy, Policy)
+        check_context(packed, self._engine.policy, "algorithm.teacher.hint: the policy")
+        return self._engine.logprobs(packed)
+
+    def distributions(self, packed: Packed) -> Distributions:
+        raise UsageError("algorithm.teacher.beta: not with current_policy")
+
+
 class Checkpoint:
     """A frozen network. key: of the recipe, with its folder, for messages."""
 
@@ -113,11 +250,18 @@ class Checkpoint:
         return self._fitting(packed).distributions(packed)
 
     def _fitting(self, packed: Packed) -> Policy:
-        longest = max(len(segment.token_ids) for segment in packed.segments)
-        if longest > self._policy.context:
-            reason = f"its context is {self._policy.context:,} tokens, and a rollout has {longest:,}"
-            raise UsageError(f"{self._key}: {reason}")
+        check_context(packed, self._policy, self._key)
         return self._policy
+
+
+def check_context(packed: Packed, policy: Policy, key: str) -> None:
+    """
+    Raises:
+        UsageError: a segment is longer than the network's context. key: of the recipe, for its message.
+    """
+    longest = max(len(segment.token_ids) for segment in packed.segments)
+    if longest > policy.context:
+        raise UsageError(f"{key}: its context is {policy.context:,} tokens, and a rollout has {longest:,}")
 
 
 class Server:

@@ -10,6 +10,7 @@ sampler's logprobs are not the policy's.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,8 @@ class SampledSegment(Segment):
 class RolloutSample(Sample):
     """One attempt at a task, with only the segments that have sampled tokens; there may be none.
 
-    group: the task. truncated: it was cut off. id: of the row.
+    group: the task. truncated: it was cut off. id: of the row. agent: its name. task: the fields of its task that were
+    asked for, as text.
     """
 
     segments: tuple[SampledSegment, ...]
@@ -121,27 +123,31 @@ class RolloutSample(Sample):
     tool_calls: int
     tool_errors: int
     id: str = ""
+    agent: str = ""
+    task: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Read:
-    """The usable rollouts, and the counts of the others."""
+    """The usable rollouts, and the counts of the others. fields: of the tasks, that samples keep."""
+
+    fields: frozenset[str] = frozenset()
 
     rollouts: list[RolloutSample] = field(default_factory=list)
     unscored: int = 0
     failed: int = 0
 
 
-def read_rollouts(path: Path, temperature: float) -> Read:
-    """The rollouts of a JSONL file.
+def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = frozenset()) -> Read:
+    """The rollouts of a JSONL file. fields: of their tasks, that samples keep; `a.b` is a member of a field.
 
     Raises:
         UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
     """
-    read, seen = Read(), set[str]()
+    read, seen = Read(fields), set[str]()
 
     def wrong(row: Json) -> str | None:
-        if said := problem(row, temperature):
+        if said := problem(row, temperature, fields):
             return said
         name = (row.get("ng") or {}).get("rollout_id")
         if name in seen:
@@ -161,10 +167,10 @@ def take(row: Json, read: Read) -> None:
     elif row["reward"] is None:
         read.unscored += 1
     else:
-        read.rollouts.append(_rollout(row))
+        read.rollouts.append(_rollout(row, read.fields))
 
 
-def problem(row: Json, temperature: float) -> str | None:
+def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset()) -> str | None:
     """Why a row that should be usable is not; None if it is usable or may be left out."""
     if "failure" in row:
         return None
@@ -179,7 +185,21 @@ def problem(row: Json, temperature: float) -> str | None:
     segments = row["ng"].get("segments")
     if not segments:
         return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
-    return next(filter(None, map(_segment_problem, segments)), None)
+    return next(filter(None, map(_segment_problem, segments)), None) or missing_field(row, fields)
+
+
+def missing_field(row: Json, fields: Iterable[str]) -> str | None:
+    """The message of the first of these fields that a task's row does not have; None if it has all."""
+    missing = next((name for name in sorted(fields) if task_field(row, name) is None), None)
+    return missing and f"the task has no field {missing!r}, which algorithm.teacher.hint names"
+
+
+def task_field(row: Json, name: str) -> str | None:
+    """The text of a field, or of a member of one (`a.b`); None if the row does not have it."""
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def bent_sampling(params: Json, temperature: float) -> str | None:
@@ -228,7 +248,7 @@ def _segment_problem(segment: Any) -> str | None:
     return None
 
 
-def _rollout(row: Json) -> RolloutSample:
+def _rollout(row: Json, fields: frozenset[str]) -> RolloutSample:
     trace = row["ng"]
     segments = tuple(
         SampledSegment(
@@ -247,6 +267,8 @@ def _rollout(row: Json) -> RolloutSample:
         tool_calls=trace.get("tool_calls") or 0,
         tool_errors=trace.get("tool_errors") or 0,
         id=trace.get("rollout_id") or "",
+        agent=(row.get("agent_ref") or {}).get("name") or "",
+        task={name: task_field(row, name) or "" for name in fields},
     )
 
 

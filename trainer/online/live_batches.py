@@ -61,13 +61,14 @@ class Live:
         self._options = recipe.live
         self._steps = recipe.max_steps
         self._temperature = recipe.algorithm.temperature
+        self._fields = recipe.algorithm.task_fields
         self._by_component = recipe.algorithm.advantage.components != "sum"
         self._algorithm = algorithm
         self._engine = engine
         self._publisher = publisher
         self._services = services
         self._evaluation: Evaluation | None = None
-        self._tasks = TaskSource(recipe.live, recipe.seed) if services else None
+        self._tasks = TaskSource(recipe.live, recipe.seed, self._fields) if services else None
         self._stream: Stream | None = None
         self._following: asyncio.Task[None] | None = None
         self._at_hand = 0
@@ -173,7 +174,7 @@ class Live:
         """The rollouts of this step, on every rank."""
         while True:
             taken = self._services.call(self._stream.take()) if self._services and self._stream else None
-            shared = self._engine.broadcast(_read(taken, self._temperature) if taken else None)
+            shared = self._engine.broadcast(_read(taken, self._temperature, self._fields) if taken else None)
             if shared is not None:
                 return shared
             self._push(step)  # a server came back with other weights, or joins
@@ -190,15 +191,15 @@ async def _on_loop(call: Callable[[], Result]) -> Result:
     return call()
 
 
-def _read(taken: Taken, temperature: float) -> tuple[Read, dict[str, float]]:
+def _read(taken: Taken, temperature: float, fields: frozenset[str]) -> tuple[Read, dict[str, float]]:
     """The rollouts, and metrics that only the rows contain.
 
     Raises:
         UsageError: a row cannot be trained.
     """
-    read = Read()
+    read = Read(fields)
     for row in taken.rows:
-        if wrong := problem(row, temperature):
+        if wrong := problem(row, temperature, fields):
             raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
         take(row, read)
     values: dict[str, float] = {"stale_dropped": taken.stale, "num_equal_groups": taken.equal, **taken.metrics}

@@ -421,6 +421,8 @@ class Stream:
         versions = outcome.row["ng"].get("policy_version") or [NEVER]
         oldest = self._step if "failure" in outcome.row else min(self._learned.get(one, NEVER) for one in versions)
         outcome.row[OURS] = {"task": group.task.key, "oldest": oldest}
+        for name in self._tasks.fields:  # an agent need not return the fields of its task
+            outcome.row.setdefault(name, group.task.row[name])
         if is_pending(outcome.row):
             return  # _judge stores it with its reward; after a crash before that, the group is collected again
         if not isinstance(outcome, FailedAttempt) or outcome.final:

@@ -37,7 +37,7 @@ from ngym.files import jsonl
 from ngym.files.atomic import file_digest
 from ngym.schema import Json
 
-from ..data.samples import bent_sampling
+from ..data.samples import bent_sampling, missing_field
 from ..recipe.rollout_options import CurriculumOptions, EnvironmentOptions, RolloutOptions
 
 PRIOR = 0.5
@@ -296,17 +296,18 @@ class Drawn(NamedTuple):
 
 
 class TaskSource:
-    """The tasks of all environments of a run.
+    """The tasks of all environments of a run. fields: that every task must have.
 
     Raises:
         UsageError: rows that are not tasks, name another agent, or set parameters that training rollouts must not set.
     """
 
-    def __init__(self, options: RolloutOptions, seed: int) -> None:
+    def __init__(self, options: RolloutOptions, seed: int, fields: frozenset[str] = frozenset()) -> None:
+        self.fields = {name.partition(".")[0] for name in fields}  # of rows
         self._seed = seed
         self._taken = 0
         self._drawn: Mapping[int, Drawn] = {}
-        self._environments = {each.key: _Environment(each, options, seed) for each in options.sources}
+        self._environments = {each.key: _Environment(each, options, seed, fields) for each in options.sources}
         self._turns = RoundRobin([each.weight for each in options.sources])
 
     def take(self, count: int) -> list[Task]:
@@ -403,9 +404,12 @@ def _task(environment: str, index: int, number: int, row: Json) -> Task:
 class _Environment:
     """The tasks of one file for one agent."""
 
-    def __init__(self, options: EnvironmentOptions, rollouts: RolloutOptions, seed: int) -> None:
+    def __init__(
+        self, options: EnvironmentOptions, rollouts: RolloutOptions, seed: int, fields: frozenset[str]
+    ) -> None:
         self.weight = options.weight
         self._options = options
+        self._fields = fields
         self._difficulties: array[float] | None = array("d") if rollouts.easy_first else None
         self._file = TaskFile(Path(options.tasks), self._problem)
         self._digest = file_digest(Path(options.tasks))
@@ -489,7 +493,8 @@ class _Environment:
         if wrong := task_problem(row, self._options.agent):
             return wrong
         # the recipe's temperature overrides the row's
-        return bent_sampling({**row["responses_create_params"], "temperature": 1.0}, 1.0)
+        bent = bent_sampling({**row["responses_create_params"], "temperature": 1.0}, 1.0)
+        return bent or missing_field(row, self._fields)
 
 
 class Epochs:

@@ -87,6 +87,11 @@ class AlgorithmOptions(Record):
         defaults = {key: field.default for key, field in cls.model_fields.items()}
         return {key: _merged(defaults.get(key), value) for key, value in given.items()}
 
+    @property
+    def task_fields(self) -> frozenset[str]:
+        """The fields of tasks that the algorithm reads."""
+        return frozenset()
+
     def create(self, setup: Any) -> Any:
         """The algorithm with these options. Override it for a custom algorithm.
 
@@ -255,6 +260,11 @@ class PolicyGradientOptions(AlgorithmOptions):
             advantage=self.advantage, loss=self.loss, kl=self.kl, correction=self.correction, critic=self.critic
         )
 
+    @property
+    def task_fields(self) -> frozenset[str]:
+        """The fields of tasks that the algorithm reads."""
+        return frozenset() if self.teacher is None else self.teacher.task_fields
+
     def refusals(self) -> list[Refusal]:
         estimator = self.advantage.estimator
         found = refusals(self.objective)
@@ -273,8 +283,11 @@ class PolicyGradientOptions(AlgorithmOptions):
         if self.loss.ratio != "token" and teacher.beta is None:
             reason = "a teacher makes advantages differ within a rollout; use ratio token"
             yield Refusal("loss.ratio", reason)
-        if teacher.url is not None and self.temperature != 1:
+        if any(each.url for each in teacher.sources) and self.temperature != 1:
             yield Refusal("temperature", "a teacher's server returns log-probabilities at temperature 1; set 1")
+        if teacher.beta is not None and (teacher.several or teacher.hint):
+            reason = "whole distributions are those of one teacher, without a hint; set it to null"
+            yield Refusal("teacher.beta", reason)
 
 
 class GrpoOptions(PolicyGradientOptions):

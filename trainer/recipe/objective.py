@@ -19,11 +19,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ngym.config.shipped_files import PACKAGE, shipped_path
 from ngym.files.hub import HUB, local_copy
@@ -211,8 +212,11 @@ class Critic(_Record):
     )
 
 
-class Teacher(_Record):
-    """On-policy distillation: a teacher scores the tokens that the policy sampled."""
+PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+class TeacherSource(_Record):
+    """A teacher: a checkpoint, a server, or the policy itself with a hint."""
 
     path: ModelName | None = Field(
         default=None, description="A checkpoint with the policy's tokenizer, loaded on every rank; or give url."
@@ -220,11 +224,49 @@ class Teacher(_Record):
     url: str | None = Field(
         default=None,
         pattern="^https?://",
-        validate_default=True,
         description="A server with vLLM's /inference/v1/generate and /tokenize, such as models/vllm.",
     )
     model: str | None = Field(default=None, description="The model's name there; null: the server's only one.")
     api_key_env: str | None = Field(default=None, description="The environment variable with the server's key.")
+    current_policy: bool = Field(
+        default=False, description="The policy itself, as it is before each update; with a hint (self-distillation)."
+    )
+    hint: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A user message that only the teacher sees, before the answer, such as 'The answer is "
+        "{expected_answer}.'; {field} is a field of the task's row, {a.b} a member of one.",
+    )
+
+    @property
+    def _named(self) -> int:
+        return (self.path is not None) + (self.url is not None) + self.current_policy
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self._named != 1:
+            raise ValueError("name a teacher: either path or url, or set current_policy")
+        if self.current_policy and self.hint is None:
+            raise ValueError("current_policy: without a hint the policy scores its tokens as it sampled them; set hint")
+        return self
+
+
+class TeacherShare(TeacherSource):
+    """One of several teachers."""
+
+    weight: float = Field(default=1.0, gt=0, description="Its weight among the teachers of a rollout.")
+    agents: tuple[str, ...] = Field(
+        default=(), description="It scores the rollouts of these agents; empty: of all agents."
+    )
+
+
+class Teacher(TeacherSource):
+    """On-policy distillation: a teacher scores the tokens that the policy sampled."""
+
+    several: tuple[TeacherShare, ...] = Field(
+        default=(),
+        description="Several teachers instead of one: the log-probability of a token is the weighted mean of theirs.",
+    )
     coef: float = Field(
         default=1.0, gt=0, description="Weight of log p of the teacher - log p of the policy, or of the divergence."
     )
@@ -242,12 +284,24 @@ class Teacher(_Record):
         default=0.0, description="Weight of the advantages of the rewards, which are added; 0: rewards have no effect."
     )
 
-    @field_validator("url")
-    @classmethod
-    def _one_source(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if (value is None) == (info.data.get("path") is None):
-            raise ValueError("name a teacher: either path or url")
-        return value
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if not self.several:
+            return super()._one_source()  # type: ignore[operator, no-any-return]
+        if self._named or self.hint is not None:
+            raise ValueError("several: give path, url, current_policy and hint there, or one teacher here")
+        return self
+
+    @property
+    def sources(self) -> tuple[TeacherShare, ...]:
+        """All teachers, with their weights."""
+        own = {name: getattr(self, name) for name in TeacherSource.model_fields}
+        return self.several or (TeacherShare.model_validate(own),)
+
+    @property
+    def task_fields(self) -> frozenset[str]:
+        """The fields of task rows that hints name."""
+        return frozenset(name for each in self.sources for name in PLACEHOLDER.findall(each.hint or ""))
 
 
 class Objective(_Record):

@@ -21,7 +21,7 @@ from ngym.config.import_path import check_arguments, imported_class, refusal
 from ngym.config.service_config import Resources
 from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import Tree, load_tree, parse
-from ngym.did_you_mean import near_file, nearest
+from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
 from ngym.telemetry.log_format import redacted
 
@@ -537,10 +537,16 @@ def _of_teacher(recipe: Recipe) -> Iterator[Refusal]:
         yield Refusal(key, "whole distributions are not shared between ranks; set it to 1, or teacher.beta to null")
     if recipe.live is None:
         return
+    agents = {each.agent for each in recipe.live.sources}
+    taught = {name for share in recipe.algorithm.teacher.sources for name in share.agents or agents}
+    for name in sorted(taught - agents):
+        yield Refusal("algorithm.teacher.several", f"no tasks are for an agent {name!r}{did_you_mean(name, agents)}")
+    for name in sorted(agents - taught):
+        yield Refusal("algorithm.teacher.several", f"no teacher scores the rollouts of {name!r}; add it to agents")
     if recipe.live.dynamic_sampling > 1:
         reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
         yield Refusal("rollouts.dynamic_sampling", reason)
-    if recipe.live.colocated and recipe.algorithm.teacher.path:
+    if recipe.live.colocated and any(each.path for each in recipe.algorithm.teacher.sources):
         reason = "a teacher would stay on the GPU while colocated servers sample; use teacher.url"
         yield Refusal("algorithm.teacher.path", reason)
 
