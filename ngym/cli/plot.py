@@ -40,6 +40,7 @@ Exit codes: 0  the curves are drawn
 @click.option("--x", "by", type=Choice(["step", "time"]), default="step", show_default=True)
 @click.option("--log", is_flag=True, help="A logarithmic axis, in a picture.")
 @click.option("--band", is_flag=True, help="Draw runs that differ only in their seed as one: mean, lowest and highest.")
+@click.option("--calibration", is_flag=True, help="Reward models: accuracy by confidence on held-out rows, at the end.")
 @click.option("--json", "as_json", is_flag=True, help="The points on standard output, a line for each curve.")
 def main(
     places: tuple[Path, ...],
@@ -49,6 +50,7 @@ def main(
     by: str,
     log: bool,
     band: bool,
+    calibration: bool,
     as_json: bool,
 ) -> None:
     """Draw the curves of training runs: folders of ng_train, or their metrics.jsonl. Several runs share a plot.
@@ -58,6 +60,7 @@ def main(
               ng_plot runs/rates/* --metric reward/mean,eval/* --smooth 0.8 --output rates.png
               ng_plot runs/seed-* --band --output curve.svg
               ng_plot runs/grpo --metric 'time/*' --x time --json
+              ng_plot runs/reward_model --calibration --output calibration.svg
     """
     from ngym.plot.picture import curves, panels
     from ngym.plot.runs import read_runs
@@ -67,6 +70,9 @@ def main(
         raise UsageError("--band compares runs at the same steps; leave --x time or --band out")
     patterns = [name for given in metrics for name in given.split(",") if name]
     runs = read_runs(places)
+    if calibration:
+        _calibration(runs, output, as_json)
+        return
     found = curves(runs, patterns, axis, smooth, band)
     if as_json:
         click.echo(b"".join(orjson.dumps(curve.as_json(axis)) + b"\n" for curve in found), nl=False)
@@ -77,6 +83,25 @@ def main(
         click.echo(f"{output}: {len(found):,} curves of {len(runs):,} runs", err=as_json)
     if output is None and not as_json:
         click.echo("\n\n".join([*_plots(found, axis), *_table(runs, patterns)]))
+
+
+def _calibration(runs: Sequence[Run], output: Path | None, as_json: bool) -> None:
+    """The reliability diagram of reward models, as a picture, JSON or a table."""
+    from ngym.plot.picture import calibrations, reliability_panel, write_picture
+    from ngym.rollout import printable
+
+    found = calibrations(runs)
+    if as_json:
+        lines = [{"run": run, "bins": [each._asdict() for each in bins]} for run, bins in found.items()]
+        click.echo(b"".join(orjson.dumps(line) + b"\n" for line in lines), nl=False)
+    if output is not None:
+        write_picture([reliability_panel(found)], output)
+        click.echo(f"{output}: the calibration of {len(found):,} runs", err=as_json)
+    if output is None and not as_json:
+        for run, bins in found.items():
+            click.echo(f"{printable(run)}\nconfidence  accuracy   share")
+            for each in bins:
+                click.echo(f"{each.confidence:10.3f}{each.accuracy:10.3f}{each.share:8.1%}")
 
 
 def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and its counts
 UNSCORED = "frac_unscored"
+CALIBRATION, CONFIDENCE = "val/calibration/", "confidence"
 HELD_OUT = ("eval/", "val/")  # few values that are already means: drawn without smoothing
 
 
@@ -176,6 +177,44 @@ def panels(found: Sequence[Curve], by: Axis, log: bool) -> list[Panel]:
         )
         for metric in dict.fromkeys(curve.metric for curve in found)
     ]
+
+
+class Bin(NamedTuple):
+    """The held-out rows of a reward model whose confidence is in one range."""
+
+    confidence: float
+    accuracy: float
+    share: float
+
+
+def calibrations(runs: Sequence[Run]) -> dict[str, list[Bin]]:
+    """Of each run the bins of its last evaluation, by confidence.
+
+    Raises:
+        UsageError: a run has none.
+    """
+    found = {}
+    for run in runs:
+        last = run.history.last()
+        names = {name.split("/")[2] for name in last if name.startswith(CALIBRATION)}
+        bins = [Bin(*(last.get(f"{CALIBRATION}{name}/{part}", math.nan) for part in Bin._fields)) for name in names]
+        found[run.name] = sorted(each for each in bins if each.share > 0)
+        if not bins:
+            raise UsageError(
+                f"{run.name}: no {CALIBRATION}... was logged; --calibration is for reward models with validation_data"
+            )
+    return found
+
+
+def reliability_panel(found: Mapping[str, Sequence[Bin]]) -> Panel:
+    """A reliability diagram: accuracy by confidence, and the diagonal of a calibrated model."""
+    lines = [
+        Line(Series(run, tuple(each.confidence for each in bins), tuple(each.accuracy for each in bins)))
+        for run, bins in found.items()
+    ]
+    low = min(0.5, *(each.confidence for bins in found.values() for each in bins))
+    diagonal = Line(Series("calibrated", (low, 1.0), (low, 1.0)), colour=len(COLOURS) - 1, dashed=True)
+    return Panel("accuracy on held-out rows", [*lines, diagonal], x=CONFIDENCE, y_range=(0, 1.02))
 
 
 def _of_group(metric: str, group: Sequence[Run], by: Axis) -> Series:
@@ -377,7 +416,9 @@ def _scale_x(panel: Panel, axes: Axes) -> None:
         axes.xaxis.set_major_locator(MultipleLocator(next((one for one in TIMES if one >= span / 6), span)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: duration(x)))
         return
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=panel.x != CONFIDENCE))
+    if panel.x == CONFIDENCE:
+        return
     if panel.x_scale == "log4":
         axes.set_xscale("log", base=4)
         axes.xaxis.set_major_locator(FixedLocator(sorted(set(along))))

@@ -297,3 +297,33 @@ def test_text_needs_no_matplotlib(written: Written) -> None:
         "print(said.exit_code, 'matplotlib' in sys.modules, 'reward/mean' in said.output)"
     )
     assert in_a_process(code).stdout == "0 False True\n"
+
+
+def bins(*, of: float) -> Entry:
+    """An evaluation of a reward model; the bin from 0.8 on has no row."""
+    each = {"0.6": (0.65, of, 0.25), "0.9": (0.95, 0.9, 0.75), "0.8": (0.0, 0.0, 0.0)}
+    parts = ("confidence", "accuracy", "share")
+    return {
+        f"val/calibration/{low}/{part}": value
+        for low, values in each.items()
+        for part, value in zip(parts, values, strict=True)
+    }
+
+
+def test_the_calibration_of_a_reward_model_is_that_of_its_last_evaluation(written: Written) -> None:
+    run = written("scores", [{"step": 1, **bins(of=0.1)}, {"step": 2, "loss": 1.0}, {"step": 3, **bins(of=0.5)}])
+    table = plot(run, "--calibration").output.splitlines()
+    assert [line.split() for line in table[1:]] == [
+        ["confidence", "accuracy", "share"], ["0.650", "0.500", "25.0%"], ["0.950", "0.900", "75.0%"]
+    ]  # fmt: skip
+    said = json.loads(plot(run, "--calibration", "--json").output)
+    assert said["bins"][0] == {"confidence": 0.65, "accuracy": 0.5, "share": 0.25} and len(said["bins"]) == 2
+    picture_file = run / "calibration.svg"
+    assert plot(run, "--calibration", "--output", picture_file).exit_code == 0
+    words = "".join(ElementTree.fromstring(picture_file.read_bytes()).itertext())
+    assert "confidence" in words and "calibrated" in words and "accuracy on held-out rows" in words
+
+
+def test_a_run_without_a_calibration_is_named(written: Written) -> None:
+    result = plot(written("grpo", steps(3)), "--calibration")
+    assert result.exit_code == 2 and "grpo: no val/calibration/... was logged" in result.output
