@@ -95,7 +95,7 @@ def _send(upload: Upload, repository: str, private: bool, branch: str, hub: str,
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    from ngym.files.hub import errors, first_line
+    from ngym.files.hub_download import errors, first_line
 
     api = HfApi(endpoint=hub, token=token, library_name="ngym")
     added = [CommitOperationAdd(CARD, upload.card.encode())]

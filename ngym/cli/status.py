@@ -180,7 +180,7 @@ def _running_head(config: Path) -> str:
 
 async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
     """Yield the head's records forever, each with the metrics since the previous one."""
-    from ngym.supervise.service_metrics import numbers, scrapes
+    from ngym.supervise.metrics_scraper import numbers, scrapes
 
     before = await scrapes(await _ask(url, token), token, TIMEOUT_S)
     while True:

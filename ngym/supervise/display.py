@@ -19,7 +19,7 @@ from ngym.supervise.service import State
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ngym.supervise.service_metrics import Traffic
+    from ngym.supervise.metrics_scraper import Traffic
 
 
 STYLES = {"ready": "green", "failed": "bold red", "restarting": "red", "not ready": "yellow", "stopped": "dim"}
@@ -276,7 +276,7 @@ class LiveBoard:
         self._last: Picture | None = None  # stays on the screen at the end
 
     async def watch(self, states: States, token: str | None) -> None:
-        from ngym.supervise.service_metrics import look_for_ever
+        from ngym.supervise.metrics_scraper import look_for_ever
 
         await look_for_ever(states, token, self._board.traffic)
 

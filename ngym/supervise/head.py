@@ -28,10 +28,10 @@ from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of, wrong_url
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
-from ngym.supervise import service_metrics
+from ngym.supervise import metrics_scraper
 from ngym.supervise.head_file import get
+from ngym.supervise.metrics_scraper import resident_bytes
 from ngym.supervise.service import State, called_urls, listen, url_of
-from ngym.supervise.service_metrics import resident_bytes
 from ngym.telemetry.log_format import redacted
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def uptime_seconds(started: datetime | None) -> float:
 def _app(supervisor: Run) -> Starlette:
     config = supervisor.config
 
-    looks = service_metrics.Looks(supervisor.run_token)
+    looks = metrics_scraper.Looks(supervisor.run_token)
     admin = TokenAuth([supervisor.admin_token])
 
     def _check_admin(request: Request, what: str) -> None:
@@ -269,7 +269,7 @@ def _app(supervisor: Run) -> Starlette:
         told = [{**record, "metrics": measured.get(record["name"])} for record in records]
         for record in told:
             record["labels"] = [state.label for state in supervisor.states if state.name == record["name"]]
-        running = await service_metrics.running(records, supervisor.run_token)
+        running = await metrics_scraper.running(records, supervisor.run_token)
         return JSONResponse({"head": supervisor.head_url, "servers": told, "running": running})
 
     async def show_log(request: Request) -> Response:
@@ -331,10 +331,10 @@ def _app(supervisor: Run) -> Starlette:
         return JSONResponse(server_instances(supervisor.states, uptimes))
 
     async def metrics(request: Request) -> Response:
-        return Response(service_metrics.exposition(supervisor.states), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics_scraper.exposition(supervisor.states), media_type=CONTENT_TYPE_LATEST)
 
     async def targets(request: Request) -> Response:
-        return JSONResponse(service_metrics.targets(supervisor.states, supervisor.head_url))
+        return JSONResponse(metrics_scraper.targets(supervisor.states, supervisor.head_url))
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(_document(supervisor.run_token is not None))

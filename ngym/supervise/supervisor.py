@@ -19,6 +19,7 @@ from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_
 from ngym.peers import FOLLOW_S, Peers
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
+from ngym.supervise.metrics_scraper import load_of
 from ngym.supervise.placement import LocalPlacer, ProcessPlacer
 from ngym.supervise.scaling import Load, follow_load
 from ngym.supervise.service import (
@@ -31,7 +32,6 @@ from ngym.supervise.service import (
     Watched,
     called_urls,
 )
-from ngym.supervise.service_metrics import load_of
 from ngym.supervise.venvs import venv_of
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry.log_format import Redactor

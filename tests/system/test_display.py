@@ -32,8 +32,8 @@ from ngym.collect.files import Progress
 from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
 from ngym.schema import Json
 from ngym.supervise.display import Board
+from ngym.supervise.metrics_scraper import Traffic
 from ngym.supervise.service import ServiceLog, State
-from ngym.supervise.service_metrics import Traffic
 
 ESCAPE = "\x1b"
 HOSTILE = "\x1b[2J\x1b]0;title\x07gone\rover"

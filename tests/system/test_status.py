@@ -21,7 +21,7 @@ from ngym.cli.status import tables
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.supervise.head_file import get
-from ngym.supervise.service_metrics import numbers, quantile, read, together
+from ngym.supervise.metrics_scraper import numbers, quantile, read, together
 from ngym.supervise.supervisor import Supervisor
 
 CONFIG = """

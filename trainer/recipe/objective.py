@@ -26,7 +26,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from ngym.config.shipped_files import PACKAGE, shipped_path
-from ngym.files.hub import local_copy
+from ngym.files.hub_download import local_copy
 
 from .extensions import Estimator
 
