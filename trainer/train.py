@@ -23,7 +23,7 @@ from ngym.files.file_lock import held_folder
 from ngym.telemetry import tracing
 
 from .checkpoints import Checkpoints, resumable
-from .data import offline
+from .data import file_batches
 from .recipe import validation
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
@@ -107,7 +107,7 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tre
     if not there.is_dir():
         raise UsageError(f"{there} is not a folder; {OTHERWISE}")
     if recipe.data is not None:
-        offline.check(recipe.data, tree)
+        file_batches.check(recipe.data, tree)
     impossible = validation.impossible(recipe, read_launch())
     if impossible:
         raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in impossible))
@@ -150,7 +150,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         gc.enable()
         stack.enter_context(joined(launch))
         if recipe.data is not None and launch.rank == 0:
-            offline.make(recipe.data, _say)
+            file_batches.make(recipe.data, _say)
         if new is not None and launch.rank == 0:
             _begin(new, Path(str(recipe.model.path)), recipe.seed)
         barrier()

@@ -34,7 +34,7 @@ from ngym.trainer.engine import checks, engine, optimizer
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
-from ngym.trainer.weights.publisher import Colocated
+from ngym.trainer.weights.colocated_phases import ColocatedPhases
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -459,7 +459,7 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
     expected = steps(awake, sft.Sft(), batches)
     del awake
     learner = trained(told, tokenizer, device)
-    phases, got = Colocated(learner, None), []
+    phases, got = ColocatedPhases(learner, None), []
     for batch in batches:
         phases.push()
         names = set(learner.weights())

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from ngym.config.shipped_files import shipped
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.data import offline, samples
+from ngym.trainer.data import file_batches, samples
 from ngym.trainer.engine import checks, distributed, engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
@@ -74,7 +74,7 @@ def digest(policy: Any) -> str:
 def main(data: Path, output: Path, stages: list[int]) -> None:
     launch = recipe.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
-    batches = list(offline.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
+    batches = list(file_batches.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
     told: dict[str, Any] = {}
 
     def new(stage: int) -> Any:

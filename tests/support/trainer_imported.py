@@ -24,7 +24,7 @@ for _module in (
     "ngym.trainer.online.services",
     "ngym.trainer.sweep",
     "ngym.trainer.train",
-    "ngym.trainer.weights.publisher",
+    "ngym.trainer.weights.weight_sync",
     "omegaconf.grammar_parser",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.trainer import loop
 from ngym.trainer.algorithms import policy_gradient
-from ngym.trainer.data import offline, samples
+from ngym.trainer.data import file_batches, samples
 from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.engine import checks, engine
 from ngym.trainer.losses import gae
@@ -361,7 +361,7 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
         options(advantage=advantage, loss={"anchor": "sampler", "entropy_coef": 0.01}), None, None
     )
     steps = []
-    for samples_ in offline.epochs(read, 6, 1, 0):
+    for samples_ in file_batches.epochs(read, 6, 1, 0):
         steps.append(loop.take_step(one, algorithm, algorithm.prepare(samples_, one, BUDGET), BUDGET, 1.0))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "value_loss", "explained_variance", "entropy"):

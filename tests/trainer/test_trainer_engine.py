@@ -19,7 +19,7 @@ from ngym.cli.train import main
 from ngym.errors import ConfigError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.data import offline
+from ngym.trainer.data import file_batches
 from ngym.trainer.data import samples as samples_module
 from ngym.trainer.engine import checks, engine, optimizer
 from ngym.trainer.model import packing
@@ -70,7 +70,7 @@ def learner(tokenizer: PreTrainedTokenizerBase, stage: int = 0, precision: str =
 
 
 def steps(learner: Any, samples: list[Any], count: int, budget: int = 100_000) -> list[Any]:
-    batches = offline.epochs(samples, 16, 1, seed=0)
+    batches = file_batches.epochs(samples, 16, 1, seed=0)
     return [loop.take_step(learner, sft.Sft(), batch, budget, 1.0) for batch, _ in zip(batches, range(count))]  # noqa: B905
 
 

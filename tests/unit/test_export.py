@@ -180,7 +180,7 @@ def test_each_format_has_what_trl_and_datasets_look_for(tmp_path: Path, tokenize
 
 
 def test_the_trainer_reads_demonstrations_and_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    from ngym.trainer.data import chat_samples as conversations
+    from ngym.trainer.data import chat_dataset as conversations
 
     rows = [with_tools(reward, f"It is {reward}.", task) for task in range(3) for reward in (1, 0)]
     exported(tmp_path, "demonstrations", *rows)

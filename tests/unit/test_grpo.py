@@ -18,7 +18,7 @@ from ngym.cli.train import main
 from ngym.errors import UsageError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import policy_gradient
-from ngym.trainer.data import offline, samples
+from ngym.trainer.data import file_batches, samples
 from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.engine import checks, engine
 from ngym.trainer.engine.engine import score
@@ -507,7 +507,7 @@ def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTok
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
     said: list[str] = []
-    prepared = offline.prepared(
+    prepared = file_batches.prepared(
         data, policy_gradient.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, said.append
     )
     assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples have no learning signal: left out")
@@ -521,7 +521,7 @@ def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTok
             "batch_size": 8,
         }
     )
-    parts = [part for batch in offline.batches(prepared, recipe, 0) for part in batch.updates]
-    assert len(parts) == offline.steps(prepared, recipe)
+    parts = [part for batch in file_batches.batches(prepared, recipe, 0) for part in batch.updates]
+    assert len(parts) == file_batches.steps(prepared, recipe)
     assert sorted(id(sample) for part in parts for sample in part) == sorted(map(id, prepared))
     assert all(len({sample.group for sample in part}) > 1 for part in parts[:-1])

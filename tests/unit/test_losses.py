@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paths import DATA
 from torch import Tensor
 
-from ngym.trainer.losses import policy_loss, preference_loss, reward_loss
+from ngym.trainer.losses import policy_loss, preference_loss, reward_loss, value_loss
 from ngym.trainer.model import teacher_divergence
 from ngym.trainer.recipe import algorithms, objective
 
@@ -157,9 +157,9 @@ def test_the_value_loss_is_openrlhfs(case: dict[str, Any]) -> None:
     lengths = PEERS["lengths"]
     weights = policy_loss.weigh(case["aggregation"], lengths)
     values = torch.tensor(PEERS["values"]["values"], requires_grad=True)
-    loss = policy_loss.value_loss(
+    loss = value_loss.value_loss(
         objective.Critic(value_clip=case["value_clip"]),
-        policy_loss.Values(
+        value_loss.Values(
             values_N=values,
             old_N=torch.tensor(PEERS["values"]["old"]),
             returns_N=torch.tensor(PEERS["values"]["returns"]),

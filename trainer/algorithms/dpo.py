@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..data.chat_samples import Pair, read_pairs
+from ..data.chat_dataset import Pair, read_pairs
 from ..data.samples import Sample, Segment
 from ..engine.engine import score
 from ..losses.policy_loss import Loss, Rows, measured

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ..data.chat_samples import read_labeled
+from ..data.chat_dataset import read_labeled
 from ..data.samples import Sample
 from ..engine.engine import score
 from ..losses.policy_loss import Loss, Rows

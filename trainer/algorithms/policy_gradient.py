@@ -29,7 +29,8 @@ from ..losses.advantages import (
     soft_overlong,
 )
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
-from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, kl_estimate, policy_loss, value_loss, weigh
+from ..losses.policy_loss import Loss, Mean, Rows, Tokens, kl_estimate, policy_loss, weigh
+from ..losses.value_loss import Values, value_loss
 from ..model.chunked_logprobs import Asks, Scores
 from ..model.policy import load_policy
 from ..model.teacher_divergence import TeacherDivergence

@@ -20,7 +20,7 @@ import torch
 
 from ngym.errors import UsageError
 
-from ..data.chat_samples import Judged, read_judged
+from ..data.chat_dataset import Judged, read_judged
 from ..data.samples import Sample, Segment
 from ..losses.policy_loss import Loss, Rows
 from ..losses.reward_loss import derived, label_loss, moments, pair_loss

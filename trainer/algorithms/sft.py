@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..data.chat_samples import read_demonstrations
+from ..data.chat_dataset import read_demonstrations
 from ..data.samples import Sample
 from ..losses.policy_loss import nll_loss
 from ..model.chunked_logprobs import Asks, Scores

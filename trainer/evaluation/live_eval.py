@@ -39,8 +39,9 @@ from ngym.stats.pass_at_k import Interval, Rewards
 
 from ..online.rollout_stream import OURS
 from ..online.services import Services
-from ..online.task_sampler import TaskFile, for_agent, sampling_seed, task_problem
+from ..online.task_sampler import TaskFile, for_agent, task_problem
 from ..recipe.rollout_options import EvaluationOptions, HeldOutOptions, RolloutOptions
+from ..seeds import sampling_seed
 
 KEPT = "eval_rollouts.jsonl"
 SOLVED = 1.0  # the whole reward

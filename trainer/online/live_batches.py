@@ -8,7 +8,6 @@ Every rank iterates; rank 0 has the services and the stream, and shares their re
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,7 +27,8 @@ from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.recipe import Recipe
 from ..recipe.rollout_options import ADVANTAGES, SPOOL
-from ..weights.publisher import Publisher
+from ..seeds import seeded_random
+from ..weights.weight_sync import WeightSync
 from .rollout_stream import Stream, Taken
 from .services import Services
 from .task_sampler import TaskSource
@@ -52,7 +52,7 @@ class Live:
         recipe: Recipe,
         algorithm: Algorithm,
         engine: Engine,
-        publisher: Publisher,
+        weight_sync: WeightSync,
         services: Services | None,
     ) -> None:
         assert recipe.live is not None and recipe.max_steps is not None
@@ -64,7 +64,7 @@ class Live:
         self._by_component = recipe.algorithm.advantage.components != "sum"
         self._algorithm = algorithm
         self._engine = engine
-        self._publisher = publisher
+        self._weight_sync = weight_sync
         self._services = services
         self._evaluation: Evaluation | None = None
         self._tasks = TaskSource(recipe.live, recipe.seed) if services else None
@@ -77,13 +77,13 @@ class Live:
         if self._services is not None:
             self._at_hand = self._services.call(self._open(self._services, state))
         if state is not None:
-            self._publisher.version = state["version"]
+            self._weight_sync.version = state["version"]
         return self._at_hand
 
     def state(self) -> Json:
         """What `open` needs to continue after the last trained batch; less on ranks without services."""
         stream = self._services.call(_on_loop(self._stream.state)) if self._services and self._stream else None
-        return {"version": self._publisher.version, "stream": stream}
+        return {"version": self._weight_sync.version, "stream": stream}
 
     def close(self) -> None:
         """Close the stream; everything it collected is then on the disk."""
@@ -98,7 +98,7 @@ class Live:
             began = time.monotonic()
             read, values = self._collected(step)
             collected = time.monotonic()
-            self._publisher.train()
+            self._weight_sync.train()
             samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
             self._record(step + 1, samples)
             times = {
@@ -106,10 +106,10 @@ class Live:
                 "time/generation": collected - began,
                 "time/logprob": time.monotonic() - collected,
             }
-            values = {**described(read), **values, **times, "policy_version": self._publisher.version}
+            values = {**described(read), **values, **times, "policy_version": self._weight_sync.version}
             yield Batch(self._split(samples, step), values)
         self._publish(self._steps, last=True)
-        self._publisher.train()
+        self._weight_sync.train()
 
     def _record(self, step: int, samples: Sequence[Sample]) -> None:
         """Append the mean advantage of each trained rollout, for the viewer; a resumed run repeats steps, and the last line
@@ -141,7 +141,7 @@ class Live:
         )
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream
-        if (membership := self._publisher.membership) is not None:
+        if (membership := self._weight_sync.membership) is not None:
             self._following = asyncio.create_task(membership.watch(stream.replica_waits), name="replicas that join")
         return at_hand
 
@@ -162,12 +162,12 @@ class Live:
         return seconds
 
     def _push(self, step: int) -> None:
-        self._publisher.publish(lambda version: self._call(Stream.announced, step))
+        self._weight_sync.publish(lambda version: self._call(Stream.announced, step))
 
     def _call(self, tell: Callable[[Stream, int, int], None], step: int) -> None:
         """Call the stream, on its event loop, with the current version."""
         if self._services is not None and self._stream is not None:
-            self._services.call(_on_loop(partial(tell, self._stream, self._publisher.version, step)))
+            self._services.call(_on_loop(partial(tell, self._stream, self._weight_sync.version, step)))
 
     def _collected(self, step: int) -> tuple[Read, dict[str, float]]:
         """The rollouts of this step, on every rank."""
@@ -181,7 +181,7 @@ class Live:
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""
-        order = random.Random(f"{self._recipe.seed} step {step}").sample(samples, len(samples))
+        order = seeded_random(self._recipe.seed, "step", step).sample(samples, len(samples))
         count = min(self._options.updates_per_step, len(order))
         return [order[part::count] for part in range(count)]
 

@@ -42,7 +42,8 @@ from ngym.peers import Peers
 from ngym.schema import Json
 
 from ..recipe.rollout_options import RolloutOptions
-from .task_sampler import Drawn, Task, TaskSource, sampling_seed
+from ..seeds import sampling_seed
+from .task_sampler import Drawn, Task, TaskSource
 
 OURS = "_ng_train"
 NEVER = -(1 << 30)  # stands for weights that were never pushed: older than any allowed lag

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from ngym.files.atomic import file_digest
 
 from ..recipe.objective import find
 from ..recipe.recipe import DataOptions, Recipe
+from ..seeds import seeded_random
 from .samples import Batch, Sample
 
 if TYPE_CHECKING:
@@ -110,6 +110,6 @@ def epochs(samples: Sequence[Sample], batch_size: int, count: int, seed: int) ->
     """Shuffles again for each epoch; the last batch of an epoch may be smaller."""
     for epoch in range(count):
         order = list(range(len(samples)))
-        random.Random(f"{seed} epoch {epoch}").shuffle(order)
+        seeded_random(seed, "epoch", epoch).shuffle(order)
         for start in range(0, len(order), batch_size):
             yield [samples[index] for index in order[start : start + batch_size]]
