@@ -120,7 +120,7 @@ def application(
     api = Api(shown, title)
     routes = [
         Route("/", _static),
-        Route("/static/{name}", _static),
+        Route("/static/{name:path}", _static),
         Route("/api/runs", api.runs),
         Route("/api/runs/{id}/rows", api.rows),
         Route("/api/runs/{id}/rows/{row}", api.row),
@@ -225,9 +225,10 @@ class Api:
 
 
 async def _static(request: Request) -> Response:
-    """One of the files that lie in the folder; a path from the client is never opened."""
+    """One of the files in the folder; a path from the client is never opened."""
     name = request.path_params.get("name", "index.html")
-    found = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in KINDS), None)
+    files = (path for path in STATIC.rglob("*") if path.suffix in KINDS)
+    found = next((path for path in files if path.relative_to(STATIC).as_posix() == name), None)
     if found is None:
         raise NotFound(f"there is no page file {name!r:.60}")
     return Response(found.read_bytes(), media_type=KINDS[found.suffix])

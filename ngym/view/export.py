@@ -11,6 +11,7 @@ from hashlib import sha256
 from html import escape
 from itertools import chain, combinations, islice, zip_longest
 from pathlib import Path
+from posixpath import dirname, join, normpath
 from typing import NamedTuple
 
 import orjson
@@ -26,12 +27,12 @@ from ngym.view.runs import Opened, RolloutRun
 from ngym.view.stats import compare
 
 ENTRY = "main.js"
-_IMPORT = re.compile(r'import (?:{[^}]*} from )?"\./([\w.-]+)";')
+_IMPORT = re.compile(r'import (?:{[^}]*} from )?"(\.{1,2}/[\w./-]+)";')
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|let|class)\b)", re.MULTILINE)
 _OTHER = re.compile(r"^\s*(?:import|export)\b.*$|\bimport\(", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:async )?(?:function\*?|const|let|class) (\w+)", re.MULTILINE)
-_STYLE = re.compile(r'<link rel="stylesheet" href="/static/([\w.-]+)">\n?')
-_SCRIPT = re.compile(r'<script type="module" src="/static/[\w.-]+"></script>')
+_STYLE = re.compile(r'<link rel="stylesheet" href="/static/([\w./-]+)">\n?')
+_SCRIPT = re.compile(r'<script type="module" src="/static/[\w./-]+"></script>')
 _TITLE = re.compile(r"<title>[^<]*</title>")
 _POLICY_GOES = '<meta charset="utf-8">'
 MOST_LISTED = 5000  # rows of a run in the table
@@ -44,7 +45,7 @@ def bundle(folder: Path, data: bytes, title: str) -> bytes:
     """A page that needs no server and no network, and loads nothing.
 
     Args:
-        folder: index.html, its styles, and modules that import each other by name.
+        folder: index.html, its styles, and modules, also in subfolders, that import each other by relative path.
         data: JSON for `#ngym-data`.
     """
     page = (folder / "index.html").read_text(encoding="utf-8")
@@ -71,7 +72,8 @@ def joined(folder: Path) -> str:
     Raises:
         ValueError: what the modules say cannot be joined; tests keep them so that it can.
     """
-    modules = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.js"))}
+    files = sorted(folder.rglob("*.js"))
+    modules = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in files}
     order: dict[str, None] = {}
     _visit(ENTRY, modules, order, ())
     text = "\n".join(_bare(name, modules[name]) for name in order)
@@ -87,7 +89,8 @@ def joined(folder: Path) -> str:
 def _visit(name: str, modules: Mapping[str, str], order: dict[str, None], above: tuple[str, ...]) -> None:
     if name in above:
         raise ValueError(f"modules import each other in a circle: {' -> '.join([*above, name])}")
-    for imported in _IMPORT.findall(modules[name]):
+    for path in _IMPORT.findall(modules[name]):
+        imported = normpath(join(dirname(name), path))
         if imported not in order:
             _visit(imported, modules, order, (*above, name))
     order[name] = None
