@@ -146,7 +146,7 @@ def others(config: Config, name: str) -> list[str]:
     return [value for value in given if isinstance(value, str) and value in config.services]
 
 
-def needed(config: Config, gyms: Collection[str], models: bool, remedy: str) -> Config:
+def config_for_scoring(config: Config, gyms: Collection[str], models: bool, remedy: str) -> Config:
     """The part of the config that must run for these gym servers to score.
 
     Raises:

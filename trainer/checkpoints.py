@@ -32,7 +32,7 @@ from ngym.files import jsonl
 from ngym.files.atomic import file_digest, whole_folder
 from ngym.schema import Json
 
-from .recipe.objective import Record
+from .recipe.objective import FrozenOptions
 from .recipe.recipe import CheckpointOptions
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class CheckpointUnusable(NgymError):
     """There is no checkpoint to resume from, or it is damaged."""
 
 
-class Written(Record):
+class Written(FrozenOptions):
     """The manifest's entry for a file."""
 
     bytes: int

@@ -295,7 +295,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-class Run(NamedTuple):
+class SweepRun(NamedTuple):
     combination: Combination
     folder: Path
     recipe: str  # as it will be in the run's folder
@@ -338,7 +338,12 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
 
 
 def _sweep(
-    folder: Path, runs: Sequence[Run], files: Sequence[str], overrides: Sequence[str], overwrite: bool, resume: bool
+    folder: Path,
+    runs: Sequence[SweepRun],
+    files: Sequence[str],
+    overrides: Sequence[str],
+    overwrite: bool,
+    resume: bool,
 ) -> None:
     names = [run.combination.name for run in runs]
     earlier = read(folder)
@@ -368,7 +373,7 @@ def _sweep(
         raise NgymError(f"{failed} of {len(runs)} runs failed; their output is in {folder}/*.log")
 
 
-def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> tuple[Path, list[Run]]:
+def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> tuple[Path, list[SweepRun]]:
     """The sweep's folder and its runs, checked as far as possible without starting them.
 
     Raises:
@@ -392,9 +397,11 @@ def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
     return _planned(files, overrides, combinations(wanted))
 
 
-def _planned(files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Combination]) -> tuple[Path, list[Run]]:
+def _planned(
+    files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Combination]
+) -> tuple[Path, list[SweepRun]]:
     """The sweep's folder and all runs, each with a valid recipe."""
-    runs: list[Run] = []
+    runs: list[SweepRun] = []
     folders: set[Path] = set()
     mistakes: defaultdict[str, list[str]] = defaultdict(list)
     for combination in wanted:
@@ -407,7 +414,7 @@ def _planned(files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Co
                 mistakes[line].append(combination.name)
             continue
         folders.add(parent)
-        runs.append(Run(combination, recipe.output, as_yaml(recipe, tree)))
+        runs.append(SweepRun(combination, recipe.output, as_yaml(recipe, tree)))
     if mistakes:
         raise ConfigError("\n".join(_told(line, names, len(wanted)) for line, names in mistakes.items()))
     if len(folders) > 1:
@@ -426,7 +433,7 @@ def _output(folder: Path) -> str:
     return f"output={json.dumps(str(folder))}"
 
 
-def _finished(earlier: dict[str, Outcome], runs: Sequence[Run]) -> dict[str, Outcome]:
+def _finished(earlier: dict[str, Outcome], runs: Sequence[SweepRun]) -> dict[str, Outcome]:
     """The runs that an earlier sweep in this folder finished.
 
     Raises:
@@ -447,7 +454,9 @@ def _finished(earlier: dict[str, Outcome], runs: Sequence[Run]) -> dict[str, Out
     return finished
 
 
-def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool, known: dict[str, Outcome]) -> None:
+def _run(
+    run: SweepRun, files: Sequence[str], overrides: Sequence[str], resume: bool, known: dict[str, Outcome]
+) -> None:
     """Run it and store its outcome in `known`, even if it is interrupted."""
     name, values = run.combination
     goes_on = resume and any((run.folder / CHECKPOINTS).glob("*"))

@@ -262,11 +262,11 @@ def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
         UsageError: a row is not a task of its agent.
     """
     from .evaluation.live_eval import read_held_out
-    from .online.services import needed
+    from .online.services import config_for_agents
     from .online.task_sampler import TaskSource
 
     if rollouts.config is not None:
-        needed(load_config([rollouts.config]), agents_of(recipe, rollouts), rollouts.policy)
+        config_for_agents(load_config([rollouts.config]), agents_of(recipe, rollouts), rollouts.policy)
     TaskSource(rollouts, recipe.seed)
     if recipe.evaluation is not None:
         read_held_out(recipe.evaluation, rollouts)

@@ -14,7 +14,7 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.peers import Peers
 from ngym.runtime.live_region import harmless
-from ngym.supervise.service import State
+from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.validation import (
@@ -125,6 +125,6 @@ def _show(tried: Tried, say: Say) -> None:
             say(f"           and {len(finding.mistakes) - SHOWN} more")
 
 
-def _say_failure(state: State) -> None:
+def _say_failure(state: ReplicaState) -> None:
     if state.status in ("restarting", "failed"):
         click.echo(harmless(f"{state.name}: {state.detail or state.status}"), err=True)

@@ -16,7 +16,7 @@ from ngym.errors import UsageError
 
 if TYPE_CHECKING:
     from ngym.plot.picture import Curve
-    from ngym.plot.runs import Axis, Run
+    from ngym.plot.runs import Axis, PlottedRun
 
 PATH = click.Path(path_type=Path)
 MOST_IN_ONE = 6  # curves of one run in one text plot
@@ -92,7 +92,7 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
         yield f"{printable(metric)}\n{as_text(shown, axis)}"
 
 
-def _table(runs: Sequence[Run], patterns: Sequence[str]) -> Iterator[str]:
+def _table(runs: Sequence[PlottedRun], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
     from ngym.plot.picture import asked, is_own, number_text
     from ngym.rollout import printable

@@ -194,10 +194,10 @@ async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerat
 
 async def _ask(url: str, token: str | None) -> list[Server]:
     from ngym.peers import servers_in
-    from ngym.supervise.head_file import get
+    from ngym.supervise.head_file import http_get
 
     try:
-        reply = await get(f"{url}/servers", TIMEOUT_S, token)
+        reply = await http_get(f"{url}/servers", TIMEOUT_S, token)
         if reply.status == 401:
             raise NgymError(f"{url}: the run there is locked; set the variable {RUN_TOKEN} to its token")
         return servers_in(reply.body)

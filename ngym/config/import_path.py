@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import ConfigError, place
-from ngym.extras import needed
+from ngym.extras import missing_extra
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,10 @@ def load_file(file: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, ImportError):
-            told = needed(error, _service(file)) or f"{error}; install its dependencies (its README names the extra)"
+            told = (
+                missing_extra(error, _service(file))
+                or f"{error}; install its dependencies (its README names the extra)"
+            )
             raise ConfigError(f"{file}: {told}") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error

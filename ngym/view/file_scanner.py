@@ -53,7 +53,7 @@ class NoRollout(Exception):
     """The line is not a rollout or a failure; the message says why."""
 
 
-class Record(NamedTuple):
+class ScannedLine(NamedTuple):
     """One line of a rollout file.
 
     line: from 0. start, size: its bytes. g: the group that was sampled together, a digest of agent, task id and task index.
@@ -94,10 +94,10 @@ class Record(NamedTuple):
     fields: str | None
 
 
-FIRST_TEXT = Record._fields.index("task_id")
+FIRST_TEXT = ScannedLine._fields.index("task_id")
 
 
-def record(text: bytes, line: int, start: int, size: int) -> Record:
+def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
     """text: the line without its end.
 
     Raises:
@@ -113,7 +113,7 @@ def record(text: bytes, line: int, start: int, size: int) -> Record:
     agent = _text(_object(row, "agent_ref").get("name"))
     reward = None if failure else _number(row.get("reward"))
     # by position: with names, this line alone would cost a tenth of the whole
-    return Record(
+    return ScannedLine(
         line,
         start,
         size,
@@ -320,8 +320,8 @@ SET_PIPE_SIZE = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 
 
 BUFFER_BYTES, SKIPPED_BYTES = 256 << 10, 1 << 20
-_G, _KEY, _TASK, _TASK_ID, _AGENT = map(Record._fields.index, ("g", "task_key", "task", "task_id", "agent"))
-_REWARD, _FAILURE = (Record._fields.index(name) for name in ("reward", "failure"))
+_G, _KEY, _TASK, _TASK_ID, _AGENT = map(ScannedLine._fields.index, ("g", "task_key", "task", "task_id", "agent"))
+_REWARD, _FAILURE = (ScannedLine._fields.index(name) for name in ("reward", "failure"))
 
 
 class Job(NamedTuple):
@@ -441,7 +441,7 @@ class _Found:
         batch.lines += 1
         return True
 
-    def _add(self, row: Record) -> None:
+    def _add(self, row: ScannedLine) -> None:
         self.batch.rows.append(row[:FIRST_TEXT])
         self.batch.texts.append((row.line, *row[FIRST_TEXT:]))
         if row.fields is not None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import NgymError, NotFound
-from ngym.view.file_scanner import FIRST_TEXT, REPORTED, Batch, Record, scanned
+from ngym.view.file_scanner import FIRST_TEXT, REPORTED, Batch, ScannedLine, scanned
 
 PART_BITS = 40
 FAILURES = 1  # the part of a run that is its failures file; its rollouts are part 0
@@ -105,7 +105,7 @@ def edges(fd: int, end: int) -> tuple[bytes, bytes]:
     return os.pread(fd, length, 0), os.pread(fd, length, end - length)
 
 
-PLAIN, TEXTS = Record._fields[1:FIRST_TEXT], Record._fields[FIRST_TEXT:]
+PLAIN, TEXTS = ScannedLine._fields[1:FIRST_TEXT], ScannedLine._fields[FIRST_TEXT:]
 
 SCHEMA = f"""
 BEGIN IMMEDIATE;

@@ -248,7 +248,7 @@ def _output(file: Path) -> Path:
 
 
 def _failures(output: Path) -> Path:
-    """As ngym.collect.files.Paths has it, whose import takes longer than all of this."""
+    """As ngym.collect.collection_files.CollectionPaths has it, whose import takes longer than all of this."""
     return output.with_name(f"{output.stem}{FAILED}{SUFFIX}")
 
 

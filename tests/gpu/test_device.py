@@ -369,7 +369,7 @@ def test_logits_in_chunks_are_those_in_one_piece(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             begun = torch.cuda.memory_allocated()
-        scores = policy(packed, model.Asks(entropy=True))
+        scores = policy(packed, model.RequestedScores(entropy=True))
         (scores.logprobs_N + scores.entropy_N).mean().backward()
         if device.type == "cuda":
             peaks.append(torch.cuda.max_memory_allocated() - begun)

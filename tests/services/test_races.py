@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from ngym import Session, VerifyRequest, gym_server
 from ngym.cli.shell import walkthrough
 from ngym.collect.rollout_rows import CaptureClient
-from ngym.collect.run import Gate, Outages
+from ngym.collect.rollout_scheduler import Gate, Outages
 from ngym.errors import Overloaded, Unreachable
 from ngym.files import row_log
 from ngym.files.row_log import RowLog

@@ -80,7 +80,7 @@ class Policy:
         return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
 
     def proof(self) -> Any:
-        return push.Proof(PROMPT, self.logprobs(PROMPT))
+        return push.LogprobProof(PROMPT, self.logprobs(PROMPT))
 
 
 class Experts(Policy):

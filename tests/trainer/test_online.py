@@ -310,8 +310,8 @@ def test_a_model_server_that_takes_no_weights_ends_the_run_with_a_line(policy: P
 
 def test_only_what_the_agent_needs_is_started(root: Path) -> None:
     whole = load_config([root / "global_config.yaml"])
-    assert set(services.needed(whole, ["math_agent"], "policy").services) == {"math_agent", "math", "policy"}
+    assert set(services.config_for_agents(whole, ["math_agent"], "policy").services) == {"math_agent", "math", "policy"}
     with pytest.raises(ConfigError, match="'math' is a gym_server, not an agent"):
-        services.needed(whole, ["math"], "policy")
+        services.config_for_agents(whole, ["math"], "policy")
     with pytest.raises(ConfigError, match=r"does not lead to the model 'weather'; set rollouts\.policy"):
-        services.needed(whole, ["math_agent"], "weather")
+        services.config_for_agents(whole, ["math_agent"], "weather")

@@ -289,7 +289,7 @@ def test_a_new_critic_says_0_and_is_no_part_of_the_policy_that_is_saved(
     trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
     packed = packing.pack(batch(), torch.device("cpu"))
     assert trained.values(packed).abs().max() == 0
-    assert trained.scores(packed, chunked_logprobs.Asks(logprobs=False, values=True)).logprobs_N.numel() == 0
+    assert trained.scores(packed, chunked_logprobs.RequestedScores(logprobs=False, values=True)).logprobs_N.numel() == 0
     assert set(trained.weights()) <= bare
     trained.save(tmp_path / "policy", tokenizer)
     assert set(load_file(tmp_path / "policy" / "model.safetensors")) <= bare

@@ -16,7 +16,7 @@ from viewing import failure, rollout, write
 
 from ngym.errors import NotFound
 from ngym.view.index import Index
-from ngym.view.query import AT_ONCE, MOST_TEXTS, Search, Sought, WrongFilter, order, parse
+from ngym.view.query import AT_ONCE, MOST_TEXTS, Search, TextCondition, WrongFilter, order, parse
 from ngym.view.rows import COLUMNS, Rows
 from ngym.view.stats import Stats
 
@@ -240,7 +240,7 @@ def numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]
 
 
 def test_a_search_goes_on_where_the_last_moment_ended(numbered: Index) -> None:
-    candidates, sought = range(NUMBERED - 1, -1, -1), (Sought("prime", True), Sought("number 57", False))
+    candidates, sought = range(NUMBERED - 1, -1, -1), (TextCondition("prime", True), TextCondition("number 57", False))
     search = Search(numbered, moment_s=0)
     found = [search.among(candidates, sought, 0) for _ in range(3)]
     assert [len(each.rows) for each in found] == [2, 4, 7]
@@ -250,7 +250,7 @@ def test_a_search_goes_on_where_the_last_moment_ended(numbered: Index) -> None:
 
 def test_more_texts_than_are_kept_do_not_drive_each_other_out(numbered: Index) -> None:
     search, texts = Search(numbered, moment_s=0), [str(number) for number in range(10, 19)]
-    sought = [Sought(f"number {text}", False) for text in texts]
+    sought = [TextCondition(f"number {text}", False) for text in texts]
     for _ in range(3):
         found = search.among(range(NUMBERED), sought, 0)
     assert len(sought) > MOST_TEXTS and found.scanned == 1.0

@@ -25,7 +25,7 @@ from ..data.samples import Sample, Segment
 from ..engine.engine import score
 from ..losses.policy_loss import Loss, Rows, measured
 from ..losses.preference_loss import preference_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import PreferenceOptions
 from ..recipe.objective import Preference
@@ -60,8 +60,8 @@ class Dpo:
         self._options = options
 
     @property
-    def asks(self) -> Asks:
-        return Asks(collision=self._options.weighted)
+    def asks(self) -> RequestedScores:
+        return RequestedScores(collision=self._options.weighted)
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return [_sample(pair) for pair in read_pairs(path, tokenizer)]

@@ -22,7 +22,7 @@ from ..data.samples import Sample
 from ..engine.engine import score
 from ..losses.policy_loss import Loss, Rows
 from ..losses.preference_loss import kto_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import KtoOptions
 from . import Setup, StepLoss
@@ -50,7 +50,7 @@ class LabeledSample(Sample):
 
 
 class Kto:
-    asks = Asks()
+    asks = RequestedScores()
 
     def __init__(self, options: KtoOptions, engine: Engine, budget: int) -> None:
         self._options = options

@@ -31,7 +31,7 @@ from ..losses.advantages import (
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
 from ..losses.policy_loss import Loss, Mean, Rows, Tokens, kl_estimate, policy_loss, weigh
 from ..losses.value_loss import Values, value_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.policy import load_policy
 from ..model.teacher_divergence import TeacherDivergence
 from ..recipe.algorithms import PolicyGradientOptions
@@ -185,8 +185,10 @@ class PolicyGradient:
         self._teacher = teacher
 
     @property
-    def asks(self) -> Asks:
-        asked = Asks(entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None)
+    def asks(self) -> RequestedScores:
+        asked = RequestedScores(
+            entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None
+        )
         options = self._options.teacher
         if options is None or options.beta is None or self._teacher is None:
             return asked

@@ -24,7 +24,7 @@ from ..data.chat_dataset import Judged, read_judged
 from ..data.samples import Sample, Segment
 from ..losses.policy_loss import Loss, Rows
 from ..losses.reward_loss import derived, label_loss, moments, pair_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import RewardModelOptions
 from . import Setup, StepLoss
@@ -54,7 +54,7 @@ class JudgedSample(Sample):
 
 
 class RewardModelTraining:
-    asks = Asks(logprobs=False, values=True)
+    asks = RequestedScores(logprobs=False, values=True)
 
     def __init__(self, options: RewardModelOptions) -> None:
         self._options = options

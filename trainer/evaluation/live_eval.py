@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.collect import CollectionPlan, FailedAttempt, Limits, Outcome
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
 from ngym.collect.plan import PlannedRollout, planned
-from ngym.collect.run import Run
+from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.files.row_log import RowLog
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards
@@ -140,7 +140,7 @@ class Evaluation:
         self._temperature = temperature
         self._services = services
         self._note = note
-        self._limits = Limits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
+        self._limits = CollectionLimits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
         self._held_out = read_held_out(options, rollouts)
         self._kept = HeldOutRollouts(file, done)
 
@@ -182,7 +182,9 @@ class Evaluation:
                 outcome.row[OURS] = {"task": keys[number], "oldest": step}
                 await self._kept.append(outcome.row)
 
-        run = Run(self._services.reached.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep)
+        run = RolloutScheduler(
+            self._services.reached.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep
+        )
         async with aclosing(run.outcomes(self._plan(step, tallies, owners, keys))) as outcomes:
             async for outcome in outcomes:
                 if not isinstance(outcome, FailedAttempt) or outcome.final:

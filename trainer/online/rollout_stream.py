@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.collect import CollectionPlan, FailedAttempt, Limits, Outcome
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
 from ngym.collect.plan import PlannedRollout, planned
-from ngym.collect.run import Run
+from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.errors import UsageError
 from ngym.files.row_log import RowLog
 from ngym.grading.group_rewards import is_pending, judged
@@ -262,9 +262,9 @@ class Stream:
         self._seed = seed
         self._steps = steps
         self._file = file
-        self._run = Run(
+        self._run = RolloutScheduler(
             peers,
-            Limits(concurrency=options.concurrency, timeout_s=options.timeout_s),
+            CollectionLimits(concurrency=options.concurrency, timeout_s=options.timeout_s),
             run_id=f"train-{secrets.token_hex(4)}",
             keep=self._keep,
         )

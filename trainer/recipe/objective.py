@@ -49,7 +49,7 @@ _BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
 _UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}
 
 
-class Record(BaseModel):
+class FrozenOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 

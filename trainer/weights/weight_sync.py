@@ -15,7 +15,7 @@ from ..engine.engine import Engine
 from ..model.packing import pack
 from ..recipe.recipe import Recipe
 from .colocated_phases import ColocatedPhases
-from .push import AdapterShape, Proof, Pusher
+from .push import AdapterShape, LogprobProof, Pusher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ class WeightSync:
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
             logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()
-        proof = Proof(self._probe.segments[0].token_ids, logprobs, self._engine.dtype)
+        proof = LogprobProof(self._probe.segments[0].token_ids, logprobs, self._engine.dtype)
         weights = self._pushed()
         if self._pusher and not current:
             with tracing.span("push weights", "client") as span:

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Self
 from prometheus_client import CollectorRegistry, Counter
 
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.extras import needed
+from ngym.extras import missing_extra
 from ngym.net.auth import Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of
 from ngym.net.connection_limits import Server, server_config
 from ngym.net.tls import trust
@@ -206,7 +206,7 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
         say(str(error), spec.name, spec.logs)
         return EXIT_REFUSED if isinstance(error, UsageError) else 1
     except ModuleNotFoundError as error:
-        told = needed(error, f"service {spec.name!r}")
+        told = missing_extra(error, f"service {spec.name!r}")
         if told is None:
             raise
         say(f"{spec.where}: {told}", spec.name, spec.logs)

@@ -38,7 +38,7 @@ from ngym.services.base.middleware import Admission, EventStream, Handler, whole
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import ApiDialect, Native
-from ngym.services.models.token_capture import Captures, ModelCall, Question, Respond, Stream, take_seen
+from ngym.services.models.token_capture import Captures, ModelCall, PendingCall, Respond, Stream, take_seen
 from ngym.telemetry import tracing
 
 MAX_RESPONSES = 20_000
@@ -354,7 +354,7 @@ class ActiveCall(NamedTuple):
     native: Json
     call: ModelCall
     told: Call
-    question: Question | None
+    question: PendingCall | None
     stored: bytes | None
 
 

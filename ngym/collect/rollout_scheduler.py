@@ -274,7 +274,7 @@ class PendingGroups:
 
 
 @dataclass(frozen=True)
-class Limits:
+class CollectionLimits:
     """concurrency: rollouts in flight. timeout_s: of one attempt. max_attempts: for retryable failures.
 
     poll_s, give_up_s: interval of polling a service that is down, and the time after which the run fails.
@@ -292,7 +292,7 @@ async def _keep_nothing(outcome: Outcome) -> None:
     return None
 
 
-class Run:
+class RolloutScheduler:
     """A collection in progress.
 
     Args:
@@ -304,7 +304,7 @@ class Run:
     def __init__(
         self,
         peers: Peers,
-        limits: Limits,
+        limits: CollectionLimits,
         *,
         run_id: str,
         token_format: TokenFormat = "ng",
