@@ -15,7 +15,7 @@ evaluation    held-out tasks through the services (live_eval), or a loss on a fi
 reporting     the display, metrics.jsonl, and the sinks: TensorBoard, W&B, MLflow
 model         the network, its logprobs in chunks, and packing: micro-batches without padding or repeated prefixes
 engine        scores, backward, step, save: the only package that imports deepspeed. distributed has the process group
-              and the heartbeat; checks is about the first samples, and steps that are not finite
+              and the heartbeat; sanity_checks is about the first samples, and steps that are not finite
 checkpoints   written atomically; a run is continued from one
 losses        pure functions: tensors and numbers in and out
 seeds         from the recipe's seed to each random choice

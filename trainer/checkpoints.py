@@ -38,8 +38,8 @@ from .recipe.recipe import CheckpointOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .engine.checks import Guard
     from .engine.engine import Engine
+    from .engine.sanity_checks import NanGuard
 
 
 FOLDER = "checkpoints"
@@ -216,7 +216,7 @@ class Saver:
         checkpoints: Checkpoints,
         learner: Engine,
         tokenizer: PreTrainedTokenizerBase,
-        guard: Guard,
+        guard: NanGuard,
         metrics: Path,
         source: Callable[[], Json | None],
         steps: int,

@@ -24,7 +24,7 @@ from .algorithms import Algorithm
 from .algorithms.policy_gradient import PolicyGradient
 from .data import file_batches
 from .data.samples import Batch, Sample
-from .engine import checks
+from .engine import sanity_checks
 from .engine.engine import Engine, Update
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
@@ -58,7 +58,7 @@ def train(
     batches: Iterable[Batch],
     budget: int,
     lr_multiplier: Callable[[int], float],
-    guard: checks.Guard,
+    guard: sanity_checks.NanGuard,
     report: Callable[[int, dict[str, float]], None],
     done: int = 0,
 ) -> None:
@@ -314,7 +314,7 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
         return batches
     bound = parts.recipe.algorithm.max_mismatch
     sampler_N = parts.algorithm.sampler_N if sampled else None
-    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
+    return sanity_checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
 
 
 def temperature(recipe: Recipe) -> float:

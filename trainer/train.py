@@ -139,8 +139,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .algorithms import Algorithm, Setup
         from .checkpoints import Saver
         from .engine import engine, optimizer
-        from .engine.checks import Guard, NoSignalMonitor
         from .engine.distributed import barrier, joined
+        from .engine.sanity_checks import NanGuard, NoSignalMonitor
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer
@@ -173,7 +173,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
         shown = launch.rank == 0
-        guard = Guard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
+        guard = NanGuard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
         checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
         saver = Saver(
             checkpoints,
@@ -294,7 +294,7 @@ def _services(recipe: Recipe) -> Services:
 
 
 def _draw(metrics: Metrics, image: Path) -> None:
-    from ngym.plot.picture import Line, Panel, as_text, told, write_picture
+    from ngym.plot.figure import Line, Panel, as_text, told, write_picture
 
     shown = told(metrics.history)
     if shown:

@@ -126,8 +126,8 @@ def _tell(shown: Opened, entrance: Door, as_json: bool) -> None:
 
 
 def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:
-    from ngym.view.export import MOST_BYTES, export
-    from ngym.view.query import WrongFilter
+    from ngym.view.filter_query import WrongFilter
+    from ngym.view.html_report import MOST_BYTES, export
 
     def tick(text: str) -> None:
         """A line of progress that is overwritten in place."""

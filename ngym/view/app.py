@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
 from ngym.net.auth import RUN_TOKEN, TokenAuth, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
 from ngym.schema import Json
-from ngym.view import export, training
+from ngym.view import html_report, training
 from ngym.view.index import row_seq
 from ngym.view.rows import MOST_ROWS, Rows
 from ngym.view.runs import Opened, RolloutRun
@@ -198,10 +198,10 @@ class Api:
         run, row = self._run(request), request.query_params.get("row")
         title = f"{self._title}: {run.name}" + (f", row {row}" if row else "")
         if row:
-            page = export.single(run, row, title)
+            page = html_report.single(run, row, title)
         else:
             alone = Opened({run.id: run}, {})
-            page, _ = export.report(alone, rows=SHARED_ROWS, q=request.query_params.get("q", ""), title=title)
+            page, _ = html_report.report(alone, rows=SHARED_ROWS, q=request.query_params.get("q", ""), title=title)
         return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
 
     def compare(self, request: Request) -> Response:

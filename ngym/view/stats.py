@@ -15,8 +15,8 @@ from typing import Any
 
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards, bootstrap
+from ngym.view.filter_query import FROM, WrongFilter
 from ngym.view.index import row_name
-from ngym.view.query import FROM, WrongFilter
 from ngym.view.rows import Rows, Selection
 
 BINS, DIGITS = 20, 12

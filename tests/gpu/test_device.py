@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ngym.trainer import loop
 from ngym.trainer.algorithms import Setup, dpo, kto, reward_model, sft
 from ngym.trainer.data import samples
-from ngym.trainer.engine import checks, engine, optimizer
+from ngym.trainer.engine import engine, optimizer, sanity_checks
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
@@ -437,7 +437,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
         [samples.Batch([demonstrations(seed, 4)]) for seed in range(3)],
         10_000,
         lambda step: 1.0,
-        checks.Guard(tmp_path, 2),
+        sanity_checks.NanGuard(tmp_path, 2),
         lambda step, values: seen.append((values, state(learner, "master"))),
     )
     (_, first), (skipped, second), (values, third) = seen

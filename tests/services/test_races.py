@@ -31,7 +31,7 @@ from ngym.errors import Overloaded, Unreachable
 from ngym.files import row_log
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
-from ngym.remote.pace import Pace
+from ngym.remote.rate_limiter import Pace
 from ngym.sandbox import LocalSandbox, confinement
 from ngym.schema import IDEMPOTENCY_HEADER
 from ngym.supervise.service import ServiceLog

@@ -19,7 +19,7 @@ from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.net import request_context
 from ngym.net.load_balancer import RetryBudget
 from ngym.remote import ContextOverflow, RemoteOptions, Unanswered, Upstream
-from ngym.remote.pace import Caps, Used, UsedUp
+from ngym.remote.rate_limiter import Caps, Used, UsedUp
 from ngym.remote.upstream import MAX_WAIT_S, EventData, wait_s
 from ngym.services import ServiceOptions
 

@@ -13,7 +13,7 @@ for _module in (
     "matplotlib.style",
     "ngym.cli.train",
     "ngym.export",
-    "ngym.plot.picture",
+    "ngym.plot.figure",
     "ngym.trainer.algorithms.policy_gradient",
     "ngym.trainer.algorithms.sft",
     "ngym.trainer.engine.engine",

@@ -18,7 +18,7 @@ from ngym.trainer import loop
 from ngym.trainer.algorithms import policy_gradient
 from ngym.trainer.data import file_batches, samples
 from ngym.trainer.data import samples as rollout_samples
-from ngym.trainer.engine import checks, engine
+from ngym.trainer.engine import engine, sanity_checks
 from ngym.trainer.losses import gae
 from ngym.trainer.model import chunked_logprobs, packing
 from ngym.trainer.model import policy as critic
@@ -308,11 +308,11 @@ def test_a_part_of_the_critic_without_a_gradient_is_noticed(tokenizer: PreTraine
         trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
         algorithm = policy_gradient.PolicyGradient(options(), None, None)
         prepared = algorithm.prepare(batch(), trained, BUDGET)
-        watched = checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
+        watched = sanity_checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
         if not unused:
             assert [loop.take_step(trained, algorithm, b.updates[0], BUDGET, 1.0) for b in watched]
             continue
-        with pytest.raises(checks.CheckFailed, match=r"2 of \d+ trainable parameters .* critic\.spare\.weight"):
+        with pytest.raises(sanity_checks.CheckFailed, match=r"2 of \d+ trainable parameters .* critic\.spare\.weight"):
             for found in watched:
                 loop.take_step(trained, algorithm, found.updates[0], BUDGET, 1.0)
 

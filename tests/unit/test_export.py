@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.rollouts.export import main
-from ngym.export.choose import ExportCounts, Reason
+from ngym.export.exporter import export
 from ngym.export.options import FORMATS, Options
-from ngym.export.run import export
+from ngym.export.rollout_selection import ExportCounts, Reason
 from ngym.services.base.app import load
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from ngym.cli.plot import main
 from ngym.errors import UsageError
-from ngym.plot.picture import Line, Panel, as_text, asked, picture, smoothed, telling, together, told, write_picture
+from ngym.plot.figure import Line, Panel, as_text, asked, picture, smoothed, telling, together, told, write_picture
 from ngym.plot.runs import History, PlottedRun, Series, by_seed, distinct, read_history
 
 PNG = b"\x89PNG"
@@ -281,7 +281,7 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[s
 @pytest.mark.process
 def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     code = (
-        "from ngym.plot.picture import *; from pathlib import Path;"
+        "from ngym.plot.figure import *; from pathlib import Path;"
         f"write_picture([Panel('t', [Line(Series('x', (1, 2), (1.0, 2.0)))])], Path({str(tmp_path / 'a.svg')!r}))"
     )
     done = in_a_process(code, HOME="/dev/null", MATPLOTLIBRC="/dev/null")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from viewing import failure, rollout, write
 
 from ngym.errors import NotFound
+from ngym.view.filter_query import AT_ONCE, MOST_TEXTS, Search, TextCondition, WrongFilter, order, parse
 from ngym.view.index import Index
-from ngym.view.query import AT_ONCE, MOST_TEXTS, Search, TextCondition, WrongFilter, order, parse
 from ngym.view.rows import COLUMNS, Rows
 from ngym.view.stats import Stats
 

@@ -33,7 +33,7 @@ from .extensions import Estimator
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a command
-UNCOMPARED = ("reward", "gae")
+UNCOMPARED = ("reward", "gae")  # they do not compare rewards within a group
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Discount = Annotated[float, Field(gt=0, le=1)]
@@ -83,14 +83,7 @@ ExistingPath = Annotated[str, AfterValidator(existing)]
 ModelName = Annotated[str, AfterValidator(_local_or_hub)]
 
 
-"""Estimators that do not compare rewards within a group."""
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Advantage(_Record):
+class Advantage(FrozenOptions):
     """How rewards become advantages; the formulas are in losses/advantages.py."""
 
     estimator: Estimator = Field(
@@ -122,7 +115,7 @@ class Advantage(_Record):
         return self.whiten or self.estimator in UNCOMPARED
 
 
-class PolicyLoss(_Record):
+class PolicyLoss(FrozenOptions):
     """The surrogate loss of one token, and the aggregation over tokens."""
 
     surrogate: Literal["clipped", "cispo", "sapo", "reinforce"] = Field(
@@ -162,7 +155,7 @@ class PolicyLoss(_Record):
     )
 
 
-class Kl(_Record):
+class Kl(FrozenOptions):
     """The pull towards the reference policy; with coef 0, no reference is needed."""
 
     coef: NotNegative = Field(default=0.0, description="Weight of the penalty.")
@@ -177,7 +170,7 @@ class Kl(_Record):
     )
 
 
-class Correction(_Record):
+class Correction(FrozenOptions):
     """Importance weights w = p(trainer) / p(sampler), which correct differences between the two."""
 
     kind: Literal["none", "token", "sequence", "icepop", "sequence_mask", "product_mask"] = Field(
@@ -195,7 +188,7 @@ class Correction(_Record):
         return (low if self.low is None else self.low, high if self.high is None else self.high)
 
 
-class Critic(_Record):
+class Critic(FrozenOptions):
     """The value of each token, learned next to the policy."""
 
     lr: float | None = Field(default=None, gt=0, description="The full learning rate; null: optimizer.lr.")
@@ -210,7 +203,7 @@ class Critic(_Record):
     )
 
 
-class Teacher(_Record):
+class Teacher(FrozenOptions):
     """On-policy distillation: a teacher scores the tokens that the policy sampled."""
 
     path: ModelName | None = Field(
@@ -249,7 +242,7 @@ class Teacher(_Record):
         return value
 
 
-class Objective(_Record):
+class Objective(FrozenOptions):
     """The objective of the policy, and of the critic if there is one."""
 
     advantage: Advantage = Advantage()
@@ -286,7 +279,7 @@ SftAggregation = Annotated[
 Supervision = Literal["pairs", "outcomes", "steps"]
 
 
-class Preference(_Record):
+class Preference(FrozenOptions):
     """DPO and its variants."""
 
     loss: PairLoss = "sigmoid"
