@@ -203,7 +203,7 @@ def _flat(values: Json, prefix: str = "") -> Json:
     return flat
 
 
-class Saver:
+class CheckpointSaver:
     """Saves a run. Every rank has one, and calls it.
 
     Args:

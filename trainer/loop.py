@@ -219,7 +219,7 @@ class LiveSource:
     """
 
     def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
-        from .online.live_batches import Live
+        from .online.live_batches import LiveBatches
         from .online.services import HeadMembership
         from .weights.colocated_phases import ColocatedPhases
         from .weights.push import check_transport
@@ -244,7 +244,7 @@ class LiveSource:
         if services is not None and colocated is None and services.reached.peers.head_url is not None:
             membership = HeadMembership(services, options.policy, say)
         weight_sync = WeightSync(learner, self._pusher, probe_ids(tokenizer), pushed, colocated, membership)
-        self._live = Live(recipe, algorithm, learner, weight_sync, services)
+        self._live = LiveBatches(recipe, algorithm, learner, weight_sync, services)
         self._say = say
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:

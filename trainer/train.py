@@ -16,7 +16,7 @@ import orjson
 import yaml
 
 from ngym.config.service_config import load_config, tracing_from_environment
-from ngym.config.yaml_tree import Tree
+from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import whole_folder, write_whole
 from ngym.files.file_lock import held_folder
@@ -96,7 +96,7 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, ove
     print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
 
 
-def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
     """The recipe, checked as far as possible without loading anything.
 
     Raises:
@@ -137,7 +137,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         _say("loading torch, transformers and deepspeed")
         gc.disable()  # a fifth of the imports' time would go into looking for garbage among objects that stay
         from .algorithms import Algorithm, Setup
-        from .checkpoints import Saver
+        from .checkpoints import CheckpointSaver
         from .engine import engine, optimizer
         from .engine.distributed import barrier, joined
         from .engine.sanity_checks import NanGuard, NoSignalMonitor
@@ -175,7 +175,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         shown = launch.rank == 0
         guard = NanGuard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
         checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
-        saver = Saver(
+        saver = CheckpointSaver(
             checkpoints,
             learner,
             tokenizer,

@@ -73,7 +73,7 @@ def main(
     from ngym.cli.run import show_service
     from ngym.config.service_config import load_config
     from ngym.supervise.service import listen, url_of
-    from ngym.supervise.service_main import Job, perform
+    from ngym.supervise.service_main import ServiceJob, perform
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of
 
@@ -107,7 +107,7 @@ def main(
     request = {"action": "serve", "spec": spec}
     if venv := venv_of(config, stanza):
         request["python"] = str(asyncio.run(make(venv, lambda text: click.echo(text, err=True), find_uv())))
-    perform(Job(request, [sock]))
+    perform(ServiceJob(request, [sock]))
 
 
 def _token(config: Config, address: str) -> str | None:

@@ -29,7 +29,16 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.plan import CollectionPlan, InputCheck, PlannedRollout, digest_of, input_rows, no_rows, planned, title
+from ngym.collect.plan import (
+    CollectionPlan,
+    InputCheck,
+    PlannedRollout,
+    digest_of,
+    input_rows,
+    no_rows,
+    plan_rollouts,
+    title,
+)
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.errors import UsageError
@@ -421,7 +430,7 @@ class CollectionFiles:
         Raises:
             UsageError: bad lines in the part of a large input that `prepare` has not read; all are named.
         """
-        plan = planned(input_rows(self.source.inputs, self.source.recipe), self.source.recipe)
+        plan = plan_rollouts(input_rows(self.source.inputs, self.source.recipe), self.source.recipe)
         for _, group in groupby(plan, lambda rollout: rollout.first):
             due = [rollout for rollout in group if not self._settled(rollout, max_attempts)]
             keys = tuple(rollout.key for rollout in due)
@@ -578,7 +587,7 @@ class CollectionFiles:
         rows = input_rows(self.source.inputs, self.source.recipe, agents)
         try:
             with beside.open("wb") as file:
-                for rollout in planned(rows, self.source.recipe):
+                for rollout in plan_rollouts(rows, self.source.recipe):
                     file.write(orjson.dumps(rollout.row) + b"\n")
                     self._settle(rollout, max_attempts)
                     ticking(f"checking the input: {self.progress.total} rollouts")

@@ -191,7 +191,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass
-class Meter:
+class ProgressMeter:
     """Measures the progress of a run. reasons: why it is paused, if it is."""
 
     aggregates: Aggregates
@@ -288,7 +288,7 @@ class ProgressSnapshot:
         return [first, *pauses, *facts]
 
 
-class Show(Protocol):
+class ProgressDisplay(Protocol):
     """A display: `say` prints a line, `draw` shows the progress, `end` shows the final state."""
 
     def say(self, text: str) -> None: ...
@@ -333,7 +333,7 @@ class _Live:
 
 
 @asynccontextmanager
-async def display(meter: Meter, stream: TextIO, lost: Callable[[], None]) -> AsyncIterator[Show]:
+async def display(meter: ProgressMeter, stream: TextIO, lost: Callable[[], None]) -> AsyncIterator[ProgressDisplay]:
     """Draw the progress regularly while the block runs.
 
     Args:
@@ -351,8 +351,8 @@ async def display(meter: Meter, stream: TextIO, lost: Callable[[], None]) -> Asy
 
 @asynccontextmanager
 async def drawing(
-    meter: Meter, show: Show, tick_s: float, lost: Callable[[], None] = lambda: None
-) -> AsyncIterator[Show]:
+    meter: ProgressMeter, show: ProgressDisplay, tick_s: float, lost: Callable[[], None] = lambda: None
+) -> AsyncIterator[ProgressDisplay]:
     """Measure and draw every `tick_s` seconds while the block runs, and once more at its end. lost: see `display`."""
 
     async def draw() -> None:

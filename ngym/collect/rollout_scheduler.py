@@ -29,9 +29,9 @@ from ngym.collect.rollout_rows import (
     Outcome,
     Rollout,
     TokenFormat,
-    failed,
     failure_of,
-    rollout,
+    failure_row,
+    rollout_row,
     tell,
 )
 from ngym.errors import NgymError, ServiceError, boundary
@@ -390,7 +390,7 @@ class RolloutScheduler:
                 await self.gate.opened()
                 began = asyncio.get_running_loop().time()
                 request_context.current.set(
-                    request_context.begin(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
+                    request_context.new_correlation(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
                 )
                 try:
                     rows = await group_rewards.verified_together(self._peers[agent].post, rows)
@@ -441,7 +441,7 @@ class RolloutScheduler:
         attempt = Attempt(
             planned, number, self.run_id, rollout_id, datetime.now(UTC).isoformat(timespec="milliseconds")
         )
-        request_context.current.set(request_context.begin(rollout_id, self._limits.timeout_s))
+        request_context.current.set(request_context.new_correlation(rollout_id, self._limits.timeout_s))
         with tracing.span("rollout", is_rollout=True) as span:
             outcome = await self._answered(attempt)
             tell(span, attempt, outcome)
@@ -460,11 +460,11 @@ class RolloutScheduler:
             answer = json_of(reply, planned.agent, "/run")
             await self._pickup.complete(planned.agent, rollout_id, answer, began)
             with boundary("agent_error", f"{planned.agent} answered /run with an invalid record"):
-                return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
+                return rollout_row(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:
             failure = failure_of(error, planned.agent)
             final = not failure["retryable"] or attempt.number + 1 >= limits.max_attempts
-            return failed(attempt, failure, final=final)
+            return failure_row(attempt, failure, final=final)
 
 
 def _first(error: BaseException) -> BaseException:

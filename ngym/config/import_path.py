@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ngym.did_you_mean import did_you_mean, near_file
-from ngym.errors import ConfigError, place
+from ngym.errors import ConfigError, source_location
 from ngym.extras import missing_extra
 
 
@@ -105,7 +105,9 @@ def _imported(path: str, root: Path, fits: Callable[[Any], bool], kind: str) -> 
         raise ValueError(f"{where} cannot be imported: {error}") from None
     except Exception as error:
         # The module's own code failed: the line there is what its author needs.
-        raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}{place(error)}") from error
+        raise ValueError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}{source_location(error)}"
+        ) from error
     found = getattr(module, name, None)
     if not fits(found):
         known = [each for each, value in vars(module).items() if fits(value) and not each.startswith("_")]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
-from ngym.files.hub_download import errors, first_line
+from ngym.files.hub_download import first_line, hub_errors
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -49,7 +49,7 @@ def commit_upload(
         return api.create_commit(
             repository, added, commit_message="Upload by ng_push", repo_type=upload.kind, revision=branch
         )
-    except errors() as error:
+    except hub_errors() as error:
         raise NgymError(f"{repository}: not uploaded: {first_line(error)}") from None
 
 

@@ -31,8 +31,8 @@ from ngym.net.auth import RUN_TOKEN, TokenAuth, Visitors, hosts_of, is_loopback,
 from ngym.schema import Json
 from ngym.view import html_report, training
 from ngym.view.index import row_seq
-from ngym.view.rows import MOST_ROWS, Rows
-from ngym.view.runs import Opened, RolloutRun
+from ngym.view.rows import MOST_ROWS, RunRows
+from ngym.view.runs import OpenedRuns, RolloutRun
 from ngym.view.stats import compare
 
 POLICY = (
@@ -110,7 +110,7 @@ class Wrong(ServiceError):
 
 
 def application(
-    shown: Opened, *, hosts: frozenset[str] | None, lock: TokenAuth | None, title: str = "ngym"
+    shown: OpenedRuns, *, hosts: frozenset[str] | None, lock: TokenAuth | None, title: str = "ngym"
 ) -> Starlette:
     """
     Args:
@@ -146,7 +146,7 @@ def application(
 class Api:
     """The answers under /api. Starlette runs them in threads: the event loop never waits for a disk."""
 
-    def __init__(self, shown: Opened, title: str) -> None:
+    def __init__(self, shown: OpenedRuns, title: str) -> None:
         self._shown = shown
         self._title = title
 
@@ -175,12 +175,12 @@ class Api:
         return _json(run.trained(seq))
 
     def group(self, request: Request) -> Response:
-        return self._with_task(request, Rows.group)
+        return self._with_task(request, RunRows.group)
 
     def task(self, request: Request) -> Response:
-        return self._with_task(request, Rows.task)
+        return self._with_task(request, RunRows.task)
 
-    def _with_task(self, request: Request, read: Callable[[Rows, int], list[Json]]) -> Response:
+    def _with_task(self, request: Request, read: Callable[[RunRows, int], list[Json]]) -> Response:
         run, task = self._run(request), _whole("task", request.path_params["task"])
         rows = read(run.rows, task)
         if not rows:
@@ -200,7 +200,7 @@ class Api:
         if row:
             page = html_report.single(run, row, title)
         else:
-            alone = Opened({run.id: run}, {})
+            alone = OpenedRuns({run.id: run}, {})
             page, _ = html_report.report(alone, rows=SHARED_ROWS, q=request.query_params.get("q", ""), title=title)
         return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
 
@@ -324,7 +324,7 @@ def door(host: str, port: int | None) -> Door:
     raise UsageError(f"port {ports[0]} on {host}: {problem.strerror or problem}; {remedy}")
 
 
-def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) -> None:
+def serve(shown: OpenedRuns, entrance: Door, title: str, ready: Callable[[], None]) -> None:
     """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
     lock = TokenAuth([entrance.token]) if entrance.token else None
     # A token is not a cookie, so a page of another name has none to send along.

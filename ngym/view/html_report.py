@@ -23,7 +23,7 @@ from ngym.schema import Json
 from ngym.view import training
 from ngym.view.file_scanner import NoRollout, whole
 from ngym.view.index import row_name, row_seq
-from ngym.view.runs import Opened, RolloutRun
+from ngym.view.runs import OpenedRuns, RolloutRun
 from ngym.view.stats import compare
 
 ENTRY = "main.js"
@@ -110,7 +110,7 @@ def _digest(text: str) -> str:
 STATIC = Path(__file__).parent / "static"
 
 
-class Packed(NamedTuple):
+class ReportData(NamedTuple):
     """The contents of the report. of: the rollouts that match the filter; left_out: did not fit, or are not JSON."""
 
     full: int
@@ -121,8 +121,8 @@ class Packed(NamedTuple):
 
 
 def export(
-    shown: Opened, output: Path, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
-) -> Packed:
+    shown: OpenedRuns, output: Path, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+) -> ReportData:
     """Write the report; returns what is in it.
 
     Args:
@@ -138,8 +138,8 @@ def export(
 
 
 def report(
-    shown: Opened, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
-) -> tuple[bytes, Packed]:
+    shown: OpenedRuns, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+) -> tuple[bytes, ReportData]:
     """The report as a page; the arguments and errors are those of `export`."""
     room = Room(MOST_BYTES)
     packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
@@ -161,7 +161,7 @@ def report(
     packed["runs"] = shown.as_json()
     packed["training"] = _training(shown)
     page = _page(packed, title)
-    return page, Packed(full, listed, of, room.refused, len(page))
+    return page, ReportData(full, listed, of, room.refused, len(page))
 
 
 def single(run: RolloutRun, row: str, title: str) -> bytes:
@@ -233,7 +233,7 @@ def _found(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
         tick(f"{run.name}: looking for the text, {page.scanned:.0%}")
 
 
-def _contrasts(shown: Opened, compared: dict[str, Json], count: int) -> dict[str, list[str]]:
+def _contrasts(shown: OpenedRuns, compared: dict[str, Json], count: int) -> dict[str, list[str]]:
     """Of the tasks on which two runs differ most, what their page opens with: the best of one and the worst of the other."""
     found: dict[str, list[str]] = {id: [] for id in shown.rollouts}
     for names, comparison in compared.items():
@@ -303,7 +303,7 @@ def _listed(run: RolloutRun, q: str, chosen: Sequence[str]) -> list[Json]:
     return run.rows.rows(seqs)
 
 
-def _training(shown: Opened) -> Json | None:
+def _training(shown: OpenedRuns) -> Json | None:
     """As the page's calls answer it."""
     if not shown.training:
         return None

@@ -104,7 +104,7 @@ class _Order(NamedTuple):
     scanned: float
 
 
-class Rows:
+class RunRows:
     """The rows of one run, for several threads."""
 
     def __init__(self, index: Index) -> None:

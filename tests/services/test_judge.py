@@ -334,7 +334,7 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
     options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=2, group_size=4)
     async with living(fair) as peers:
         source = task_sampler.TaskSource(options, seed=0)
-        taking = rollout_stream.Stream(
+        taking = rollout_stream.RolloutStream(
             peers, source, options, 1.0, 0, 1, tmp_path / "rollouts.jsonl", lambda group: True
         )
         await taking.open(None)

@@ -143,7 +143,7 @@ async def test_the_other_side_can_go_on_with_the_trace_and_learns_nothing_else_o
         seen.append(dict(request.headers))
         return JSONResponse({"ok": True})
 
-    here = request_context.begin("r-1", timeout_s=60)
+    here = request_context.new_correlation("r-1", timeout_s=60)
     token = request_context.current.set(here)
     try:
         async with upstream(answer) as one:

@@ -28,7 +28,7 @@ from terminals import Terminal, terminal
 
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.collection_files import Progress
-from ngym.collect.display import Meter, ProgressSnapshot, display
+from ngym.collect.display import ProgressMeter, ProgressSnapshot, display
 from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
 from ngym.schema import Json
 from ngym.supervise.display import Board
@@ -259,7 +259,7 @@ def row(index: int) -> Json:
 
 async def test_a_log_gets_the_last_state_and_no_escape_codes() -> None:
     aggregates, log = Aggregates(), io.StringIO()
-    meter = Meter(aggregates, Progress(total=3, complete=True), lambda: 0, {})
+    meter = ProgressMeter(aggregates, Progress(total=3, complete=True), lambda: 0, {})
     async with display(meter, log, lost=lambda: None) as show:
         show.say(f"first timeout: {HOSTILE}")
         for index in range(3):

@@ -382,7 +382,9 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     (tmp_path / "metrics.jsonl").touch()
-    saver = checkpoints.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
+    saver = checkpoints.CheckpointSaver(
+        kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000
+    )
     samples = trainer_samples
     batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
 

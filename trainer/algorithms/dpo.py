@@ -23,7 +23,7 @@ import torch
 from ..data.chat_dataset import Pair, read_pairs
 from ..data.samples import Sample, Segment
 from ..engine.engine import score
-from ..losses.policy_loss import Loss, Rows, measured
+from ..losses.policy_loss import Loss, TokenRows, measured
 from ..losses.preference_loss import preference_loss
 from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
@@ -98,13 +98,13 @@ def create(setup: Setup) -> Dpo:
     return Dpo(setup.recipe.algorithm)
 
 
-def rows_of(packed: Packed) -> Rows:
+def rows_of(packed: Packed) -> TokenRows:
     """The two rows of each pair of a micro-batch, chosen before rejected."""
     segments = cast(Sequence[Side], packed.segments)
     rejected_S = torch.tensor([not segment.chosen for segment in segments], device=packed.sample_S.device)
     trained_S = torch.tensor([segment.trained for segment in segments], device=packed.sample_S.device)
     row_S = 2 * packed.sample_S + rejected_S
-    return Rows(row_S.repeat_interleave(trained_S), 2 * len(packed.samples))
+    return TokenRows(row_S.repeat_interleave(trained_S), 2 * len(packed.samples))
 
 
 def _sample(pair: Pair) -> PairSample:

@@ -109,7 +109,7 @@ def imported() -> Any:
     return deepspeed
 
 
-def settings(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, Any]:
+def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, Any]:
     """DeepSpeed's config. We handle micro-batches and their weights: for DeepSpeed each micro-batch is a batch."""
     clips_itself = options.zero_stage > 0
     pinned = torch.cuda.is_available()
@@ -167,7 +167,7 @@ class Engine:
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),
-            config=settings(options, optimizing),
+            config=deepspeed_config(options, optimizing),
             dist_init_required=False,
         )
         if options.tensor_parallel > 1:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
-from ngym.collect.plan import PlannedRollout, planned
+from ngym.collect.plan import PlannedRollout, plan_rollouts
 from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.files.row_log import RowLog
 from ngym.schema import Json
@@ -207,7 +207,7 @@ class Evaluation:
                     seed = None if greedy else sampling_seed(self._seed, "evaluation", step, keys[number])
                     asked = for_agent(row, options.agent, params)
                     recipe = CollectionPlan(repeats=attempts, params={"temperature": temperature}, seed=seed)
-                    yield from planned([{**asked, "_ng_task_index": number}], recipe)
+                    yield from plan_rollouts([{**asked, "_ng_task_index": number}], recipe)
 
 
 class HeldOutRollouts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..recipe.objective import Critic
-from .policy_loss import Loss, Rows, measured
+from .policy_loss import Loss, TokenRows, measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Values:
     values_N: Tensor
     old_N: Tensor
     returns_N: Tensor
-    rows: Rows
+    rows: TokenRows
     weight_R: Tensor
     share: float
 

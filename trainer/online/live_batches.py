@@ -29,7 +29,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.rollout_options import ADVANTAGES, SPOOL
 from ..seeds import seeded_random
 from ..weights.weight_sync import WeightSync
-from .rollout_stream import Stream, Taken
+from .rollout_stream import RolloutStream, Taken
 from .services import Services
 from .task_sampler import TaskSource
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Live:
+class LiveBatches:
     """The batches of a live run.
 
     Args:
@@ -68,7 +68,7 @@ class Live:
         self._services = services
         self._evaluation: Evaluation | None = None
         self._tasks = TaskSource(recipe.live, recipe.seed) if services else None
-        self._stream: Stream | None = None
+        self._stream: RolloutStream | None = None
         self._following: asyncio.Task[None] | None = None
         self._at_hand = 0
 
@@ -127,7 +127,7 @@ class Live:
 
     async def _open(self, services: Services, state: Json | None) -> int:
         assert self._tasks is not None
-        stream = Stream(
+        stream = RolloutStream(
             services.reached.peers,
             self._tasks,
             self._options,
@@ -145,7 +145,7 @@ class Live:
             self._following = asyncio.create_task(membership.watch(stream.replica_waits), name="replicas that join")
         return at_hand
 
-    async def _closed(self, stream: Stream) -> None:
+    async def _closed(self, stream: RolloutStream) -> None:
         if self._following is not None:
             self._following.cancel()
         await stream.close()
@@ -156,15 +156,15 @@ class Live:
         self._push(step)
         seconds = time.monotonic() - began
         if not last:
-            self._call(Stream.published, step)
+            self._call(RolloutStream.published, step)
         if self._evaluation is not None:
             self._evaluation.after(step, last)
         return seconds
 
     def _push(self, step: int) -> None:
-        self._weight_sync.publish(lambda version: self._call(Stream.announced, step))
+        self._weight_sync.publish(lambda version: self._call(RolloutStream.announced, step))
 
-    def _call(self, tell: Callable[[Stream, int, int], None], step: int) -> None:
+    def _call(self, tell: Callable[[RolloutStream, int, int], None], step: int) -> None:
         """Call the stream, on its event loop, with the current version."""
         if self._services is not None and self._stream is not None:
             self._services.call(_on_loop(partial(tell, self._stream, self._weight_sync.version, step)))
@@ -177,7 +177,7 @@ class Live:
             if shared is not None:
                 return shared
             self._push(step)  # a server came back with other weights, or joins
-            self._call(Stream.published, step)
+            self._call(RolloutStream.published, step)
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""

@@ -281,7 +281,7 @@ class Task:
         return f"{self.environment}/{self.index}"
 
 
-class Drawn(NamedTuple):
+class DrawnTask(NamedTuple):
     """The task of a number."""
 
     environment: str
@@ -298,7 +298,7 @@ class TaskSource:
     def __init__(self, options: RolloutOptions, seed: int) -> None:
         self._seed = seed
         self._taken = 0
-        self._drawn: Mapping[int, Drawn] = {}
+        self._drawn: Mapping[int, DrawnTask] = {}
         self._environments = {each.key: _Environment(each, options, seed) for each in options.sources}
         self._turns = RoundRobin([each.weight for each in options.sources])
 
@@ -309,7 +309,7 @@ class TaskSource:
         self._taken += count
         return again + self._draw(numbers[len(again) :])
 
-    def repeat(self, drawn: Mapping[int, Drawn]) -> None:
+    def repeat(self, drawn: Mapping[int, DrawnTask]) -> None:
         """Assign these numbers to the tasks that were drawn before a resumption, independent of later rewards."""
         self._drawn = drawn
 

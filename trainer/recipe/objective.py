@@ -53,7 +53,7 @@ class FrozenOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def find(path: str) -> Path | None:
+def find_path(path: str) -> Path | None:
     """A file or folder in the working directory, else among the files that ship with ngym; an `hf://` file's copy."""
     path = str(local_copy(Path(path)))
     return next((found for found in (Path(path), shipped_path(path), PACKAGE / path) if found.exists()), None)
@@ -61,7 +61,7 @@ def find(path: str) -> Path | None:
 
 def existing(path: str) -> str:
     """The absolute path of a file or folder; a ValueError if it does not exist."""
-    found = find(path)
+    found = find_path(path)
     if found is None:
         raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym")
     return os.path.abspath(found)
@@ -69,7 +69,7 @@ def existing(path: str) -> str:
 
 def _local_or_hub(name: str) -> str:
     """A folder's absolute path; a name of the Hugging Face hub stays unchanged."""
-    found = find(name)
+    found = find_path(name)
     if found is not None:
         return os.path.abspath(found)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):

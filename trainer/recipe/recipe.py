@@ -20,14 +20,14 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from ngym.config.import_path import check_arguments, imported_class, refusal
 from ngym.config.service_config import Resources
 from ngym.config.shipped_files import RECIPES
-from ngym.config.yaml_tree import Tree, load_tree, parse
+from ngym.config.yaml_tree import ConfigTree, load_tree, parse
 from ngym.did_you_mean import near_file, nearest
 from ngym.errors import ConfigError
 from ngym.telemetry.log_format import redacted
 
 from .algorithms import AnyAlgorithm, OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
 from .extensions import MetricSink, SinkPath
-from .objective import UNCOMPARED, FrozenOptions, ModelName, Positive, Refusal, Share, Word, existing, find
+from .objective import UNCOMPARED, FrozenOptions, ModelName, Positive, Refusal, Share, Word, existing, find_path
 from .rollout_options import EvaluationOptions, RolloutOptions, evaluation_problem
 
 Value = TypeVar("Value")
@@ -489,7 +489,7 @@ def read_launch() -> Launch:
     return Launch(rank=int(said("RANK", 0)), local_rank=int(said("LOCAL_RANK", 0)), ranks=int(said("WORLD_SIZE", 1)))
 
 
-def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
     """The recipe from these files; a bare `sft.yaml` is also found among the shipped recipes.
 
     Raises:
@@ -590,7 +590,7 @@ def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
         yield Refusal("algorithm.preference.reference_free", reason)
 
 
-def as_yaml(recipe: Recipe, tree: Tree) -> str:
+def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
     """The resolved recipe as YAML, in the form that users write.
 
     A value from an environment variable is written as its `${oc.env:...}`, so that no secret reaches the disk.
@@ -609,7 +609,7 @@ def _put(values: Any, path: Sequence[str], text: str) -> None:
 
 
 def _recipe_file(name: str) -> Path:
-    found = find(name) or find(f"{RECIPES}/{name}")
+    found = find_path(name) or find_path(f"{RECIPES}/{name}")
     if found is None:
         known = sorted(path.name for path in RECIPES.glob("*.yaml"))
         near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")

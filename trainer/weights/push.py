@@ -78,7 +78,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise UsageError(f"tensor {name}: not every value is finite")
 
 
-def files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[File]:
+def safetensors_files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[File]:
     """Safetensors files of at most `limit` bytes of tensors, or of one tensor; created one at a time."""
     share: dict[str, Tensor] = {}
     size = 0
@@ -505,7 +505,7 @@ class Pusher:
                 self._transfer.connect(waiting)
             else:
                 assert self._files is not None
-                for file in self._ahead(files(tensors)):
+                for file in self._ahead(safetensors_files(tensors)):
                     self._files.send(file, waiting, self._on_all)
         except NgymError as error:
             self._on_all(waiting, Replica.give_up)

@@ -18,8 +18,8 @@ import orjson
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_TRY_AGAIN
 from ngym.collect.collection_files import CollectionFiles, CollectionPaths, CollectionSettings, RunRecord, check_places
 from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
-from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
-from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, planned
+from ngym.collect.display import ProgressDisplay, ProgressMeter, as_json, display, files, first_failures, tables
+from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, plan_rollouts
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
@@ -205,7 +205,7 @@ def _key(row: Json) -> RolloutKey | None:
 
 def _planned(options: Options, known: Discovered, earlier: Earlier) -> Plan:
     plan: Plan | None = None
-    for rollout in planned(input_rows(options.inputs, options.recipe, known.agents), options.recipe):
+    for rollout in plan_rollouts(input_rows(options.inputs, options.recipe, known.agents), options.recipe):
         plan = plan or Plan(rollout, Counter(), set(), 0, 0)
         plan.agents[rollout.agent] += 1
         plan.tasks.add(rollout.key[:2])
@@ -411,7 +411,7 @@ class Command:
         self._on_state = lambda state: None
 
     @asynccontextmanager
-    async def _display(self, meter: Meter) -> AsyncIterator[Show]:
+    async def _display(self, meter: ProgressMeter) -> AsyncIterator[ProgressDisplay]:
         async with display(meter, self.stream, lost=self._interrupt) as show:
             self._on_state = lambda state: show.say(told(state))
             try:

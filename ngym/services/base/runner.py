@@ -34,7 +34,7 @@ from ngym.schema import Kind
 from ngym.services.base.app import load
 from ngym.services.base.options import ServiceContext, ServiceOptions, parse_options
 from ngym.telemetry import tracing
-from ngym.telemetry.log_format import Form, Redactor, begin, say, secrets_in
+from ngym.telemetry.log_format import Form, Redactor, configure_logging, say, secrets_in
 
 log = logging.getLogger("ngym.services")
 MARKS_S = 0.05
@@ -192,7 +192,7 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG, EXIT_REFUSED
     or 1.
     """
-    begin(spec.name, spec.logs)
+    configure_logging(spec.name, spec.logs)
     try:
         module = load(Path(spec.app_file))
         options = check(spec, module)
