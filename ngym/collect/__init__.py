@@ -43,9 +43,9 @@ async def collect(
     Raises:
         UsageError: a task is not valid. ServiceGone: a service was down for too long.
     """
-    run = RolloutScheduler(
+    scheduler = RolloutScheduler(
         peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate, models=models
     )
-    async with aclosing(run.outcomes(plan_rollouts(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
+    async with aclosing(scheduler.outcomes(plan_rollouts(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
         async for outcome in outcomes:
             yield outcome

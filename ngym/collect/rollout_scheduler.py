@@ -293,7 +293,7 @@ async def _keep_nothing(outcome: Outcome) -> None:
 
 
 class RolloutScheduler:
-    """A collection in progress.
+    """Schedules the rollouts of a collection: concurrency, retries, outages.
 
     Args:
         keep: called with each outcome before it is yielded; returns when it is safe (a RowLog's append).

@@ -61,7 +61,7 @@ SHARED_ROWS = 40  # in full, of a filter
 SERVICE = "the viewer"
 
 
-class Guard:
+class AccessGuard:
     """An ASGI application behind the checks. The page itself has no secrets and is open: it brings the token to /api.
 
     Args:
@@ -139,7 +139,7 @@ def application(
     ]
     handlers: dict[Any, Any] = {NgymError: _refused, HTTPException: _no_route, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.add_middleware(Guard, hosts=hosts, lock=lock)
+    app.add_middleware(AccessGuard, hosts=hosts, lock=lock)
     return app
 
 

@@ -394,7 +394,7 @@ def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
     with terminal() as seen:
         history = [Row({"loss": float(step), "val/loss": 2.0}) for step in range(5000)]
         history[7]["loss"] = float("nan")
-        live = display.Live(Screen(seen.stream), 9999, history)
+        live = display.LiveDisplay(Screen(seen.stream), 9999, history)
         live.step(5000, history[-1])
         first = Row.read
         history.append(Row({"loss": 4000.0, "eval/sums/avg@4": 0.5}))
