@@ -21,9 +21,9 @@ from typing import NamedTuple
 import orjson
 from parts import play
 
-from ngym.collect.files import Files, Source
+from ngym.collect.collection_files import CollectionFiles, CollectionSettings
 from ngym.collect.plan import CollectionPlan
-from ngym.collect.run import Limits
+from ngym.collect.rollout_scheduler import CollectionLimits
 from ngym.peers import Peers
 from ngym.runtime.event_loop import run
 from ngym.schema import Json
@@ -46,9 +46,9 @@ CASES = [
 QUICK = [Case(64, 4_000), Case(4096, 8_192), Case(64, 400, 100_000)]
 
 
-async def collected(files: Files, url: str, in_flight: int) -> int:
+async def collected(files: CollectionFiles, url: str, in_flight: int) -> int:
     peers = Peers({"agent": [url]})
-    collection = files.run(peers, Limits(concurrency=in_flight))
+    collection = files.run(peers, CollectionLimits(concurrency=in_flight))
     count = 0
     async with aclosing(collection.outcomes(files.todo(max_attempts=3))) as outcomes:
         async for _ in outcomes:
@@ -74,7 +74,7 @@ def measure(folder: Path, url: str, case: Case) -> Json:
     source, output = folder / "tasks.jsonl", folder / "out.jsonl"
     task = {"responses_create_params": {"input": "What is 17 + 25?", "temperature": 1.0}, "expected_answer": "42"}
     source.write_bytes(b"".join(orjson.dumps({**task, "n": n}) + b"\n" for n in range(case.rows // 4)))
-    files = Files(output, Source(source, CollectionPlan(agent="agent", repeats=4)))
+    files = CollectionFiles(output, CollectionSettings(source, CollectionPlan(agent="agent", repeats=4)))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=sys.argv)
     began, used = time.perf_counter(), time.process_time()
     count = run(collected(files, url, case.in_flight))

@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from ngym.files.jsonl import read
-from ngym.plot.picture import Line, Panel, write_picture
+from ngym.plot.figure import Line, Panel, write_picture
 from ngym.plot.runs import Series
 from ngym.schema import Json
 

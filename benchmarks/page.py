@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from parts import shown
 
-from ngym.plot import picture as drawing
-from ngym.plot.picture import Line, Panel
+from ngym.plot import figure as drawing
+from ngym.plot.figure import Line, Panel
 from ngym.plot.runs import Series
 from ngym.schema import Json
 

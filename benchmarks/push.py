@@ -24,7 +24,7 @@ from ngym.config.service_config import load_config
 from ngym.runtime import event_loop
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
-from ngym.trainer.weights.push import Proof, Pusher
+from ngym.trainer.weights.push import LogprobProof, Pusher
 from trainer import SMALL, new_model
 
 CONFIG = """
@@ -60,7 +60,7 @@ async def pushed(root: Path, pushes: int) -> Json:
                 logits_TV = network(torch.tensor([PROMPT])).logits[0, :-1]
                 logprobs = logits_TV.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
             weights = dict(network.state_dict())
-            done.append(await asyncio.to_thread(pusher.push, version, weights, Proof(PROMPT, logprobs)))
+            done.append(await asyncio.to_thread(pusher.push, version, weights, LogprobProof(PROMPT, logprobs)))
         pusher.finish()
     seconds = [one.seconds for one in done[1:]]
     return {

@@ -20,7 +20,7 @@ from pathlib import Path
 from bare import Case, Side, bare
 from parts import cpu_s, play
 
-from ngym.collect import CollectionPlan, Limits, Rollout, collect
+from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.runtime import event_loop
@@ -158,7 +158,7 @@ async def collected(peers: Peers, case: Case, seconds: float, in_flight: int) ->
             yield ROW
 
     async for outcome in collect(
-        rows(), peers=peers, recipe=CollectionPlan(agent="env_agent"), limits=Limits(concurrency=in_flight)
+        rows(), peers=peers, recipe=CollectionPlan(agent="env_agent"), limits=CollectionLimits(concurrency=in_flight)
     ):
         assert isinstance(outcome, Rollout) and outcome.row["reward"] == 1.0, outcome
         record = outcome.row["ng"]

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from ngym.collect import CollectionPlan, Limits, Rollout, collect
+from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.runtime import event_loop
@@ -163,7 +163,7 @@ async def collected(peers: Peers, rollouts: int, in_flight: int, tokens: int) ->
         tasks(rollouts, tokens),
         peers=peers,
         recipe=CollectionPlan(agent="env_agent"),
-        limits=Limits(concurrency=in_flight),
+        limits=CollectionLimits(concurrency=in_flight),
     ):
         assert isinstance(outcome, Rollout), outcome
         assert len(outcome.row["response"]["output"]) == 1

@@ -20,7 +20,7 @@ from ngym.trainer.algorithms.policy_gradient import PolicyGradient
 from ngym.trainer.algorithms.sft import Sft
 from ngym.trainer.data.samples import Batch
 from ngym.trainer.engine import distributed, engine
-from ngym.trainer.engine.checks import Guard
+from ngym.trainer.engine.sanity_checks import NanGuard
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe as config
 
@@ -68,7 +68,7 @@ def main() -> None:
             batches(samples, learner, recipe),
             recipe.micro_batch_tokens,
             lambda step: 1.0,
-            Guard(None, 1),
+            NanGuard(None, 1),
             report,
         )
 

@@ -205,7 +205,7 @@ def held_back(text: str, markers: Iterable[str]) -> int:
 THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """More reasoning or text, or a complete call with its arguments in `text`."""
 
     kind: Literal["reasoning", "text", "call"]
@@ -228,7 +228,7 @@ class AnswerParser:
         self._said = False
         self._called = False
 
-    def take(self, text: str) -> Iterator[Piece]:
+    def take(self, text: str) -> Iterator[AnswerPiece]:
         """The pieces that are certain with this further text."""
         self._held += text
         while self._held:
@@ -237,15 +237,15 @@ class AnswerParser:
             if (self._state, self._held) == (state, held):
                 return
 
-    def end(self) -> Iterator[Piece]:
+    def end(self) -> Iterator[AnswerPiece]:
         """The text that was held back; a call without its end is text."""
         text, self._held = self._held, ""
         if self._state == "call":
             text = CALL + text
         if text.strip() or (text and (self._state == "thought" or (self._said and not self._called))):
-            yield Piece("reasoning" if self._state == "thought" else "text", text)
+            yield AnswerPiece("reasoning" if self._state == "thought" else "text", text)
 
-    def _start(self) -> Iterator[Piece]:
+    def _start(self) -> Iterator[AnswerPiece]:
         stripped = self._held.lstrip()
         if stripped.startswith(THINK):
             self._held, self._state = stripped[len(THINK) :], "thought"
@@ -253,7 +253,7 @@ class AnswerParser:
             self._state = "text"
         yield from ()
 
-    def _thought(self) -> Iterator[Piece]:
+    def _thought(self) -> Iterator[AnswerPiece]:
         text, closer, rest = self._held.partition(THOUGHT)
         if closer:
             self._held, self._state = rest, "text"
@@ -261,9 +261,9 @@ class AnswerParser:
             keep = held_back(self._held, (THOUGHT,))
             text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         if text:
-            yield Piece("reasoning", text)
+            yield AnswerPiece("reasoning", text)
 
-    def _text(self) -> Iterator[Piece]:
+    def _text(self) -> Iterator[AnswerPiece]:
         before, opener, rest = self._held.partition(CALL) if self._tools else (self._held, "", "")
         if opener:
             self._held, self._state = rest, "call"
@@ -276,9 +276,9 @@ class AnswerParser:
             self._held = self._held[len(text) :]
         if text:
             self._said = True
-            yield Piece("text", text)
+            yield AnswerPiece("text", text)
 
-    def _call(self) -> Iterator[Piece]:
+    def _call(self) -> Iterator[AnswerPiece]:
         written, closer, rest = self._held.partition(CALLED)
         if not closer:
             return
@@ -286,7 +286,7 @@ class AnswerParser:
         yield _read(written)
 
 
-def _read(written: str) -> Piece:
+def _read(written: str) -> AnswerPiece:
     """The contents of the tags as a call, or as text if they are not a call."""
     try:
         call = json.loads(written)
@@ -294,8 +294,8 @@ def _read(written: str) -> Piece:
         call = None
     match call:
         case {"name": str(name), "arguments": dict(arguments)} if name:
-            return Piece("call", json.dumps(arguments, ensure_ascii=False), name)
-    return Piece("text", CALL + written + CALLED)
+            return AnswerPiece("call", json.dumps(arguments, ensure_ascii=False), name)
+    return AnswerPiece("text", CALL + written + CALLED)
 
 
 class Dialogue:
@@ -355,7 +355,7 @@ class Dialogue:
 
     async def _pieces(
         self, answer: _Answer, request: Json, seen: SeenCall | None, *, streamed: bool
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[AnswerPiece, None]:
         """Yield the pieces of the answer, and add its tokens to `answer`."""
         template = self._template
         prompt = answer.prompt = await self._prompt(request, seen)
@@ -407,7 +407,7 @@ class _Answer:
         self.finish = sampled.finish or self.finish
         self._version = sampled.version
 
-    def add(self, piece: Piece) -> Json:
+    def add(self, piece: AnswerPiece) -> Json:
         """Add a piece, and return it as a delta."""
         if piece.kind != "call":
             name = "reasoning_content" if piece.kind == "reasoning" else "content"

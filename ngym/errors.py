@@ -91,7 +91,7 @@ class ServiceError(NgymError):
         extra: dict[str, Any] | None = None,
         retry_after_s: float = 1.0,
     ) -> None:
-        detail = cut(detail, MOST_DETAIL)
+        detail = shorten(detail, MOST_DETAIL)
         super().__init__(detail)
         self.detail = detail
         self.failure = failure or type(self).failure
@@ -150,7 +150,7 @@ def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
         what: the object that is wrong, such as "row 3".
     """
     found = [
-        Problem(cut(each.field, MOST_NAME), cut(each.message, MOST_MESSAGE))
+        Problem(shorten(each.field, MOST_NAME), shorten(each.message, MOST_MESSAGE))
         for each in islice(problems, MOST_PROBLEMS + 1)
     ]
     named = found[:MOST_PROBLEMS]
@@ -161,7 +161,7 @@ def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
     )
 
 
-def cut(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """The text; a longer one is cut to `most` characters and its length is added."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
@@ -232,13 +232,13 @@ def boundary(failure: FailureClass, what: str, *, places: bool = False, retryabl
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # sys.exit() in an author's function must not end the service
-        where = place(error) if places else ""
+        where = source_location(error) if places else ""
         raise ServiceError(
             f"{what}: {type(error).__name__}: {error}{where}", failure=failure, retryable=retryable
         ) from error
 
 
-def place(error: BaseException) -> str:
+def source_location(error: BaseException) -> str:
     """` (app.py:31)`: the innermost line that is neither in ngym nor in a library; "" if there is no such line."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
     own = [(file, number) for file, number in lines if not file.startswith(NOT_THE_AUTHORS)]

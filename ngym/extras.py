@@ -57,7 +57,7 @@ def require(extra: str, who: str, *distributions: str) -> None:
         raise UsageError(f"{needs(extra, who)} (missing: {', '.join(missing)})")
 
 
-def needed(error: ImportError, who: str) -> str | None:
+def missing_extra(error: ImportError, who: str) -> str | None:
     """One line about the extra of the module that could not be imported; None if it belongs to no extra."""
     module = (error.name or "").partition(".")[0]
     extra = next(_of_module(module, who), None) if isinstance(error, ModuleNotFoundError) else None

@@ -48,7 +48,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ngym.config.service_config import Config, Stanza
 from ngym.config.shipped_files import shipped_path
-from ngym.config.yaml_tree import Tree, parse
+from ngym.config.yaml_tree import ConfigTree, parse
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.files.jsonl import Line, checked
@@ -140,13 +140,13 @@ def _case(row: Json, where: str) -> Case:
         raise UsageError(f"{where}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
 
 
-def others(config: Config, name: str) -> list[str]:
+def named_services(config: Config, name: str) -> list[str]:
     """The services that a service's options name, such as a judge."""
     given = config.services[name].options.values()
     return [value for value in given if isinstance(value, str) and value in config.services]
 
 
-def needed(config: Config, gyms: Collection[str], models: bool, remedy: str) -> Config:
+def config_for_scoring(config: Config, gyms: Collection[str], models: bool, remedy: str) -> Config:
     """The part of the config that must run for these gym servers to score.
 
     Raises:
@@ -154,7 +154,7 @@ def needed(config: Config, gyms: Collection[str], models: bool, remedy: str) -> 
     """
     part = config.only(gyms)
     for gym in sorted(gyms):
-        if not models and (asked := others(config, gym)):
+        if not models and (asked := named_services(config, gym)):
             where = config.services[gym].where
             raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; {remedy}")
     return part
@@ -162,7 +162,7 @@ def needed(config: Config, gyms: Collection[str], models: bool, remedy: str) -> 
 
 def can_be_alone(config: Config, environment: Environment) -> bool:
     """Whether it calls no other service, or only models that its scripted one can replace."""
-    asked = others(config, environment.name)
+    asked = named_services(config, environment.name)
     scripted = (environment.data / MODEL).is_file()
     return not asked or (scripted and all(config.services[name].kind == "model" for name in asked))
 
@@ -172,7 +172,7 @@ def with_stand_ins(config: Config, environments: Sequence[Environment]) -> Confi
     services: dict[str, Stanza] = {}
     for environment in environments:
         stanza = config.services[environment.name]
-        asked = others(config, environment.name)
+        asked = named_services(config, environment.name)
         if asked:
             scripted = f"{environment.name}_scripted_model"
             replies = {"file": str((environment.data / MODEL).resolve())}
@@ -199,7 +199,7 @@ class Finding(NamedTuple):
     mistakes: list[str]
 
 
-async def examine(environment: Environment, peer: Peer, within_s: float) -> list[Finding]:
+async def validate_environment(environment: Environment, peer: Peer, within_s: float) -> list[Finding]:
     """All findings. UsageError when a file of the environment cannot be read."""
     cases = environment.cases()
     answers = [await _attempt(peer, case) for case in cases]
@@ -494,7 +494,7 @@ def facts_in(readme: Path) -> Facts:
     return parse(Facts, _tree("\n".join(lines[1 : lines.index(FENCE, 1)]), shown))
 
 
-def _tree(text: str, shown: str) -> Tree:
+def _tree(text: str, shown: str) -> ConfigTree:
     try:
         node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -505,4 +505,4 @@ def _tree(text: str, shown: str) -> Tree:
         raise ConfigError(f"{shown}:2: expected `key: value` lines between the two {FENCE}")
     # The first line is the fence, and yaml counts from 0.
     places = {str(key.value): f"{shown}:{key.start_mark.line + 2}" for key, _ in node.value}
-    return Tree(values, places, default_where=f"{shown}:1")
+    return ConfigTree(values, places, default_where=f"{shown}:1")

@@ -32,14 +32,14 @@ from ngym.files import jsonl
 from ngym.files.atomic import file_digest, whole_folder
 from ngym.schema import Json
 
-from .recipe.objective import Record
+from .recipe.objective import FrozenOptions
 from .recipe.recipe import CheckpointOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .engine.checks import Guard
     from .engine.engine import Engine
+    from .engine.sanity_checks import NanGuard
 
 
 FOLDER = "checkpoints"
@@ -68,7 +68,7 @@ class CheckpointUnusable(NgymError):
     """There is no checkpoint to resume from, or it is damaged."""
 
 
-class Written(Record):
+class Written(FrozenOptions):
     """The manifest's entry for a file."""
 
     bytes: int
@@ -203,7 +203,7 @@ def _flat(values: Json, prefix: str = "") -> Json:
     return flat
 
 
-class Saver:
+class CheckpointSaver:
     """Saves a run. Every rank has one, and calls it.
 
     Args:
@@ -216,7 +216,7 @@ class Saver:
         checkpoints: Checkpoints,
         learner: Engine,
         tokenizer: PreTrainedTokenizerBase,
-        guard: Guard,
+        guard: NanGuard,
         metrics: Path,
         source: Callable[[], Json | None],
         steps: int,

@@ -22,9 +22,9 @@ from ngym.telemetry import tracing
 
 from .algorithms import Algorithm
 from .algorithms.policy_gradient import PolicyGradient
-from .data import offline
+from .data import file_batches
 from .data.samples import Batch, Sample
-from .engine import checks
+from .engine import sanity_checks
 from .engine.engine import Engine, Update
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
@@ -58,7 +58,7 @@ def train(
     batches: Iterable[Batch],
     budget: int,
     lr_multiplier: Callable[[int], float],
-    guard: checks.Guard,
+    guard: sanity_checks.NanGuard,
     report: Callable[[int, dict[str, float]], None],
     done: int = 0,
 ) -> None:
@@ -157,9 +157,11 @@ class FileSource:
         recipe, learner, algorithm, tokenizer = parts
         assert recipe.data is not None
         self._parts = parts
-        self._digest = offline.digest(recipe.data)
-        self._samples = offline.prepared(recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say)
-        self.steps = offline.steps(self._samples, recipe)
+        self._digest = file_batches.digest(recipe.data)
+        self._samples = file_batches.prepared(
+            recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say
+        )
+        self.steps = file_batches.steps(self._samples, recipe)
         for line in of_file(recipe, self._samples, self.steps, read_launch()):
             say(line)
         self._held_out = _held_out(parts, say)
@@ -177,9 +179,9 @@ class FileSource:
                 f"{recipe.data.path}: changed since the run began with it: sha256 {state['digest'][:12]} then, "
                 f"{self._digest[:12]} now; restore the file, or begin a new run"
             )
-        batches = offline.batches(self._samples, recipe, done)
+        batches = file_batches.batches(self._samples, recipe, done)
         if algorithm.asks.values:
-            batches = offline.in_turn(batches, algorithm, learner, recipe.micro_batch_tokens)
+            batches = file_batches.in_turn(batches, algorithm, learner, recipe.micro_batch_tokens)
         batches = checked(self._parts, batches, sampled=done == 0)
         if recipe.evaluation is None or not self._held_out:
             return batches
@@ -204,7 +206,9 @@ def _held_out(parts: Parts, say: Say) -> list[Sample]:
         return []
     data = DataOptions(path=recipe.evaluation.data, max_tokens=recipe.data.max_tokens)
     budget, limit = recipe.micro_batch_tokens, recipe.evaluation.limit
-    return offline.prepared(data, algorithm, tokenizer, learner, budget, lambda text: say(f"held-out: {text}"), limit)
+    return file_batches.prepared(
+        data, algorithm, tokenizer, learner, budget, lambda text: say(f"held-out: {text}"), limit
+    )
 
 
 class LiveSource:
@@ -215,10 +219,11 @@ class LiveSource:
     """
 
     def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
-        from .online.live_batches import Live
+        from .online.live_batches import LiveBatches
         from .online.services import HeadMembership
-        from .weights.publisher import Colocated, Publisher, probe_ids, pusher_of
+        from .weights.colocated_phases import ColocatedPhases
         from .weights.push import check_transport
+        from .weights.weight_sync import WeightSync, probe_ids, pusher_of
 
         recipe, learner, algorithm, tokenizer = parts
         options = recipe.live
@@ -234,12 +239,12 @@ class LiveSource:
         for line in of_live(recipe, read_launch()):
             say(line)
         pushed = learner.adapter if options.transport == "lora" else learner.weights
-        colocated = Colocated(learner, self._pusher) if options.colocated else None
+        colocated = ColocatedPhases(learner, self._pusher) if options.colocated else None
         membership = None
         if services is not None and colocated is None and services.reached.peers.head_url is not None:
             membership = HeadMembership(services, options.policy, say)
-        publisher = Publisher(learner, self._pusher, probe_ids(tokenizer), pushed, colocated, membership)
-        self._live = Live(recipe, algorithm, learner, publisher, services)
+        weight_sync = WeightSync(learner, self._pusher, probe_ids(tokenizer), pushed, colocated, membership)
+        self._live = LiveBatches(recipe, algorithm, learner, weight_sync, services)
         self._say = say
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
@@ -289,7 +294,7 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
 
     services: on rank 0; None elsewhere.
     """
-    from .weights.publisher import pusher_of
+    from .weights.weight_sync import pusher_of
 
     if services is None or recipe.live is None:
         return
@@ -309,7 +314,7 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
         return batches
     bound = parts.recipe.algorithm.max_mismatch
     sampler_N = parts.algorithm.sampler_N if sampled else None
-    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
+    return sanity_checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
 
 
 def temperature(recipe: Recipe) -> float:

@@ -123,7 +123,7 @@ def _copy(stream: IO[bytes], log: Path, last: list[str]) -> None:
             last[0] = line.strip() or last[0]
 
 
-class Outcome(NamedTuple):
+class SweepOutcome(NamedTuple):
     """One run that was started.
 
     values: of the swept keys. metrics: the last value of each metric that ranks runs. problem: of a failed run, the
@@ -139,7 +139,7 @@ class Outcome(NamedTuple):
     metrics: dict[str, float]
 
 
-def read(folder: Path) -> dict[str, Outcome]:
+def read(folder: Path) -> dict[str, SweepOutcome]:
     """The outcomes of an earlier sweep, by the name of the run; {} without one.
 
     Raises:
@@ -149,10 +149,10 @@ def read(folder: Path) -> dict[str, Outcome]:
         return {}
 
     def wrong(row: dict[str, object]) -> str | None:
-        return None if set(row) == set(Outcome._fields) else "no outcome of a run; is this file of a sweep?"
+        return None if set(row) == set(SweepOutcome._fields) else "no outcome of a run; is this file of a sweep?"
 
     rows = [line.row for line in jsonl.checked(folder / FILE, wrong)]
-    return {row["run"]: Outcome(**row) for row in rows}
+    return {row["run"]: SweepOutcome(**row) for row in rows}
 
 
 def summary(folder: Path) -> Json:
@@ -160,7 +160,7 @@ def summary(folder: Path) -> Json:
     return {"output": str(folder), "runs": [outcome._asdict() for outcome in read(folder).values()]}
 
 
-def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
+def write(folder: Path, outcomes: Sequence[SweepOutcome]) -> None:
     """Rewrite the whole file."""
     write_whole(folder / FILE, b"".join(orjson.dumps(outcome._asdict()) + b"\n" for outcome in outcomes))
 
@@ -176,7 +176,7 @@ def last_metrics(file: Path) -> dict[str, float]:
     return found
 
 
-def show(outcomes: Sequence[Outcome], waiting: Sequence[str]) -> None:
+def show(outcomes: Sequence[SweepOutcome], waiting: Sequence[str]) -> None:
     """Print the table of a sweep. waiting: the names of runs that were not started."""
     from rich.console import Console
     from rich.table import Table
@@ -295,7 +295,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-class Run(NamedTuple):
+class SweepRun(NamedTuple):
     combination: Combination
     folder: Path
     recipe: str  # as it will be in the run's folder
@@ -315,7 +315,7 @@ def main(
         UsageError: a run is invalid; none was started.
         NgymError: some runs failed. FileLocked: another process sweeps there.
     """
-    folder, runs = planned(files, overrides, sweeps)
+    folder, runs = plan_runs(files, overrides, sweeps)
     folder.mkdir(parents=True, exist_ok=True)
     with held_folder(folder, OTHERWISE):
         _sweep(folder, runs, files, overrides, overwrite, resume)
@@ -328,7 +328,7 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
     Raises:
         UsageError: a run has a mistake.
     """
-    folder, runs = planned(files, overrides, sweeps)
+    folder, runs = plan_runs(files, overrides, sweeps)
     if as_json:
         each = [{"output": str(run.folder), "values": run.combination.values} for run in runs]
         print(orjson.dumps({"output": str(folder), "runs": each}, option=orjson.OPT_INDENT_2).decode())
@@ -338,7 +338,12 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
 
 
 def _sweep(
-    folder: Path, runs: Sequence[Run], files: Sequence[str], overrides: Sequence[str], overwrite: bool, resume: bool
+    folder: Path,
+    runs: Sequence[SweepRun],
+    files: Sequence[str],
+    overrides: Sequence[str],
+    overwrite: bool,
+    resume: bool,
 ) -> None:
     names = [run.combination.name for run in runs]
     earlier = read(folder)
@@ -368,7 +373,7 @@ def _sweep(
         raise NgymError(f"{failed} of {len(runs)} runs failed; their output is in {folder}/*.log")
 
 
-def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> tuple[Path, list[Run]]:
+def plan_runs(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> tuple[Path, list[SweepRun]]:
     """The sweep's folder and its runs, checked as far as possible without starting them.
 
     Raises:
@@ -392,9 +397,11 @@ def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
     return _planned(files, overrides, combinations(wanted))
 
 
-def _planned(files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Combination]) -> tuple[Path, list[Run]]:
+def _planned(
+    files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Combination]
+) -> tuple[Path, list[SweepRun]]:
     """The sweep's folder and all runs, each with a valid recipe."""
-    runs: list[Run] = []
+    runs: list[SweepRun] = []
     folders: set[Path] = set()
     mistakes: defaultdict[str, list[str]] = defaultdict(list)
     for combination in wanted:
@@ -407,7 +414,7 @@ def _planned(files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Co
                 mistakes[line].append(combination.name)
             continue
         folders.add(parent)
-        runs.append(Run(combination, recipe.output, as_yaml(recipe, tree)))
+        runs.append(SweepRun(combination, recipe.output, as_yaml(recipe, tree)))
     if mistakes:
         raise ConfigError("\n".join(_told(line, names, len(wanted)) for line, names in mistakes.items()))
     if len(folders) > 1:
@@ -426,13 +433,13 @@ def _output(folder: Path) -> str:
     return f"output={json.dumps(str(folder))}"
 
 
-def _finished(earlier: dict[str, Outcome], runs: Sequence[Run]) -> dict[str, Outcome]:
+def _finished(earlier: dict[str, SweepOutcome], runs: Sequence[SweepRun]) -> dict[str, SweepOutcome]:
     """The runs that an earlier sweep in this folder finished.
 
     Raises:
         UsageError: a folder holds a run of another recipe.
     """
-    finished: dict[str, Outcome] = {}
+    finished: dict[str, SweepOutcome] = {}
     others: list[Path] = []
     for run in runs:
         resolved = run.folder / RESOLVED
@@ -447,7 +454,9 @@ def _finished(earlier: dict[str, Outcome], runs: Sequence[Run]) -> dict[str, Out
     return finished
 
 
-def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool, known: dict[str, Outcome]) -> None:
+def _run(
+    run: SweepRun, files: Sequence[str], overrides: Sequence[str], resume: bool, known: dict[str, SweepOutcome]
+) -> None:
     """Run it and store its outcome in `known`, even if it is interrupted."""
     name, values = run.combination
     goes_on = resume and any((run.folder / CHECKPOINTS).glob("*"))
@@ -460,7 +469,7 @@ def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool,
         file = run.folder / METRICS
         # a run that never began to train has no metrics; an existing file belongs to an earlier run
         metrics = {} if _version(file) == earlier else last_metrics(file)
-        known[name] = Outcome(name, values, status, code, seconds, problem, metrics)
+        known[name] = SweepOutcome(name, values, status, code, seconds, problem, metrics)
 
     try:
         ended = run_command([sys.executable, "-m", "ngym", "train", *words], run.folder.with_name(f"{name}.log"))

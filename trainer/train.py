@@ -16,14 +16,14 @@ import orjson
 import yaml
 
 from ngym.config.service_config import load_config, tracing_from_environment
-from ngym.config.yaml_tree import Tree
+from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import whole_folder, write_whole
 from ngym.files.file_lock import held_folder
 from ngym.telemetry import tracing
 
 from .checkpoints import Checkpoints, resumable
-from .data import offline
+from .data import file_batches
 from .recipe import validation
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
@@ -96,7 +96,7 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, ove
     print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
 
 
-def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
     """The recipe, checked as far as possible without loading anything.
 
     Raises:
@@ -107,7 +107,7 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tre
     if not there.is_dir():
         raise UsageError(f"{there} is not a folder; {OTHERWISE}")
     if recipe.data is not None:
-        offline.check(recipe.data, tree)
+        file_batches.check(recipe.data, tree)
     impossible = validation.impossible(recipe, read_launch())
     if impossible:
         raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in impossible))
@@ -137,10 +137,10 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         _say("loading torch, transformers and deepspeed")
         gc.disable()  # a fifth of the imports' time would go into looking for garbage among objects that stay
         from .algorithms import Algorithm, Setup
-        from .checkpoints import Saver
+        from .checkpoints import CheckpointSaver
         from .engine import engine, optimizer
-        from .engine.checks import Guard, NoSignalMonitor
         from .engine.distributed import barrier, joined
+        from .engine.sanity_checks import NanGuard, NoSignalMonitor
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer
@@ -150,7 +150,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         gc.enable()
         stack.enter_context(joined(launch))
         if recipe.data is not None and launch.rank == 0:
-            offline.make(recipe.data, _say)
+            file_batches.make(recipe.data, _say)
         if new is not None and launch.rank == 0:
             _begin(new, Path(str(recipe.model.path)), recipe.seed)
         barrier()
@@ -173,9 +173,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
         shown = launch.rank == 0
-        guard = Guard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
+        guard = NanGuard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
         checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
-        saver = Saver(
+        saver = CheckpointSaver(
             checkpoints,
             learner,
             tokenizer,
@@ -262,11 +262,11 @@ def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
         UsageError: a row is not a task of its agent.
     """
     from .evaluation.live_eval import read_held_out
-    from .online.services import needed
+    from .online.services import config_for_agents
     from .online.task_sampler import TaskSource
 
     if rollouts.config is not None:
-        needed(load_config([rollouts.config]), agents_of(recipe, rollouts), rollouts.policy)
+        config_for_agents(load_config([rollouts.config]), agents_of(recipe, rollouts), rollouts.policy)
     TaskSource(rollouts, recipe.seed, recipe.algorithm.task_fields)
     if recipe.evaluation is not None:
         read_held_out(recipe.evaluation, rollouts)
@@ -294,7 +294,7 @@ def _services(recipe: Recipe) -> Services:
 
 
 def _draw(metrics: Metrics, image: Path) -> None:
-    from ngym.plot.picture import Line, Panel, as_text, told, write_picture
+    from ngym.plot.figure import Line, Panel, as_text, told, write_picture
 
     shown = told(metrics.history)
     if shown:

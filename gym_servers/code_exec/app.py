@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ngym import ServiceContext, ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import fenced
 from ngym.grading.number_match import close
-from ngym.sandbox import Limits, Result, Sandbox, SandboxOptions, sandbox_of
-from ngym.sandbox.options import Local
+from ngym.sandbox import Limits, Result, Sandbox, SandboxOptions, choose_sandbox
+from ngym.sandbox.providers import LocalOptions
 
 NUMBER = re.compile(r"[-+]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?")
 
@@ -263,7 +263,7 @@ def _why(number: int, answer: dict[str, Any] | None, result: Result) -> str:
 
 
 class CodeOptions(ServiceOptions):
-    sandbox: SandboxOptions = Field(default=Local(), description="Where programs run.")
+    sandbox: SandboxOptions = Field(default=LocalOptions(), description="Where programs run.")
     limits: Limits = Field(
         default=Limits(cpu_s=5), description="Of one run: one test of a program, or all calls of a function."
     )
@@ -278,7 +278,7 @@ class CodeOptions(ServiceOptions):
 
 @asynccontextmanager
 async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
-    sandbox: Sandbox = sandbox_of(context.options.sandbox)
+    sandbox: Sandbox = choose_sandbox(context.options.sandbox)
     async with sandbox.lifespan():
         app.state.sandbox = sandbox
         app.state.tests = {} if context.options.tests is None else tests_of(context.options.tests)

@@ -13,9 +13,9 @@ from ngym.grading.reward_parts import Shaping, shaped, weighted
 from ngym.schema import Json
 from ngym.workers import WorkerPool
 
-from .following import CHECKS
+from .checker import CHECKS
 
-pool = WorkerPool(Path(__file__).with_name("following.py"), "followed", deadline_s=5.0, memory_mib=512)
+pool = WorkerPool(Path(__file__).with_name("checker.py"), "followed", deadline_s=5.0, memory_mib=512)
 
 
 class FollowingOptions(ServiceOptions):

@@ -100,7 +100,7 @@ WHEN = (
 )
 
 
-class Spec(NamedTuple):
+class DocumentSpec(NamedTuple):
     kind: Kind
     seed: int
     pages: int
@@ -108,7 +108,7 @@ class Spec(NamedTuple):
 
 
 class Document:
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: DocumentSpec) -> None:
         self.spec = spec
 
     @property
@@ -214,7 +214,7 @@ class LongTask(VerifyRequest):
 
     @property
     def document(self) -> Document:
-        return Document(Spec(self.kind, self.seed, self.pages, self.facts))
+        return Document(DocumentSpec(self.kind, self.seed, self.pages, self.facts))
 
     @model_validator(mode="after")
     def _can_be_made(self) -> LongTask:

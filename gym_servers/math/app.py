@@ -9,7 +9,7 @@ from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.extras import require
 from ngym.grading.answers import formula
 from ngym.services.gym.server import ReferenceText
-from ngym.workers import Outcome, WorkerPool
+from ngym.workers import WorkerOutcome, WorkerPool
 
 require("math", "gym_servers/math", "math-verify")  # workers import it, which is later
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", warm="warm")
@@ -39,7 +39,7 @@ async def verify(task: MathTask, options: MathOptions) -> dict[str, Any]:
     return {**verdict, "extracted_answer": answer}
 
 
-async def failure(checked: Outcome, expected: str, deadline_s: float) -> dict[str, Any]:
+async def failure(checked: WorkerOutcome, expected: str, deadline_s: float) -> dict[str, Any]:
     """0 for an answer that was not compared in time; null if a plain answer cannot be compared either."""
     if not checked.infra:
         plain = await pool.run(expected, PLAIN_ANSWER, False, deadline_s=deadline_s)

@@ -36,7 +36,7 @@ from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
 from ngym.rollout import calls_in
 from ngym.services.gym.server import ReferenceText
-from ngym.services.gym.tools import RESERVED, Tool, described, inspected, offer
+from ngym.services.gym.tools import RESERVED, Tool, described, inspected, register_tool
 
 log = logging.getLogger("ngym.mcp")
 MOST_TOOLS = 1000
@@ -445,7 +445,7 @@ async def serving(context: ServiceContext) -> AsyncIterator[None]:
         app.state.verifier = inspected(_verify_in(file), VerifyRequest)
     async with Connections(options, context.root) as connections:
         for tool in offered(await connections.list_tools(), connections):
-            offer(app, tool)
+            register_tool(app, tool)
         yield
 
 

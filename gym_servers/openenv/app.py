@@ -24,7 +24,7 @@ from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
-from ngym.services.gym.tools import RESERVED, Tool, described, offer
+from ngym.services.gym.tools import RESERVED, Tool, described, register_tool
 
 MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # action schemas of a server of MCP tools
 OVER = "The episode is over."
@@ -199,7 +199,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     for tool in server.tools:
         if tool["name"] in RESERVED:
             raise ConfigError(f"{options.server} has a tool called {tool['name']!r}, a route of every gym server")
-        offer(app, Tool(tool, partial(call_tool, tool["name"])))
+        register_tool(app, Tool(tool, partial(call_tool, tool["name"])))
     yield
 
 

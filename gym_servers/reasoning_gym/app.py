@@ -11,7 +11,7 @@ from reasoning_gym.factory import DATASETS
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.did_you_mean import did_you_mean
 from ngym.grading.answers import without_reasoning
-from ngym.workers import Outcome, WorkerPool
+from ngym.workers import WorkerOutcome, WorkerPool
 
 os.environ["PYTHONHASHSEED"] = "0"  # for the workers: some tasks depend on the order of sets
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check")
@@ -80,7 +80,7 @@ async def verify(task: Task, options: Options) -> dict[str, Any]:
     return {**failure, "score": failure["reward"], "is_correct": correct, "extracted_answer": answer}
 
 
-async def scored(task: Task, answer: str, options: Options) -> Outcome:
+async def scored(task: Task, answer: str, options: Options) -> WorkerOutcome:
     config = json.dumps(task.config, sort_keys=True)
     row = (task.dataset, task.seed, task.index, config, task.fingerprint)
     return await pool.run(*row, answer, task.entry, deadline_s=options.deadline_s)

@@ -43,7 +43,7 @@ READ_AS = {
 }
 
 
-class Made(NamedTuple):
+class GeneratedTask(NamedTuple):
     """A task (entry) of the library, and the dataset that scores it."""
 
     dataset: Any
@@ -51,10 +51,10 @@ class Made(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def made(name: str, seed: int, index: int, config: str) -> Made:
+def made(name: str, seed: int, index: int, config: str) -> GeneratedTask:
     """Generate a task. config: JSON of the dataset's options."""
     dataset = create_dataset(name, seed=seed, size=index + 1, **json.loads(config))
-    return Made(dataset, dataset[index])
+    return GeneratedTask(dataset, dataset[index])
 
 
 def fingerprint(entry: dict[str, Any]) -> str:

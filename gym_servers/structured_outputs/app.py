@@ -12,7 +12,7 @@ from ngym.extras import require
 from ngym.grading.answers import fenced, without_reasoning
 from ngym.grading.reward_parts import Shaping, shaped, weighted
 from ngym.rollout import calls_in
-from ngym.workers import Outcome, WorkerPool
+from ngym.workers import WorkerOutcome, WorkerPool
 
 from .checker import Format
 
@@ -80,7 +80,7 @@ async def verify(task: StructuredTask, options: StructuredOptions) -> dict[str, 
     return shaped({**verdict, **paid, "extracted_answer": document or None}, task.response, options.shaping)
 
 
-async def failure(checked: Outcome, task: StructuredTask) -> dict[str, Any]:
+async def failure(checked: WorkerOutcome, task: StructuredTask) -> dict[str, Any]:
     """0 for a document that was not checked in time; null if the schema alone takes too much."""
     if not checked.infra:
         alone = await pool.run("", task.form, task.schema_str, task.expected_values)

@@ -35,7 +35,7 @@ from ngym.schema import Json
 from ngym.services.base.app import add_route
 from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
-from ngym.services.gym.tools import RESERVED, Tool, described, offer
+from ngym.services.gym.tools import RESERVED, Tool, described, register_tool
 
 from .environment import Environment, Source, items_of, load, prompt_of, record_prompt, record_turn
 from .scoring import NotScored, pool, scored
@@ -396,7 +396,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     async with Bridge.open(source, options.deadline_s) as bridge:
         app.state.bridge = bridge
         for described in bridge.described:
-            offer(app, Tool(described, partial(call_tool, described["name"])))
+            register_tool(app, Tool(described, partial(call_tool, described["name"])))
         yield
 
 

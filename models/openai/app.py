@@ -26,7 +26,7 @@ from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Upstream, an
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.server import ModelOptions
 
-from .access import Azure, address, headers
+from .credentials import Azure, address, headers
 
 Json = dict[str, Any]
 Api = Literal["auto", "responses", "chat"]

@@ -59,7 +59,7 @@ class Seconds(NamedTuple):
     apply: float
 
 
-class Proof(NamedTuple):
+class PromptLogprobs(NamedTuple):
     """Logprobs [T - 1] of all tokens of a prompt except the first, under one policy version."""
 
     version: int
@@ -203,7 +203,7 @@ class Engine(AsyncLLM):
         if not self.asleep:
             await super().resume_generation()
 
-    async def prove(self, prompt: list[int]) -> Proof:
+    async def prove(self, prompt: list[int]) -> PromptLogprobs:
         """Logprobs of a prompt with the current weights. Raises BadRequest if the prompt does not fit this model."""
         if self.asleep:
             raise ServiceError("this server is asleep; wake it first", status=409)
@@ -216,7 +216,7 @@ class Engine(AsyncLLM):
             raise BadRequest(f"field 'prompt_token_ids': {' '.join(str(error).split())}") from None
         logprobs = [one[token].logprob for one, token in zip(last.prompt_logprobs[1:], prompt[1:], strict=True)]
         [span] = last.outputs[0].weight_versions
-        return Proof(int(span.version), str(self.model_config.dtype).removeprefix("torch."), logprobs)
+        return PromptLogprobs(int(span.version), str(self.model_config.dtype).removeprefix("torch."), logprobs)
 
     async def raise_when_dead(self) -> None:
         """Stop serving when the engine process dies or is broken, so that the supervisor restarts both."""

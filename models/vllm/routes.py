@@ -25,7 +25,7 @@ from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, obje
 
 from .engine import Engine
 from .options import PushOptions
-from .serving.chat import Chat, turn_ends
+from .serving.chat import ChatHandler, turn_ends
 from .serving.loading_server import Keys
 from .serving.token_routes import GENERATED, TOKENIZED, TokenRoutes
 from .weights.push_routes import BODIES, FILES, WeightPush
@@ -50,7 +50,7 @@ async def build_application(
         raise ConfigError(
             f"service {context.name!r}: model {context.options.model!r}: vLLM cannot generate text with it"
         )
-    chat = Chat(vllms.openai_serving_chat, turn_ends(engine))
+    chat = ChatHandler(vllms.openai_serving_chat, turn_ends(engine))
     app = model_server(
         respond=chat.respond, stream=chat.stream, count_tokens=chat.count, api="chat", options=type(context.options)
     )

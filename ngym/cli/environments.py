@@ -14,7 +14,7 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.peers import Peers
 from ngym.runtime.live_region import harmless
-from ngym.supervise.service import State
+from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.validation import (
@@ -24,10 +24,10 @@ from ngym.validation import (
     Finding,
     can_be_alone,
     described,
-    examine,
     find_environment,
-    others,
+    named_services,
     readme_of,
+    validate_environment,
     with_stand_ins,
 )
 
@@ -59,11 +59,11 @@ async def try_environments(
     alone = with_stand_ins(config, chosen)
     async with started(alone, alone.services, launcher) as peers:
         for environment in chosen:
-            if asked := others(config, environment.name):
+            if asked := named_services(config, environment.name):
                 say(f"{environment.name} asks {', '.join(asked)}: a scripted model answers instead and judges nothing")
             peer = peers[environment.name]
             facts = await described(environment, readme_of(_app(config, environment.name)), peer)
-            tried.append(Tried(environment.name, [facts, *await examine(environment, peer, within_s)]))
+            tried.append(Tried(environment.name, [facts, *await validate_environment(environment, peer, within_s)]))
             _show(tried[-1], say)
     wrong = sum(each.wrong for each in tried)
     say(
@@ -92,7 +92,7 @@ def _named(config: Config, name: str) -> Environment:
             f"{stanza.where}: {name!r} has no gold answers; write data/gold.jsonl in the folder of its app"
         )
     if not can_be_alone(config, environment):
-        asked = ", ".join(others(config, name))
+        asked = ", ".join(named_services(config, name))
         raise ConfigError(f"{stanza.where}: {name!r} asks {asked}, but no other service is started here; {_REMEDY}")
     return environment
 
@@ -109,7 +109,7 @@ def _all(config: Config, say: Say) -> list[Environment]:
         if can_be_alone(config, environment):
             found.append(environment)
         else:
-            say(f"{environment.name} asks {', '.join(others(config, environment.name))}: not tested; {_REMEDY}")
+            say(f"{environment.name} asks {', '.join(named_services(config, environment.name))}: not tested; {_REMEDY}")
     if not found:
         raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/gold.jsonl")
     return found
@@ -125,6 +125,6 @@ def _show(tried: Tried, say: Say) -> None:
             say(f"           and {len(finding.mistakes) - SHOWN} more")
 
 
-def _say_failure(state: State) -> None:
+def _say_failure(state: ReplicaState) -> None:
     if state.status in ("restarting", "failed"):
         click.echo(harmless(f"{state.name}: {state.detail or state.status}"), err=True)

@@ -15,8 +15,8 @@ from ngym.cli.shell.main import Choice, command
 from ngym.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngym.plot.picture import Curve
-    from ngym.plot.runs import Axis, Run
+    from ngym.plot.figure import Curve
+    from ngym.plot.runs import Axis, PlottedRun
 
 PATH = click.Path(path_type=Path)
 MOST_IN_ONE = 6  # curves of one run in one text plot
@@ -62,7 +62,7 @@ def main(
               ng_plot runs/grpo --metric 'time/*' --x time --json
               ng_plot runs/reward_model --calibration --output calibration.svg
     """
-    from ngym.plot.picture import curves, panels
+    from ngym.plot.figure import curves, panels
     from ngym.plot.runs import read_runs
 
     axis: Axis = "time" if by == "time" else "step"
@@ -77,7 +77,7 @@ def main(
     if as_json:
         click.echo(b"".join(orjson.dumps(curve.as_json(axis)) + b"\n" for curve in found), nl=False)
     if output is not None:
-        from ngym.plot.picture import write_picture
+        from ngym.plot.figure import write_picture
 
         write_picture(panels(found, axis, log), output)
         click.echo(f"{output}: {len(found):,} curves of {len(runs):,} runs", err=as_json)
@@ -85,9 +85,9 @@ def main(
         click.echo("\n\n".join([*_plots(found, axis), *_table(runs, patterns)]))
 
 
-def _calibration(runs: Sequence[Run], output: Path | None, as_json: bool) -> None:
+def _calibration(runs: Sequence[PlottedRun], output: Path | None, as_json: bool) -> None:
     """The reliability diagram of reward models, as a picture, JSON or a table."""
-    from ngym.plot.picture import calibrations, reliability_panel, write_picture
+    from ngym.plot.figure import calibrations, reliability_panel, write_picture
     from ngym.rollout import printable
 
     found = calibrations(runs)
@@ -106,7 +106,7 @@ def _calibration(runs: Sequence[Run], output: Path | None, as_json: bool) -> Non
 
 def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
     """All curves of one run in one plot; for several runs a plot for each metric."""
-    from ngym.plot.picture import as_text
+    from ngym.plot.figure import as_text
     from ngym.rollout import printable
 
     if len({curve.run for curve in found}) == 1 and len(found) <= MOST_IN_ONE:
@@ -117,9 +117,9 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
         yield f"{printable(metric)}\n{as_text(shown, axis)}"
 
 
-def _table(runs: Sequence[Run], patterns: Sequence[str]) -> Iterator[str]:
+def _table(runs: Sequence[PlottedRun], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
-    from ngym.plot.picture import asked, is_own, number_text
+    from ngym.plot.figure import asked, is_own, number_text
     from ngym.rollout import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))

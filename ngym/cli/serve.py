@@ -73,7 +73,7 @@ def main(
     from ngym.cli.run import show_service
     from ngym.config.service_config import load_config
     from ngym.supervise.service import listen, url_of
-    from ngym.supervise.service_main import Job, perform
+    from ngym.supervise.service_main import ServiceJob, perform
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of
 
@@ -107,7 +107,7 @@ def main(
     request = {"action": "serve", "spec": spec}
     if venv := venv_of(config, stanza):
         request["python"] = str(asyncio.run(make(venv, lambda text: click.echo(text, err=True), find_uv())))
-    perform(Job(request, [sock]))
+    perform(ServiceJob(request, [sock]))
 
 
 def _token(config: Config, address: str) -> str | None:
@@ -156,7 +156,7 @@ async def _joined(head_url: str, name: str, url: str, token: str) -> None:
 
 async def _addresses(config: Config, join: str | None, token: str | None) -> tuple[str | None, dict[str, list[str]]]:
     """The URL of the head to join, or that runs in this folder, if any, and the known addresses of each service."""
-    from ngym.supervise.head_file import get
+    from ngym.supervise.head_file import http_get
 
     urls = {stanza.name: stanza.external_urls for stanza in config.services.values()}
     running = find_running(config.root)
@@ -164,6 +164,6 @@ async def _addresses(config: Config, join: str | None, token: str | None) -> tup
     if head_url is None:
         return None, urls
     with contextlib.suppress(OSError, ValueError):  # the run has just ended
-        for server in json.loads((await get(f"{head_url}/servers", HEAD_TIMEOUT_S, token)).body):
+        for server in json.loads((await http_get(f"{head_url}/servers", HEAD_TIMEOUT_S, token)).body):
             urls[server["name"]] = urls.get(server["name"]) or server.get("urls") or [server["url"]]
     return head_url, urls

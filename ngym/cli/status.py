@@ -180,7 +180,7 @@ def _running_head(config: Path) -> str:
 
 async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
     """Yield the head's records forever, each with the metrics since the previous one."""
-    from ngym.supervise.service_metrics import numbers, scrapes
+    from ngym.supervise.metrics_scraper import numbers, scrapes
 
     before = await scrapes(await _ask(url, token), token, TIMEOUT_S)
     while True:
@@ -194,10 +194,10 @@ async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerat
 
 async def _ask(url: str, token: str | None) -> list[Server]:
     from ngym.peers import servers_in
-    from ngym.supervise.head_file import get
+    from ngym.supervise.head_file import http_get
 
     try:
-        reply = await get(f"{url}/servers", TIMEOUT_S, token)
+        reply = await http_get(f"{url}/servers", TIMEOUT_S, token)
         if reply.status == 401:
             raise NgymError(f"{url}: the run there is locked; set the variable {RUN_TOKEN} to its token")
         return servers_in(reply.body)

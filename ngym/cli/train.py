@@ -118,9 +118,9 @@ def main(
     require("train", "ng_train", "torch", "transformers", "deepspeed")  # before any service starts
     with _all_to_stderr() if as_json else nullcontext():
         if on != "local":
-            from ngym.trainer import on_ray
+            from ngym.trainer import ray_launcher
 
-            output = on_ray.main(files, overrides, on, overwrite=overwrite, resume=resume)
+            output = ray_launcher.main(files, overrides, on, overwrite=overwrite, resume=resume)
         elif sweeps:
             output = sweep.main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
         else:

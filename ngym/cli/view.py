@@ -13,7 +13,7 @@ from ngym.errors import UsageError
 
 if TYPE_CHECKING:
     from ngym.view.app import Door
-    from ngym.view.runs import Opened
+    from ngym.view.runs import OpenedRuns
 
 EXIT_CODES = """\
 Exit codes: 0    stopped by Ctrl-C; with --export: the report is written
@@ -98,7 +98,7 @@ def main(
         shown.close()
 
 
-def _serve(shown: Opened, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
+def _serve(shown: OpenedRuns, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
     from ngym.view.app import door, open_browser, serve
 
     entrance = door(host, port)
@@ -111,7 +111,7 @@ def _serve(shown: Opened, host: str, port: int | None, title: str, browse: bool,
     serve(shown, entrance, title, ready)
 
 
-def _tell(shown: Opened, entrance: Door, as_json: bool) -> None:
+def _tell(shown: OpenedRuns, entrance: Door, as_json: bool) -> None:
     if as_json:
         import orjson
 
@@ -125,9 +125,9 @@ def _tell(shown: Opened, entrance: Door, as_json: bool) -> None:
     click.echo(f"{entrance.url}  (Ctrl-C ends it)")
 
 
-def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:
-    from ngym.view.export import MOST_BYTES, export
-    from ngym.view.query import WrongFilter
+def _export(shown: OpenedRuns, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:
+    from ngym.view.filter_query import WrongFilter
+    from ngym.view.html_report import MOST_BYTES, export
 
     def tick(text: str) -> None:
         """A line of progress that is overwritten in place."""

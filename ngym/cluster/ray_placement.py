@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.supervise.placement import check_port
-from ngym.supervise.service import LOST, ProcessHost, Running, listen, url_of
+from ngym.supervise.service import LOST, ProcessHost, StartedProcess, listen, url_of
 from ngym.supervise.zygote_client import Child, ZygoteClient
 
 LEAST_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty
@@ -89,7 +89,7 @@ class Host:
         self._launcher.close()
 
 
-class Remote:
+class RayProcess:
     """A process on a node, as the head sees it."""
 
     def __init__(self, host: Any, pid: int, log: int) -> None:
@@ -149,14 +149,14 @@ class _OnRay:
                     raise NgymError(f"a node of the Ray cluster cannot run a service: {_reason(error)}") from None
                 await asyncio.sleep(SCHEDULED_S)
 
-    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> Running:
+    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
         try:
             while True:
                 await self.bind()
                 with suppress(RayActorError):
                     own = str(python) if python else None
                     pid = await self._host.start.remote(title, spec, own, self._environment)
-                    return Remote(self._host, pid, log)
+                    return RayProcess(self._host, pid, log)
         except BaseException:
             os.close(log)
             raise

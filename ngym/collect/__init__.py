@@ -10,16 +10,16 @@ import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 
-from ngym.collect.plan import CollectionPlan, checked_rows, planned
+from ngym.collect.plan import CollectionPlan, checked_rows, plan_rollouts
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, Rollout, TokenFormat
-from ngym.collect.run import Gate, Limits, Run
+from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.peers import Peers
 from ngym.schema import Json
 
-__all__ = ["CollectionPlan", "FailedAttempt", "Gate", "Limits", "Outcome", "Rollout", "collect"]
+__all__ = ["CollectionLimits", "CollectionPlan", "FailedAttempt", "Gate", "Outcome", "Rollout", "collect"]
 
 ONCE = CollectionPlan()
-DEFAULTS = Limits()
+DEFAULTS = CollectionLimits()
 
 
 async def collect(
@@ -27,7 +27,7 @@ async def collect(
     *,
     peers: Peers,
     recipe: CollectionPlan = ONCE,
-    limits: Limits = DEFAULTS,
+    limits: CollectionLimits = DEFAULTS,
     token_format: TokenFormat = "ng",
     gate: Gate | None = None,
     models: Collection[str] | None = None,
@@ -43,7 +43,9 @@ async def collect(
     Raises:
         UsageError: a task is not valid. ServiceGone: a service was down for too long.
     """
-    run = Run(peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate, models=models)
-    async with aclosing(run.outcomes(planned(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
+    scheduler = RolloutScheduler(
+        peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate, models=models
+    )
+    async with aclosing(scheduler.outcomes(plan_rollouts(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
         async for outcome in outcomes:
             yield outcome

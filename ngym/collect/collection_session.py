@@ -14,11 +14,11 @@ import orjson
 import yaml
 
 from ngym.collect.aggregate import environment_metrics
-from ngym.collect.display import Meter, Show
-from ngym.collect.files import Files
+from ngym.collect.collection_files import CollectionFiles
+from ngym.collect.display import ProgressDisplay, ProgressMeter
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.rollout_rows import FailedAttempt
-from ngym.collect.run import Gate, Limits, Run
+from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.errors import UsageError
 from ngym.net.auth import RUN_TOKEN
 from ngym.peers import Peers, servers_in
@@ -138,10 +138,10 @@ class CollectionSession:
         say: prints a line after the display has ended.
     """
 
-    store: Files
-    limits: Limits
+    store: CollectionFiles
+    limits: CollectionLimits
     gate: Gate
-    shown: Callable[[Meter], AbstractAsyncContextManager[Show]]
+    shown: Callable[[ProgressMeter], AbstractAsyncContextManager[ProgressDisplay]]
     say: Callable[[str], None]
     status: str = "failed"
     outcomes: int = 0
@@ -169,7 +169,7 @@ class CollectionSession:
     async def _run(self, reached: ConnectedServices) -> None:
         store = self.store
         run = store.run(reached.peers, self.limits, self.gate)
-        meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
+        meter = ProgressMeter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
         async with self.shown(meter) as show:
             beside = asyncio.create_task(_say_who_is_not_ready(store, reached.peers, show))
             began = time.monotonic()
@@ -181,7 +181,7 @@ class CollectionSession:
                 beside.cancel()
                 await asyncio.gather(beside, return_exceptions=True)
 
-    async def _consume(self, run: Run, plan: AsyncIterator[PlannedRollout], show: Show) -> None:
+    async def _consume(self, run: RolloutScheduler, plan: AsyncIterator[PlannedRollout], show: ProgressDisplay) -> None:
         """Consume all outcomes; shows the first failure of each class at once."""
         told: set[str] = set()
         async with aclosing(run.outcomes(plan)) as outcomes:
@@ -203,7 +203,7 @@ class CollectionSession:
             self.say(f"no row was written for {FLUSH_S:.0f} s; {lost}")
 
 
-async def _say_who_is_not_ready(store: Files, peers: Peers, show: Show) -> None:
+async def _say_who_is_not_ready(store: CollectionFiles, peers: Peers, show: ProgressDisplay) -> None:
     """Show the services that are not ready until the first rollout ends: a model may load for minutes."""
     said = ""
     while not (store.aggregates.done or store.aggregates.given_up):

@@ -14,7 +14,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from ngym.collect.aggregate import AgentTally, Aggregates
-from ngym.collect.files import Paths, Progress
+from ngym.collect.collection_files import CollectionPaths, Progress
 from ngym.files.jsonl import read
 from ngym.runtime.live_region import Screen, Size, bar, captured, clock, harmless, is_live, packed
 from ngym.schema import Json
@@ -65,7 +65,9 @@ def subset_table(subsets: Subsets) -> Table:
     return table
 
 
-def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seconds: float, rollouts: int) -> Json:
+def as_json(
+    aggregates: Aggregates, paths: CollectionPaths, run_id: str, status: str, seconds: float, rollouts: int
+) -> Json:
     """The object that --json prints. rollouts: the number of planned rollouts."""
     return {
         "run_id": run_id,
@@ -104,7 +106,7 @@ def _placed(message: str, inputs: Sequence[Path]) -> str:
 _ROW = re.compile(r"\brow (\d+):")
 
 
-def files(paths: Paths, room: int | None = None) -> Iterator[str]:
+def files(paths: CollectionPaths, room: int | None = None) -> Iterator[str]:
     """Each existing file and its contents: in one line, or in two if a line exceeds `room` characters."""
     what = {
         paths.output: "scored rollouts",
@@ -189,7 +191,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass
-class Meter:
+class ProgressMeter:
     """Measures the progress of a run. reasons: why it is paused, if it is."""
 
     aggregates: Aggregates
@@ -286,7 +288,7 @@ class ProgressSnapshot:
         return [first, *pauses, *facts]
 
 
-class Show(Protocol):
+class ProgressDisplay(Protocol):
     """A display: `say` prints a line, `draw` shows the progress, `end` shows the final state."""
 
     def say(self, text: str) -> None: ...
@@ -331,7 +333,7 @@ class _Live:
 
 
 @asynccontextmanager
-async def display(meter: Meter, stream: TextIO, lost: Callable[[], None]) -> AsyncIterator[Show]:
+async def display(meter: ProgressMeter, stream: TextIO, lost: Callable[[], None]) -> AsyncIterator[ProgressDisplay]:
     """Draw the progress regularly while the block runs.
 
     Args:
@@ -349,8 +351,8 @@ async def display(meter: Meter, stream: TextIO, lost: Callable[[], None]) -> Asy
 
 @asynccontextmanager
 async def drawing(
-    meter: Meter, show: Show, tick_s: float, lost: Callable[[], None] = lambda: None
-) -> AsyncIterator[Show]:
+    meter: ProgressMeter, show: ProgressDisplay, tick_s: float, lost: Callable[[], None] = lambda: None
+) -> AsyncIterator[ProgressDisplay]:
     """Measure and draw every `tick_s` seconds while the block runs, and once more at its end. lost: see `display`."""
 
     async def draw() -> None:

@@ -87,7 +87,7 @@ class PlannedRollout:
         return self.group[0] if self.group else self.key
 
 
-def planned(rows: Iterable[Json], recipe: CollectionPlan) -> Iterator[PlannedRollout]:
+def plan_rollouts(rows: Iterable[Json], recipe: CollectionPlan) -> Iterator[PlannedRollout]:
     """The rollouts of these input rows, which must have passed a RowCheck.
 
     A row's `_ng_task_index` is kept, else it is the row's position; rows that share one continue its rollout indices.

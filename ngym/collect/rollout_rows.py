@@ -199,7 +199,7 @@ def tell(span: tracing.Span, attempt: Attempt, outcome: Outcome) -> None:
     span.set("ngym.reward", outcome.row["reward"])
 
 
-def rollout(attempt: Attempt, answer: Any, elapsed_s: float, token_format: TokenFormat) -> Rollout:
+def rollout_row(attempt: Attempt, answer: Any, elapsed_s: float, token_format: TokenFormat) -> Rollout:
     """The output row of an agent's answer to /run.
 
     External agents return no `ng`: the fields that follow from the trajectory are filled in.
@@ -219,7 +219,7 @@ def rollout(attempt: Attempt, answer: Any, elapsed_s: float, token_format: Token
     return Rollout(planned.key, row)
 
 
-def failed(attempt: Attempt, failure: Failure, *, final: bool) -> FailedAttempt:
+def failure_row(attempt: Attempt, failure: Failure, *, final: bool) -> FailedAttempt:
     """The failure row of an attempt."""
     trace = {"schema_version": SCHEMA_VERSION, "run_id": attempt.run_id, "task_id": attempt.planned.key.task_id}
     row = {

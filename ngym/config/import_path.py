@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ngym.did_you_mean import did_you_mean, near_file
-from ngym.errors import ConfigError, place
-from ngym.extras import needed
+from ngym.errors import ConfigError, source_location
+from ngym.extras import missing_extra
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ def _imported(path: str, root: Path, fits: Callable[[Any], bool], kind: str) -> 
         raise ValueError(f"{where} cannot be imported: {error}") from None
     except Exception as error:
         # The module's own code failed: the line there is what its author needs.
-        raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}{place(error)}") from error
+        raise ValueError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}{source_location(error)}"
+        ) from error
     found = getattr(module, name, None)
     if not fits(found):
         known = [each for each, value in vars(module).items() if fits(value) and not each.startswith("_")]
@@ -145,7 +147,10 @@ def load_file(file: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, ImportError):
-            told = needed(error, _service(file)) or f"{error}; install its dependencies (its README names the extra)"
+            told = (
+                missing_extra(error, _service(file))
+                or f"{error}; install its dependencies (its README names the extra)"
+            )
             raise ConfigError(f"{file}: {told}") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error

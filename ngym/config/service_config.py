@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ngym.config.shipped_files import app_file, shipped_file
-from ngym.config.yaml_tree import COMMAND_LINE, Tree, load_tree, parse, subtree
+from ngym.config.yaml_tree import COMMAND_LINE, ConfigTree, load_tree, parse, subtree
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import ConfigError, UsageError
 from ngym.net.auth import wrong_url
@@ -264,7 +264,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
 
 
-def _settings(tree: Tree) -> Settings:
+def _settings(tree: ConfigTree) -> Settings:
     settings = parse(Settings, subtree(tree, SETTINGS_KEY))
     if settings.tls is not None:
         settings = settings.model_copy(update={"tls": _checked(settings.tls.within(tree.root), tree)})
@@ -346,7 +346,7 @@ def _check_ports(services: dict[str, Stanza], head: int) -> None:
         taken[stanza.port] = f"service {stanza.name!r}"
 
 
-def _checked(tls: TlsSettings, tree: Tree) -> TlsSettings:
+def _checked(tls: TlsSettings, tree: ConfigTree) -> TlsSettings:
     try:
         check_pair(tls.certificate, tls.key)
         if tls.ca is not None:
@@ -357,7 +357,7 @@ def _checked(tls: TlsSettings, tree: Tree) -> TlsSettings:
     return tls
 
 
-def _stanza(name: str, tree: Tree) -> Stanza:
+def _stanza(name: str, tree: ConfigTree) -> Stanza:
     part = subtree(tree, name)
     if not isinstance(part.values, dict) or not part.values:
         raise ConfigError(f"{tree.where(name)}: {name!r} is not a service: write `{name}: {{kind: ..., app: ...}}`")
@@ -376,7 +376,7 @@ def _stanza(name: str, tree: Tree) -> Stanza:
         )
     given = {**fields, "name": name, **({"kind": "model"} if mistakes else {})}  # to find the other mistakes
     try:
-        stanza = parse(Stanza, Tree(given, part.lines, part.root, part.default_where, part.environment))
+        stanza = parse(Stanza, ConfigTree(given, part.lines, part.root, part.default_where, part.environment))
     except ConfigError as error:
         raise ConfigError("\n".join([*mistakes, str(error)])) from None
     if mistakes := [*mistakes, *_problems(stanza, part, tree.root)]:
@@ -384,7 +384,7 @@ def _stanza(name: str, tree: Tree) -> Stanza:
     return stanza.model_copy(update={"options": options, "where": tree.where(name), "key_where": dict(part.lines)})
 
 
-def _problems(stanza: Stanza, part: Tree, root: Path) -> Iterator[str]:
+def _problems(stanza: Stanza, part: ConfigTree, root: Path) -> Iterator[str]:
     """A line for each mistake in the keys of a stanza that ngym reads."""
     if stanza.url and stanza.urls:
         yield f"{part.where('urls')}: service {stanza.name!r} has both url and urls; keep one"

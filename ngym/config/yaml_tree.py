@@ -23,7 +23,7 @@ REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, 
 
 
 @dataclass(frozen=True)
-class Tree:
+class ConfigTree:
     """A resolved configuration, and the place where each of its keys was written.
 
     values: plain dicts, lists and scalars. lines: dotted key -> `file.yaml:12`. root: the first file's folder.
@@ -49,7 +49,7 @@ class Tree:
         return self.default_where
 
 
-def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Collection[str] = ()) -> Tree:
+def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Collection[str] = ()) -> ConfigTree:
     """Read YAML files and `key=value` overrides into one tree, later ones winning, with `${...}` resolved.
 
     named: top-level keys whose mapping has a `name`, such as `algorithm`. A later file or override with another name
@@ -71,7 +71,7 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
         except OmegaConfBaseException as error:
             key = error.full_key or ""
             raise ConfigError(
-                f"{Tree({}, file_lines, default_where=str(path)).where(key)}: {key}: {_one_line(error)}"
+                f"{ConfigTree({}, file_lines, default_where=str(path)).where(key)}: {key}: {_one_line(error)}"
             ) from None
     names = {f"{key}.name": key for key in named} | {key: key for key in named}
     for override in sorted(overrides, key=lambda each: each.lstrip("+").partition("=")[0] not in names):
@@ -88,14 +88,14 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
             raise ConfigError(f"{COMMAND_LINE}: {override!r}: {_one_line(error)}") from error
         lines[key] = COMMAND_LINE
     root = paths[0].resolve().parent if paths else Path.cwd()
-    unresolved = Tree({}, lines, root, str(paths[0]) if paths else COMMAND_LINE)
+    unresolved = ConfigTree({}, lines, root, str(paths[0]) if paths else COMMAND_LINE)
     try:
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = error.full_key or ""
         raise ConfigError(f"{unresolved.where(key)}: {key}: {_one_line(error)}") from error
     written = OmegaConf.to_container(merged, resolve=False)
-    return Tree(cast(dict[str, Any], values), lines, root, unresolved.default_where, _from_environment(written))
+    return ConfigTree(cast(dict[str, Any], values), lines, root, unresolved.default_where, _from_environment(written))
 
 
 def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:
@@ -110,7 +110,7 @@ def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:
         del lines[line]
 
 
-def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:
+def parse(model: type[Model], tree: ConfigTree, prefix: str = "") -> Model:
     """The tree (or its part under `prefix`) as a frozen record; a ConfigError has a line for each mistake."""
     part = subtree(tree, prefix) if prefix else tree
     try:
@@ -243,16 +243,16 @@ def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, st
         _collect_lines(value_node, f"{key}.", shown, lines, depth + 1)
 
 
-def subtree(tree: Tree, prefix: str) -> Tree:
+def subtree(tree: ConfigTree, prefix: str) -> ConfigTree:
     values: Any = tree.values
     for part in prefix.split("."):
         values = values.get(part, {}) if isinstance(values, dict) else {}
     lines = {key[len(prefix) + 1 :]: line for key, line in tree.lines.items() if key.startswith(prefix + ".")}
     environment = {k[len(prefix) + 1 :]: text for k, text in tree.environment.items() if k.startswith(prefix + ".")}
-    return Tree(values if values is not None else {}, lines, tree.root, tree.where(prefix), environment)
+    return ConfigTree(values if values is not None else {}, lines, tree.root, tree.where(prefix), environment)
 
 
-def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
+def _describe(model: type[BaseModel], tree: ConfigTree, item: Any) -> str:
     """One pydantic error as `file:line: key: what is wrong`."""
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)

@@ -18,7 +18,7 @@ import orjson
 from ngym.convert.anthropic_blocks import blocks_from_items, is_object, items_from_blocks, text_block, tool_use
 from ngym.convert.chat_items import CallIds
 from ngym.convert.chat_requests import chat_request, response_from_chat
-from ngym.convert.reasoning import ChunkReader, Piece, ReasoningStyle, thinking
+from ngym.convert.reasoning import ChunkReader, ReasoningPiece, ReasoningStyle, thinking
 from ngym.convert.request_validation import SAMPLING
 from ngym.schema import Json
 
@@ -234,7 +234,7 @@ class MessagesStream:
         yield {"type": "message_start", "message": message}
         yield {"type": "ping"}
 
-    def _piece(self, piece: Piece) -> Iterator[Json]:
+    def _piece(self, piece: ReasoningPiece) -> Iterator[Json]:
         match piece.kind:
             case "text" | "refusal":
                 if self._open != piece.kind:

@@ -197,7 +197,7 @@ def _overhang(text: str, tag: str) -> int:
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
 
-class Piece(NamedTuple):
+class ReasoningPiece(NamedTuple):
     """One output of ChunkReader.
 
     think: a block of reasoning begins; more: nothing.
@@ -243,7 +243,7 @@ class ChunkReader:
         self._prompt: list[int] | None = None
         self._sampled: list[int] | None = None
 
-    def read(self, chunk: Json) -> Iterator[Piece]:
+    def read(self, chunk: Json) -> Iterator[ReasoningPiece]:
         """The pieces of one chunk."""
         if "error" in chunk:
             self.error = _message(chunk["error"])
@@ -257,7 +257,7 @@ class ChunkReader:
             self._beside(choice)
             yield from self._delta(choice.get("delta") or {})
 
-    def end(self) -> Iterator[Piece]:
+    def end(self) -> Iterator[ReasoningPiece]:
         """The pieces that were held back, and the end of an open block; check `trouble` afterwards."""
         yield from self._end_text()
 
@@ -297,7 +297,7 @@ class ChunkReader:
         if TOKEN_FIELDS[0] in choice:
             self._tokens = {name: choice[name] for name in TOKEN_FIELDS}
 
-    def _delta(self, delta: Json) -> Iterator[Piece]:
+    def _delta(self, delta: Json) -> Iterator[ReasoningPiece]:
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         if reasoning:
             yield from self._reasoning(reasoning)
@@ -308,56 +308,56 @@ class ChunkReader:
             yield from self._told(told)
         if delta.get("refusal"):
             yield from self._end_text()
-            yield Piece("refusal", delta["refusal"])
+            yield ReasoningPiece("refusal", delta["refusal"])
         for call in delta.get("tool_calls") or ():
             yield from self._call(call)
 
-    def _reasoning(self, text: str) -> Iterator[Piece]:
+    def _reasoning(self, text: str) -> Iterator[ReasoningPiece]:
         if not self._thinking:
             self._thinking = True
-            yield Piece("think")
+            yield ReasoningPiece("think")
             text = text.removeprefix(BETWEEN) if self._signed and self._reasoned else text
         if text:
             self._reasoned = True
-            yield Piece("reasoning", text)
+            yield ReasoningPiece("reasoning", text)
 
-    def _block(self, block: Json) -> Iterator[Piece]:
+    def _block(self, block: Json) -> Iterator[ReasoningPiece]:
         """The pieces of a signed block, which comes complete at its end; its text came before, in reasoning_content."""
         if block["type"] == "redacted_thinking":
             yield from self._end_thought({})
-            yield Piece("redacted", more=block)
+            yield ReasoningPiece("redacted", more=block)
         else:
             if not self._thinking:
                 self._thinking = True
-                yield Piece("think")
+                yield ReasoningPiece("think")
                 if block["thinking"]:
                     self._reasoned = True
-                    yield Piece("reasoning", block["thinking"])
+                    yield ReasoningPiece("reasoning", block["thinking"])
             yield from self._end_thought({"signature": block["signature"]} if block.get("signature") else {})
         self._signed = True
 
-    def _told(self, pieces: Any) -> Iterator[Piece]:
+    def _told(self, pieces: Any) -> Iterator[ReasoningPiece]:
         for kind, text in pieces:
             match kind:
                 case "think":
                     yield from self._end_thought({})
                     self._thinking, self._opener = True, text
-                    yield Piece("think")
+                    yield ReasoningPiece("think")
                 case "thought":
                     tags = [self._opener, text]
                     yield from self._end_thought({} if tags == ["<think>", "</think>"] else {"tags": tags})
                 case "reasoning":
-                    yield Piece("reasoning", text)
+                    yield ReasoningPiece("reasoning", text)
                 case _:
                     yield from self._end_thought({})
-                    yield Piece("text", text)
+                    yield ReasoningPiece("text", text)
 
-    def _end_thought(self, more: Json) -> Iterator[Piece]:
+    def _end_thought(self, more: Json) -> Iterator[ReasoningPiece]:
         if self._thinking:
             self._thinking = False
-            yield Piece("thought", more=more)
+            yield ReasoningPiece("thought", more=more)
 
-    def _call(self, call: Json) -> Iterator[Piece]:
+    def _call(self, call: Json) -> Iterator[ReasoningPiece]:
         """The pieces of a call. It begins with its name; earlier arguments wait. Some back ends repeat id and name.
 
         Others omit the index, or give all calls the same: then a new id begins a new call.
@@ -372,12 +372,12 @@ class ChunkReader:
         begun.waiting += function.get("arguments") or ""
         if not begun.named and function.get("name"):
             begun.named = True
-            yield Piece("call", function["name"], begun.place, {"id": begun.call_id})
+            yield ReasoningPiece("call", function["name"], begun.place, {"id": begun.call_id})
         if begun.named and begun.waiting:
-            yield Piece("arguments", begun.waiting, begun.place)
+            yield ReasoningPiece("arguments", begun.waiting, begun.place)
             begun.waiting = ""
 
-    def _end_text(self) -> Iterator[Piece]:
+    def _end_text(self) -> Iterator[ReasoningPiece]:
         if self._splitter:
             yield from self._told(self._splitter.end())
         yield from self._end_thought({})

@@ -9,7 +9,7 @@ import orjson
 
 from ngym.convert.chat_items import CallIds, message_item, output_text, reasoning_item
 from ngym.convert.chat_requests import INCOMPLETE, chat_from_response, new_response, usage_from_chat, wants_logprobs
-from ngym.convert.reasoning import BETWEEN, Block, ChunkReader, Piece, ReasoningStyle, block_from_reasoning
+from ngym.convert.reasoning import BETWEEN, Block, ChunkReader, ReasoningPiece, ReasoningStyle, block_from_reasoning
 from ngym.schema import Json, token_fields
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -448,7 +448,7 @@ class ResponseStream:
         self._output[-1] |= tokens
         return base | ({} if self._reader.ng is None else {"ng": self._reader.ng})
 
-    def _piece(self, piece: Piece) -> Iterator[Json]:
+    def _piece(self, piece: ReasoningPiece) -> Iterator[Json]:
         match piece.kind:
             case "text" | "refusal":
                 yield from self._say(piece)
@@ -464,7 +464,7 @@ class ResponseStream:
             case "call":
                 yield from self._call(piece)
 
-    def _say(self, piece: Piece) -> Iterator[Json]:
+    def _say(self, piece: ReasoningPiece) -> Iterator[Json]:
         kind = "refusal" if piece.kind == "refusal" else "output_text"
         opened = self._open
         if opened is None or opened.item["type"] != "message":
@@ -479,7 +479,7 @@ class ResponseStream:
         yield from self._numbered(opened.part(kind))
         return opened
 
-    def _think(self, piece: Piece) -> Iterator[Json]:
+    def _think(self, piece: ReasoningPiece) -> Iterator[Json]:
         item = reasoning_item(Block(""), f"rs_{self._stem}_{self._thoughts}")
         item["content"] = []
         self._thoughts += 1
@@ -490,7 +490,7 @@ class ResponseStream:
         opened = yield from self._begin_item(item)
         yield from self._numbered(opened.part("reasoning_text"))
 
-    def _call(self, piece: Piece) -> Iterator[Json]:
+    def _call(self, piece: ReasoningPiece) -> Iterator[Json]:
         item: Json = {"type": "function_call", "id": f"fc_{self._stem}_{len(self._calls)}"}
         item |= {
             "call_id": self._ids.take(piece.more["id"]),

@@ -5,5 +5,5 @@
     write     reads the chosen rows again, renders them, and writes the file atomically
 
 So a file of any size only needs memory for its candidates, about 400 bytes each. The entry point is
-`ngym.export.run.export`.
+`ngym.export.exporter.export`.
 """

@@ -21,7 +21,7 @@ import orjson
 
 from ngym.convert import chat_request, check_create_params, content_text, split_think
 from ngym.errors import BadRequest
-from ngym.export.choose import Reason, Row
+from ngym.export.rollout_selection import Reason, Row
 from ngym.schema import CUT_TURNS, Json
 
 Ending = Literal["whole", "step limit", "cut"]

@@ -24,7 +24,7 @@ import orjson
 from ngym.did_you_mean import near_file
 from ngym.errors import UsageError
 from ngym.files.atomic import write_whole
-from ngym.files.hub import HUB, local_copy
+from ngym.files.hub_download import HUB, local_copy
 from ngym.net.json_limits import MAX_DEPTH, is_deep
 from ngym.schema import Json
 
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Path, ...]:
     """The files of these paths and patterns (`runs/*/out.jsonl.zst`), each once; those of a pattern are sorted. A file
-    of the Hugging Face Hub (`ngym.files.hub`) is downloaded.
+    of the Hugging Face Hub (`ngym.files.hub_download`) is downloaded.
 
     Args:
         option: named in the message of an error.

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from ngym.errors import ServiceError, Unauthorized, UsageError, cut
+from ngym.errors import ServiceError, Unauthorized, UsageError, shorten
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -202,7 +202,7 @@ class Visitors:
                 shown[name].append(value)
         hosts = [value.decode("latin-1").lower() for value in shown[b"host"]]
         if len(hosts) > 1 or not all(map(self._is_ours, hosts)):  # no Host is allowed: a browser always sends one
-            named = cut(", ".join(hosts), MOST_HOST)
+            named = shorten(", ".join(hosts), MOST_HOST)
             return Misdirected(
                 f"no server here is called {named!r}: use {' or '.join(LOOPBACK[:2])}, a name in the config's urls, or lock the run "
                 "with NGYM_TOKEN (docs/security.md)"

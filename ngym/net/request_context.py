@@ -46,7 +46,7 @@ class Correlation(NamedTuple):
 current: ContextVar[Correlation] = ContextVar("ngym_correlation", default=Correlation())  # noqa: B039  (immutable)
 
 
-def begin(rollout_id: str, timeout_s: float | None = None) -> Correlation:
+def new_correlation(rollout_id: str, timeout_s: float | None = None) -> Correlation:
     """A new correlation for a rollout that starts here."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     return Correlation(rollout_id, trace_ids(rollout_id).traceparent, deadline)

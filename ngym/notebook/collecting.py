@@ -11,12 +11,12 @@ from typing import Any
 
 import orjson
 
+from ngym.collect.collection_files import CollectionFiles, CollectionSettings
 from ngym.collect.collection_session import CollectionSession, Discovered
 from ngym.collect.display import drawing
-from ngym.collect.files import Files, Source
 from ngym.collect.plan import CollectionPlan
 from ngym.collect.rollout_rows import TokenFormat
-from ngym.collect.run import Gate, Limits
+from ngym.collect.rollout_scheduler import CollectionLimits, Gate
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
@@ -130,7 +130,7 @@ class _Call:
         named = {name: given[name] for name in ("temperature", "max_output_tokens") if given[name] is not None}
         params = {**(given["params"] or {}), **named}
         self._recipe = CollectionPlan(given["agent"], given["repeats"], given["limit"], params, given["seed"])
-        self._limits = Limits(given["concurrency"], given["timeout_s"], given["max_attempts"])
+        self._limits = CollectionLimits(given["concurrency"], given["timeout_s"], given["max_attempts"])
         self._folder = Folder()
         self._output = Path(given["output"] or self._folder.path / "out.jsonl")
         self._done = 0
@@ -143,8 +143,8 @@ class _Call:
         tasks = tasks_in(self._given["input"], self._folder.path)
         known = await self.place.known()
         gate = Gate()
-        source = Source(tasks, self._recipe, self._given["token_format"], known.services)
-        store = Files(self._output, source, on_stall=lambda reason: gate.hold("disk", reason))
+        source = CollectionSettings(tasks, self._recipe, self._given["token_format"], known.services)
+        store = CollectionFiles(self._output, source, on_stall=lambda reason: gate.hold("disk", reason))
         try:
             await self._collect(store, known, gate)
         except (asyncio.CancelledError, NgymError):
@@ -167,7 +167,7 @@ class _Call:
             _STOPPED.append(self._folder)
         self.watch.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
 
-    async def _collect(self, store: Files, known: Discovered, gate: Gate) -> None:
+    async def _collect(self, store: CollectionFiles, known: Discovered, gate: Gate) -> None:
         config = self.place.config
         store.prepare(
             resume=self._given["resume"],

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import orjson
 
 from ngym.errors import UsageError
-from ngym.export.choose import ExportCounts
+from ngym.export.exporter import export
 from ngym.export.options import Format, Options, Strategy
-from ngym.export.run import export
+from ngym.export.rollout_selection import ExportCounts
 from ngym.notebook.frames import library
 from ngym.notebook.rollouts import FileRows, Folder, Rollouts
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 from ngym.collect.display import ProgressSnapshot
 from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
 from ngym.supervise.display import Board, told
-from ngym.supervise.service import State
+from ngym.supervise.service import ReplicaState
 
 PLAIN_EVERY_S = 5.0
 CELL = Size(100, 20)
@@ -138,7 +138,7 @@ class Watch:
         self._now: tuple[Picture, Callable[[], str]] = (self._board.picture, self._board.line)
         self._starts = True
 
-    def service(self, state: State) -> None:
+    def service(self, state: ReplicaState) -> None:
         """Record a new state of a service. After startup, only problems are printed."""
         changed = self._board.event(state)
         if not self._starts and changed and state.status in ("restarting", "failed", "not ready"):

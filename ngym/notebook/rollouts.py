@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import orjson
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.files import Paths
+from ngym.collect.collection_files import CollectionPaths
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, READ_BYTES, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
@@ -129,7 +129,7 @@ class Rollouts(Sequence[Json]):
     @property
     def failures(self) -> Failures:
         """The failed attempts of the same collection, one row each (`*_failures.jsonl`)."""
-        beside = [path for path in (Paths.beside(path).failures for path in self.paths) if path.is_file()]
+        beside = [path for path in (CollectionPaths.beside(path).failures for path in self.paths) if path.is_file()]
         return Failures(list(FileRows(beside)))
 
     @property

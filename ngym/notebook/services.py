@@ -19,7 +19,7 @@ from ngym.notebook.frames import table
 from ngym.notebook.progress import Watch
 from ngym.peers import Peers
 from ngym.supervise.head_file import head_of, token_of
-from ngym.supervise.service import State
+from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 
@@ -48,7 +48,7 @@ class RunningServices:
         return dict(self._life.supervisor.urls)
 
     @property
-    def states(self) -> list[State]:
+    def states(self) -> list[ReplicaState]:
         """The state of every process of every service."""
         return list(self._life.supervisor.states)
 

@@ -21,14 +21,14 @@ from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
 from ngym.schema import Json, is_pending
 from ngym.stats.score_summary import parts_of
-from ngym.validation import needed, says
+from ngym.validation import config_for_scoring, says
 
 REMEDY = "start it with models=True"
 ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "reward_components")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """reward: None with a `failure`, or if the verifier gives none. details: other fields of row and verifier."""
 
     reward: float | None
@@ -49,7 +49,7 @@ def verify(
     models: bool = False,
     concurrency: int = 64,
     progress: bool = True,
-) -> Verdict: ...
+) -> VerifyResult: ...
 @overload
 def verify(
     rows: Any,
@@ -62,7 +62,7 @@ def verify(
     models: bool = False,
     concurrency: int = 64,
     progress: bool = True,
-) -> list[Verdict]: ...
+) -> list[VerifyResult]: ...
 def verify(
     rows: Any,
     *,
@@ -74,7 +74,7 @@ def verify(
     models: bool = False,
     concurrency: int = 64,
     progress: bool = True,
-) -> Verdict | list[Verdict]:
+) -> VerifyResult | list[VerifyResult]:
     """Score a rollout, or each of several, without a model. The tool calls of rollouts are repeated.
 
         ngym.verify(rollouts.worst(5), config="global_config.yaml")
@@ -110,7 +110,7 @@ async def verify_async(
     models: bool = False,
     concurrency: int = 64,
     progress: bool = True,
-) -> list[Verdict]:
+) -> list[VerifyResult]:
     """`verify` for a coroutine; always a list."""
     at_least_one(concurrency=concurrency)
     call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
@@ -130,15 +130,15 @@ class _Call:
         self._models = models
         self._slots = asyncio.Semaphore(concurrency)
 
-    async def verdicts(self) -> list[Verdict]:
+    async def verdicts(self) -> list[VerifyResult]:
         known = await self.place.known()
         config = self.place.config
         gyms = [self._gym(row, known.services, known.urls or known.services) for row in self._rows]
-        services = needed(config, set(gyms), self._models, REMEDY) if config is not None else None
+        services = config_for_scoring(config, set(gyms), self._models, REMEDY) if config is not None else None
         async with self.place.reached(known, services, self.watch) as reached:
             return await unless(reached.failure(), self._verified(gyms, reached))
 
-    async def _verified(self, gyms: Sequence[str], reached: ConnectedServices) -> list[Verdict]:
+    async def _verified(self, gyms: Sequence[str], reached: ConnectedServices) -> list[VerifyResult]:
         asked = [self._one(row, gym, reached.peers) for row, gym in zip(self._rows, gyms, strict=True)]
         scored: list[Json | str] = await asyncio.gather(*asked)
         waiting: dict[tuple[Any, ...], dict[int, Json]] = {}
@@ -196,9 +196,9 @@ def _task(row: Json) -> tuple[Any, Any]:
     return (row.get("ng") or {}).get("task_id"), row.get("_ng_task_index")
 
 
-def _verdict(scored: Json | str) -> Verdict:
+def _verdict(scored: Json | str) -> VerifyResult:
     if isinstance(scored, str):
-        return Verdict(None, {}, {}, scored)
+        return VerifyResult(None, {}, {}, scored)
     fields = {name: value for name, value in scored.items() if name not in ASKED and not name.startswith("_ng_")}
     components = {name.removeprefix("reward_components/"): value for name, value in parts_of({**scored, "ng": {}})}
-    return Verdict(scored.get("reward"), components, fields)
+    return VerifyResult(scored.get("reward"), components, fields)

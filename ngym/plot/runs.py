@@ -191,7 +191,7 @@ class PlottedRecipe(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class PlottedRun:
     """name: short and unique. recipe: {} for a file of metrics without a recipe."""
 
     name: str
@@ -199,7 +199,7 @@ class Run:
     recipe: Json
 
 
-def read_runs(places: Sequence[Path]) -> list[Run]:
+def read_runs(places: Sequence[Path]) -> list[PlottedRun]:
     """The runs in these folders or files of metrics.
 
     Raises:
@@ -208,7 +208,7 @@ def read_runs(places: Sequence[Path]) -> list[Run]:
     files = list(dict.fromkeys(metrics_file(place) for place in places))
     recipes = [file.with_name(RECIPE) for file in files]
     return [
-        Run(name, read_history(file), read_recipe(recipe).values if recipe.is_file() else {})
+        PlottedRun(name, read_history(file), read_recipe(recipe).values if recipe.is_file() else {})
         for name, file, recipe in zip(distinct(files), files, recipes, strict=True)
     ]
 
@@ -245,14 +245,14 @@ def distinct(files: Sequence[Path]) -> list[str]:
     return [str(file) for file in files]
 
 
-def by_seed(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_seed(runs: Sequence[PlottedRun]) -> dict[str, list[PlottedRun]]:
     """The runs that differ only in their seed, by a common name.
 
     Two recipes match if they are equal without `seed` and `output`; different texts, such as a `model.path`, are
     compared without the seed's number. Runs without a recipe match if their names are equal except for a number at the
     end.
     """
-    groups: list[list[Run]] = []
+    groups: list[list[PlottedRun]] = []
     for run in runs:
         alike = next((group for group in groups if all(_same_but_seed(run, other) for other in group)), None)
         if alike is None:
@@ -266,7 +266,7 @@ def by_seed(runs: Sequence[Run]) -> dict[str, list[Run]]:
     }
 
 
-def _same_but_seed(one: Run, other: Run) -> bool:
+def _same_but_seed(one: PlottedRun, other: PlottedRun) -> bool:
     if not (one.recipe and other.recipe):
         return one.recipe == other.recipe and one.name.rstrip(digits) == other.name.rstrip(digits)
     keys = one.recipe.keys() - OWN
@@ -281,7 +281,7 @@ def _unseeded(recipe: Json, key: str) -> Any:
     return re.sub(rf"(?<!\d){re.escape(str(recipe.get(SEED)))}(?!\d)", "#", value) if isinstance(value, str) else value
 
 
-def _common(group: Sequence[Run]) -> str:
+def _common(group: Sequence[PlottedRun]) -> str:
     if len(group) == 1:
         return group[0].name
     first, *others = (run.name for run in group)

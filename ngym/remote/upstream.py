@@ -29,7 +29,7 @@ from ngym.net.auth import wrong_url
 from ngym.net.json_limits import serialized
 from ngym.net.load_balancer import RetryBudget
 from ngym.peers import is_context_overflow, words
-from ngym.remote.pace import Caps, Pace, Turn, Used, UsedUp
+from ngym.remote.rate_limiter import Caps, ConcurrencyLimiter, Turn, Used, UsedUp
 from ngym.schema import Json
 
 MAX_WAIT_S = 24 * 3600.0
@@ -312,7 +312,7 @@ class Upstream:
     def __init__(
         self, options: RemoteOptions, model: str, headers: Headers, address: Callable[[str], str] | None = None
     ) -> None:
-        self.pace = Pace(options.max_concurrency)
+        self.pace = ConcurrencyLimiter(options.max_concurrency)
         self.budget = RetryBudget(options.retry_ratio)
         self.caps = options.caps()
         self._options = options

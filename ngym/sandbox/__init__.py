@@ -3,7 +3,7 @@
 from ngym.sandbox.docker import DockerSandbox
 from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict
 from ngym.sandbox.local import LocalSandbox
-from ngym.sandbox.options import SandboxOptions, sandbox_of
+from ngym.sandbox.providers import SandboxOptions, choose_sandbox
 from ngym.sandbox.remote import RemoteSandbox
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "Sandbox",
     "SandboxOptions",
     "Verdict",
-    "sandbox_of",
+    "choose_sandbox",
 ]

@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 from ngym.errors import NotReady, ServiceError
 from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict, infra_error
-from ngym.sandbox.local_guest import MEMORY_EXIT, STARVED_AFTER, Run
-from ngym.sandbox.sandbox_zygote import End, Spec
+from ngym.sandbox.local_guest import MEMORY_EXIT, STARVED_AFTER, GuestRequest
+from ngym.sandbox.sandbox_zygote import End, SandboxZygoteSpec
 from ngym.workers.pool import usable_cores
 
 START_TIMEOUT_S = 120.0
@@ -116,7 +116,7 @@ class Slot:
         self.runs = 0
 
     @classmethod
-    async def start(cls, spec: Spec) -> Slot:
+    async def start(cls, spec: SandboxZygoteSpec) -> Slot:
         """Exec a zygote and wait until it is ready.
 
         Raises:
@@ -147,7 +147,7 @@ class Slot:
             program.code.encode("utf-8", "surrogatepass"),
             *(text.encode("utf-8", "surrogatepass") for text in program.files.values()),
         ]
-        request = Run(
+        request = GuestRequest(
             cpu_s=limits.cpu_s,
             wall_s=limits.wall,
             memory_bytes=limits.memory_mib << 20,
@@ -189,7 +189,7 @@ class Slot:
         self._control.close()
         await asyncio.to_thread(self._process.wait, END_TIMEOUT_S)
 
-    def _submit(self, request: Run, contents: bytes, stdin: bytes, pipes: list[_Pipe]) -> None:
+    def _submit(self, request: GuestRequest, contents: bytes, stdin: bytes, pipes: list[_Pipe]) -> None:
         inputs = []
         try:
             inputs = [_sealed(contents), _sealed(stdin)]
@@ -440,9 +440,9 @@ class LocalSandbox(Sandbox):
             raise ServiceError(f"the sandbox's tier {tier!r} does not hold here: {problem}")
         return slot
 
-    def _spec(self, tier: Tier, number: int) -> Spec:
+    def _spec(self, tier: Tier, number: int) -> SandboxZygoteSpec:
         packages = _packages(self._preload)
-        return Spec(
+        return SandboxZygoteSpec(
             tier=tier,
             preload=[*STDLIB, *self._preload],
             sys_path=[*_stdlib_path(), *dict.fromkeys(str(path.parent) for path in packages)],

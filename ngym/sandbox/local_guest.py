@@ -31,7 +31,7 @@ STARVED_AFTER = 5  # times the wall-clock limit, after which a run without proce
 STATUS_FD, RULES_FD = 4, 5  # after 0, 1, 2 and, for the answer, 3; both are closed before the program begins
 
 
-class Run(TypedDict):
+class GuestRequest(TypedDict):
     """The server's request. sizes: of the source and then of each file, in the first descriptor's order."""
 
     cpu_s: float
@@ -54,7 +54,7 @@ class Confinement(TypedDict):
     own_user: bool
 
 
-def run(request: Run, how: Confinement, fds: list[int], status: int) -> NoReturn:
+def run(request: GuestRequest, how: Confinement, fds: list[int], status: int) -> NoReturn:
     """Run a program; never returns.
 
     Args:
@@ -82,7 +82,7 @@ def _place(fds: list[int]) -> None:
     os.closerange(len(fds), os.sysconf("SC_OPEN_MAX"))
 
 
-def _confine(request: Run, how: Confinement, program: int) -> bytes:
+def _confine(request: GuestRequest, how: Confinement, program: int) -> bytes:
     """Drop all rights; returns the source."""
     os.setsid()
     die_with_parent()
@@ -117,7 +117,7 @@ def _write(names: list[str], contents: list[bytes]) -> None:
     sys.path.insert(0, BOX)
 
 
-def _limit(request: Run, how: Confinement) -> None:
+def _limit(request: GuestRequest, how: Confinement) -> None:
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: int(request["cpu_s"]) + 2,  # a backstop: the zygote checks the CPU clock

@@ -2,8 +2,8 @@
 
 A fresh interpreter runs this; nothing of the server is forked. Control messages are JSON, one reply for each request:
 
-    spec (see Spec)                              -> {"ready": true} | {"error": text}
-    run (local_guest.Run) with five descriptors        -> End
+    spec (see SandboxZygoteSpec)                 -> {"ready": true} | {"error": text}
+    run (GuestRequest) with five descriptors     -> End
     cancel, while a guest runs                   -> the guest is ended; its reply arrives as usual
 
 A program's input and output never pass through here: the next guest is a copy of this process.
@@ -31,7 +31,7 @@ CPU_CLOCK_OF = 2  # CPUCLOCK_SCHED: the clock of all threads of a process
 MAX_MESSAGE = 1 << 16
 
 
-class Spec(TypedDict):
+class SandboxZygoteSpec(TypedDict):
     """tier: `namespaces`, `landlock` or `seccomp`. preload: modules. sys_path: their path. shown: readable paths.
     uid: the guests' user, for root. parent: the server's pid."""
 
@@ -61,7 +61,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group; the server ends us
         signal.signal(ignored, signal.SIG_IGN)
     die_with_parent()
-    spec: Spec = json.loads(control.recv(MAX_MESSAGE))
+    spec: SandboxZygoteSpec = json.loads(control.recv(MAX_MESSAGE))
     if os.getppid() != spec["parent"]:
         os._exit(0)
     try:
@@ -78,7 +78,7 @@ def main() -> None:
             _send(control, dict(_run(json.loads(message), how, fds, control, proc)))
 
 
-def _prepare(spec: Spec) -> tuple[local_guest.Confinement, int]:
+def _prepare(spec: SandboxZygoteSpec) -> tuple[local_guest.Confinement, int]:
     """The guests' confinement, and a descriptor of the /proc that shows this process."""
     sys.path[:] = spec["sys_path"]
     for name in spec["preload"]:
@@ -118,7 +118,7 @@ def _is_there(uid: int) -> bool:
 
 
 def _run(
-    request: local_guest.Run, how: local_guest.Confinement, fds: list[int], control: socket.socket, proc: int
+    request: local_guest.GuestRequest, how: local_guest.Confinement, fds: list[int], control: socket.socket, proc: int
 ) -> End:
     began = time.monotonic()
     told, status = os.pipe()
@@ -145,7 +145,7 @@ def _run(
     )
 
 
-def _watch(pid: int, request: local_guest.Run, control: socket.socket, proc: int, began: float) -> str:
+def _watch(pid: int, request: local_guest.GuestRequest, control: socket.socket, proc: int, began: float) -> str:
     """Wait until the guest ends or must be ended; returns the cause."""
     ended = os.pidfd_open(pid)
     waiting = select.poll()

@@ -244,7 +244,7 @@ def label_scores(
     return scores
 
 
-Verdict = Literal["always", "never", "mixed", "unscored"]
+TaskOutcome = Literal["always", "never", "mixed", "unscored"]
 """always, never: all rewards reach the solved threshold, or none does; a group may still have different rewards."""
 
 
@@ -264,7 +264,7 @@ class Task:
         """Whether a group of these has a learning signal: two rewards that differ."""
         return len(set(self.rewards)) > 1
 
-    def verdict(self, solved_at: float) -> Verdict:
+    def verdict(self, solved_at: float) -> TaskOutcome:
         if not self.rewards:
             return "unscored"
         solved = sum(reward >= solved_at for reward in self.rewards)

@@ -14,17 +14,17 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ngym.runtime.live_region import Picture, Screen, Size, captured, duration, harmless, is_live
-from ngym.supervise.service import State
+from ngym.supervise.service import ReplicaState
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ngym.supervise.service_metrics import Traffic
+    from ngym.supervise.metrics_scraper import ServiceTraffic
 
 
 STYLES = {"ready": "green", "failed": "bold red", "restarting": "red", "not ready": "yellow", "stopped": "dim"}
 BUSY = "cyan"
-States = Callable[[], Iterable[State]]
+States = Callable[[], Iterable[ReplicaState]]
 TICK_S = 0.25
 PLAIN_TICK_S = 10.0
 TOLD = ("restarting", "failed", "not ready", "ready")  # reported after all were ready
@@ -48,13 +48,13 @@ class Board:
     """Receives states and traffic; `picture` and `line` render them. Written by one thread, read by any."""
 
     def __init__(self) -> None:
-        self._states: dict[str, State] = {}
+        self._states: dict[str, ReplicaState] = {}
         self._since: dict[str, float] = {}  # when a service entered its state
-        self._traffic: Mapping[str, Traffic] = {}
+        self._traffic: Mapping[str, ServiceTraffic] = {}
         self._began = time.monotonic()
         self.footer = ""
 
-    def event(self, state: State) -> bool:
+    def event(self, state: ReplicaState) -> bool:
         """Record a state; returns whether the status changed."""
         before = self._states.get(state.label)
         changed = before is None or before.status != state.status
@@ -63,11 +63,11 @@ class Board:
         self._states[state.label] = state
         return changed
 
-    def traffic(self, measured: Mapping[str, Traffic]) -> None:
+    def traffic(self, measured: Mapping[str, ServiceTraffic]) -> None:
         """Record the traffic since the last call, by label."""
         self._traffic = measured
 
-    def waiting(self) -> list[State]:
+    def waiting(self) -> list[ReplicaState]:
         """The states that are not ready."""
         return [state for state in list(self._states.values()) if state.status != "ready"]
 
@@ -99,7 +99,7 @@ class Board:
             lines.append(Text(more, "dim"))
         return [*lines[:room], *below]
 
-    def _row(self, state: State) -> Row:
+    def _row(self, state: ReplicaState) -> Row:
         seconds = time.monotonic() - self._since[state.label]
         ready = state.status == "ready"
         word = state.status if ready or state.status == "stopped" else f"{state.status} {duration(seconds)}"
@@ -117,12 +117,12 @@ class Board:
         )
 
 
-def told(state: State) -> str:
+def told(state: ReplicaState) -> str:
     """`policy: restarting, killed by SIGKILL`."""
     return f"{state.label}: {state.status}" + (f", {state.detail}" if state.detail else "")
 
 
-def _chosen(states: Sequence[State], room: int) -> tuple[list[State], str]:
+def _chosen(states: Sequence[ReplicaState], room: int) -> tuple[list[ReplicaState], str]:
     """All states in the config's order; if there are too many, those that are not ready and the first others."""
     if len(states) <= room:
         return list(states), ""
@@ -189,7 +189,7 @@ class Display(Protocol):
     """Receives each change of a state, and messages about the whole run; `watch` polls the services' traffic."""
 
     async def watch(self, states: States, token: str | None) -> None: ...
-    def event(self, state: State) -> None: ...
+    def event(self, state: ReplicaState) -> None: ...
     def say(self, kind: str, text: str, **details: Any) -> None: ...
 
 
@@ -224,7 +224,7 @@ class PlainLines:
 
     async def watch(self, states: States, token: str | None) -> None: ...
 
-    def event(self, state: State) -> None:
+    def event(self, state: ReplicaState) -> None:
         self._board.event(state)
         text = harmless(state.detail) or (state.url if state.status == "ready" else "")
         self._print(f"{state.label:<24} {state.status:<10} {text}".rstrip())
@@ -252,7 +252,7 @@ class JsonLines:
 
     async def watch(self, states: States, token: str | None) -> None: ...
 
-    def event(self, state: State) -> None:
+    def event(self, state: ReplicaState) -> None:
         self._print({"event": "service", **asdict(state)})
 
     def say(self, kind: str, text: str, **details: Any) -> None:
@@ -276,11 +276,11 @@ class LiveBoard:
         self._last: Picture | None = None  # stays on the screen at the end
 
     async def watch(self, states: States, token: str | None) -> None:
-        from ngym.supervise.service_metrics import look_for_ever
+        from ngym.supervise.metrics_scraper import look_for_ever
 
         await look_for_ever(states, token, self._board.traffic)
 
-    def event(self, state: State) -> None:
+    def event(self, state: ReplicaState) -> None:
         if self._board.event(state) and self._is_up and state.status in TOLD:
             now = datetime.now().strftime("%H:%M:%S")
             self._output.write(lambda: self._screen.say(f"{now}  {told(state)}"))

@@ -28,10 +28,10 @@ from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of, wrong_url
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
-from ngym.supervise import service_metrics
-from ngym.supervise.head_file import get
-from ngym.supervise.service import State, called_urls, listen, url_of
-from ngym.supervise.service_metrics import resident_bytes
+from ngym.supervise import metrics_scraper
+from ngym.supervise.head_file import http_get
+from ngym.supervise.metrics_scraper import resident_bytes
+from ngym.supervise.service import ReplicaState, called_urls, listen, url_of
 from ngym.telemetry.log_format import redacted
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def global_config_dict_yaml(config: Config, urls: Mapping[str, Sequence[str]], h
     return json.dumps(yaml.safe_dump(tree, sort_keys=False))
 
 
-def server_instances(states: Sequence[State], uptime_seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+def server_instances(states: Sequence[ReplicaState], uptime_seconds: Mapping[str, float]) -> list[dict[str, Any]]:
     """The body of NeMo Gym's GET /server_instances; one entry per process."""
     return [_instance(state, uptime_seconds[state.label]) for state in states]
 
@@ -117,7 +117,7 @@ def _address(url: str) -> dict[str, Any]:
     return {"host": address.hostname, "port": port, "entrypoint": "app.py"}
 
 
-def _instance(state: State, uptime_seconds: float) -> dict[str, Any]:
+def _instance(state: ReplicaState, uptime_seconds: float) -> dict[str, Any]:
     address = urlsplit(state.url)
     return {
         "name": Path(state.app).stem if state.app else state.name,
@@ -136,7 +136,7 @@ def _instance(state: State, uptime_seconds: float) -> dict[str, Any]:
     }
 
 
-class Run(Protocol):
+class SupervisedRun(Protocol):
     """A run, as the head shows and changes it; `Supervisor` is one."""
 
     config: Config
@@ -148,11 +148,11 @@ class Run(Protocol):
     def head_url(self) -> str: ...
 
     @property
-    def states(self) -> list[State]: ...
+    def states(self) -> list[ReplicaState]: ...
 
     def log_tail(self, label: str) -> tuple[Path, list[str]] | None: ...
 
-    def join(self, name: str, url: str) -> State: ...
+    def join(self, name: str, url: str) -> ReplicaState: ...
 
     def trained(self, name: str, version: int, proved: Collection[str]) -> list[str]: ...
 
@@ -160,7 +160,7 @@ class Run(Protocol):
 class Head:
     """Serves the supervisor's state. Binds its socket at once; if the default port is taken, it uses a free one."""
 
-    def __init__(self, supervisor: Run) -> None:
+    def __init__(self, supervisor: SupervisedRun) -> None:
         settings = supervisor.config.settings.head
         remedy = "stop that program or set ngym.head.port to another one (0: any free port)"
         try:
@@ -206,16 +206,16 @@ def _with_page(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def servers(states: list[State]) -> list[dict[str, Any]]:
+def servers(states: list[ReplicaState]) -> list[dict[str, Any]]:
     """One record per service, for GET /servers (reference/wire.md)."""
-    by_name: dict[str, list[State]] = {}
+    by_name: dict[str, list[ReplicaState]] = {}
     for state in states:
         by_name.setdefault(state.name, []).append(state)
     sizes = resident_bytes([state.pid for state in states if state.pid and not state.node])
     return [_server(replicas, sizes) for replicas in by_name.values()]
 
 
-def _server(replicas: list[State], sizes: Mapping[int, int]) -> dict[str, Any]:
+def _server(replicas: list[ReplicaState], sizes: Mapping[int, int]) -> dict[str, Any]:
     worst = max(replicas, key=lambda state: SEVERITY.index(state.status))
     urls = called_urls(replicas)
     address: dict[str, Any] = {"url": urls[0]} if len(replicas) == 1 else {"urls": urls}
@@ -241,7 +241,7 @@ def _server(replicas: list[State], sizes: Mapping[int, int]) -> dict[str, Any]:
     }
 
 
-def _waiting(replicas: list[State]) -> str:
+def _waiting(replicas: list[ReplicaState]) -> str:
     held = [state.label for state in replicas if state.held]
     return f"{', '.join(held)} without calls until the trainer has pushed its weights there" if held else ""
 
@@ -250,10 +250,10 @@ def uptime_seconds(started: datetime | None) -> float:
     return round((datetime.now(UTC) - started).total_seconds(), 1) if started else 0.0
 
 
-def _app(supervisor: Run) -> Starlette:
+def _app(supervisor: SupervisedRun) -> Starlette:
     config = supervisor.config
 
-    looks = service_metrics.Looks(supervisor.run_token)
+    looks = metrics_scraper.Looks(supervisor.run_token)
     admin = TokenAuth([supervisor.admin_token])
 
     def _check_admin(request: Request, what: str) -> None:
@@ -269,7 +269,7 @@ def _app(supervisor: Run) -> Starlette:
         told = [{**record, "metrics": measured.get(record["name"])} for record in records]
         for record in told:
             record["labels"] = [state.label for state in supervisor.states if state.name == record["name"]]
-        running = await service_metrics.running(records, supervisor.run_token)
+        running = await metrics_scraper.running(records, supervisor.run_token)
         return JSONResponse({"head": supervisor.head_url, "servers": told, "running": running})
 
     async def show_log(request: Request) -> Response:
@@ -281,7 +281,7 @@ def _app(supervisor: Run) -> Starlette:
     async def show_running(request: Request) -> Response:
         agent, rollout_id = request.path_params["agent"], quote(request.path_params["rollout_id"], safe="")
         for url in [state.url for state in supervisor.states if state.name == agent and state.app]:
-            reply = await get(f"{url.rstrip('/')}/running/{rollout_id}", RUNNING_TIMEOUT_S, supervisor.run_token)
+            reply = await http_get(f"{url.rstrip('/')}/running/{rollout_id}", RUNNING_TIMEOUT_S, supervisor.run_token)
             if reply.status == 200:
                 return Response(reply.body, media_type="application/json")
         raise HTTPException(404, "this rollout has ended")
@@ -331,10 +331,10 @@ def _app(supervisor: Run) -> Starlette:
         return JSONResponse(server_instances(supervisor.states, uptimes))
 
     async def metrics(request: Request) -> Response:
-        return Response(service_metrics.exposition(supervisor.states), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics_scraper.exposition(supervisor.states), media_type=CONTENT_TYPE_LATEST)
 
     async def targets(request: Request) -> Response:
-        return JSONResponse(service_metrics.targets(supervisor.states, supervisor.head_url))
+        return JSONResponse(metrics_scraper.targets(supervisor.states, supervisor.head_url))
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(_document(supervisor.run_token is not None))

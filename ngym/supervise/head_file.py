@@ -36,7 +36,7 @@ class Health:
     reason: str = ""
 
 
-async def get(url: str, timeout_s: float, token: str | None = None) -> Reply:
+async def http_get(url: str, timeout_s: float, token: str | None = None) -> Reply:
     """GET a URL, with a bearer token if one is given.
 
     Raises:
@@ -67,7 +67,7 @@ async def get(url: str, timeout_s: float, token: str | None = None) -> Reply:
 async def health(url: str, timeout_s: float, token: str | None = None) -> Health:
     """Ask a service's /ready. A third-party service may not have it: any answer that is not a server error counts."""
     try:
-        reply = await get(f"{url.rstrip('/')}/ready", timeout_s, token)
+        reply = await http_get(f"{url.rstrip('/')}/ready", timeout_s, token)
     except TimeoutError:
         return Health(False, f"no answer within {timeout_s:g} s")
     except OSError as error:
@@ -85,7 +85,7 @@ def _reason(reply: Reply) -> str:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningHead:
     """A live run: its head's URL, its process, its tokens and its certificate authority.
 
     admin_token authorizes weight updates, run_token (if the run is locked) everything else. ca: a PEM file.
@@ -108,7 +108,7 @@ class HeadFile:
         self.logs = folder / ("logs" if owned else f"logs-{os.getpid()}")
 
     @classmethod
-    def claim(cls, root: Path, running: Running) -> HeadFile:
+    def claim(cls, root: Path, running: RunningHead) -> HeadFile:
         folder = root / FOLDER
         try:
             folder.mkdir(exist_ok=True)
@@ -145,10 +145,10 @@ def _accepts(url: str) -> bool:
     return True
 
 
-def find_running(root: Path) -> Running | None:
+def find_running(root: Path) -> RunningHead | None:
     """The live run in this folder, or None; the file of a killed run is ignored. The run's ca becomes trusted."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        running = Running(**json.loads((root / FOLDER / FILE).read_text()))
+        running = RunningHead(**json.loads((root / FOLDER / FILE).read_text()))
         os.kill(running.pid, 0)
         if running.ca:
             trust(Path(running.ca))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
-from ngym.supervise.service import ProcessHost, Running, listen, url_of
+from ngym.supervise.service import ProcessHost, StartedProcess, listen, url_of
 from ngym.supervise.zygote_client import ZygoteClient
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -58,7 +58,7 @@ class _LocalHost:
     async def shut(self) -> None:
         self._socket.close()
 
-    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> Running:
+    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
         return await self._launcher.fork("run", title, spec, log, [self._socket], python, self._environment)
 
 

@@ -14,7 +14,7 @@ GROW_AFTER_S = 5.0
 SHRINK_AFTER_S = 60.0
 
 
-class Load(NamedTuple):
+class ReplicaLoad(NamedTuple):
     """ready: replicas that take calls. changing: those that start, stop or have failed. waiting, running: calls."""
 
     ready: int
@@ -28,7 +28,7 @@ class Load(NamedTuple):
         return self.waiting == 0 and self.running < self.ready
 
 
-def step(bounds: ReplicaRange, load: Load, waiting_s: float, idle_s: float) -> int:
+def step(bounds: ReplicaRange, load: ReplicaLoad, waiting_s: float, idle_s: float) -> int:
     """The change of the number of replicas: 1, 0 or -1; 0 until the last change is done.
 
     waiting_s, idle_s: for how long calls have been waiting without a pause, and for how long the replicas were idle.
@@ -43,7 +43,7 @@ def step(bounds: ReplicaRange, load: Load, waiting_s: float, idle_s: float) -> i
 
 
 async def follow_load(
-    bounds: ReplicaRange, look: Callable[[], Awaitable[Load | None]], change: Callable[[int], Awaitable[None]]
+    bounds: ReplicaRange, look: Callable[[], Awaitable[ReplicaLoad | None]], change: Callable[[int], Awaitable[None]]
 ) -> None:
     """Look at the load forever, and change the number of replicas. look: None if the load is not known."""
     waiting_since = idle_since = time.monotonic()

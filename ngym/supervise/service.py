@@ -188,7 +188,7 @@ class ServiceRefused(ConfigError):
 
 
 @dataclass(frozen=True)
-class State:
+class ReplicaState:
     """The state of one process of a service, or of one URL of an external one. Also the event of its change.
 
     label: the name, with the replica's number when there are several. replica: 0 .. replicas - 1.
@@ -215,21 +215,21 @@ class State:
     held: bool = False
 
 
-def called_urls(replicas: Sequence[State]) -> list[str]:
+def called_urls(replicas: Sequence[ReplicaState]) -> list[str]:
     """The addresses that callers get. Without a replica that can be called, these are all: a restart may be short."""
     listed = [state for state in replicas if state.listed] or replicas
     return [state.url for state in listed if not state.held] or [state.url for state in listed]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RestartLimits:
     """When a service is given up: seconds until it is ready, and consecutive deaths before it was ever ready."""
 
     ready_timeout_s: float
     max_deaths: int
 
 
-class Watched:
+class PolledReplica:
     """A URL whose readiness is polled: `state` is current, `tell` receives each change, `ready` is set once it was
     ready.
 
@@ -239,7 +239,11 @@ class Watched:
     restarts_unseen = True  # a URL that does not answer may be that of a process that starts again
 
     def __init__(
-        self, state: State, tell: Callable[[State], None], token: str | None = None, is_guest: bool = False
+        self,
+        state: ReplicaState,
+        tell: Callable[[ReplicaState], None],
+        token: str | None = None,
+        is_guest: bool = False,
     ) -> None:
         self.state = state
         self.is_guest = is_guest
@@ -337,7 +341,7 @@ class CrashCounter:
         return min(BACKOFF_S * 2.0 ** max(0, self.short - 1), MAX_BACKOFF_S)
 
 
-class Running(Protocol):
+class StartedProcess(Protocol):
     """A started process: its pid on its machine, and its exit code once it has ended (negative: a signal's number)."""
 
     pid: asyncio.Future[int]
@@ -355,7 +359,7 @@ class ProcessHost(Protocol):
     url: str
     node: str
 
-    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> Running:
+    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
         """Start the process. log: the descriptor for its output, closed here."""
         ...
 
@@ -367,7 +371,7 @@ class ProcessHost(Protocol):
 Spares = Literal["nothing", "refusals", "failures"]
 
 
-class ServiceProcess(Watched):
+class ServiceProcess(PolledReplica):
     """A service process that we run: `run` restarts it until it is cancelled or the service is given up.
 
     spares: the errors that end only this process and not the run: a missing environment, or any failure. on_given_up:
@@ -378,16 +382,16 @@ class ServiceProcess(Watched):
 
     def __init__(
         self,
-        state: State,
-        tell: Callable[[State], None],
+        state: ReplicaState,
+        tell: Callable[[ReplicaState], None],
         place: ProcessHost,
         spec: dict[str, Any],
         log: Path,
-        limits: Limits,
+        limits: RestartLimits,
         redact: Redactor,
         venv: Venv | None = None,
         spares: Spares = "nothing",
-        on_given_up: Callable[[State], None] = lambda state: None,
+        on_given_up: Callable[[ReplicaState], None] = lambda state: None,
     ) -> None:
         super().__init__(state, tell, spec["run_token"])
         self.given_up: NgymError | None = None
@@ -400,7 +404,7 @@ class ServiceProcess(Watched):
         self._limits = limits
         self._venv = venv
         self._speaks = False
-        self._child: Running | None = None
+        self._child: StartedProcess | None = None
         self._deaths = CrashCounter()
 
     def log_tail(self) -> tuple[Path, list[str]]:

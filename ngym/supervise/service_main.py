@@ -27,7 +27,7 @@ OTHERS_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that 
 
 
 @dataclass(frozen=True)
-class Job:
+class ServiceJob:
     """request: `action` (run, check, or serve: run as a command does), `spec`; optional: `python` of separate
     packages, and `environment`, variables of its own.
     """
@@ -36,7 +36,7 @@ class Job:
     sockets: list[socket.socket]
 
 
-def perform(job: Job) -> NoReturn:
+def perform(job: ServiceJob) -> NoReturn:
     """Run the job, here or in its own Python, and end this process with its exit code."""
     os.environ.update(job.request.get("environment", {}))
     if "python" in job.request:
@@ -47,7 +47,7 @@ def perform(job: Job) -> NoReturn:
     leave(EXIT_USAGE if action == "serve" and code in (runner.EXIT_CONFIG, runner.EXIT_REFUSED) else code)
 
 
-def _become(python: str, job: Job) -> NoReturn:
+def _become(python: str, job: ServiceJob) -> NoReturn:
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(job.request).encode())
         file.seek(0)
@@ -87,7 +87,7 @@ def main() -> NoReturn:
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    perform(Job(request, [socket.socket(fileno=fd) for fd in listening]))
+    perform(ServiceJob(request, [socket.socket(fileno=fd) for fd in listening]))
 
 
 if __name__ == "__main__":

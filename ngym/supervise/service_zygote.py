@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ngym.supervise.service_main import RUNNER, Job, perform
+from ngym.supervise.service_main import RUNNER, ServiceJob, perform
 from ngym.supervise.zygote_client import receive, send
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -48,7 +48,7 @@ class Zygote:
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_write = socket.socketpair()
 
-    def serve(self) -> Job | None:
+    def serve(self) -> ServiceJob | None:
         """Serve until the socket closes: returns None. In each forked child: returns its job at once."""
         self._wakeup.setblocking(False)
         self._wakeup_write.setblocking(False)
@@ -73,7 +73,7 @@ class Zygote:
                 if job is not None:
                     return job
 
-    def _fork(self, request: dict[str, Any], fds: list[int]) -> Job | None:
+    def _fork(self, request: dict[str, Any], fds: list[int]) -> ServiceJob | None:
         """Fork one service; fds are its log pipe and its sockets. In the child: its job."""
         zygote_pid = os.getpid()
         pid = os.fork()
@@ -85,7 +85,7 @@ class Zygote:
         self._tell({"event": "forked", "number": request["number"], "pid": pid})
         return None
 
-    def _become_service(self, request: dict[str, Any], fds: list[int], zygote_pid: int) -> Job:
+    def _become_service(self, request: dict[str, Any], fds: list[int], zygote_pid: int) -> ServiceJob:
         """Drop all state of the zygote: signals, sockets, terminal, standard streams."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -106,7 +106,7 @@ class Zygote:
         os.close(log)
         sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        return Job(request, [socket.socket(fileno=fd) for fd in listening])
+        return ServiceJob(request, [socket.socket(fileno=fd) for fd in listening])
 
     def _signal(self, number: int, signal_number: int) -> None:
         """SIGTERM and the like go to the service, which ends its workers; SIGKILL goes to its whole group."""

@@ -18,20 +18,20 @@ from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
 from ngym.peers import FOLLOW_S, Peers
 from ngym.supervise.head import Head
-from ngym.supervise.head_file import HeadFile, Running
+from ngym.supervise.head_file import HeadFile, RunningHead
+from ngym.supervise.metrics_scraper import load_of
 from ngym.supervise.placement import LocalPlacer, ProcessPlacer
-from ngym.supervise.scaling import Load, follow_load
+from ngym.supervise.scaling import ReplicaLoad, follow_load
 from ngym.supervise.service import (
     READY_POLL_S,
-    Limits,
+    PolledReplica,
     ProcessHost,
+    ReplicaState,
+    RestartLimits,
     ServiceProcess,
     Spares,
-    State,
-    Watched,
     called_urls,
 )
-from ngym.supervise.service_metrics import load_of
 from ngym.supervise.venvs import venv_of
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry.log_format import Redactor
@@ -62,7 +62,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        on_event: Callable[[State], None] = lambda state: None,
+        on_event: Callable[[ReplicaState], None] = lambda state: None,
         launcher: ZygoteClient | None = None,
         engine: ProcessPlacer | None = None,
         strict: bool = True,
@@ -76,7 +76,7 @@ class Supervisor:
         self._on_event = on_event
         self._launcher = launcher
         self._engine = engine
-        self._watched: list[Watched] = []
+        self._watched: list[PolledReplica] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._guests: set[asyncio.Task[None]] = set()
         self._grown: dict[ServiceProcess, tuple[ProcessHost, asyncio.Task[None]]] = {}
@@ -91,7 +91,7 @@ class Supervisor:
         return self._head.url
 
     @property
-    def states(self) -> list[State]:
+    def states(self) -> list[ReplicaState]:
         """Every process of every service, and every URL of external ones, in the config's order."""
         return [watched.state for watched in self._watched]
 
@@ -119,7 +119,7 @@ class Supervisor:
         """Its services and the external ones of the config, for this caller; close them before the supervisor ends."""
         return Peers(self.urls, self.head_url, self.run_token, owner=owner, others=self.config.others)
 
-    def join(self, name: str, url: str) -> State:
+    def join(self, name: str, url: str) -> ReplicaState:
         """Add a replica that runs elsewhere: it is listed while it is ready, and forgotten when it stays away.
 
         Raises:
@@ -131,14 +131,14 @@ class Supervisor:
         label, node = f"{name}@{urlsplit(url).netloc}", urlsplit(url).hostname or ""
         replica = 1 + max((state.replica for state in self.states if state.name == name), default=-1)
         held = name in self._trained
-        state = State(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=held)
-        guest = Watched(state, self._changed, self.run_token, is_guest=True)
+        state = ReplicaState(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=held)
+        guest = PolledReplica(state, self._changed, self.run_token, is_guest=True)
         self._watched.append(guest)
         self._guests.add(task := asyncio.create_task(self._accompany(guest)))
         task.add_done_callback(self._guests.discard)
         return state
 
-    async def _accompany(self, guest: Watched) -> None:
+    async def _accompany(self, guest: PolledReplica) -> None:
         """Watch a guest until it was not ready for several polls."""
         watch, missed = asyncio.create_task(guest.watch()), 0
         try:
@@ -192,7 +192,7 @@ class Supervisor:
                 each for each in self._watched if isinstance(each, ServiceProcess) and each.state.name == stanza.name
             ]
 
-        async def look() -> Load | None:
+        async def look() -> ReplicaLoad | None:
             ours = replicas()
             ready = [each.state.url for each in ours if each.state.status == "ready" and each.state.listed]
             return await load_of(ready, len(ours) - len(ready), self.run_token)
@@ -214,7 +214,7 @@ class Supervisor:
             return
         used = {state.replica for state in self.states if state.name == stanza.name}
         index = next(number for number in itertools.count() if number not in used)
-        state = State(
+        state = ReplicaState(
             stanza.name,
             stanza.kind,
             stanza.app,
@@ -248,7 +248,7 @@ class Supervisor:
         self._changed(process.state)
         await self._engine.release(place)
 
-    def _changed(self, state: State) -> None:
+    def _changed(self, state: ReplicaState) -> None:
         """Keep the addresses of its service current, in the list that later specs share, and report the change."""
         self.urls[state.name][:] = called_urls([each for each in self.states if each.name == state.name])
         self._on_event(state)
@@ -320,15 +320,15 @@ class Supervisor:
             if isinstance(stanza.replicas, ReplicaRange) and not stanza.external:
                 self._tasks.append(asyncio.create_task(self._scale(stanza, stanza.replicas)))
 
-    def _running(self) -> Running:
+    def _running(self) -> RunningHead:
         tls = self.config.settings.tls
         ca = str(tls.ca) if tls and tls.ca else None
-        return Running(self.head_url, os.getpid(), self.admin_token, self.run_token, ca)
+        return RunningHead(self.head_url, os.getpid(), self.admin_token, self.run_token, ca)
 
-    def _external(self, stanza: Stanza) -> list[Watched]:
+    def _external(self, stanza: Stanza) -> list[PolledReplica]:
         token = self.config.others.get(stanza.name, self.run_token)
         states = [self._state(stanza, index) for index in range(len(stanza.external_urls))]
-        return [Watched(state, self._changed, token) for state in states]
+        return [PolledReplica(state, self._changed, token) for state in states]
 
     def _processes(self, stanza: Stanza, places: Sequence[ProcessHost]) -> list[ServiceProcess]:
         spares: Spares = "nothing" if self._strict or stanza.kind != "gym_server" else "refusals"
@@ -339,19 +339,19 @@ class Supervisor:
             for index, place in enumerate(places)
         ]
 
-    def _process(self, stanza: Stanza, state: State, place: ProcessHost, spares: Spares) -> ServiceProcess:
+    def _process(self, stanza: Stanza, state: ReplicaState, place: ProcessHost, spares: Spares) -> ServiceProcess:
         assert self._head_file is not None
         settings = self.config.settings
         timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
         redact = Redactor([*secrets_of(self.config), self.admin_token, self.run_token or ""])
         tokens = (self.admin_token, self.run_token)
         spec = service_spec(self.config, stanza, self.urls, self.head_url, state.replica, *tokens)
-        limits = Limits(timeout, settings.max_restarts)
+        limits = RestartLimits(timeout, settings.max_restarts)
         log = self._head_file.logs / f"{state.label}.log"
         venv = venv_of(self.config, stanza)
         return ServiceProcess(state, self._changed, place, spec, log, limits, redact, venv, spares, self._gave_up)
 
-    def _gave_up(self, lost: State) -> None:
+    def _gave_up(self, lost: ReplicaState) -> None:
         """Report that the services whose options name this one are not ready, if none of its replicas is left."""
         if any(state.status != "failed" for state in self.states if state.name == lost.name):
             return
@@ -360,11 +360,11 @@ class Supervisor:
             if not stanza.external and lost.name in stanza.options.values():
                 watched.block(f"needs {lost.name}, which cannot be started: {lost.detail}")
 
-    def _state(self, stanza: Stanza, index: int, node: str = "") -> State:
+    def _state(self, stanza: Stanza, index: int, node: str = "") -> ReplicaState:
         urls = self.urls[stanza.name]
         several = len(urls) > 1 or isinstance(stanza.replicas, ReplicaRange)
         label = f"{stanza.name}-{index}" if several else stanza.name
-        return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external, node=node)
+        return ReplicaState(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external, node=node)
 
     async def _all_ready(self) -> None:
         """Wait until every service of ours was ready once, or given up. External ones are only displayed."""

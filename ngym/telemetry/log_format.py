@@ -145,7 +145,7 @@ def _secrets_of(text: str) -> Iterator[str]:
     yield from (value for name, value in _QUERY.findall(text) if _is_secret_in_url(name))
 
 
-def begin(service: str, form: Form) -> None:
+def configure_logging(service: str, form: Form) -> None:
     """Send all log records of this process to stderr in this format, with warnings, library logs and fatal exceptions."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(service) if form == "json" else TextLines(service))

@@ -29,10 +29,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
 from ngym.net.auth import RUN_TOKEN, TokenAuth, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
 from ngym.schema import Json
-from ngym.view import export, training
+from ngym.view import html_report, training
 from ngym.view.index import row_seq
-from ngym.view.rows import MOST_ROWS, Rows
-from ngym.view.runs import Opened, RolloutRun
+from ngym.view.rows import MOST_ROWS, RunRows
+from ngym.view.runs import OpenedRuns, RolloutRun
 from ngym.view.stats import compare
 
 POLICY = (
@@ -61,7 +61,7 @@ SHARED_ROWS = 40  # in full, of a filter
 SERVICE = "the viewer"
 
 
-class Guard:
+class AccessGuard:
     """An ASGI application behind the checks. The page itself has no secrets and is open: it brings the token to /api.
 
     Args:
@@ -110,7 +110,7 @@ class Wrong(ServiceError):
 
 
 def application(
-    shown: Opened, *, hosts: frozenset[str] | None, lock: TokenAuth | None, title: str = "ngym"
+    shown: OpenedRuns, *, hosts: frozenset[str] | None, lock: TokenAuth | None, title: str = "ngym"
 ) -> Starlette:
     """
     Args:
@@ -120,7 +120,7 @@ def application(
     api = Api(shown, title)
     routes = [
         Route("/", _static),
-        Route("/static/{name}", _static),
+        Route("/static/{name:path}", _static),
         Route("/api/runs", api.runs),
         Route("/api/runs/{id}/rows", api.rows),
         Route("/api/runs/{id}/rows/{row}", api.row),
@@ -139,14 +139,14 @@ def application(
     ]
     handlers: dict[Any, Any] = {NgymError: _refused, HTTPException: _no_route, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.add_middleware(Guard, hosts=hosts, lock=lock)
+    app.add_middleware(AccessGuard, hosts=hosts, lock=lock)
     return app
 
 
 class Api:
     """The answers under /api. Starlette runs them in threads: the event loop never waits for a disk."""
 
-    def __init__(self, shown: Opened, title: str) -> None:
+    def __init__(self, shown: OpenedRuns, title: str) -> None:
         self._shown = shown
         self._title = title
 
@@ -175,12 +175,12 @@ class Api:
         return _json(run.trained(seq))
 
     def group(self, request: Request) -> Response:
-        return self._with_task(request, Rows.group)
+        return self._with_task(request, RunRows.group)
 
     def task(self, request: Request) -> Response:
-        return self._with_task(request, Rows.task)
+        return self._with_task(request, RunRows.task)
 
-    def _with_task(self, request: Request, read: Callable[[Rows, int], list[Json]]) -> Response:
+    def _with_task(self, request: Request, read: Callable[[RunRows, int], list[Json]]) -> Response:
         run, task = self._run(request), _whole("task", request.path_params["task"])
         rows = read(run.rows, task)
         if not rows:
@@ -198,10 +198,10 @@ class Api:
         run, row = self._run(request), request.query_params.get("row")
         title = f"{self._title}: {run.name}" + (f", row {row}" if row else "")
         if row:
-            page = export.single(run, row, title)
+            page = html_report.single(run, row, title)
         else:
-            alone = Opened({run.id: run}, {})
-            page, _ = export.report(alone, rows=SHARED_ROWS, q=request.query_params.get("q", ""), title=title)
+            alone = OpenedRuns({run.id: run}, {})
+            page, _ = html_report.report(alone, rows=SHARED_ROWS, q=request.query_params.get("q", ""), title=title)
         return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
 
     def compare(self, request: Request) -> Response:
@@ -225,9 +225,10 @@ class Api:
 
 
 async def _static(request: Request) -> Response:
-    """One of the files that lie in the folder; a path from the client is never opened."""
+    """One of the files in the folder; a path from the client is never opened."""
     name = request.path_params.get("name", "index.html")
-    found = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in KINDS), None)
+    files = (path for path in STATIC.rglob("*") if path.suffix in KINDS)
+    found = next((path for path in files if path.relative_to(STATIC).as_posix() == name), None)
     if found is None:
         raise NotFound(f"there is no page file {name!r:.60}")
     return Response(found.read_bytes(), media_type=KINDS[found.suffix])
@@ -323,7 +324,7 @@ def door(host: str, port: int | None) -> Door:
     raise UsageError(f"port {ports[0]} on {host}: {problem.strerror or problem}; {remedy}")
 
 
-def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) -> None:
+def serve(shown: OpenedRuns, entrance: Door, title: str, ready: Callable[[], None]) -> None:
     """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
     lock = TokenAuth([entrance.token]) if entrance.token else None
     # A token is not a cookie, so a page of another name has none to send along.

@@ -53,7 +53,7 @@ class NoRollout(Exception):
     """The line is not a rollout or a failure; the message says why."""
 
 
-class Record(NamedTuple):
+class ScannedLine(NamedTuple):
     """One line of a rollout file.
 
     line: from 0. start, size: its bytes. g: the group that was sampled together, a digest of agent, task id and task index.
@@ -94,10 +94,10 @@ class Record(NamedTuple):
     fields: str | None
 
 
-FIRST_TEXT = Record._fields.index("task_id")
+FIRST_TEXT = ScannedLine._fields.index("task_id")
 
 
-def record(text: bytes, line: int, start: int, size: int) -> Record:
+def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
     """text: the line without its end.
 
     Raises:
@@ -113,7 +113,7 @@ def record(text: bytes, line: int, start: int, size: int) -> Record:
     agent = _text(_object(row, "agent_ref").get("name"))
     reward = None if failure else _number(row.get("reward"))
     # by position: with names, this line alone would cost a tenth of the whole
-    return Record(
+    return ScannedLine(
         line,
         start,
         size,
@@ -320,11 +320,11 @@ SET_PIPE_SIZE = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 
 
 BUFFER_BYTES, SKIPPED_BYTES = 256 << 10, 1 << 20
-_G, _KEY, _TASK, _TASK_ID, _AGENT = map(Record._fields.index, ("g", "task_key", "task", "task_id", "agent"))
-_REWARD, _FAILURE = (Record._fields.index(name) for name in ("reward", "failure"))
+_G, _KEY, _TASK, _TASK_ID, _AGENT = map(ScannedLine._fields.index, ("g", "task_key", "task", "task_id", "agent"))
+_REWARD, _FAILURE = (ScannedLine._fields.index(name) for name in ("reward", "failure"))
 
 
-class Job(NamedTuple):
+class ScanJob(NamedTuple):
     """The lines that begin in [start, end) of a file that had `size` bytes."""
 
     path: str
@@ -334,7 +334,7 @@ class Job(NamedTuple):
 
 
 @dataclass
-class Batch:
+class ScannedBatch:
     """The rows of a block; lines are counted from its first. end: of the last line, the start of an incomplete one.
 
     rows, texts: the two parts of each record, with its line before the texts; as they go into the index's tables.
@@ -375,7 +375,7 @@ class GroupSum:
         return (g, key, task, task_id, agent, self.n, self.scored, self.total, self.first[0])
 
 
-def scan(job: Job) -> Batch:
+def scan(job: ScanJob) -> ScannedBatch:
     """
     Raises:
         OSError: the file cannot be read.
@@ -383,7 +383,7 @@ def scan(job: Job) -> Batch:
     # One buffer, read line by line: large blocks of their own would cost more in fresh memory than their parsing does.
     with open(job.path, "rb", buffering=BUFFER_BYTES) as file:
         place = _first_line(file, job)
-        found = _Found(Batch(place))
+        found = _Found(ScannedBatch(place))
         while place < job.end:
             text = file.readline(min(MOST_LINE_BYTES, job.size - place))
             if not text or not found.add(text, place):
@@ -395,7 +395,7 @@ def scan(job: Job) -> Batch:
         return found.whole()
 
 
-def _first_line(file: BinaryIO, job: Job) -> int:
+def _first_line(file: BinaryIO, job: ScanJob) -> int:
     """Where the first line begins that is this block's: one that began before belongs to the block before."""
     if job.start == 0:
         return 0
@@ -416,7 +416,7 @@ def _next_line(file: BinaryIO, place: int, size: int) -> int:
 class _Found:
     """A batch while it is made."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: ScannedBatch) -> None:
         self.batch = batch
         self._groups: dict[int, GroupSum] = {}
         self._fields: set[str] = set()
@@ -441,7 +441,7 @@ class _Found:
         batch.lines += 1
         return True
 
-    def _add(self, row: Record) -> None:
+    def _add(self, row: ScannedLine) -> None:
         self.batch.rows.append(row[:FIRST_TEXT])
         self.batch.texts.append((row.line, *row[FIRST_TEXT:]))
         if row.fields is not None:
@@ -452,7 +452,7 @@ class _Found:
                 group = self._groups[row.g] = GroupSum(row)
             group.add(row)
 
-    def whole(self) -> Batch:
+    def whole(self) -> ScannedBatch:
         self.batch.groups = [group.values() for group in self._groups.values()]
         self.batch.fields = sorted(self._fields)
         return self.batch
@@ -462,7 +462,7 @@ def serve(asked: BinaryIO, answers: BinaryIO) -> None:
     """Until there are no more jobs. A file that cannot be read is an answer, too."""
     for line in iter(asked.readline, b""):
         try:
-            batch = scan(Job(**orjson.loads(line)))
+            batch = scan(ScanJob(**orjson.loads(line)))
             told: Any = batch
         except OSError as error:
             told = {"error": error.strerror or str(error)}
@@ -474,7 +474,7 @@ if __name__ == "__main__":
     serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
-def scanned(path: str, start: int, size: int) -> Iterator[Batch]:
+def scanned(path: str, start: int, size: int) -> Iterator[ScannedBatch]:
     """The rows in the bytes from `start` to `size`, in order.
 
     Raises:
@@ -490,14 +490,14 @@ def scanned(path: str, start: int, size: int) -> Iterator[Batch]:
         yield from _shared(helpers, jobs[1:])
 
 
-def _jobs(path: str, start: int, size: int) -> Iterator[Job]:
+def _jobs(path: str, start: int, size: int) -> Iterator[ScanJob]:
     end = start + FIRST_BYTES
     while start < size:
-        yield Job(path, start, min(end, size), size)
+        yield ScanJob(path, start, min(end, size), size)
         start, end = end, end + BLOCK_BYTES
 
 
-def _shared(helpers: Sequence[_Helper], jobs: Sequence[Job]) -> Iterator[Batch]:
+def _shared(helpers: Sequence[_Helper], jobs: Sequence[ScanJob]) -> Iterator[ScannedBatch]:
     """Job i is helper i mod n's; so the answers are in order without a queue."""
     count = len(helpers)
     for place, job in enumerate(jobs[: count * AHEAD]):
@@ -526,12 +526,12 @@ class _Helper:
         with suppress(OSError):  # a smaller pipe works, too
             fcntl.fcntl(self._out.fileno(), SET_PIPE_SIZE, PIPE_BYTES)
 
-    def give(self, job: Job) -> None:
+    def give(self, job: ScanJob) -> None:
         with suppress(BrokenPipeError):  # `take` reports it
             self._in.write(orjson.dumps(job._asdict()) + b"\n")
             self._in.flush()
 
-    def take(self) -> Batch:
+    def take(self) -> ScannedBatch:
         line = self._out.readline()
         if not line:
             raise NgymError(
@@ -540,7 +540,7 @@ class _Helper:
         told = orjson.loads(line)
         if "error" in told:
             raise OSError(told["error"])
-        return Batch(**told)
+        return ScannedBatch(**told)
 
     def __enter__(self) -> Self:
         return self

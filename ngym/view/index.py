@@ -20,7 +20,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import NgymError, NotFound
-from ngym.view.file_scanner import FIRST_TEXT, REPORTED, Batch, Record, scanned
+from ngym.view.file_scanner import FIRST_TEXT, REPORTED, ScannedBatch, ScannedLine, scanned
 
 PART_BITS = 40
 FAILURES = 1  # the part of a run that is its failures file; its rollouts are part 0
@@ -105,7 +105,7 @@ def edges(fd: int, end: int) -> tuple[bytes, bytes]:
     return os.pread(fd, length, 0), os.pread(fd, length, end - length)
 
 
-PLAIN, TEXTS = Record._fields[1:FIRST_TEXT], Record._fields[FIRST_TEXT:]
+PLAIN, TEXTS = ScannedLine._fields[1:FIRST_TEXT], ScannedLine._fields[FIRST_TEXT:]
 
 SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -230,7 +230,7 @@ class Store:
             self._lock_fd = None
 
 
-def place(output: Path) -> Path:
+def index_path(output: Path) -> Path:
     """Where the index of this rollout file is kept: $XDG_CACHE_HOME/ngym/view, or ~/.cache/ngym/view."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     name = sha256(os.fsencode(output) + SCHEMA.encode()).hexdigest()[:24]
@@ -254,7 +254,7 @@ def _connected(name: str) -> sqlite3.Connection:
     return database
 
 
-class Part(NamedTuple):
+class IndexedPart(NamedTuple):
     """How far a file is indexed. head, tail: the bytes at its beginning and before `bytes`. bad: lines that are not rollouts."""
 
     device: int = 0
@@ -278,7 +278,7 @@ class Extent(NamedTuple):
     version: int
     epoch: int
     read: int
-    parts: dict[int, Part]
+    parts: dict[int, IndexedPart]
     sizes: dict[int, int]
 
     @property
@@ -312,7 +312,7 @@ def extent_of(store: Store, paths: Mapping[int, Path]) -> Extent:
     try:
         with store.reading() as database:
             version, epoch, read = database.execute("SELECT version, epoch, read FROM state").fetchone()
-            parts = {row[0]: Part(*row[1:]) for row in database.execute("SELECT * FROM parts")}
+            parts = {row[0]: IndexedPart(*row[1:]) for row in database.execute("SELECT * FROM parts")}
     except OperationalError as error:
         if not str(error).startswith(NOT_BEGUN):
             raise
@@ -356,7 +356,10 @@ class Writer:
         try:
             for part, found in stats.items():
                 looked_at = (found.st_ino, found.st_size, found.st_mtime_ns)
-                if found.st_size > self._parts.get(part, Part()).bytes and self._looked_at.get(part) != looked_at:
+                if (
+                    found.st_size > self._parts.get(part, IndexedPart()).bytes
+                    and self._looked_at.get(part) != looked_at
+                ):
                     self.reading_on = True
                     self._read_on(part, found)
                 self._looked_at[part] = looked_at  # a torn line is not read again before there is more of it
@@ -397,14 +400,14 @@ class Writer:
         self._read = None
 
     def _read_on(self, part: int, found: os.stat_result) -> None:
-        known = self._parts.get(part, Part())
+        known = self._parts.get(part, IndexedPart())
         known = known._replace(device=found.st_dev, inode=found.st_ino, mtime=found.st_mtime_ns)
         for batch in scanned(str(self._paths[part]), known.bytes, found.st_size):
             if self._stopped.is_set():
                 return
             known = self._kept(part, known, batch)
 
-    def _kept(self, part: int, known: Part, batch: Batch) -> Part:
+    def _kept(self, part: int, known: IndexedPart, batch: ScannedBatch) -> IndexedPart:
         """The index with one batch more."""
         if not batch.lines:
             return known
@@ -444,7 +447,7 @@ class Index:
         self.paths = {0: output, FAILURES: failures}
         self.error: str | None = None
         self.caught_up = False  # with the files, as they were a moment ago
-        self._store = Store(place(output))
+        self._store = Store(index_path(output))
         self._writer: Writer | None = None  # while this process is the one that writes
         self._awaited: int | None = None  # bytes that another process shall have read
         self._stopped = threading.Event()

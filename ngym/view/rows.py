@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.schema import Json
+from ngym.view.filter_query import FROM, MEAN, Query, Search, WrongFilter, order, parse
 from ngym.view.index import Extent, Index, row_name
-from ngym.view.query import FROM, MEAN, Query, Search, WrongFilter, order, parse
 
 MOST_ROWS = 1000  # of a page
 KEPT_ORDERS = 12
@@ -104,7 +104,7 @@ class _Order(NamedTuple):
     scanned: float
 
 
-class Rows:
+class RunRows:
     """The rows of one run, for several threads."""
 
     def __init__(self, index: Index) -> None:

@@ -15,7 +15,7 @@ from ngym.errors import NotFound, UsageError
 from ngym.net.auth import wrong_url
 from ngym.schema import Json
 from ngym.view.index import Extent, Index, said
-from ngym.view.rows import Rows
+from ngym.view.rows import RunRows
 from ngym.view.stats import Stats
 from ngym.view.tokens import shown, tokenizer_file
 from ngym.view.training import READ, ROLLOUTS, TrainingRun, is_training, summary, trained, training_run
@@ -41,7 +41,7 @@ class RolloutRun:
         self.name = name
         self.path = output
         self.index = Index(output, _failures(output))
-        self.rows = Rows(self.index)
+        self.rows = RunRows(self.index)
         self.stats = Stats(self.rows)
         self._tokenizer = tokenizer
         self._told: tuple[int, Json] | None = None  # of a version of the index
@@ -125,7 +125,7 @@ class RolloutRun:
             }
 
 
-class Opened(NamedTuple):
+class OpenedRuns(NamedTuple):
     """Everything that is shown; ids are r1, r2, ... and t1, t2, ..."""
 
     rollouts: dict[str, RolloutRun]
@@ -172,7 +172,7 @@ def _told(run: TrainingRun) -> Json:
         return {**gone, "growing": False, "error": str(error)}
 
 
-def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> Opened:
+def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> OpenedRuns:
     """What these files and folders hold.
 
     Args:
@@ -192,7 +192,7 @@ def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> Opened:
     if len(outputs) > MOST_RUNS:
         raise UsageError(f"{len(outputs):,} runs are too many to show at once, at most {MOST_RUNS}; name some of them")
     names = _names([*outputs, *folders])
-    return Opened(
+    return OpenedRuns(
         {
             id: RolloutRun(id, names[path], path, tokenizer)
             for number, path in enumerate(outputs, 1)
@@ -248,7 +248,7 @@ def _output(file: Path) -> Path:
 
 
 def _failures(output: Path) -> Path:
-    """As ngym.collect.files.Paths has it, whose import takes longer than all of this."""
+    """As ngym.collect.collection_files.CollectionPaths has it, whose import takes longer than all of this."""
     return output.with_name(f"{output.stem}{FAILED}{SUFFIX}")
 
 

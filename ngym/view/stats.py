@@ -15,9 +15,9 @@ from typing import Any
 
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards, bootstrap
+from ngym.view.filter_query import FROM, WrongFilter
 from ngym.view.index import row_name
-from ngym.view.query import FROM, WrongFilter
-from ngym.view.rows import Rows, Selection
+from ngym.view.rows import RunRows, Selection
 
 BINS, DIGITS = 20, 12
 MOST_POINTS = 2000
@@ -50,7 +50,7 @@ class Environment:
 class Stats:
     """The numbers of one run, kept until it grows."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RunRows) -> None:
         self._rows = rows
         self._kept: OrderedDict[tuple[str, int], Json] = OrderedDict()
 
@@ -242,7 +242,7 @@ SORTS: dict[str, Callable[[Pair], Any]] = {
 }
 
 
-def compare(a: Rows, b: Rows, q: str, sort: str, offset: int, limit: int) -> Json:
+def compare(a: RunRows, b: RunRows, q: str, sort: str, offset: int, limit: int) -> Json:
     """The tasks of both runs and how their mean rewards differ.
 
     Tasks are matched by task id; rows without ids by task index. `matched_by` says which one was used, and is None if
@@ -285,7 +285,7 @@ def _unscored(sides: list[Side | None]) -> float:
     return 1 - sum(len(side.rewards) for side in there) / rollouts if rollouts else 0.0
 
 
-def _tasks(rows: Rows, q: str) -> tuple[dict[str | int, Side], float]:
+def _tasks(rows: RunRows, q: str) -> tuple[dict[str | int, Side], float]:
     """A run's tasks by id, or by index where rows have none, and the share of the run that was searched.
 
     Failed attempts are not rollouts.

@@ -1,5 +1,5 @@
 """CPU-heavy checks in warm processes that can be killed at a deadline: `outcome = await pool.run(...)`."""
 
-from ngym.workers.pool import Outcome, WorkerPool
+from ngym.workers.pool import WorkerOutcome, WorkerPool
 
-__all__ = ["Outcome", "WorkerPool"]
+__all__ = ["WorkerOutcome", "WorkerPool"]

@@ -40,7 +40,7 @@ ZYGOTE_FILE = Path(__file__).with_name("worker_zygote.py")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WorkerOutcome:
     """What became of one call.
 
     kind: `ok` (value is what the function returned), `timeout` (the deadline), `memory` (the limit), or `crash` (it
@@ -186,7 +186,7 @@ class Worker:
         """Whether it went away between two calls (the zygote died, or the system needed the memory)."""
         return self.gone or self._reader.at_eof()
 
-    async def call(self, line: bytes, deadline_s: float) -> Outcome:
+    async def call(self, line: bytes, deadline_s: float) -> WorkerOutcome:
         """Send one call and wait for its outcome; ZygoteLost if the worker went down with its zygote."""
         self.calls += 1
         began_s = _cpu_s(self._pid)
@@ -198,14 +198,14 @@ class Worker:
             used_s = _cpu_s(self._pid) - began_s
             await self.bury()
             detail = f"no answer within {WALL_FACTOR * deadline_s:g} s, of which it computed for {used_s:.2f} s"
-            return Outcome("timeout", detail=detail, infra=used_s < BUSY_SHARE * deadline_s)
+            return WorkerOutcome("timeout", detail=detail, infra=used_s < BUSY_SHARE * deadline_s)
         except ValueError:
             await self.bury()
-            return Outcome("crash", detail=f"the answer is larger than {MAX_REPLY_BYTES >> 20} MiB")
+            return WorkerOutcome("crash", detail=f"the answer is larger than {MAX_REPLY_BYTES >> 20} MiB")
         except ConnectionError:
             reply = b""
         if reply.endswith(b"\n"):
-            return Outcome(**orjson.loads(reply))
+            return WorkerOutcome(**orjson.loads(reply))
         return _outcome_of_death(await self.bury(), deadline_s, self._zygote.memory_bytes)
 
     def hang_up(self) -> None:
@@ -230,18 +230,18 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _outcome_of_death(death: Death, deadline_s: float, memory_bytes: int) -> Outcome:
+def _outcome_of_death(death: Death, deadline_s: float, memory_bytes: int) -> WorkerOutcome:
     status = death.status
     if status == -signal.SIGPROF:
-        return Outcome("timeout", detail=f"used {deadline_s:g} s of CPU time")
+        return WorkerOutcome("timeout", detail=f"used {deadline_s:g} s of CPU time")
     if status >= 0:
-        return Outcome("crash", detail=f"the worker exited with code {status}", infra=True)
+        return WorkerOutcome("crash", detail=f"the worker exited with code {status}", infra=True)
     if status == -signal.SIGKILL and death.memory_bytes >= memory_bytes // 2:  # the kernel takes the largest process
-        return Outcome("memory", detail=f"was killed when it held {death.memory_bytes >> 20} MiB")
+        return WorkerOutcome("memory", detail=f"was killed when it held {death.memory_bytes >> 20} MiB")
     name = str(status)
     with suppress(ValueError):
         name = signal.Signals(-status).name
-    return Outcome("crash", detail=f"the worker was ended by {name}", infra=-status not in OWN_SIGNALS)
+    return WorkerOutcome("crash", detail=f"the worker was ended by {name}", infra=-status not in OWN_SIGNALS)
 
 
 class WorkerPool:
@@ -283,7 +283,7 @@ class WorkerPool:
         self.backlog = backlog
         self._slots: _Slots | None = None
 
-    async def run(self, *args: Any, deadline_s: float | None = None) -> Outcome:
+    async def run(self, *args: Any, deadline_s: float | None = None) -> WorkerOutcome:
         """Call the function with JSON values; its outcome comes within the deadline. Cancelling ends the call.
 
         Raises:
@@ -369,23 +369,23 @@ class _Slots:
         finally:
             self._waiting -= 1
 
-    async def run(self, slot: _Slot, line: bytes, deadline_s: float) -> Outcome:
+    async def run(self, slot: _Slot, line: bytes, deadline_s: float) -> WorkerOutcome:
         try:
             for _ in range(2):  # a worker that goes down with its zygote is not this call's doing: once more
                 with suppress(ZygoteLost):
                     return await self._attempt(slot, line, deadline_s)
             detail = "the processes of the worker pool died twice during this call"
-            return Outcome("crash", detail=detail, infra=True)
+            return WorkerOutcome("crash", detail=detail, infra=True)
         finally:
             self._free.put_nowait(slot)
 
-    async def _attempt(self, slot: _Slot, line: bytes, deadline_s: float) -> Outcome:
+    async def _attempt(self, slot: _Slot, line: bytes, deadline_s: float) -> WorkerOutcome:
         if slot.worker is not None and slot.worker.died():
             await self._drop(slot)
         if slot.worker is None:
             slot.worker = await (await self.zygote()).fork()
         if not slot.wanted:
-            return Outcome("crash", detail="no caller waits for this call any more", infra=True)
+            return WorkerOutcome("crash", detail="no caller waits for this call any more", infra=True)
         outcome = await slot.worker.call(line, deadline_s)
         worn = slot.worker.calls >= self._pool.recycle_after or outcome.kind == "memory"
         if worn or slot.worker.gone:

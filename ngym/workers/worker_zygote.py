@@ -32,7 +32,7 @@ MAX_DETAIL = 500
 Function = Callable[..., Any]
 
 
-class Spec(TypedDict):
+class WorkerZygoteSpec(TypedDict):
     """What to serve. `sys_path` is the server's, `parent` its pid; `memory_bytes` is a worker's RLIMIT_AS."""
 
     file: str
@@ -52,7 +52,7 @@ def main() -> None:
     ):  # Ctrl-C reaches the whole group; the server ends us when it is done
         signal.signal(ignored, signal.SIG_IGN)
     with control.makefile("rb") as lines:
-        spec: Spec = orjson.loads(lines.readline())
+        spec: WorkerZygoteSpec = orjson.loads(lines.readline())
     _die_with(spec["parent"])
     try:
         function = _load_warm(spec)
@@ -65,7 +65,7 @@ def main() -> None:
     _serve_control(control, function, spec["memory_bytes"])
 
 
-def _load_warm(spec: Spec) -> Function:
+def _load_warm(spec: WorkerZygoteSpec) -> Function:
     sys.path[:] = spec["sys_path"]
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # a fork copies one thread only: libraries must not have started others

@@ -30,11 +30,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ngym.trainer import loop
 from ngym.trainer.algorithms import Setup, dpo, kto, reward_model, sft
 from ngym.trainer.data import samples
-from ngym.trainer.engine import checks, engine, optimizer
+from ngym.trainer.engine import engine, optimizer, sanity_checks
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
-from ngym.trainer.weights.publisher import Colocated
+from ngym.trainer.weights.colocated_phases import ColocatedPhases
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -369,7 +369,7 @@ def test_logits_in_chunks_are_those_in_one_piece(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             begun = torch.cuda.memory_allocated()
-        scores = policy(packed, model.Asks(entropy=True))
+        scores = policy(packed, model.RequestedScores(entropy=True))
         (scores.logprobs_N + scores.entropy_N).mean().backward()
         if device.type == "cuda":
             peaks.append(torch.cuda.max_memory_allocated() - begun)
@@ -437,7 +437,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
         [samples.Batch([demonstrations(seed, 4)]) for seed in range(3)],
         10_000,
         lambda step: 1.0,
-        checks.Guard(tmp_path, 2),
+        sanity_checks.NanGuard(tmp_path, 2),
         lambda step, values: seen.append((values, state(learner, "master"))),
     )
     (_, first), (skipped, second), (values, third) = seen
@@ -459,7 +459,7 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
     expected = steps(awake, sft.Sft(), batches)
     del awake
     learner = trained(told, tokenizer, device)
-    phases, got = Colocated(learner, None), []
+    phases, got = ColocatedPhases(learner, None), []
     for batch in batches:
         phases.push()
         names = set(learner.weights())

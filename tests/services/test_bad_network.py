@@ -14,7 +14,7 @@ from paths import ROOT
 from pydantic import BaseModel
 
 from ngym import ModelCall, Session, VerifyRequest, gym_server, model_server
-from ngym.collect import CollectionPlan, FailedAttempt, Limits, Rollout, collect
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Rollout, collect
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import FailureClass
 from ngym.services.base.app import load
@@ -55,7 +55,7 @@ async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
 
 
 async def rollouts_over(
-    link: tuple[str, str], kind: Kind, count: int, limits: Limits, **how: float
+    link: tuple[str, str], kind: Kind, count: int, limits: CollectionLimits, **how: float
 ) -> tuple[list[Rollout], list[FailedAttempt], Counter[str], int]:
     """What came of `count` rollouts with this kind of network on this link, what the tool did, and what the network broke."""
     effects: Counter[str] = Counter()
@@ -97,7 +97,7 @@ async def test_whatever_the_network_does_rollouts_end_typed_and_tools_are_called
 ) -> None:
     count = 6
     patience_s = 2 if kind == "black hole" else 120  # only there does every attempt that meets it last so long
-    limits = Limits(concurrency=6, timeout_s=patience_s, max_attempts=8, retry_s=(0.01,), poll_s=0.05)
+    limits = CollectionLimits(concurrency=6, timeout_s=patience_s, max_attempts=8, retry_s=(0.01,), poll_s=0.05)
     done, failed, effects, _ = await rollouts_over(link, kind, count, limits, latency_s=0.01, share=0.4)
     check(count, done, failed, effects)
     if kind not in BREAKING:
@@ -111,7 +111,7 @@ async def test_whatever_the_network_does_rollouts_end_typed_and_tools_are_called
 async def test_a_hundred_rollouts_over_each_link_and_each_kind_of_network(link: tuple[str, str], kind: Kind) -> None:
     count = 100
     patience_s = 20 if kind == "black hole" else 300
-    limits = Limits(concurrency=16, timeout_s=patience_s, max_attempts=5, retry_s=(0.1, 1.0), poll_s=0.2)
+    limits = CollectionLimits(concurrency=16, timeout_s=patience_s, max_attempts=5, retry_s=(0.1, 1.0), poll_s=0.2)
     done, failed, effects, broken = await rollouts_over(
         link, kind, count, limits, latency_s=1.0, bytes_per_s=10_000, share=0.3
     )

@@ -18,16 +18,16 @@ from paths import ROOT
 from stub_agents import head, problem, scored, serving, task, text_item
 
 from ngym import VerifyRequest, gym_server
-from ngym.collect import CollectionPlan, FailedAttempt, Gate, Limits, Outcome, Rollout, collect
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Gate, Outcome, Rollout, collect
 from ngym.collect.collection_session import discover
-from ngym.collect.run import FREE_OUTAGES, Outages, ServiceGone
+from ngym.collect.rollout_scheduler import FREE_OUTAGES, Outages, ServiceGone
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.schema import Failure, Json, task_id
 from ngym.services.base.app import load
 
 OURS = CollectionPlan("agent")
-QUICK = Limits(retry_s=(0.0,), poll_s=0.02)
+QUICK = CollectionLimits(retry_s=(0.0,), poll_s=0.02)
 
 
 DEEP = b'{"detail": ' + b"[" * 300 + b"]" * 300 + b', "response": {"output": []}, "reward": 1.0}'
@@ -60,7 +60,7 @@ class Task(VerifyRequest):
 
 
 async def collected(
-    answer: Any, tasks: Any, recipe: CollectionPlan = OURS, limits: Limits = QUICK, **options: Any
+    answer: Any, tasks: Any, recipe: CollectionPlan = OURS, limits: CollectionLimits = QUICK, **options: Any
 ) -> list[Outcome]:
     async with serving(answer) as url:
         peers = Peers({"agent": [url]})
@@ -115,7 +115,9 @@ async def test_a_rollout_of_our_own_agent_is_a_whole_row() -> None:
 
 
 async def test_repeats_are_in_the_order_aabbcc() -> None:
-    found = await collected(scored, map(task, range(3)), CollectionPlan("agent", repeats=2), Limits(concurrency=1))
+    found = await collected(
+        scored, map(task, range(3)), CollectionPlan("agent", repeats=2), CollectionLimits(concurrency=1)
+    )
     order = [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows(found)]
     assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
@@ -190,7 +192,7 @@ async def test_overrides_reach_the_agent_and_leave_the_task_id_alone() -> None:
     recipe = CollectionPlan(
         "agent", 2, params={"temperature": 0.5, "reasoning.effort": "low", "metadata.a.b": 1}, seed=10
     )
-    found = rows(await collected(answer, [row], recipe, Limits(concurrency=1)))
+    found = rows(await collected(answer, [row], recipe, CollectionLimits(concurrency=1)))
     assert sent[0] == {
         "input": "x",
         "temperature": 0.5,
@@ -223,7 +225,7 @@ async def test_tasks_are_taken_only_when_there_is_room() -> None:
         peers = Peers({"agent": [url]})
         seen = 0
         async with aclosing(
-            collect(endless(), peers=peers, recipe=CollectionPlan("agent"), limits=Limits(concurrency=8))
+            collect(endless(), peers=peers, recipe=CollectionPlan("agent"), limits=CollectionLimits(concurrency=8))
         ) as outcomes:
             async for _ in outcomes:
                 seen += 1
@@ -245,7 +247,7 @@ async def test_never_more_than_concurrency_are_in_flight() -> None:
         running -= 1
         return scored(row)
 
-    await collected(answer, map(task, range(60)), limits=Limits(concurrency=7))
+    await collected(answer, map(task, range(60)), limits=CollectionLimits(concurrency=7))
     assert most == 7
 
 
@@ -398,7 +400,7 @@ async def test_a_rollout_that_takes_too_long_is_a_timeout() -> None:
         return scored(row)
 
     for seconds in (0.3, 3.0, 30.0):
-        limits = Limits(timeout_s=seconds, max_attempts=2, retry_s=(0.0,))
+        limits = CollectionLimits(timeout_s=seconds, max_attempts=2, retry_s=(0.0,))
         found = await collected(answer, map(task, range(3)), limits=limits)
         if len(found) == 4:
             break  # this machine needs no longer for the other two, at the first attempt
@@ -425,7 +427,7 @@ async def test_an_agent_that_is_down_pauses_the_run_and_spends_no_attempts(port:
     gate = Gate()
     url = f"http://127.0.0.1:{port}"
     peers = Peers({"agent": [url]})
-    limits = Limits(concurrency=4, max_attempts=1, poll_s=0.05)
+    limits = CollectionLimits(concurrency=4, max_attempts=1, poll_s=0.05)
     outcomes = collect(map(task, range(10)), peers=peers, recipe=CollectionPlan("agent"), limits=limits, gate=gate)
     first = asyncio.ensure_future(anext(outcomes))
     async with asyncio.timeout(PATIENCE_S):
@@ -454,7 +456,7 @@ async def test_an_agent_that_dies_in_the_middle_costs_nothing(port: int) -> None
     peers = Peers({"agent": [f"http://127.0.0.1:{port}"]})
 
     async def consume() -> None:
-        limits = Limits(concurrency=16, max_attempts=1, poll_s=0.05)
+        limits = CollectionLimits(concurrency=16, max_attempts=1, poll_s=0.05)
         async for outcome in collect(
             map(task, range(100)), peers=peers, recipe=CollectionPlan("agent"), limits=limits, gate=gate
         ):
@@ -487,7 +489,7 @@ async def test_a_service_behind_the_agent_that_is_not_ready_is_named_and_waited_
         serving(scored, ready=lambda: 200 if up else 503) as policy,
     ):
         peers = Peers({"agent": [agent], "policy": [policy]})
-        limits = Limits(max_attempts=1, poll_s=0.05)
+        limits = CollectionLimits(max_attempts=1, poll_s=0.05)
         outcomes = collect(map(task, range(5)), peers=peers, recipe=CollectionPlan("agent"), limits=limits, gate=gate)
         first = asyncio.ensure_future(anext(outcomes))
         await until(lambda: gate.reasons)
@@ -525,7 +527,12 @@ async def test_what_a_restarted_service_lost_spends_no_attempts() -> None:
     async with head(answer, restarts=lambda: restarts) as head_url:
         peers = Peers({}, head_url)
         await peers.refresh()
-        found = [o async for o in collect(map(task, range(9)), peers=peers, recipe=OURS, limits=Limits(max_attempts=1))]
+        found = [
+            o
+            async for o in collect(
+                map(task, range(9)), peers=peers, recipe=OURS, limits=CollectionLimits(max_attempts=1)
+            )
+        ]
         await peers.close()
     assert len(rows(found)) == 9 and not failures(found)
 
@@ -594,6 +601,6 @@ async def test_a_service_that_stays_away_ends_the_run(port: int) -> None:
     url = f"http://127.0.0.1:{port}"
     peers = Peers({"agent": [url]})
     with pytest.raises(ServiceGone, match=rf"agent does not answer at {url}, for \d+ s now; .* --resume"):
-        limits = Limits(poll_s=0.02, give_up_s=0.1)
+        limits = CollectionLimits(poll_s=0.02, give_up_s=0.1)
         _ = [o async for o in collect(map(task, range(9)), peers=peers, recipe=CollectionPlan("agent"), limits=limits)]
     await peers.close()

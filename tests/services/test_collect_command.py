@@ -23,7 +23,7 @@ from ngym.cli.rollouts.collect import hint, main, translated
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
 from ngym.schema import Json
-from ngym.supervise.head_file import HeadFile, Running
+from ngym.supervise.head_file import HeadFile, RunningHead
 
 
 @dataclass(frozen=True)
@@ -437,7 +437,7 @@ async def test_without_a_run_in_the_folder_no_other_is_used(tasks: Path, tmp_pat
     )
     assert not (tmp_path / "out.jsonl").exists()
     async with head() as url:
-        claimed = HeadFile.claim(tmp_path, Running(url, os.getpid(), "admin"))
+        claimed = HeadFile.claim(tmp_path, RunningHead(url, os.getpid(), "admin"))
         assert (await ended("--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)).code == 0
         claimed.remove()
 

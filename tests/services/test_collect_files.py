@@ -22,9 +22,9 @@ import pytest
 import zstandard
 from stub_agents import Answer, instant_agent, problem, scored, serving, task
 
-from ngym.collect import CollectionPlan, Limits
+from ngym.collect import CollectionLimits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.files import Files, Source
+from ngym.collect.collection_files import CollectionFiles, CollectionSettings
 from ngym.collect.plan import InputCheck
 from ngym.errors import UsageError
 from ngym.files.file_lock import FileLocked
@@ -32,7 +32,7 @@ from ngym.files.jsonl import read
 from ngym.peers import Peers
 from ngym.schema import Json
 
-LIMITS = Limits(retry_s=(0.0,), poll_s=0.05)
+LIMITS = CollectionLimits(retry_s=(0.0,), poll_s=0.05)
 
 
 @pytest.fixture
@@ -55,23 +55,23 @@ def keys(path: Path) -> list[tuple[int, int]]:
 
 
 async def session(
-    source: Source,
+    source: CollectionSettings,
     answer: Answer = scored,
     *,
     stop_after: int | None = None,
     max_attempts: int = 3,
     resume: bool = False,
     overwrite: bool = False,
-) -> Files:
+) -> CollectionFiles:
     """One run of the collector on `out.jsonl` beside the input."""
-    files = Files(source.inputs[0].with_name("out.jsonl"), source)
+    files = CollectionFiles(source.inputs[0].with_name("out.jsonl"), source)
     try:
         files.prepare(
             resume=resume, overwrite=overwrite, max_attempts=max_attempts, agents={"agent"}, command=["test", "--x"]
         )
         async with serving(answer) as url:
             peers = Peers({"agent": [url]})
-            run = files.run(peers, Limits(4, max_attempts=max_attempts, retry_s=(0.0,)))
+            run = files.run(peers, CollectionLimits(4, max_attempts=max_attempts, retry_s=(0.0,)))
             count = 0
             try:
                 async with aclosing(run.outcomes(files.todo(max_attempts))) as outcomes:
@@ -91,7 +91,9 @@ async def session(
 async def test_the_files_of_a_collection(tmp_path: Path, tasks: Path) -> None:
     params = {"temperature": 0.5}
     await session(
-        Source(tasks, CollectionPlan("agent", repeats=2, limit=3, params=params), services={"agent": {"kind": "agent"}})
+        CollectionSettings(
+            tasks, CollectionPlan("agent", repeats=2, limit=3, params=params), services={"agent": {"kind": "agent"}}
+        )
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "out.jsonl",
@@ -130,7 +132,7 @@ async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Pa
             return scored(row, None)
         return problem(500, failure="verify_error", retryable=False) if row["n"] == 1 else scored(row, row["n"] % 2)
 
-    files = await session(Source(tasks, CollectionPlan("agent")), answer)
+    files = await session(CollectionSettings(tasks, CollectionPlan("agent")), answer)
     [tally] = files.aggregates.by_agent.values()
     assert (tally.rollouts, tally.rewards.count, tally.rewards.mean, tally.unscored) == (9, 8, 0.5, 1)
     assert (dict(tally.failures), dict(tally.given_up)) == ({"verify_error": 1}, {"verify_error": 1})
@@ -139,19 +141,19 @@ async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Pa
 
 
 async def test_output_that_exists_is_neither_deleted_nor_mixed(tasks: Path) -> None:
-    await session(Source(tasks, CollectionPlan("agent", limit=1)))
+    await session(CollectionSettings(tasks, CollectionPlan("agent", limit=1)))
     before = tasks.with_name("out.jsonl").read_bytes()
     with pytest.raises(UsageError, match=r"already holds rollouts; add --resume .* or --overwrite"):
-        await session(Source(tasks, CollectionPlan("agent", limit=1)))
+        await session(CollectionSettings(tasks, CollectionPlan("agent", limit=1)))
     assert tasks.with_name("out.jsonl").read_bytes() == before
-    await session(Source(tasks, CollectionPlan("agent", limit=2)), overwrite=True)
+    await session(CollectionSettings(tasks, CollectionPlan("agent", limit=2)), overwrite=True)
     assert len(rows(tasks.with_name("out.jsonl"))) == 2
 
 
 async def test_overwrite_forgets_old_failures_too(tasks: Path) -> None:
-    await session(Source(tasks, CollectionPlan("agent")), lambda row: problem(500, retryable=False))
+    await session(CollectionSettings(tasks, CollectionPlan("agent")), lambda row: problem(500, retryable=False))
     assert len(rows(tasks.with_name("out_failures.jsonl"))) == 10
-    files = await session(Source(tasks, CollectionPlan("agent")), overwrite=True)
+    files = await session(CollectionSettings(tasks, CollectionPlan("agent")), overwrite=True)
     assert not tasks.with_name("out_failures.jsonl").exists() and files.aggregates.given_up == 0
 
 
@@ -162,7 +164,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_old_files(tasks: Path) -> None:
     folder, out = tasks.parent, tasks.with_name("out.jsonl")
     await session(
-        Source(tasks, CollectionPlan("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
+        CollectionSettings(tasks, CollectionPlan("agent")),
+        lambda row: scored(row) if row["n"] else problem(500, retryable=False),
     )
     before = contents(folder)
     during: list[dict[str, bytes]] = []
@@ -171,7 +174,7 @@ async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_o
         during.append(contents(folder))
         return scored(row)
 
-    await session(Source(tasks, CollectionPlan("agent", limit=1)), answer, overwrite=True)
+    await session(CollectionSettings(tasks, CollectionPlan("agent", limit=1)), answer, overwrite=True)
     assert before.items() <= during[0].items(), "nothing of the old set is touched"
     assert keys(out) == [(0, 0)]
     after = contents(folder)
@@ -183,29 +186,31 @@ async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_o
 
 
 async def test_an_overwrite_that_ends_before_its_first_row_leaves_everything_as_it_was(tasks: Path) -> None:
-    await session(Source(tasks, CollectionPlan("agent")))
+    await session(CollectionSettings(tasks, CollectionPlan("agent")))
     before = contents(tasks.parent)
-    source = Source(tasks, CollectionPlan("agent", repeats=2))
-    files = Files(tasks.with_name("out.jsonl"), source)
+    source = CollectionSettings(tasks, CollectionPlan("agent", repeats=2))
+    files = CollectionFiles(tasks.with_name("out.jsonl"), source)
     files.prepare(resume=False, overwrite=True, max_attempts=3, agents={"agent"}, command=[])
     assert files.replaces
     await files.flush()
     files.finish("interrupted")
     files.close()
     assert contents(tasks.parent) == before
-    again = await session(Source(tasks, CollectionPlan("agent")), lambda row: problem(500), resume=True)
+    again = await session(CollectionSettings(tasks, CollectionPlan("agent")), lambda row: problem(500), resume=True)
     assert again.progress.done == 10, "the old run can be resumed"
 
 
 async def test_old_rollouts_are_not_replaced_by_a_run_without_any(tasks: Path) -> None:
     out = tasks.with_name("out.jsonl")
-    await session(Source(tasks, CollectionPlan("agent")))
+    await session(CollectionSettings(tasks, CollectionPlan("agent")))
     before = out.read_bytes()
-    await session(Source(tasks, CollectionPlan("agent")), lambda row: problem(500, retryable=False), overwrite=True)
+    await session(
+        CollectionSettings(tasks, CollectionPlan("agent")), lambda row: problem(500, retryable=False), overwrite=True
+    )
     assert not out.exists() and len(rows(tasks.with_name("out_failures.jsonl"))) == 10
-    await session(Source(tasks, CollectionPlan("agent", limit=2)), overwrite=True)
+    await session(CollectionSettings(tasks, CollectionPlan("agent", limit=2)), overwrite=True)
     assert len(rows(out)) == 2 and Path(f"{out}.old").read_bytes() == before
-    await session(Source(tasks, CollectionPlan("agent", limit=3)), overwrite=True)
+    await session(CollectionSettings(tasks, CollectionPlan("agent", limit=3)), overwrite=True)
     assert len(rows(Path(f"{out}.old"))) == 2 and len(rows(out)) == 3
 
 
@@ -228,17 +233,17 @@ def counted(call):
 for name in ("rename", "unlink", "link", "fdatasync", "fsync", "open"):
     setattr(os, name, counted(getattr(os, name)))  # Path.rename and Path.unlink call these
 
-from ngym.collect import Limits, CollectionPlan
+from ngym.collect import CollectionLimits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.files import Files
+from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import InputCheck
-from ngym.collect.files import Source
+from ngym.collect.collection_files import CollectionSettings
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 
 async def main(files, url):
     peers = Peers({"agent": [url]})
-    collection = files.run(peers, Limits(4))
+    collection = files.run(peers, CollectionLimits(4))
     async for outcome in collection.outcomes(files.todo(3)):
         pass
     await files.flush()
@@ -246,7 +251,7 @@ async def main(files, url):
     files.finish("done")
 
 folder, url = Path(sys.argv[1]), sys.argv[2]
-files = Files(folder / "out.jsonl", Source(folder / "tasks.jsonl", CollectionPlan("agent", repeats=2)))
+files = CollectionFiles(folder / "out.jsonl", CollectionSettings(folder / "tasks.jsonl", CollectionPlan("agent", repeats=2)))
 calls = 0
 files.prepare(resume=False, overwrite=True, max_attempts=3, agents=None, command=[])
 run(main(files, url))
@@ -259,7 +264,8 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
     """Before each call that touches the disk; then --resume continues whichever run has the rows."""
     out = tasks.with_name("out.jsonl")
     await session(
-        Source(tasks, CollectionPlan("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
+        CollectionSettings(tasks, CollectionPlan("agent")),
+        lambda row: scored(row) if row["n"] else problem(500, retryable=False),
     )
     first = contents(tasks.parent)
     resumed_old = resumed_new = 0
@@ -280,7 +286,9 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
                 break
             replaced = b"\n" in before.get("out.jsonl.new", b"") or before["out.jsonl"] != old_rows
             repeats = 2 if replaced else 1
-            files = await session(Source(tasks, CollectionPlan("agent", repeats=repeats)), max_attempts=1, resume=True)
+            files = await session(
+                CollectionSettings(tasks, CollectionPlan("agent", repeats=repeats)), max_attempts=1, resume=True
+            )
             after = contents(tasks.parent)
             assert not any(name.endswith(".new") for name in after), f"step {step}"
             if replaced:
@@ -296,16 +304,16 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
 
 
 async def test_an_input_that_an_overwrite_would_replace_is_refused(tasks: Path) -> None:
-    await session(Source(tasks, CollectionPlan("agent")))
+    await session(CollectionSettings(tasks, CollectionPlan("agent")))
     old = tasks.with_name("out.jsonl.old")
     old.write_bytes(tasks.read_bytes())
     with pytest.raises(UsageError, match=r"out\.jsonl\.old is --input, and is written with --output"):
-        Files(tasks.with_name("out.jsonl"), Source(old, CollectionPlan("agent")))
+        CollectionFiles(tasks.with_name("out.jsonl"), CollectionSettings(old, CollectionPlan("agent")))
 
 
 async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) -> None:
     written(tasks, [task(n) for n in range(200)])
-    source = Source(tasks, CollectionPlan("agent", repeats=2))
+    source = CollectionSettings(tasks, CollectionPlan("agent", repeats=2))
     first = await session(source, lambda row: scored(row, row["n"] % 2), stop_after=70)
     assert 70 <= len(keys(tasks.with_name("out.jsonl"))) < 400
     assert first.aggregates.done == len(keys(tasks.with_name("out.jsonl"))), "what was told is what is on the disk"
@@ -318,7 +326,7 @@ async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) ->
 
 
 async def test_a_resumed_run_that_is_done_does_nothing(tasks: Path) -> None:
-    source = Source(tasks, CollectionPlan("agent"))
+    source = CollectionSettings(tasks, CollectionPlan("agent"))
     await session(source)
     before = tasks.with_name("out.jsonl").read_bytes()
     await session(source, lambda row: problem(500), resume=True)
@@ -326,19 +334,19 @@ async def test_a_resumed_run_that_is_done_does_nothing(tasks: Path) -> None:
 
 
 async def test_resume_without_output_begins(tasks: Path) -> None:
-    await session(Source(tasks, CollectionPlan("agent")), resume=True)
+    await session(CollectionSettings(tasks, CollectionPlan("agent")), resume=True)
     assert len(rows(tasks.with_name("out.jsonl"))) == 10
 
 
 async def test_a_resumed_run_may_have_more_tasks_and_repeats(tasks: Path) -> None:
-    await session(Source(tasks, CollectionPlan("agent", repeats=1, limit=2)))
-    files = await session(Source(tasks, CollectionPlan("agent", repeats=2, limit=3)), resume=True)
+    await session(CollectionSettings(tasks, CollectionPlan("agent", repeats=1, limit=2)))
+    files = await session(CollectionSettings(tasks, CollectionPlan("agent", repeats=2, limit=3)), resume=True)
     assert sorted(keys(tasks.with_name("out.jsonl"))) == [(n, i) for n in range(3) for i in range(2)]
     assert files.progress.done == 2
 
 
 async def test_a_torn_last_row_is_done_again(tasks: Path) -> None:
-    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
+    source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)
     content = out.read_bytes()
     out.write_bytes(content[:-9])
@@ -348,7 +356,7 @@ async def test_a_torn_last_row_is_done_again(tasks: Path) -> None:
 
 
 async def test_a_row_that_stands_twice_is_dropped(tasks: Path) -> None:
-    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
+    source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)
     content = out.read_bytes()
     out.write_bytes(content + content.splitlines(keepends=True)[3])
@@ -357,7 +365,7 @@ async def test_a_row_that_stands_twice_is_dropped(tasks: Path) -> None:
 
 
 async def test_a_changed_input_is_refused_with_both_hashes(tasks: Path) -> None:
-    source = Source(tasks, CollectionPlan("agent"))
+    source = CollectionSettings(tasks, CollectionPlan("agent"))
     await session(source)
     before = source.digests()["input"]
     tasks.write_bytes(tasks.read_bytes().replace(b"task 3", b"task X"))
@@ -380,8 +388,8 @@ async def test_a_changed_config_is_refused_with_both_hashes(tasks: Path, changed
         "recipe": CollectionPlan("agent", params={"temperature": 1}),
         "services": {"policy": {"kind": "model", "model": "a"}},
     }
-    await session(Source(tasks, **first))
-    now = Source(tasks, **{**first, **changed})
+    await session(CollectionSettings(tasks, **first))
+    now = CollectionSettings(tasks, **{**first, **changed})
     with pytest.raises(UsageError, match="the config or its overrides changed since") as caught:
         await session(now, resume=True)
     assert now.digests()["config"] in str(caught.value) and difference in str(caught.value)
@@ -392,13 +400,13 @@ def test_where_a_service_runs_does_not_make_another_run(tasks: Path) -> None:
     here = {"policy": {"kind": "model", "url": "http://node1:8000"}, "ngym": {"head": {"port": 1}}}
     there = {"policy": {"kind": "model", "urls": ["http://node2:8000"], "replicas": 2}}
     assert (
-        Source(tasks, CollectionPlan(), services=here).digests()
-        == Source(tasks, CollectionPlan(), services=there).digests()
+        CollectionSettings(tasks, CollectionPlan(), services=here).digests()
+        == CollectionSettings(tasks, CollectionPlan(), services=there).digests()
     )
 
 
 async def test_rows_of_nobody_knows_which_run_are_refused(tasks: Path) -> None:
-    source = Source(tasks, CollectionPlan("agent"))
+    source = CollectionSettings(tasks, CollectionPlan("agent"))
     await session(source)
     tasks.with_name("out_run.json").write_text("{}")
     with pytest.raises(UsageError, match=r"out_run\.json is not a run's record, so the run that wrote"):
@@ -409,7 +417,7 @@ async def test_rows_of_nobody_knows_which_run_are_refused(tasks: Path) -> None:
 
 
 async def test_a_row_of_another_run_is_refused_with_its_line(tasks: Path) -> None:
-    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
+    source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)
     lines = out.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"run_id":"2', b'"run_id":"9')
@@ -423,7 +431,7 @@ async def test_a_row_of_another_run_is_refused_with_its_line(tasks: Path) -> Non
 
 
 async def test_attempts_are_counted_over_sittings(tasks: Path) -> None:
-    source = Source(tasks, CollectionPlan("agent", limit=2))
+    source = CollectionSettings(tasks, CollectionPlan("agent", limit=2))
 
     def broken(row: Json) -> Any:
         return problem(500, failure="agent_error", retryable=row["n"] == 0)
@@ -441,30 +449,30 @@ async def test_attempts_are_counted_over_sittings(tasks: Path) -> None:
 
 
 async def test_a_bad_input_touches_nothing(tmp_path: Path, tasks: Path) -> None:
-    await session(Source(tasks, CollectionPlan("agent")))
+    await session(CollectionSettings(tasks, CollectionPlan("agent")))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"responses_create_params": {}}\n{"responses_create\n')
     with pytest.raises(UsageError, match=r"bad\.jsonl:2: not JSON"):
-        await session(Source(bad, CollectionPlan("agent")), overwrite=True)
+        await session(CollectionSettings(bad, CollectionPlan("agent")), overwrite=True)
     bad.unlink()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_cannot_work_is_one_line(tmp_path: Path, tasks: Path) -> None:
     with pytest.raises(UsageError, match=r"the folder .*/none does not exist; make it first: mkdir -p"):
-        Files(tmp_path / "none" / "out.jsonl", Source(tasks, CollectionPlan("agent")))
+        CollectionFiles(tmp_path / "none" / "out.jsonl", CollectionSettings(tasks, CollectionPlan("agent")))
     with pytest.raises(UsageError, match="is both --input and --output"):
-        Files(tasks, Source(tasks, CollectionPlan("agent")))
+        CollectionFiles(tasks, CollectionSettings(tasks, CollectionPlan("agent")))
     sent = tmp_path / "out_materialized_inputs.jsonl"
     sent.write_bytes(tasks.read_bytes())
     with pytest.raises(
         UsageError, match=r"inputs\.jsonl is --input, and is written with --output .*/out\.jsonl; choose"
     ):
-        Files(tmp_path / "out.jsonl", Source(sent, CollectionPlan("agent")))
+        CollectionFiles(tmp_path / "out.jsonl", CollectionSettings(sent, CollectionPlan("agent")))
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"\n\n")
-    files = Files(tmp_path / "out.jsonl", Source(empty, CollectionPlan("agent")))
+    files = CollectionFiles(tmp_path / "out.jsonl", CollectionSettings(empty, CollectionPlan("agent")))
     with pytest.raises(UsageError, match="no rows in it"):
         files.prepare(resume=False, overwrite=False, max_attempts=3, agents=None, command=[])
     files.close()
@@ -472,9 +480,9 @@ def test_what_cannot_work_is_one_line(tmp_path: Path, tasks: Path) -> None:
 
 
 def test_a_second_collector_on_the_same_file_is_refused(tmp_path: Path, tasks: Path) -> None:
-    files = Files(tmp_path / "out.jsonl", Source(tasks, CollectionPlan("agent")))
+    files = CollectionFiles(tmp_path / "out.jsonl", CollectionSettings(tasks, CollectionPlan("agent")))
     with pytest.raises(FileLocked, match="is being written by process"):
-        Files(tmp_path / "out.jsonl", Source(tasks, CollectionPlan("agent")))
+        CollectionFiles(tmp_path / "out.jsonl", CollectionSettings(tasks, CollectionPlan("agent")))
     files.close()
 
 
@@ -484,17 +492,17 @@ from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
-from ngym.collect import Limits, CollectionPlan
+from ngym.collect import CollectionLimits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.files import Files
+from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import InputCheck
-from ngym.collect.files import Source
+from ngym.collect.collection_files import CollectionSettings
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 
 async def main(files, url):
     peers = Peers({"agent": [url]})
-    collection = files.run(peers, Limits(64))
+    collection = files.run(peers, CollectionLimits(64))
     async with aclosing(collection.outcomes(files.todo(3))) as outcomes:
         async for outcome in outcomes:
             print(f"{outcome.key.task_index} {outcome.key.rollout_index}".ljust(99), flush=True)
@@ -504,7 +512,7 @@ async def main(files, url):
     print("done", flush=True)
 
 folder, url = Path(sys.argv[1]), sys.argv[2]
-files = Files(folder / "out.jsonl", Source(folder / "tasks.jsonl", CollectionPlan("agent", repeats=4)))
+files = CollectionFiles(folder / "out.jsonl", CollectionSettings(folder / "tasks.jsonl", CollectionPlan("agent", repeats=4)))
 files.prepare(resume=True, overwrite=False, max_attempts=3, agents=None, command=[])
 print("begins", flush=True)
 run(main(files, url))
@@ -593,7 +601,7 @@ def small_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_first_part")
 async def test_of_a_large_input_only_a_first_part_is_read_before_the_first_rollout(tasks: Path) -> None:
-    files = Files(tasks.with_name("out.jsonl"), Source(tasks, CollectionPlan("agent")))
+    files = CollectionFiles(tasks.with_name("out.jsonl"), CollectionSettings(tasks, CollectionPlan("agent")))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=[])
     record = json.loads(tasks.with_name("out_run.json").read_text())
     assert 0 < record["rollouts"] < 10 and record["digests"]["input"] is None
@@ -604,7 +612,7 @@ async def test_of_a_large_input_only_a_first_part_is_read_before_the_first_rollo
     files.close()
     record = json.loads(tasks.with_name("out_run.json").read_text())
     assert record["rollouts"] == 10
-    assert record["digests"] == Source(tasks, CollectionPlan("agent")).digests()
+    assert record["digests"] == CollectionSettings(tasks, CollectionPlan("agent")).digests()
     assert len(rows(tasks.with_name("out_materialized_inputs.jsonl"))) == 10
 
 
@@ -613,7 +621,7 @@ async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept
     good = tasks.read_bytes()
     lines = good.splitlines(keepends=True)
     tasks.write_bytes(b"".join([*lines[:8], b"{torn\n", b'{"x": 1}\n', *lines[8:]]))
-    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
+    source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     with pytest.raises(UsageError) as caught:
         await session(source)
     said = str(caught.value).splitlines()
@@ -628,10 +636,10 @@ async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept
 
 @pytest.mark.usefixtures("small_first_part")
 async def test_a_run_that_never_read_its_input_to_the_end_is_resumed_by_its_tasks(tasks: Path) -> None:
-    source, out = Source(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
+    source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
 
     async def some(how_many: int, resume: bool) -> None:
-        files = Files(out, source)
+        files = CollectionFiles(out, source)
         files.prepare(resume=resume, overwrite=False, max_attempts=3, agents={"agent"}, command=[])
         async with serving(scored) as url:
             peers = Peers({"agent": [url]})
@@ -663,7 +671,7 @@ def test_agents_that_only_a_later_row_names_are_known_before_services_start(task
     named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(5)]
     tricky = [{**task(9), "note": {"agent_ref": {"name": "nobody"}}, "text": '"agent_ref": {"name": "quoted"}'}]
     written(tasks, named + tricky)
-    files = Files(tasks.with_name("out.jsonl"), Source(tasks, CollectionPlan("agent_0")))
+    files = CollectionFiles(tasks.with_name("out.jsonl"), CollectionSettings(tasks, CollectionPlan("agent_0")))
     agents = {f"agent_{n}" for n in range(6)}
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
     assert files.progress.agents == agents - {"agent_5"}
@@ -674,7 +682,7 @@ def test_agents_that_only_a_later_row_names_are_known_before_services_start(task
 def test_the_rest_is_not_searched_for_agents_once_all_are_named(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search takes a second for 2 GB, before the services start."""
     monkeypatch.setattr(InputCheck, "names_in_rest", lambda check: pytest.fail("searched"))
-    files = Files(tasks.with_name("out.jsonl"), Source(tasks, CollectionPlan("agent")))
+    files = CollectionFiles(tasks.with_name("out.jsonl"), CollectionSettings(tasks, CollectionPlan("agent")))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=[], starts=True)
     assert files.progress.agents == {"agent"}
     files.close()
@@ -686,7 +694,9 @@ def test_agents_in_later_files_of_an_input_are_known_before_services_start(tmp_p
     files = [written(tmp_path / f"{n}.jsonl", named[3 * n : 3 * n + 3]) for n in range(3)]
     packed = tmp_path / "2.jsonl.zst"
     packed.write_bytes(zstandard.compress(files[2].read_bytes()))
-    store = Files(tmp_path / "out.jsonl", Source((files[0], files[1], packed), CollectionPlan("agent_0")))
+    store = CollectionFiles(
+        tmp_path / "out.jsonl", CollectionSettings((files[0], files[1], packed), CollectionPlan("agent_0"))
+    )
     agents = {f"agent_{n}" for n in range(9)}
     store.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
     assert store.progress.agents == agents
@@ -697,7 +707,7 @@ async def test_several_compressed_inputs_are_one_run(tmp_path: Path) -> None:
     files = [written(tmp_path / f"{n}.jsonl", [task(2 * n), task(2 * n + 1)]) for n in range(3)]
     packed = tmp_path / "1.jsonl.gz"
     packed.write_bytes(gzip.compress(files[1].read_bytes()))
-    source = Source((files[0], packed, files[2]), CollectionPlan("agent"))
+    source = CollectionSettings((files[0], packed, files[2]), CollectionPlan("agent"))
     await session(source, stop_after=2)
     await session(source, resume=True)
     out = tmp_path / "out.jsonl"
@@ -706,7 +716,7 @@ async def test_several_compressed_inputs_are_one_run(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out_run.json").read_text())
     assert record["input"] == [str(files[0]), str(packed), str(files[2])]
     with pytest.raises(UsageError, match=r"the input \(.*0\.jsonl and 1 more file\) changed since this run began"):
-        await session(Source((files[0], files[2]), CollectionPlan("agent")), resume=True)
+        await session(CollectionSettings((files[0], files[2]), CollectionPlan("agent")), resume=True)
 
 
 def test_a_rollout_costs_the_collector_less_than_50_bytes() -> None:

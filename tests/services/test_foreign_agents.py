@@ -13,7 +13,7 @@ from paths import ROOT
 from stub_agents import scored, text_item
 
 from ngym import ModelCall, model_server
-from ngym.collect import CollectionPlan, Limits, Rollout, collect
+from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
 from ngym.collect.rollout_rows import CaptureClient
 from ngym.convert import chat_from_response, create_params, overflow_response
 from ngym.peers import Peers
@@ -45,7 +45,8 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
     async with house(options, **apps) as peers:
         recipe = CollectionPlan("actor", repeats=4)
         found = [
-            outcome async for outcome in collect([task], peers=peers, recipe=recipe, limits=Limits(max_attempts=1))
+            outcome
+            async for outcome in collect([task], peers=peers, recipe=recipe, limits=CollectionLimits(max_attempts=1))
         ]
         left = await peers["policy"].request("GET", "/metrics", None)
     assert [type(outcome) for outcome in found] == [Rollout] * 4, [outcome.row.get("failure") for outcome in found]
@@ -232,7 +233,7 @@ async def test_with_replicas_all_calls_of_a_rollout_go_to_one_and_its_segments_c
         before = [await _calls(peers, name) for name in ("policy", "other")]
         found = [
             outcome.row
-            async for outcome in collect(tasks, peers=peers, recipe=CollectionPlan("actor"), limits=Limits())
+            async for outcome in collect(tasks, peers=peers, recipe=CollectionPlan("actor"), limits=CollectionLimits())
         ]
         after = [await _calls(peers, name) for name in ("policy", "other")]
     assert [len(row["ng"]["segments"]) for row in found] == [1] * 40

@@ -11,8 +11,8 @@ from house import house
 from paths import ROOT
 
 from ngym import ModelCall, model_server
-from ngym.collect import CollectionPlan, FailedAttempt, Limits, collect
-from ngym.collect.files import Files, Source
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, collect
+from ngym.collect.collection_files import CollectionFiles, CollectionSettings
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.base.app import load
@@ -298,11 +298,13 @@ async def test_a_run_that_ends_amid_a_group_loses_and_doubles_nothing(tmp_path):
     source.write_text("".join(json.dumps(group_task(number)) + "\n" for number in range(6)))
 
     async def session(stop_after: int, silent_on: str = "") -> None:
-        files = Files(tmp_path / "out.jsonl", Source(source, CollectionPlan("agent", repeats=3, seed=0), "ng", {}))
+        files = CollectionFiles(
+            tmp_path / "out.jsonl", CollectionSettings(source, CollectionPlan("agent", repeats=3, seed=0), "ng", {})
+        )
         files.prepare(resume=True, overwrite=False, max_attempts=3, agents={"agent"}, command=["test"])
         try:
             async with living(fair, silent_on) as peers:
-                run = files.run(peers, Limits(concurrency=4))
+                run = files.run(peers, CollectionLimits(concurrency=4))
                 async with aclosing(run.outcomes(files.todo(3))) as outcomes:
                     count = 0
                     async for _ in outcomes:
@@ -332,7 +334,7 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
     options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=2, group_size=4)
     async with living(fair) as peers:
         source = task_sampler.TaskSource(options, seed=0)
-        taking = rollout_stream.Stream(
+        taking = rollout_stream.RolloutStream(
             peers, source, options, 1.0, 0, 1, tmp_path / "rollouts.jsonl", lambda group: True
         )
         await taking.open(None)

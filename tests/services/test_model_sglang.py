@@ -21,7 +21,7 @@ from paths import ROOT
 from safetensors.torch import load_file, save
 
 from ngym.services.base.app import load
-from ngym.trainer.weights.push import Proof, Pusher, PushFailed
+from ngym.trainer.weights.push import LogprobProof, Pusher, PushFailed
 
 Json = dict[str, Any]
 APP = load(ROOT / "models" / "sglang" / "app.py")
@@ -219,7 +219,7 @@ async def test_the_trainer_pushes_through_a_folder_and_proves_what_sglang_serves
     table = torch.linspace(-5, -1, 1024)
     tensors = {"table": table, "wide": torch.ones(1000, 5000)}  # more than one file
     prompt = [3, 70, 71, 900]
-    proof = Proof(prompt, table[prompt[1:]].tolist())
+    proof = LogprobProof(prompt, table[prompt[1:]].tolist())
     async with serving(folder, Loading, push_token=TOKEN, weights_root=str(tmp_path)) as (stub, client):
         pusher = Pusher([str(client.base_url)], TOKEN, transport="filesystem", folder=tmp_path, patience_s=5)
         assert await asyncio.to_thread(pusher.prepare) == 0

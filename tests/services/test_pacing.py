@@ -11,8 +11,8 @@ from house import house
 from paths import ROOT
 
 from ngym import VerifyRequest, gym_server
-from ngym.collect import CollectionPlan, Limits, collect
-from ngym.collect.run import ENOUGH, FIRST, Window
+from ngym.collect import CollectionLimits, CollectionPlan, collect
+from ngym.collect.rollout_scheduler import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.agents.server import STARTS, AdmissionQueue
@@ -130,7 +130,7 @@ async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
     model = service_app("model", options=ServiceOptions)
     add_route(model, "POST", "/v1/responses", answer)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    limits = Limits(concurrency=count, max_attempts=1)
+    limits = CollectionLimits(concurrency=count, max_attempts=1)
     async with (
         house(options, crowd=True, gym=gym_server(verify=verify), model=model, agent=load(SIMPLE_AGENT).app) as peers,
         asyncio.timeout(DEADLINE_S),

@@ -26,12 +26,12 @@ from pydantic import BaseModel
 from ngym import Session, VerifyRequest, gym_server
 from ngym.cli.shell import walkthrough
 from ngym.collect.rollout_rows import CaptureClient
-from ngym.collect.run import Gate, Outages
+from ngym.collect.rollout_scheduler import Gate, Outages
 from ngym.errors import Overloaded, Unreachable
 from ngym.files import row_log
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
-from ngym.remote.pace import Pace
+from ngym.remote.rate_limiter import ConcurrencyLimiter
 from ngym.sandbox import LocalSandbox, confinement
 from ngym.schema import IDEMPOTENCY_HEADER
 from ngym.supervise.service import ServiceLog
@@ -218,7 +218,7 @@ async def test_a_log_that_is_closed_while_its_disk_stands_still_touches_no_other
 
 
 async def test_who_waits_in_line_is_told_of_a_pause_that_is_too_long() -> None:
-    pace = Pace(1)
+    pace = ConcurrencyLimiter(1)
     async with pace.turn(None, 5.0) as turn:
         waiting = asyncio.create_task(pace.enter(None, 5.0))
         patient = asyncio.create_task(pace.enter(None, 7200.0))

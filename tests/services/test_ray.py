@@ -19,8 +19,8 @@ from machine import PATIENCE_S, until, wait_until
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
-from ngym.supervise.head_file import get
-from ngym.supervise.service import State
+from ngym.supervise.head_file import http_get
+from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ngym[ray]'")
@@ -81,7 +81,7 @@ class Run:
 
     def __init__(self, folder: Path, nodes: Nodes) -> None:
         self._folder, self._nodes = folder, nodes
-        self.events: list[State] = []
+        self.events: list[ReplicaState] = []
         self.said: list[str] = []
 
     def supervisor(self, **keys: Any) -> Supervisor:
@@ -104,7 +104,9 @@ async def test_services_get_nodes_and_gpus_move_when_a_node_dies_and_leave_nothi
         assert stack.run_token
         hosts = {urlsplit(state.url).hostname for state in stack.states}
         assert hosts <= set(nodes.workers)
-        seen = [json.loads((await get(f"{each.url}/gpus", PATIENCE_S, stack.run_token)).body) for each in stack.states]
+        seen = [
+            json.loads((await http_get(f"{each.url}/gpus", PATIENCE_S, stack.run_token)).body) for each in stack.states
+        ]
         assert sorted(seen) == ["0", "1"] or len(hosts) == 2  # packed on one node: different GPUs
         log = stack.config.root / ".ngym" / "logs" / "sees-0.log"
         await until(lambda: "a line of its own" in log.read_text())

@@ -19,7 +19,7 @@ from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.net import request_context
 from ngym.net.load_balancer import RetryBudget
 from ngym.remote import ContextOverflow, RemoteOptions, Unanswered, Upstream
-from ngym.remote.pace import Caps, Used, UsedUp
+from ngym.remote.rate_limiter import Caps, Used, UsedUp
 from ngym.remote.upstream import MAX_WAIT_S, EventData, wait_s
 from ngym.services import ServiceOptions
 
@@ -143,7 +143,7 @@ async def test_the_other_side_can_go_on_with_the_trace_and_learns_nothing_else_o
         seen.append(dict(request.headers))
         return JSONResponse({"ok": True})
 
-    here = request_context.begin("r-1", timeout_s=60)
+    here = request_context.new_correlation("r-1", timeout_s=60)
     token = request_context.current.set(here)
     try:
         async with upstream(answer) as one:

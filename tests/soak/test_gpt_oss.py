@@ -124,7 +124,7 @@ def test_it_calls_a_tool_and_goes_on_from_its_own_ids(tmp_path: Path, root: Path
         pusher = push.Pusher([server.url], TOKEN)
         from ngym.trainer.weights import push
 
-        proof = push.Proof(prompt, logprobs(network, prompt, 1))
+        proof = push.LogprobProof(prompt, logprobs(network, prompt, 1))
         assert pusher.push(1, dict(network.state_dict()), proof).difference < 1e-4
         pusher.finish()
         first = ask(server, "r-1", history, 60)

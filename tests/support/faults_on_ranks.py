@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from ngym.config.shipped_files import shipped
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.data import offline, samples
-from ngym.trainer.engine import checks, distributed, engine
+from ngym.trainer.data import file_batches, samples
+from ngym.trainer.engine import distributed, engine, sanity_checks
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
@@ -74,7 +74,7 @@ def digest(policy: Any) -> str:
 def main(data: Path, output: Path, stages: list[int]) -> None:
     launch = recipe.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
-    batches = list(offline.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
+    batches = list(file_batches.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
     told: dict[str, Any] = {}
 
     def new(stage: int) -> Any:
@@ -90,7 +90,7 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
     with distributed.joined(launch):
         for stage in stages:
             learner, skipped = new(stage), []
-            watch = checks.Guard(None, 3)
+            watch = sanity_checks.NanGuard(None, 3)
             hashes = [digest(learner.policy)]
 
             def report(step: int, values: dict[str, float], into: list[float] = skipped) -> None:
@@ -102,7 +102,7 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
             try:
                 trained(learner, "gradient", batches, watch, report)
                 ended = "it went on"
-            except checks.NotFinite as error:
+            except sanity_checks.NotFinite as error:
                 ended = str(error)
             hashes.append(digest(learner.policy))
             told[str(stage)] = {"hashes": hashes, "skipped": skipped, "ended": ended}

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from ngym.config.shipped_files import shipped
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.data import offline
+from ngym.trainer.data import file_batches
 from ngym.trainer.engine import distributed, engine
 from ngym.trainer.evaluation import heldout_loss
 from ngym.trainer.model import policy as model
@@ -46,7 +46,7 @@ def take(learner: Any, batches: list[Any]) -> list[tuple[float, float]]:
 def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> None:
     launch = recipe.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
-    batches = list(offline.epochs(sft.Sft().samples(data, tokenizer), BATCH, 1, seed=0))[:STEPS]
+    batches = list(file_batches.epochs(sft.Sft().samples(data, tokenizer), BATCH, 1, seed=0))[:STEPS]
 
     def new(options: dict[str, Any]) -> Any:
         policy = model.load_policy(recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)

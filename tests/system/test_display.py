@@ -27,13 +27,13 @@ from stub_agents import head, scored, task
 from terminals import Terminal, terminal
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.display import Meter, ProgressSnapshot, display
-from ngym.collect.files import Progress
+from ngym.collect.collection_files import Progress
+from ngym.collect.display import ProgressMeter, ProgressSnapshot, display
 from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
 from ngym.schema import Json
 from ngym.supervise.display import Board
-from ngym.supervise.service import ServiceLog, State
-from ngym.supervise.service_metrics import Traffic
+from ngym.supervise.metrics_scraper import ServiceTraffic
+from ngym.supervise.service import ReplicaState, ServiceLog
 
 ESCAPE = "\x1b"
 HOSTILE = "\x1b[2J\x1b]0;title\x07gone\rover"
@@ -189,9 +189,9 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
         assert not is_live(seen.stream)
 
 
-def state(label: str, status: str = "ready", **fields: object) -> State:
-    known = State(label, "gym_server", "gym_servers/x", label, 0, "http://127.0.0.1:40001")
-    return State(**{**known.__dict__, "status": status, **fields})
+def state(label: str, status: str = "ready", **fields: object) -> ReplicaState:
+    known = ReplicaState(label, "gym_server", "gym_servers/x", label, 0, "http://127.0.0.1:40001")
+    return ReplicaState(**{**known.__dict__, "status": status, **fields})
 
 
 def drawn(lines: Sequence[Text], size: Size) -> list[str]:
@@ -206,7 +206,7 @@ def test_a_board_fits_whatever_the_terminal(size: Size) -> None:
     for number in range(30):
         board.event(state(f"a_service_of_some_name-{number}", restarts=number % 2))
     board.event(state("policy", "starting", detail="loading the weights " * 9))
-    board.traffic({f"a_service_of_some_name-{number}": Traffic(1234.5, 1) for number in range(30)})
+    board.traffic({f"a_service_of_some_name-{number}": ServiceTraffic(1234.5, 1) for number in range(30)})
     lines = drawn(board.picture(size), size)
     if size.width >= 39:
         assert all(len(line) <= size.width for line in lines)
@@ -219,7 +219,7 @@ def test_a_board_tells_state_place_traffic_and_trouble() -> None:
     board, wide, narrow = Board(), Size(100, 20), Size(39, 20)
     board.event(state("policy", "starting", detail="loading the weights"))
     board.event(state("math", restarts=2))
-    board.traffic({"math": Traffic(12.34, 5)})
+    board.traffic({"math": ServiceTraffic(12.34, 5)})
     policy, math, below = drawn(board.picture(wide), wide)
     assert re.fullmatch(r"policy  starting \d+ s  loading the weights", policy)
     assert re.fullmatch(r"math    ready +http://127.0.0.1:40001  12.3 req/s  2 restarts, 5 errors", math)
@@ -227,7 +227,7 @@ def test_a_board_tells_state_place_traffic_and_trouble() -> None:
     line = r"1 of 2 services ready, \d+ s; waiting for policy \(loading the weights\)"
     assert re.fullmatch(line, board.line())
     board.event(state("policy"))
-    board.traffic({"policy": Traffic(0.0, 0)})
+    board.traffic({"policy": ServiceTraffic(0.0, 0)})
     assert [line.split() for line in drawn(board.picture(narrow), narrow)[:2]] == [
         ["policy", "ready", ":40001", "idle"],
         ["math", "ready", ":40001", "2", "restarts"],
@@ -259,7 +259,7 @@ def row(index: int) -> Json:
 
 async def test_a_log_gets_the_last_state_and_no_escape_codes() -> None:
     aggregates, log = Aggregates(), io.StringIO()
-    meter = Meter(aggregates, Progress(total=3, complete=True), lambda: 0, {})
+    meter = ProgressMeter(aggregates, Progress(total=3, complete=True), lambda: 0, {})
     async with display(meter, log, lost=lambda: None) as show:
         show.say(f"first timeout: {HOSTILE}")
         for index in range(3):
@@ -394,7 +394,7 @@ def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
     with terminal() as seen:
         history = [Row({"loss": float(step), "val/loss": 2.0}) for step in range(5000)]
         history[7]["loss"] = float("nan")
-        live = display.Live(Screen(seen.stream), 9999, history)
+        live = display.LiveDisplay(Screen(seen.stream), 9999, history)
         live.step(5000, history[-1])
         first = Row.read
         history.append(Row({"loss": 4000.0, "eval/sums/avg@4": 0.5}))

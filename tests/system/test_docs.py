@@ -84,6 +84,25 @@ def test_functions_that_the_architecture_names_are_defined_in_the_linked_files()
     assert not wrong, "\n".join(wrong)
 
 
+def test_each_answer_of_find_the_code_is_a_file_and_defines_the_names_behind_it() -> None:
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Find the code")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 40
+    wrong = []
+    for row in rows:
+        paths = re.findall(r"`([a-z_]+/[\w./]+)`", row)
+        wrong += (
+            [f"there is no {path}" for path in paths if not (ROOT / path).exists()] if paths else [f"no file: {row}"]
+        )
+        for path, names in re.findall(r"`([a-z_]+/[\w./]+\.py)` \(((?:`[\w.]+`(?:, )?)+)\)", row):
+            wrong += [
+                f"{name} is not in {path}"
+                for name in re.findall(r"`([\w.]+)`", names)
+                if name not in (ROOT / path).read_text() and name not in _defined(ROOT / path)
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_every_package_is_described_in_the_architecture() -> None:
     named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "architecture.md").read_text()))
     packages = {file.parent.name for top in ("ngym", "trainer") for file in (ROOT / top).glob("*/__init__.py")}

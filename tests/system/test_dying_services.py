@@ -15,7 +15,7 @@ import pytest
 import yaml
 from machine import until
 
-from ngym.collect import CollectionPlan, FailedAttempt, Limits, Rollout, collect
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Rollout, collect
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
@@ -75,7 +75,9 @@ class Done:
         self.failed: list[FailedAttempt] = []
 
     async def collect(self, stack: Stack, count: int, concurrency: int = 32) -> None:
-        limits = Limits(concurrency=concurrency, timeout_s=600, max_attempts=5, retry_s=(0.1, 1.0), poll_s=0.1)
+        limits = CollectionLimits(
+            concurrency=concurrency, timeout_s=600, max_attempts=5, retry_s=(0.1, 1.0), poll_s=0.1
+        )
         tasks = ({**ROW, "number": number} for number in range(count))
         async for outcome in collect(
             tasks, peers=stack.peers, recipe=CollectionPlan(agent="counter_agent"), limits=limits

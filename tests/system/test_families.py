@@ -182,7 +182,7 @@ def test_a_family_calls_tools_in_its_own_form_and_goes_on_from_its_own_ids_under
         weights = changed(network)
         from ngym.trainer.weights import push
 
-        proof = push.Proof(ids, logprobs(network, ids, 1))
+        proof = push.LogprobProof(ids, logprobs(network, ids, 1))
         assert pusher.push(pusher.prepare() + 1, weights, proof).difference < 1e-4
         pusher.finish()
 
@@ -216,11 +216,11 @@ def test_gpt_oss_takes_new_experts_and_sinks(tmp_path: Path, root: Path) -> None
         ids = list(range(5, 105))  # more than the sliding window
         from ngym.trainer.weights import push
 
-        assert pusher.prove(push.Proof(ids, logprobs(network, ids, 1))) < 1e-4
+        assert pusher.prove(push.LogprobProof(ids, logprobs(network, ids, 1))) < 1e-4
         first, weights = logprobs(network, ids, 1), changed(network)
         from ngym.trainer.weights import push
 
-        proof = push.Proof(ids, logprobs(network, ids, 1))
+        proof = push.LogprobProof(ids, logprobs(network, ids, 1))
         assert sum(abs(new - old) for new, old in zip(proof.logprobs, first, strict=True)) > 10
         assert pusher.push(pusher.prepare() + 1, weights, proof).difference < 1e-4
         pusher.finish()

@@ -168,7 +168,7 @@ def test_rollouts_become_a_dataset_that_is_an_input_by_its_address(hub: Hub, tmp
 
     address = f"hf://datasets/{REPO}/data/rollouts.jsonl"
     program = (
-        "import sys; from pathlib import Path; from ngym.files.hub import local_copy;"
+        "import sys; from pathlib import Path; from ngym.files.hub_download import local_copy;"
         "from ngym.trainer.recipe.objective import existing;"
         "copy = local_copy(Path(sys.argv[1])); assert existing(sys.argv[1]) == str(copy.absolute());"
         "sys.stdout.write(copy.read_text())"

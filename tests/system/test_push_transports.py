@@ -63,7 +63,7 @@ class Policy:
         return result
 
     def proof(self) -> Any:
-        return push.Proof(PROMPT, self.logprobs(PROMPT))
+        return push.LogprobProof(PROMPT, self.logprobs(PROMPT))
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ngym.cli.status import tables
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
-from ngym.supervise.head_file import get
-from ngym.supervise.service_metrics import numbers, quantile, read, together
+from ngym.supervise.head_file import http_get
+from ngym.supervise.metrics_scraper import numbers, quantile, read, together
 from ngym.supervise.supervisor import Supervisor
 
 CONFIG = """
@@ -43,7 +43,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Supervisor]:
         try:
             for _ in range(5):
                 await peers["counter_agent"].post("/run", ROW)
-            refused = await get(f"{running.urls['counter'][0]}/nothing", PATIENCE_S, running.run_token)
+            refused = await http_get(f"{running.urls['counter'][0]}/nothing", PATIENCE_S, running.run_token)
             assert refused.status == 404
         finally:
             await peers.close()
@@ -51,7 +51,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Supervisor]:
 
 
 async def text_of(stack: Supervisor, url: str) -> str:
-    reply = await get(url, PATIENCE_S, stack.run_token)
+    reply = await http_get(url, PATIENCE_S, stack.run_token)
     assert reply.status == 200, reply.body
     return reply.body.decode()
 

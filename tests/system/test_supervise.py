@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
 from ngym.supervise import scaling, supervisor
-from ngym.supervise.head_file import Reply, find_running, get, health
-from ngym.supervise.service import STEADY_S, CrashCounter, ServiceFailed, State
+from ngym.supervise.head_file import Reply, find_running, health, http_get
+from ngym.supervise.service import STEADY_S, CrashCounter, ReplicaState, ServiceFailed
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteGone
 from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
@@ -105,7 +105,7 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.events: list[State] = []
+        self.events: list[ReplicaState] = []
 
     def write(self, config: dict[str, Any], **services: str) -> Project:
         (self.folder / "gym_servers").mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ class Project:
         (self.folder / "global_config.yaml").write_text(yaml.safe_dump({"ngym": settings, **config}, sort_keys=False))
         return self
 
-    def supervisor(self, on_event: Callable[[State], None] | None = None, strict: bool = True) -> Supervisor:
+    def supervisor(self, on_event: Callable[[ReplicaState], None] | None = None, strict: bool = True) -> Supervisor:
         config = load_config([self.folder / "global_config.yaml"], ())
         return Supervisor(config, on_event or self.events.append, strict=strict)
 
@@ -158,13 +158,14 @@ async def test_the_head_tells_who_is_where(project: Project) -> None:
     project.write({"one": gym("yes"), "many": gym("yes", replicas=2)}, yes=YES)
     async with project.supervisor() as stack:
         servers = {
-            server["name"]: server for server in json.loads((await get(f"{stack.head_url}/servers", PATIENCE_S)).body)
+            server["name"]: server
+            for server in json.loads((await http_get(f"{stack.head_url}/servers", PATIENCE_S)).body)
         }
         assert servers["one"]["url"] == stack.urls["one"][0]
         assert servers["many"]["urls"] == stack.urls["many"]
         assert servers["one"]["status"] == "ready" and servers["one"]["restarts"] == 0
         assert servers["one"]["uptime_seconds"] >= 0 and servers["one"]["pid"] == stack.states[0].pid
-        assert json.loads((await get(stack.head_url, PATIENCE_S)).body) == {"status": "ok"}
+        assert json.loads((await http_get(stack.head_url, PATIENCE_S)).body) == {"status": "ok"}
 
 
 async def test_nemo_gyms_tools_find_our_services(project: Project) -> None:
@@ -177,7 +178,7 @@ async def test_nemo_gyms_tools_find_our_services(project: Project) -> None:
         yes=YES,
     )
     async with project.supervisor() as stack:
-        body = (await get(f"{stack.head_url}/global_config_dict_yaml", PATIENCE_S)).body
+        body = (await http_get(f"{stack.head_url}/global_config_dict_yaml", PATIENCE_S)).body
         tree = OmegaConf.create(json.loads(body))  # what their ServerClient does with it
         for name, urls in stack.urls.items():
             (kind,) = tree[name]
@@ -188,7 +189,7 @@ async def test_nemo_gyms_tools_find_our_services(project: Project) -> None:
         relay = tree.env_agent_environment_server.environment_servers.legacy_agent  # what its collector calls since 0.7
         assert relay.agent_server.name == "env_agent"
         assert f"http://{relay.host}:{relay.port}" == stack.urls["env_agent"][0]
-        instances = json.loads((await get(f"{stack.head_url}/server_instances", PATIENCE_S)).body)
+        instances = json.loads((await http_get(f"{stack.head_url}/server_instances", PATIENCE_S)).body)
         assert {instance["process_name"] for instance in instances} == {"policy", "env", "env_agent"}
         assert {instance["status"] for instance in instances} == {"success"}
 
@@ -210,9 +211,9 @@ async def test_a_connection_made_while_a_service_restarts_is_served_when_it_is_b
     project.write({"one": gym("yes")}, yes=YES)
     asking: list[asyncio.Task[Reply]] = []
 
-    def ask_when_it_is_down(state: State) -> None:
+    def ask_when_it_is_down(state: ReplicaState) -> None:
         if state.status == "restarting":
-            asking.append(asyncio.create_task(get(f"{state.url}/health", PATIENCE_S)))
+            asking.append(asyncio.create_task(http_get(f"{state.url}/health", PATIENCE_S)))
 
     async with project.supervisor(on_event=ask_when_it_is_down) as stack:
         os.kill(stack.states[0].pid or 0, signal.SIGKILL)
@@ -308,7 +309,7 @@ async def test_a_gym_server_that_refuses_its_environment_is_reported_and_the_res
         assert not any(task.done() for task in stack._tasks)
         (url,) = stack.urls["bridge"]
         assert "Connect call failed" in (await health(url, PATIENCE_S)).reason  # instead of a call that waits
-        records = json.loads((await get(f"{stack.head_url}/servers", PATIENCE_S)).body)
+        records = json.loads((await http_get(f"{stack.head_url}/servers", PATIENCE_S)).body)
         assert [record["detail"] for record in records] == [states[name].detail for name in services]
     with pytest.raises(ConfigError, match=r"no environment 'chess'|no_such_package"):
         async with project.supervisor():
@@ -490,7 +491,7 @@ async def test_each_process_sees_its_own_gpus_and_what_does_not_fit_starts_nothi
     async with project.supervisor() as stack:
         seen = {}
         for state in stack.states:
-            seen[state.label] = json.loads((await get(f"{state.url}/gpus", PATIENCE_S)).body)
+            seen[state.label] = json.loads((await http_get(f"{state.url}/gpus", PATIENCE_S)).body)
     assert seen == {"two-0": "5", "two-1": "6", "none": "", "all": "4,5,6"}
     project.events.clear()
     project.write({"two": {**two, "replicas": 4}}, sees=SEES)
@@ -554,7 +555,7 @@ async def test_a_trained_policy_that_starts_again_gets_no_calls_until_its_weight
         assert await trained(1) == {"waiting": [second]} and stack.urls["policy"] == [first]
         assert await trained(1, second) == {"waiting": []} and stack.urls["policy"] == both
         assert await trained(2, first) == {"waiting": [second]} and stack.urls["policy"] == [first]
-        metrics = (await get(f"{stack.head_url}/metrics", PATIENCE_S)).body.decode()
+        metrics = (await http_get(f"{stack.head_url}/metrics", PATIENCE_S)).body.decode()
         assert 'ngym_service_policy_version{replica="0",service="policy"} 2.0' in metrics
         monkeypatch.setattr(supervisor, "TRAINED_S", 0.01)
         await trained(3, first)

@@ -17,7 +17,7 @@ from ngym import Session, ToolError, VerifyRequest, gym_server
 from ngym.cli.init import project
 from ngym.cli.validate import main
 from ngym.errors import UsageError
-from ngym.validation import ROWS, Environment, examine
+from ngym.validation import ROWS, Environment, validate_environment
 
 
 class Task(VerifyRequest):
@@ -42,7 +42,7 @@ def environment(folder: Path, gold: list[dict[str, Any]] = GOLD, **rows: list[di
 
 async def mistakes_of(verify: Any, environment: Environment, within_s: float = 60.0) -> dict[str, list[str]]:
     async with house({}, words=gym_server(verify=verify)) as peers:
-        findings = await examine(environment, peers["words"], within_s)
+        findings = await validate_environment(environment, peers["words"], within_s)
     return {finding.check: finding.mistakes for finding in findings if finding.mistakes}
 
 
@@ -112,7 +112,7 @@ async def test_a_tool_that_crashes_is_told_though_no_case_calls_it(tmp_path: Pat
 
     words = gym_server(verify=right, tools=[lookup, listed, refused])
     async with house({}, words=words) as peers:
-        findings = await examine(environment(tmp_path), peers["words"], 60.0)
+        findings = await validate_environment(environment(tmp_path), peers["words"], 60.0)
     [(check, (first, second))] = [(finding.check, finding.mistakes) for finding in findings if finding.mistakes]
     assert check == "tools"
     assert first.startswith("lookup: lookup failed: RuntimeError: the database is gone (test_validation.py:")

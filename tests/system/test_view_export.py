@@ -14,7 +14,7 @@ import pytest
 from viewing import failure, rollout, run, write
 
 from ngym.view.app import STATIC
-from ngym.view.export import joined
+from ngym.view.html_report import joined
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)>"
 DATA = re.compile(r'<script type="application/json" id="ngym-data">(.*?)</script>', re.DOTALL)

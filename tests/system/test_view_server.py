@@ -15,7 +15,7 @@ import pytest
 from machine import reserved_port, wait_until
 from viewing import Viewer, command, environment, failure, of_task, rollout, run, segment, viewer, write
 
-from ngym.collect.files import Paths
+from ngym.collect.collection_files import CollectionPaths
 from ngym.view.runs import open_runs
 
 TOKEN = "a-token-that-nobody-guesses"
@@ -298,9 +298,9 @@ def test_a_run_whose_failures_are_a_link_that_leads_out_is_passed_over(tmp_path:
 
 def test_the_failures_of_a_run_are_where_the_collector_puts_them(tmp_path: Path) -> None:
     path = write(tmp_path / "a.b.jsonl", [rollout(0)])
-    for named in (path, write(Paths.beside(path).failures, [failure(0)])):
+    for named in (path, write(CollectionPaths.beside(path).failures, [failure(0)])):
         (run,) = open_runs([named]).rollouts.values()
-        assert list(run.index.paths.values()) == [path, Paths.beside(path).failures]
+        assert list(run.index.paths.values()) == [path, CollectionPaths.beside(path).failures]
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])

@@ -270,7 +270,7 @@ def test_ticks_can_be_told_apart(dashboard: Callable[[str], Any]) -> None:
         (12.0,): ["12"],
     }
     found = page.evaluate(
-        "async (all) => { const { trainingTicks } = await import('/static/training_axes.js'); return all.map(trainingTicks); }",
+        "async (all) => { const { trainingTicks } = await import('/static/training/axes.js'); return all.map(trainingTicks); }",
         [list(marks) for marks in ticks],
     )
     assert found == list(ticks.values())

@@ -80,7 +80,7 @@ class Policy:
         return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
 
     def proof(self) -> Any:
-        return push.Proof(PROMPT, self.logprobs(PROMPT))
+        return push.LogprobProof(PROMPT, self.logprobs(PROMPT))
 
 
 class Experts(Policy):
@@ -645,7 +645,7 @@ def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Polic
 def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: Any) -> None:
     session = Session(server, policy.change(8))
     session.begin()
-    files = list(push.files(session.weights, limit=20_000))
+    files = list(push.safetensors_files(session.weights, limit=20_000))
     assert len(files) > 4
     assert {session.send(file.content, file.sha256).status_code for file in files} == {200}
     assert session.commit().json()["policy_version"] == session.version

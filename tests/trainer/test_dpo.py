@@ -23,7 +23,7 @@ from ngym.cli.train import main
 from ngym.errors import UsageError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import dpo
-from ngym.trainer.data import chat_samples
+from ngym.trainer.data import chat_dataset
 from ngym.trainer.engine import engine
 from ngym.trainer.model import chunked_logprobs, packing
 from ngym.trainer.model import policy as model
@@ -254,7 +254,7 @@ def test_of_a_pair_only_what_the_assistant_says_after_the_prompt_is_trained(
     prompt = [asked("What is 2+2?"), *called("2+2", "4"), said("It is 4."), asked("And 3+3?")]
     rejected = [said("7"), asked("Really?"), said("Yes.")]
     row = {"prompt": prompt, "chosen": [*called("3+3", "6"), said("It is 6.")], "rejected": rejected, "tools": []}
-    (sides,) = chat_samples.read_pairs(write(tmp_path / "pairs.jsonl", row), tokenizer)
+    (sides,) = chat_dataset.read_pairs(write(tmp_path / "pairs.jsonl", row), tokenizer)
     trained = [
         [tokenizer.decode(segment.token_ids[start:end]) for segment in side.segments for start, end in segment.spans]
         for side in sides
@@ -299,7 +299,7 @@ def test_bad_pairs_are_named_with_file_line_and_reason(tokenizer: PreTrainedToke
         {**good, "prompt": [{"role": "user", "content": 7}]},
     )
     with pytest.raises(UsageError) as failure:
-        chat_samples.read_pairs(path, tokenizer)
+        chat_dataset.read_pairs(path, tokenizer)
     lines = str(failure.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in range(2, 10)]
     expected = [

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ngym.errors import UsageError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import kto
-from ngym.trainer.data import chat_samples
+from ngym.trainer.data import chat_dataset
 from ngym.trainer.engine import engine
 from ngym.trainer.model import attention
 from ngym.trainer.model import policy as model
@@ -69,7 +69,7 @@ def test_the_mismatched_answer_is_the_nearest_one_before_to_another_prompt(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = [row(0, task=1), row(1, task=1), row(2, task=5), row(3, task=5), row(4, task=8)]
-    read = chat_samples.read_labeled(write(tmp_path / "kto.jsonl", *rows), tokenizer)
+    read = chat_dataset.read_labeled(write(tmp_path / "kto.jsonl", *rows), tokenizer)
     assert [each.label for each in read] == [True, False, True, False, True]
     for each, partner in zip(read, (4, 4, 1, 1, 3), strict=True):
         (answer,), (other,), (own,) = each.answer.segments, each.mismatched.segments, read[partner].answer.segments
@@ -81,14 +81,14 @@ def test_the_mismatched_answer_is_the_nearest_one_before_to_another_prompt(
 def test_rows_that_cannot_be_used_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", row(0), {**row(1), "label": 1}, {"messages": []}, {**row(2), "completion": []})
     with pytest.raises(UsageError) as failure:
-        chat_samples.read_labeled(path, tokenizer)
+        chat_dataset.read_labeled(path, tokenizer)
     assert [line.removeprefix(f"{path}:") for line in str(failure.value).splitlines()] == [
         "2: the label is 1; it must be true or false",
         '3: not a labeled answer: it needs "prompt", a list of {"role", "content"}',
         "4: nothing to train on: no message of 'completion' has the role 'assistant'",
     ]
     with pytest.raises(UsageError, match="all prompts are equal"):
-        chat_samples.read_labeled(write(path, row(0, task=1), row(1, task=1)), tokenizer)
+        chat_dataset.read_labeled(write(path, row(0, task=1), row(1, task=1)), tokenizer)
 
 
 def test_the_first_loss_is_a_half_and_training_separates_the_labels(

@@ -42,9 +42,9 @@ def test_a_lesson_has_tasks_demonstrations_and_recipes(
     assert {row["agent_ref"]["name"] for row in train} == {lesson.agent}
 
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
-    from ngym.trainer.data import chat_samples
+    from ngym.trainer.data import chat_dataset
 
-    samples = chat_samples.read_demonstrations(tmp_path / "demonstrations.jsonl", tokenizer)
+    samples = chat_dataset.read_demonstrations(tmp_path / "demonstrations.jsonl", tokenizer)
     # one segment each: what is said first is a beginning of what is said later, as in rollouts
     assert {len(sample.segments) for sample in samples} == {1}
     assert max(len(sample.segments[0].token_ids) for sample in samples) < CONTEXT

@@ -22,8 +22,8 @@ from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import services
 from ngym.trainer.recipe import recipe
-from ngym.trainer.weights import publisher as publish
 from ngym.trainer.weights import push
+from ngym.trainer.weights import weight_sync as publish
 
 STEPS = 8
 Values = dict[str, Any]
@@ -125,12 +125,12 @@ def test_a_replica_that_came_back_gets_the_weights_again_also_when_another_has_t
     announced: list[int] = []
     with serving(Stub(policy)) as stays, serving(Stub(policy)) as restarts:
         pusher = push.Pusher([stays.url, restarts.url], "token")
-        publisher = publish.Publisher(learner, pusher, publish.probe_ids(tokenizer), learner.weights)
+        weight_sync = publish.WeightSync(learner, pusher, publish.probe_ids(tokenizer), learner.weights)
         for restarted in (False, False, True, False):
             if restarted:
                 restarts._forget()
-            publisher.publish(announced.append)
-            assert stays._version == restarts._version == publisher.version
+            weight_sync.publish(announced.append)
+            assert stays._version == restarts._version == weight_sync.version
         pusher.finish()
     assert announced == [1, 2] and stays.pushes == restarts.pushes == announced
 
@@ -145,10 +145,10 @@ def test_a_push_follows_replicas_that_join_and_leave(policy: Path, only_rank: No
         there = [stays.url, "http://127.0.0.1:9"]  # of a node that is lost while the pusher waits for it
         looks = iter([there, there])
         pusher = push.Pusher(lambda: next(looks, [stays.url, joins.url]), "token", patience_s=60)
-        publisher = publish.Publisher(learner, pusher, publish.probe_ids(tokenizer), learner.weights)
-        publisher.publish(lambda version: None)
+        weight_sync = publish.WeightSync(learner, pusher, publish.probe_ids(tokenizer), learner.weights)
+        weight_sync.publish(lambda version: None)
         pusher.finish()
-        assert stays._version == joins._version == publisher.version
+        assert stays._version == joins._version == weight_sync.version
 
 
 def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
@@ -170,21 +170,21 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
             membership = services.HeadMembership(there, "policy", said.append)
             called = partial(there.addresses, "policy")
             pusher = push.Pusher(called, there.reached.token)
-            publisher = publish.Publisher(
+            weight_sync = publish.WeightSync(
                 learner, pusher, publish.probe_ids(tokenizer), learner.weights, membership=membership
             )
             announced: list[int] = []
-            publisher.publish(announced.append)
+            weight_sync.publish(announced.append)
             for waiting in (joins, later, wrong):
                 there.call(join(there.reached, waiting.url))
                 there.call(noticed(membership))
                 assert membership.waiting() == [waiting.url] and waiting.url not in called()
-                publisher.publish(announced.append)
-                publisher.publish(announced.append)  # nothing is left to do
+                weight_sync.publish(announced.append)
+                weight_sync.publish(announced.append)  # nothing is left to do
             assert called() == [stays.url, joins.url]
             assert stays.pushes == joins.pushes == announced == [1] and later.pushes == []
             learner.steps += 1
-            publisher.publish(announced.append)
+            weight_sync.publish(announced.append)
             assert called() == [stays.url, joins.url, later.url]
             assert stays.pushes == joins.pushes == wrong.pushes == announced == [1, 8] and later.pushes == [8]
             pusher.finish()
@@ -310,8 +310,8 @@ def test_a_model_server_that_takes_no_weights_ends_the_run_with_a_line(policy: P
 
 def test_only_what_the_agent_needs_is_started(root: Path) -> None:
     whole = load_config([root / "global_config.yaml"])
-    assert set(services.needed(whole, ["math_agent"], "policy").services) == {"math_agent", "math", "policy"}
+    assert set(services.config_for_agents(whole, ["math_agent"], "policy").services) == {"math_agent", "math", "policy"}
     with pytest.raises(ConfigError, match="'math' is a gym_server, not an agent"):
-        services.needed(whole, ["math"], "policy")
+        services.config_for_agents(whole, ["math"], "policy")
     with pytest.raises(ConfigError, match=r"does not lead to the model 'weather'; set rollouts\.policy"):
-        services.needed(whole, ["math_agent"], "weather")
+        services.config_for_agents(whole, ["math_agent"], "weather")

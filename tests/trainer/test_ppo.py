@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.trainer import loop
 from ngym.trainer.algorithms import policy_gradient
-from ngym.trainer.data import offline, samples
+from ngym.trainer.data import file_batches, samples
 from ngym.trainer.data import samples as rollout_samples
-from ngym.trainer.engine import checks, engine
+from ngym.trainer.engine import engine, sanity_checks
 from ngym.trainer.losses import gae
 from ngym.trainer.model import chunked_logprobs, packing
 from ngym.trainer.model import policy as critic
@@ -289,7 +289,7 @@ def test_a_new_critic_says_0_and_is_no_part_of_the_policy_that_is_saved(
     trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
     packed = packing.pack(batch(), torch.device("cpu"))
     assert trained.values(packed).abs().max() == 0
-    assert trained.scores(packed, chunked_logprobs.Asks(logprobs=False, values=True)).logprobs_N.numel() == 0
+    assert trained.scores(packed, chunked_logprobs.RequestedScores(logprobs=False, values=True)).logprobs_N.numel() == 0
     assert set(trained.weights()) <= bare
     trained.save(tmp_path / "policy", tokenizer)
     assert set(load_file(tmp_path / "policy" / "model.safetensors")) <= bare
@@ -308,11 +308,11 @@ def test_a_part_of_the_critic_without_a_gradient_is_noticed(tokenizer: PreTraine
         trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
         algorithm = policy_gradient.PolicyGradient(options(), None, None)
         prepared = algorithm.prepare(batch(), trained, BUDGET)
-        watched = checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
+        watched = sanity_checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
         if not unused:
             assert [loop.take_step(trained, algorithm, b.updates[0], BUDGET, 1.0) for b in watched]
             continue
-        with pytest.raises(checks.CheckFailed, match=r"2 of \d+ trainable parameters .* critic\.spare\.weight"):
+        with pytest.raises(sanity_checks.CheckFailed, match=r"2 of \d+ trainable parameters .* critic\.spare\.weight"):
             for found in watched:
                 loop.take_step(trained, algorithm, found.updates[0], BUDGET, 1.0)
 
@@ -361,7 +361,7 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
         options(advantage=advantage, loss={"anchor": "sampler", "entropy_coef": 0.01}), None, None
     )
     steps = []
-    for samples_ in offline.epochs(read, 6, 1, 0):
+    for samples_ in file_batches.epochs(read, 6, 1, 0):
         steps.append(loop.take_step(one, algorithm, algorithm.prepare(samples_, one, BUDGET), BUDGET, 1.0))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "value_loss", "explained_variance", "entropy"):

@@ -401,7 +401,7 @@ async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_
         async with agents_serving(answer) as url:
             peers = Peers({"agent": [url]}, owner="the test")
             source = task_sampler.TaskSource(options, seed=0)
-            stream = rollout_stream.Stream(peers, source, options, 1.0, 0, 99, spooled, lambda group: True)
+            stream = rollout_stream.RolloutStream(peers, source, options, 1.0, 0, 99, spooled, lambda group: True)
             await stream.open(state)
             first = state["step"] + 1 if state else 0
             for step in range(first, first + takes):

@@ -17,7 +17,7 @@ from ngym.cli.train import main
 from ngym.errors import ConfigError, UsageError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import reward_model
-from ngym.trainer.data import chat_samples
+from ngym.trainer.data import chat_dataset
 from ngym.trainer.engine import engine
 from ngym.trainer.evaluation.heldout_loss import HeldOutData
 from ngym.trainer.losses import reward_loss
@@ -166,7 +166,7 @@ def test_rows_that_cannot_be_used_are_named(tokenizer: PreTrainedTokenizerBase, 
     ]
     for supervision, row, message in cases:
         with pytest.raises(UsageError) as failure:
-            chat_samples.read_judged(write(path, row), tokenizer, supervision)
+            chat_dataset.read_judged(write(path, row), tokenizer, supervision)
         assert message in str(failure.value) and ":1:" in str(failure.value)
     without = {**pair(0), "margin": None}
     with pytest.raises(UsageError, match="without a number as its margin"):

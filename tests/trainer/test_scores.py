@@ -158,7 +158,7 @@ def test_no_tensor_of_tokens_times_vocabulary_exists_forward_or_backward(
     assert tokens > 1000 and vocabulary == 1024
 
     def step() -> None:
-        found = trained(packed, decoder.Asks(entropy=True))
+        found = trained(packed, decoder.RequestedScores(entropy=True))
         (found.logprobs_N + found.entropy_N).sum().backward()
 
     assert largest(step) >= tokens * vocabulary  # in one piece it does: what is measured here is measured

@@ -210,7 +210,7 @@ def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
 
 
 def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    remote = sinks.Remote("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
+    remote = sinks.SubprocessSink("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
     remote.abandon()
     said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
     assert said.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in said
@@ -221,7 +221,7 @@ def test_what_goes_wrong_in_the_process_of_a_sink_is_said(
 ) -> None:
     (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    remote = sinks.Remote("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
+    remote = sinks.SubprocessSink("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
     said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
     assert said.count("logging.mlflow: entries are lost: ModuleNotFoundError: No module named 'mlflow'; training") == 1
     assert remote._process.returncode is not None, "the process is gone"

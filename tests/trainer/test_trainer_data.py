@@ -21,7 +21,7 @@ from ngym.cli.train import main
 from ngym.errors import UsageError
 from ngym.files.file_lock import held_folder
 from ngym.trainer import run_folder
-from ngym.trainer.data import chat_samples, samples
+from ngym.trainer.data import chat_dataset, samples
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
@@ -78,7 +78,7 @@ def ragged(count: int, seed: int = 0) -> list[Any]:
 
 def test_exactly_what_the_assistant_says_is_trained(demonstrations: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [json.loads(line) for line in demonstrations.read_text("utf-8").splitlines()]
-    read = chat_samples.read_demonstrations(demonstrations, tokenizer)
+    read = chat_dataset.read_demonstrations(demonstrations, tokenizer)
     assert len(read) == len(rows)
     for row, sample in zip(rows, read, strict=True):
         (segment,) = sample.segments
@@ -107,12 +107,12 @@ def test_a_template_that_drops_old_reasoning_gives_a_segment_for_each_turn(
     )
     turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     path = write(tmp_path / "two.jsonl", {"messages": turns})
-    (sample,) = chat_samples.read_demonstrations(path, forgetful)
+    (sample,) = chat_dataset.read_demonstrations(path, forgetful)
     said = [forgetful.decode(segment.token_ids) for segment in sample.segments]
     first = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     second = first + "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     assert said == [f"{first}<think>\n\n</think>\nb<|im_end|>", f"{second}<think>\n\n</think>\nd<|im_end|>"]
-    assert len(chat_samples.read_demonstrations(path, tokenizer)[0].segments) == 1
+    assert len(chat_dataset.read_demonstrations(path, tokenizer)[0].segments) == 1
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_arguments_written_as_a_string_of_json_are_not_quoted_again(
     function = {"name": "calculator", "arguments": arguments}
     calls = [{"type": "function", "function": function} if wrapped else function]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-    (sample,) = chat_samples.read_demonstrations(write(tmp_path / "call.jsonl", {"messages": turns}), quoting)
+    (sample,) = chat_dataset.read_demonstrations(write(tmp_path / "call.jsonl", {"messages": turns}), quoting)
     (segment,) = sample.segments
     assert quoting.decode(segment.token_ids[slice(*segment.spans[0])]) == f"{said}<|im_end|>"
 
@@ -149,7 +149,7 @@ def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedToken
     refused = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "b"}]}
     path = write(tmp_path / "bad.jsonl", good, "{", {"prompt": "a"}, {"messages": good["messages"][:1]}, refused)
     with pytest.raises(UsageError) as failure:
-        chat_samples.read_demonstrations(path, tokenizer)
+        chat_dataset.read_demonstrations(path, tokenizer)
     lines = str(failure.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4, 5)]
     assert "not JSON" in lines[0]

@@ -19,9 +19,9 @@ from ngym.cli.train import main
 from ngym.errors import ConfigError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.data import offline
+from ngym.trainer.data import file_batches
 from ngym.trainer.data import samples as samples_module
-from ngym.trainer.engine import checks, engine, optimizer
+from ngym.trainer.engine import engine, optimizer, sanity_checks
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
@@ -70,7 +70,7 @@ def learner(tokenizer: PreTrainedTokenizerBase, stage: int = 0, precision: str =
 
 
 def steps(learner: Any, samples: list[Any], count: int, budget: int = 100_000) -> list[Any]:
-    batches = offline.epochs(samples, 16, 1, seed=0)
+    batches = file_batches.epochs(samples, 16, 1, seed=0)
     return [loop.take_step(learner, sft.Sft(), batch, budget, 1.0) for batch, _ in zip(batches, range(count))]  # noqa: B905
 
 
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
         seen.append(values)
         weights.append(weights_of(trained))
 
-    loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, checks.Guard(tmp_path, 2), report)
+    loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, sanity_checks.NanGuard(tmp_path, 2), report)
     assert [values["skipped_steps"] for values in seen] == [0, 1, 1]
     assert largest_difference(weights[0], weights[1]) == 0 and largest_difference(weights[1], weights[2]) > 0
     assert "loss" not in seen[1] and seen[2]["loss"] < 8 and seen[2]["grad_norm"] > 0
@@ -256,9 +256,9 @@ def test_several_steps_in_a_row_that_are_none_end_the_run_and_say_where_to_look(
     broken, reports = learner(tokenizer), []
     with torch.no_grad():
         next(broken.policy.parameters()).fill_(float("nan"))
-    watch = checks.Guard(tmp_path, 3)
+    watch = sanity_checks.NanGuard(tmp_path, 3)
     with pytest.raises(
-        checks.NotFinite, match=r"step 3: the loss is nan .*3 optimizer steps in a row.*Lower optimizer\.lr"
+        sanity_checks.NotFinite, match=r"step 3: the loss is nan .*3 optimizer steps in a row.*Lower optimizer\.lr"
     ) as e:
         loop.train(
             broken,

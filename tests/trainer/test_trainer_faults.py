@@ -34,7 +34,7 @@ from ngym.trainer import checkpoints, loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.data import samples as trainer_samples
-from ngym.trainer.engine import checks, engine, optimizer
+from ngym.trainer.engine import engine, optimizer, sanity_checks
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
@@ -378,11 +378,13 @@ def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_pa
 def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str
 ) -> None:
-    trained, watch = learner(root, stage, precision), checks.Guard(None, 3)
+    trained, watch = learner(root, stage, precision), sanity_checks.NanGuard(None, 3)
     kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     (tmp_path / "metrics.jsonl").touch()
-    saver = checkpoints.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
+    saver = checkpoints.CheckpointSaver(
+        kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000
+    )
     samples = trainer_samples
     batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
 
@@ -394,11 +396,11 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     assert step(1, 1.0)
     saver.after(1)
     assert step(2, 1e25)
-    with pytest.raises(checks.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
+    with pytest.raises(sanity_checks.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
         saver.after(2)
     assert not step(3, 1.0)
     saver.after(3)  # a step that was skipped says nothing of the weights: the checkpoint waits
-    with pytest.raises(checks.NotFinite, match="the last 1 optimizer steps were skipped"):
+    with pytest.raises(sanity_checks.NotFinite, match="the last 1 optimizer steps were skipped"):
         saver.check()
     assert kept.newest().step == 1
 

@@ -14,7 +14,7 @@ from ngym.telemetry import tracing
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import samples
-from ngym.trainer.engine import checks, engine
+from ngym.trainer.engine import engine, sanity_checks
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
@@ -37,7 +37,7 @@ def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
                 [batch, batch],
                 10_000,
                 lambda step: 1.0,
-                checks.Guard(None, 3),
+                sanity_checks.NanGuard(None, 3),
                 lambda step, values: told.append(values),
             )
         finally:

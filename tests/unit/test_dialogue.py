@@ -9,23 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from minded import tokenizer
 
-from ngym.dialogue import AnswerParser, Detokenizer, Piece, Stops, Template, turn_ends
+from ngym.dialogue import AnswerParser, AnswerPiece, Detokenizer, Stops, Template, turn_ends
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.token_capture import take_seen
 
 TOKENS = tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
-ADDED = Piece("call", '{"a": 2}', "add")
+ADDED = AnswerPiece("call", '{"a": 2}', "add")
 
 
-def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> list[Piece]:
+def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> list[AnswerPiece]:
     """The pieces, neighbours of one kind put together."""
     spoken = AnswerParser(in_thought=in_thought, tools=tools)
-    result: list[Piece] = []
+    result: list[AnswerPiece] = []
     for piece in [piece for part in parts for piece in spoken.take(part)] + list(spoken.end()):
         if result and piece.kind == result[-1].kind != "call":
-            result[-1] = Piece(piece.kind, result[-1].text + piece.text)
+            result[-1] = AnswerPiece(piece.kind, result[-1].text + piece.text)
         else:
             result.append(piece)
     return result
@@ -34,25 +34,25 @@ def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> l
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [
-        ("hello", [Piece("text", "hello")]),
-        ("\n\nhello \n", [Piece("text", "\n\nhello \n")]),
-        ("<think>\nhm\n</think>\n\n4", [Piece("reasoning", "\nhm\n"), Piece("text", "\n\n4")]),
-        ("<think>cut off", [Piece("reasoning", "cut off")]),
-        (f"<think>hm</think>\n{CALL}", [Piece("reasoning", "hm"), ADDED]),
-        (f"I add.\n{CALL}\n{CALL}", [Piece("text", "I add."), ADDED, ADDED]),
+        ("hello", [AnswerPiece("text", "hello")]),
+        ("\n\nhello \n", [AnswerPiece("text", "\n\nhello \n")]),
+        ("<think>\nhm\n</think>\n\n4", [AnswerPiece("reasoning", "\nhm\n"), AnswerPiece("text", "\n\n4")]),
+        ("<think>cut off", [AnswerPiece("reasoning", "cut off")]),
+        (f"<think>hm</think>\n{CALL}", [AnswerPiece("reasoning", "hm"), ADDED]),
+        (f"I add.\n{CALL}\n{CALL}", [AnswerPiece("text", "I add."), ADDED, ADDED]),
         (f"{CALL}\n", [ADDED]),
-        ("<tool_call>{oops</tool_call>", [Piece("text", "<tool_call>{oops</tool_call>")]),
-        ('<tool_call>{"name": "add"', [Piece("text", '<tool_call>{"name": "add"')]),
+        ("<tool_call>{oops</tool_call>", [AnswerPiece("text", "<tool_call>{oops</tool_call>")]),
+        ('<tool_call>{"name": "add"', [AnswerPiece("text", '<tool_call>{"name": "add"')]),
         (
             '<tool_call>{"name": 3, "arguments": {}}</tool_call>!',
-            [Piece("text", '<tool_call>{"name": 3, "arguments": {}}</tool_call>!')],
+            [AnswerPiece("text", '<tool_call>{"name": 3, "arguments": {}}</tool_call>!')],
         ),
-        ("a < b <thin", [Piece("text", "a < b <thin")]),
-        ("code: <think> no", [Piece("text", "code: <think> no")]),
+        ("a < b <thin", [AnswerPiece("text", "a < b <thin")]),
+        ("code: <think> no", [AnswerPiece("text", "code: <think> no")]),
         ("", []),
     ],
 )
-def test_what_a_text_is_made_of_does_not_depend_on_how_it_is_cut(text: str, pieces: list[Piece]):
+def test_what_a_text_is_made_of_does_not_depend_on_how_it_is_cut(text: str, pieces: list[AnswerPiece]):
     draw = random.Random(0)
     assert said([text]) == pieces
     assert said(list(text)) == pieces
@@ -62,11 +62,11 @@ def test_what_a_text_is_made_of_does_not_depend_on_how_it_is_cut(text: str, piec
 
 
 def test_a_thought_that_the_template_opened_is_reasoning_from_the_start():
-    assert said(["hm", "</thi", "nk>4"], in_thought=True) == [Piece("reasoning", "hm"), Piece("text", "4")]
+    assert said(["hm", "</thi", "nk>4"], in_thought=True) == [AnswerPiece("reasoning", "hm"), AnswerPiece("text", "4")]
 
 
 def test_without_tools_a_call_is_text():
-    assert said([CALL, " "], tools=False) == [Piece("text", CALL + " ")]
+    assert said([CALL, " "], tools=False) == [AnswerPiece("text", CALL + " ")]
 
 
 @given(st.text(), st.integers(0, 5))

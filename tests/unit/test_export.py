@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.rollouts.export import main
-from ngym.export.choose import ExportCounts, Reason
+from ngym.export.exporter import export
 from ngym.export.options import FORMATS, Options
-from ngym.export.run import export
+from ngym.export.rollout_selection import ExportCounts, Reason
 from ngym.services.base.app import load
 
 Row = dict[str, Any]
@@ -180,7 +180,7 @@ def test_each_format_has_what_trl_and_datasets_look_for(tmp_path: Path, tokenize
 
 
 def test_the_trainer_reads_demonstrations_and_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    from ngym.trainer.data import chat_samples as conversations
+    from ngym.trainer.data import chat_dataset as conversations
 
     rows = [with_tools(reward, f"It is {reward}.", task) for task in range(3) for reward in (1, 0)]
     exported(tmp_path, "demonstrations", *rows)

@@ -18,9 +18,9 @@ from ngym.cli.train import main
 from ngym.errors import UsageError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import policy_gradient
-from ngym.trainer.data import offline, samples
+from ngym.trainer.data import file_batches, samples
 from ngym.trainer.data import samples as rollout_samples
-from ngym.trainer.engine import checks, engine
+from ngym.trainer.engine import engine, sanity_checks
 from ngym.trainer.engine.engine import score
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
@@ -272,9 +272,9 @@ def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedToken
 
 
 def test_a_batch_without_anything_to_learn_is_a_step_that_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
-    guard = checks.Guard(None, 3)
+    guard = sanity_checks.NanGuard(None, 3)
     reports: list[dict[str, float]] = []
-    batches = checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
+    batches = sanity_checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
     trained = learner(tokenizer)
     loop.train(trained, algorithm, batches, BUDGET, lambda step: 1.0, guard, lambda _, values: reports.append(values))
@@ -398,10 +398,10 @@ def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer:
 
     def run(batch: list[Any]) -> list[Any]:
         prepared = algorithm.prepare(batch, trained, BUDGET)
-        watched = checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1.05)
+        watched = sanity_checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1.05)
         return [one_step(trained, algorithm, found.updates[0]) for found in watched]
 
-    with pytest.raises(checks.CheckFailed, match=r"token_mult_prob_error is .*model\.path"):
+    with pytest.raises(sanity_checks.CheckFailed, match=r"token_mult_prob_error is .*model\.path"):
         run(read(rows()))
     assert largest_difference(before, weights_of(trained)) == 0
     (step,) = run(own(read(rows()), trained))
@@ -415,8 +415,8 @@ def test_the_sampler_is_compared_in_the_first_batch_of_the_current_weights(token
     updates = [algorithm.prepare(read(rows()), trained, BUDGET)]  # of another policy's logprobs
     batches = [samples.Batch(updates, {"lag": lag}) for lag in (2, 1, 0)]
     passed = []
-    with pytest.raises(checks.CheckFailed, match="token_mult_prob_error"):
-        for found in checks.checked(batches, trained, BUDGET, algorithm.sampler_N, 1.05):
+    with pytest.raises(sanity_checks.CheckFailed, match="token_mult_prob_error"):
+        for found in sanity_checks.checked(batches, trained, BUDGET, algorithm.sampler_N, 1.05):
             passed.append(found.values["lag"])
             one_step(trained, algorithm, found.updates[0])
     assert passed == [2, 1]
@@ -433,7 +433,7 @@ def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
     algorithm = policy_gradient.PolicyGradient(recipe.algorithm, None, None)
     parts = loop.Parts(recipe, trained, algorithm, tokenizer)
     source = loop.FileSource(parts, lambda text: None)
-    with pytest.raises(checks.CheckFailed, match="token_mult_prob_error"):
+    with pytest.raises(sanity_checks.CheckFailed, match="token_mult_prob_error"):
         next(source.batches(None, 0, None))
     assert len(next(source.batches(None, 1, source.state())).updates[0]) == 7
     write(path, rows()[1:])
@@ -449,14 +449,14 @@ def test_parameters_that_do_not_learn_are_noticed_after_the_first_step(
     trained = learner(tokenizer, stage=stage)
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
     batch = samples.Batch([algorithm.prepare(own(read(rows()), trained), trained, BUDGET)])
-    for found in checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
+    for found in sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
         one_step(trained, algorithm, found.updates[0])
     if stage == 3:  # its parameters are shards: none can be added now
         return
     # a weight that the network has and never uses
     trained.policy.network.forgotten = torch.nn.Parameter(torch.zeros(3))
-    watched = checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100)
-    with pytest.raises(checks.CheckFailed, match=r"1 of \d+ trainable parameters got no gradient.*forgotten"):
+    watched = sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100)
+    with pytest.raises(sanity_checks.CheckFailed, match=r"1 of \d+ trainable parameters got no gradient.*forgotten"):
         for found in watched:
             one_step(trained, algorithm, found.updates[0])
 
@@ -469,8 +469,8 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
     trained.policy.train()
     algorithm = policy_gradient.PolicyGradient(options(), 1, None)
     batch = samples.Batch([algorithm.prepare(read(rows()), trained, BUDGET)])
-    with pytest.raises(checks.CheckFailed, match="does not reproduce its own logprobs"):
-        next(checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
+    with pytest.raises(sanity_checks.CheckFailed, match="does not reproduce its own logprobs"):
+        next(sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
 
 
 @pytest.mark.parametrize(
@@ -507,7 +507,7 @@ def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTok
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
     said: list[str] = []
-    prepared = offline.prepared(
+    prepared = file_batches.prepared(
         data, policy_gradient.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, said.append
     )
     assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples have no learning signal: left out")
@@ -521,7 +521,7 @@ def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTok
             "batch_size": 8,
         }
     )
-    parts = [part for batch in offline.batches(prepared, recipe, 0) for part in batch.updates]
-    assert len(parts) == offline.steps(prepared, recipe)
+    parts = [part for batch in file_batches.batches(prepared, recipe, 0) for part in batch.updates]
+    assert len(parts) == file_batches.steps(prepared, recipe)
     assert sorted(id(sample) for part in parts for sample in part) == sorted(map(id, prepared))
     assert all(len({sample.group for sample in part}) > 1 for part in parts[:-1])

@@ -12,8 +12,8 @@ from documents import snippets
 
 from ngym.cli.train import main
 from ngym.errors import ConfigError, UsageError
-from ngym.sandbox import SandboxOptions, sandbox_of
-from ngym.sandbox.options import Own
+from ngym.sandbox import SandboxOptions, choose_sandbox
+from ngym.sandbox.providers import CustomOptions
 from ngym.services.base.options import ServiceOptions, parse_options
 from ngym.trainer.losses.advantages import advantages
 from ngym.trainer.recipe import recipe as config
@@ -179,7 +179,7 @@ def test_a_sink_of_the_users_receives_the_metrics(folder: Path, capsys: pytest.C
 
 
 class Options(ServiceOptions):
-    sandbox: SandboxOptions = Own.model_construct()
+    sandbox: SandboxOptions = CustomOptions.model_construct()
 
 
 def sandbox(root: Path, **keys: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_sandbox_of_the_users_is_found_next_to_the_config(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    made = sandbox_of(sandbox(folder, provider="command_sandbox.py:CommandSandbox", command=["nice"]))
+    made = choose_sandbox(sandbox(folder, provider="command_sandbox.py:CommandSandbox", command=["nice"]))
     assert type(made).__name__ == "CommandSandbox" and made.command == ["nice"]  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paths import DATA
 from torch import Tensor
 
-from ngym.trainer.losses import policy_loss, preference_loss, reward_loss
+from ngym.trainer.losses import policy_loss, preference_loss, reward_loss, value_loss
 from ngym.trainer.model import teacher_divergence
 from ngym.trainer.recipe import algorithms, objective
 
@@ -76,7 +76,7 @@ def step(
     first: it is the first update on the batch, so there are no old logprobs. shuffle: a seed to mix the tokens with.
     """
     wanted = make(options)
-    weights = policy_loss.weigh(
+    weights = policy_loss.loss_weights(
         wanted.loss.aggregation, batch.lengths, fixed_length=wanted.loss.fixed_length, tasks_B=batch.tasks
     )
     rollout_of = [index for index, length in enumerate(batch.lengths) for _ in range(length)]
@@ -94,7 +94,7 @@ def step(
             return torch.tensor(values, dtype=dtype)[at]
 
         row_of = {rollout: row for row, rollout in enumerate(members)}
-        rows = policy_loss.Rows(
+        rows = policy_loss.TokenRows(
             torch.tensor([row_of[rollout_of[place]] for place in places], dtype=torch.int64), len(members)
         )
         tokens = policy_loss.Tokens(
@@ -155,15 +155,17 @@ def test_sapo_and_trls_sequence_mask_are_trls_to_1e_6(batch: Any, case: dict[str
 @pytest.mark.parametrize("case", PEERS["value_cases"], ids=lambda case: f"{case['aggregation']} {case['value_clip']}")
 def test_the_value_loss_is_openrlhfs(case: dict[str, Any]) -> None:
     lengths = PEERS["lengths"]
-    weights = policy_loss.weigh(case["aggregation"], lengths)
+    weights = policy_loss.loss_weights(case["aggregation"], lengths)
     values = torch.tensor(PEERS["values"]["values"], requires_grad=True)
-    loss = policy_loss.value_loss(
+    loss = value_loss.value_loss(
         objective.Critic(value_clip=case["value_clip"]),
-        policy_loss.Values(
+        value_loss.Values(
             values_N=values,
             old_N=torch.tensor(PEERS["values"]["old"]),
             returns_N=torch.tensor(PEERS["values"]["returns"]),
-            rows=policy_loss.Rows(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths)),
+            rows=policy_loss.TokenRows(
+                torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths)
+            ),
             weight_R=torch.tensor(weights.token_B),
             share=weights.total,
         ),
@@ -188,7 +190,7 @@ def answers_of(pairs: list[Any]) -> tuple[Tensor, Any]:
     answers = [answer for pair in pairs for answer in pair]
     row = torch.tensor([index for index, answer in enumerate(answers) for _ in answer])
     flat = torch.tensor([value for answer in answers for value in answer], dtype=torch.float64, requires_grad=True)
-    return flat, policy_loss.Rows(row, len(answers))
+    return flat, policy_loss.TokenRows(row, len(answers))
 
 
 def by_side(flat: Tensor, pairs: list[Any]) -> list[list[list[float]]]:
@@ -697,7 +699,7 @@ def test_label_smoothing_is_for_the_sigmoid_loss_alone() -> None:
 
 
 def test_a_tensor_that_the_objective_asks_for_must_be_there() -> None:
-    rows = policy_loss.Rows(torch.tensor([0]), 1)
+    rows = policy_loss.TokenRows(torch.tensor([0]), 1)
     one = torch.ones(1)
     tokens = policy_loss.Tokens(logprobs_N=-one, advantages_N=one, rows=rows, weight_R=one, share=1.0)
     for options, name in (
@@ -722,7 +724,7 @@ def test_sft_is_the_sum_of_minus_log_p() -> None:
 
 def test_a_step_in_which_nothing_is_trained_weighs_nothing() -> None:
     for aggregation in ("token", "sequence", "fixed", "prompt"):
-        weights = policy_loss.weigh(aggregation, [0, 0], fixed_length=5, tasks_B=["a", "b"])
+        weights = policy_loss.loss_weights(aggregation, [0, 0], fixed_length=5, tasks_B=["a", "b"])
         assert weights.total == 0
         assert weights.token_B == [0, 0]
 

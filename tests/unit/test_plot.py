@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from ngym.cli.plot import main
 from ngym.errors import UsageError
-from ngym.plot.picture import Line, Panel, as_text, asked, picture, smoothed, telling, together, told, write_picture
-from ngym.plot.runs import History, Run, Series, by_seed, distinct, read_history
+from ngym.plot.figure import Line, Panel, as_text, asked, picture, smoothed, telling, together, told, write_picture
+from ngym.plot.runs import History, PlottedRun, Series, by_seed, distinct, read_history
 
 PNG = b"\x89PNG"
 Entry = dict[str, Any]
@@ -150,27 +150,27 @@ def test_seeds_are_averaged_where_all_of_them_are() -> None:
 
 
 def test_runs_are_the_same_but_for_their_seed_by_their_recipes() -> None:
-    def run(name: str, seed: int, lr: float) -> Run:
+    def run(name: str, seed: int, lr: float) -> PlottedRun:
         recipe = {"seed": seed, "output": f"runs/{name}", "optimizer.lr": lr, "model.path": f"runs/sft-{seed}/policy"}
-        return Run(name, History(), recipe)
+        return PlottedRun(name, History(), recipe)
 
     runs = [run("lr3-seed0", 0, 0.3), run("lr3-seed1", 1, 0.3), run("lr1-seed0", 0, 0.1)]
     assert {name: len(group) for name, group in by_seed(runs).items()} == {"lr3 (2 seeds)": 2, "lr1-seed0": 1}
-    bare = [Run(name, History(), {}) for name in ("a-0", "a-12", "b-0")]
+    bare = [PlottedRun(name, History(), {}) for name in ("a-0", "a-12", "b-0")]
     assert list(by_seed(bare)) == ["a (2 seeds)", "b-0"]
 
 
 def test_a_seed_that_stands_in_a_models_name_parts_no_runs() -> None:
     paths = [("0.6B", n) for n in range(4)] + [("4B", n) for n in range(4)]
     runs = [
-        Run(f"{size}-seed{n}", History(), {"seed": n, "model.path": f"Qwen/Qwen3-{size}", "data": f"part-{n}"})
+        PlottedRun(f"{size}-seed{n}", History(), {"seed": n, "model.path": f"Qwen/Qwen3-{size}", "data": f"part-{n}"})
         for size, n in paths
     ]
     assert {name: len(group) for name, group in by_seed(runs).items()} == {"0.6B (4 seeds)": 4, "4B (4 seeds)": 4}
 
 
 def test_two_groups_of_one_stem_are_called_by_their_runs() -> None:
-    runs = [Run(f"x-{n}", History(), {"seed": n, "optimizer.lr": 0.1 if n < 2 else 0.3}) for n in range(4)]
+    runs = [PlottedRun(f"x-{n}", History(), {"seed": n, "optimizer.lr": 0.1 if n < 2 else 0.3}) for n in range(4)]
     assert {name: len(group) for name, group in by_seed(runs).items()} == {"x-0, x-1": 2, "x-2, x-3": 2}
 
 
@@ -281,7 +281,7 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[s
 @pytest.mark.process
 def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     code = (
-        "from ngym.plot.picture import *; from pathlib import Path;"
+        "from ngym.plot.figure import *; from pathlib import Path;"
         f"write_picture([Panel('t', [Line(Series('x', (1, 2), (1.0, 2.0)))])], Path({str(tmp_path / 'a.svg')!r}))"
     )
     done = in_a_process(code, HOME="/dev/null", MATPLOTLIBRC="/dev/null")

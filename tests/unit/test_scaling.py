@@ -3,7 +3,7 @@
 import pytest
 
 from ngym.config.service_config import ReplicaRange
-from ngym.supervise.scaling import GROW_AFTER_S, SHRINK_AFTER_S, Load, step
+from ngym.supervise.scaling import GROW_AFTER_S, SHRINK_AFTER_S, ReplicaLoad, step
 
 BOUNDS = ReplicaRange(min=1, max=3)
 LONG_S = 3600.0
@@ -12,17 +12,17 @@ LONG_S = 3600.0
 @pytest.mark.parametrize(
     ("load", "waiting_s", "idle_s", "by"),
     [
-        (Load(1, 0, 4, 6), GROW_AFTER_S, 0, 1),
-        (Load(1, 0, 4, 6), GROW_AFTER_S - 0.1, 0, 0),  # a burst
-        (Load(1, 1, 4, 6), LONG_S, 0, 0),  # one is on its way
-        (Load(3, 0, 4, 6), LONG_S, 0, 0),  # as many as allowed
-        (Load(3, 0, 0, 2), 0, SHRINK_AFTER_S, -1),
-        (Load(3, 0, 0, 2), 0, SHRINK_AFTER_S - 0.1, 0),
-        (Load(3, 0, 0, 3), 0, LONG_S, 0),  # each has a call
-        (Load(3, 1, 0, 0), 0, LONG_S, 0),  # one is on its way out
-        (Load(3, 0, 1, 1), 0, LONG_S, 0),
-        (Load(1, 0, 0, 0), 0, LONG_S, 0),  # never under min
+        (ReplicaLoad(1, 0, 4, 6), GROW_AFTER_S, 0, 1),
+        (ReplicaLoad(1, 0, 4, 6), GROW_AFTER_S - 0.1, 0, 0),  # a burst
+        (ReplicaLoad(1, 1, 4, 6), LONG_S, 0, 0),  # one is on its way
+        (ReplicaLoad(3, 0, 4, 6), LONG_S, 0, 0),  # as many as allowed
+        (ReplicaLoad(3, 0, 0, 2), 0, SHRINK_AFTER_S, -1),
+        (ReplicaLoad(3, 0, 0, 2), 0, SHRINK_AFTER_S - 0.1, 0),
+        (ReplicaLoad(3, 0, 0, 3), 0, LONG_S, 0),  # each has a call
+        (ReplicaLoad(3, 1, 0, 0), 0, LONG_S, 0),  # one is on its way out
+        (ReplicaLoad(3, 0, 1, 1), 0, LONG_S, 0),
+        (ReplicaLoad(1, 0, 0, 0), 0, LONG_S, 0),  # never under min
     ],
 )
-def test_it_grows_while_calls_wait_and_shrinks_when_idle(load: Load, waiting_s: float, idle_s: float, by: int):
+def test_it_grows_while_calls_wait_and_shrinks_when_idle(load: ReplicaLoad, waiting_s: float, idle_s: float, by: int):
     assert step(BOUNDS, load, waiting_s, idle_s) == by

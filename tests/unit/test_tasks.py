@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ngym.collect import CollectionPlan
-from ngym.collect.plan import planned
+from ngym.collect.plan import plan_rollouts
 from ngym.errors import UsageError
 from ngym.trainer.online import rollout_stream, task_sampler
 from ngym.trainer.recipe import rollout_options
@@ -69,7 +69,7 @@ def test_a_task_is_a_row_for_its_agent_with_a_number_of_its_own(tmp_path: Path) 
     }
     longest = {task.environment: task.row["responses_create_params"].get("max_output_tokens") for task in taken}
     assert longest == {"sums": None, "proofs": 9}
-    rollouts = list(planned((task.row for task in taken), CollectionPlan(repeats=2, params={"temperature": 0.5})))
+    rollouts = list(plan_rollouts((task.row for task in taken), CollectionPlan(repeats=2, params={"temperature": 0.5})))
     assert [(one.agent, one.key.task_index, one.key.rollout_index) for one in rollouts] == [
         (task.environment, task.number, attempt) for task in taken for attempt in (0, 1)
     ]

@@ -23,9 +23,9 @@ from viewing import failure, rollout, segment, write
 
 from ngym.errors import NotFound
 from ngym.files.row_log import RowLog
-from ngym.view.file_scanner import Job, scan
+from ngym.view.file_scanner import ScanJob, scan
 from ngym.view.index import Index, Store, extent_of, row_seq
-from ngym.view.rows import Rows
+from ngym.view.rows import RunRows
 
 
 def assistant(content: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def indexed(output: Path) -> Iterator[Index]:
 
 
 def rows_of(index: Index, q: str = "", sort: str = "") -> list[dict[str, Any]]:
-    return Rows(index).page(q, sort, 0, 1000).rows
+    return RunRows(index).page(q, sort, 0, 1000).rows
 
 
 def plainly_read(content: bytes) -> tuple[dict[str, float | None], int]:
@@ -146,9 +146,9 @@ def test_blocks_of_any_size_hold_each_line_once(
     content = b"\n".join(lines) + b"\n"
     path = tmp_path_factory.mktemp("file") / "out.jsonl"
     path.write_bytes(content)
-    whole = scan(Job(str(path), 0, len(content), len(content)))
+    whole = scan(ScanJob(str(path), 0, len(content), len(content)))
     ends = sorted({min(cut, len(content)) for cut in cuts} | {len(content)})
-    blocks = [scan(Job(str(path), start, end, len(content))) for start, end in zip([0, *ends], ends, strict=False)]
+    blocks = [scan(ScanJob(str(path), start, end, len(content))) for start, end in zip([0, *ends], ends, strict=False)]
     assert [row[1:] for block in blocks for row in block.rows] == [row[1:] for row in whole.rows]
     assert sum(block.lines for block in blocks) == whole.lines == len(lines)
     assert sum(block.bad_lines for block in blocks) == whole.bad_lines
@@ -183,7 +183,7 @@ def test_failed_attempts_stand_in_the_same_table_and_count_in_their_group(tmp_pa
     write(tmp_path / "out_failures.jsonl", [failure(0, 1), failure(7, 0, "tool_error", 2)])
     with indexed(write(tmp_path / "out.jsonl", [rollout(0, 0, 0.5)])) as index:
         found = {row["row"]: row for row in rows_of(index)}
-        tasks = {task["task"]: task for task in Rows(index).tasks("", "", 0, 10).rows}
+        tasks = {task["task"]: task for task in RunRows(index).tasks("", "", 0, 10).rows}
     assert list(found) == ["0", "f0", "f1"]
     assert (found["f1"]["status"], found["f1"]["failure"], found["f1"]["attempt"]) == ("failed", "tool_error", 2)
     assert found["f0"]["group_mean"] == 0.5

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from viewing import failure, rollout, write
 
 from ngym.errors import NotFound
+from ngym.view.filter_query import AT_ONCE, MOST_TEXTS, Search, TextCondition, WrongFilter, order, parse
 from ngym.view.index import Index
-from ngym.view.query import AT_ONCE, MOST_TEXTS, Search, Sought, WrongFilter, order, parse
-from ngym.view.rows import COLUMNS, Rows
+from ngym.view.rows import COLUMNS, RunRows
 from ngym.view.stats import Stats
 
 OPERATORS = {
@@ -45,7 +45,7 @@ ROLLOUTS = [
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRows]:
     folder = tmp_path_factory.mktemp("rollouts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -55,17 +55,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
         write(folder / "out_failures.jsonl", [failure(0, 1), failure(2, 0, "tool_error")])
         index = Index(folder / "out.jsonl", folder / "out_failures.jsonl")
         index.catch_up()
-        yield Rows(index)
+        yield RunRows(index)
         index.close()
 
 
-def names(rows: Rows, q: str, sort: str = "") -> list[str]:
+def names(rows: RunRows, q: str, sort: str = "") -> list[str]:
     return [row["row"] for row in rows.page(q, sort, 0, 1000).rows]
 
 
 @given(name=st.sampled_from(NUMBERS), sign=st.sampled_from(list(OPERATORS)), value=st.sampled_from([0, 0.25, 0.5, 1, 3, 5, 7]),
        negated=st.booleans())  # fmt: skip
-def test_a_comparison_lets_through_what_it_says(rows: Rows, name: str, sign: str, value: float, negated: bool) -> None:
+def test_a_comparison_lets_through_what_it_says(
+    rows: RunRows, name: str, sign: str, value: float, negated: bool
+) -> None:
     every = rows.page("", "", 0, 1000).rows
 
     def holds(row: dict[str, Any]) -> bool:
@@ -79,7 +81,7 @@ def test_a_comparison_lets_through_what_it_says(rows: Rows, name: str, sign: str
     keys=st.lists(st.sampled_from([*NUMBERS, "agent", "status", "prompt", "level"]), min_size=1, max_size=3),
     down=st.booleans(),
 )
-def test_a_sort_orders_by_its_keys_with_null_last(rows: Rows, keys: list[str], down: bool) -> None:
+def test_a_sort_orders_by_its_keys_with_null_last(rows: RunRows, keys: list[str], down: bool) -> None:
     page = rows.page("", ",".join(("-" if down else "") + key for key in keys), 0, 1000)
 
     def value(row: dict[str, Any], key: str) -> Any:
@@ -97,7 +99,7 @@ def test_a_sort_orders_by_its_keys_with_null_last(rows: Rows, keys: list[str], d
 @given(st.text(max_size=60) | st.lists(st.sampled_from(
     ['reward', '<', ':', '"', '-', ' ', 'level', ',', '*', 'null', '0.5', 'component.', '\\', "'", '%', ';', '\0', '$', '!=', 'x']
 ), max_size=12).map("".join))  # fmt: skip
-def test_any_text_is_a_filter_or_is_told_what_is_wrong_with_it(rows: Rows, text: str) -> None:
+def test_any_text_is_a_filter_or_is_told_what_is_wrong_with_it(rows: RunRows, text: str) -> None:
     try:
         found = rows.page(text, "", 0, 5)
     except WrongFilter as error:
@@ -108,7 +110,7 @@ def test_any_text_is_a_filter_or_is_told_what_is_wrong_with_it(rows: Rows, text:
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_a_sort_or_is_told_what_is_wrong_with_it(rows: Rows, text: str) -> None:
+def test_any_text_is_a_sort_or_is_told_what_is_wrong_with_it(rows: RunRows, text: str) -> None:
     for page in (rows.page, rows.tasks):
         try:
             page("", text, 0, 5)
@@ -138,7 +140,7 @@ def test_any_text_is_a_sort_or_is_told_what_is_wrong_with_it(rows: Rows, text: s
         ("reward<0.8 reward>0.7 -agent:code_agent", ["25"]),
     ],
 )
-def test_a_filter_lets_through_what_it_names(rows: Rows, q: str, expected: list[str]) -> None:
+def test_a_filter_lets_through_what_it_names(rows: RunRows, q: str, expected: list[str]) -> None:
     assert names(rows, q) == expected
 
 
@@ -164,7 +166,9 @@ def test_a_filter_lets_through_what_it_names(rows: Rows, q: str, expected: list[
         ("u00ef", []),
     ],
 )
-def test_a_text_is_looked_for_in_what_a_row_says_but_not_in_its_keys(rows: Rows, q: str, expected: list[str]) -> None:
+def test_a_text_is_looked_for_in_what_a_row_says_but_not_in_its_keys(
+    rows: RunRows, q: str, expected: list[str]
+) -> None:
     page = rows.page(q, "", 0, 1000)
     assert (page.scanned, [row["row"] for row in page.rows]) == (1.0, expected)
 
@@ -192,7 +196,7 @@ def test_a_text_is_looked_for_in_what_a_row_says_but_not_in_its_keys(rows: Rows,
         ("x" * 5000, "the filter has 5,000 characters; at most 4,000 are read"),
     ],
 )
-def test_a_wrong_term_is_named_with_a_near_one(rows: Rows, q: str, said: str) -> None:
+def test_a_wrong_term_is_named_with_a_near_one(rows: RunRows, q: str, said: str) -> None:
     with pytest.raises(WrongFilter) as error:
         rows.page(q, "", 0, 1)
     assert error.value.detail == said
@@ -203,7 +207,7 @@ def test_a_wrong_sort_names_a_near_key() -> None:
         order("-rewad")
 
 
-def test_every_scalar_of_a_row_can_be_sorted_by_and_every_number_filtered_by(rows: Rows) -> None:
+def test_every_scalar_of_a_row_can_be_sorted_by_and_every_number_filtered_by(rows: RunRows) -> None:
     for name in COLUMNS.keys() - {"components", "fields"}:
         rows.page("", f"-{name}", 0, 1)
     for name, value in rows.page("", "", 0, 1).rows[0].items():
@@ -211,14 +215,14 @@ def test_every_scalar_of_a_row_can_be_sorted_by_and_every_number_filtered_by(row
             parse(f"{name}>=0")
 
 
-def test_pages_are_parts_of_one_order(rows: Rows) -> None:
+def test_pages_are_parts_of_one_order(rows: RunRows) -> None:
     every = names(rows, "status:ok,unscored", "-reward,task")
     parts = [rows.page("status:ok,unscored", "-reward,task", offset, 7) for offset in range(0, 28, 7)]
     assert [row["row"] for part in parts for row in part.rows] == every
     assert {part.total for part in parts} == {26}
 
 
-def test_the_tasks_of_a_filter_are_told_from_its_rows_alone(rows: Rows) -> None:
+def test_the_tasks_of_a_filter_are_told_from_its_rows_alone(rows: RunRows) -> None:
     page = rows.tasks("reward>=0.5 task<2", "-mean", 0, 10)
     assert [(row["task"], row["n"], row["mean"], row["best"], row["worst"]) for row in page.rows] == [
         (0, 2, 0.75, 1.0, 0.5),
@@ -240,7 +244,7 @@ def numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]
 
 
 def test_a_search_goes_on_where_the_last_moment_ended(numbered: Index) -> None:
-    candidates, sought = range(NUMBERED - 1, -1, -1), (Sought("prime", True), Sought("number 57", False))
+    candidates, sought = range(NUMBERED - 1, -1, -1), (TextCondition("prime", True), TextCondition("number 57", False))
     search = Search(numbered, moment_s=0)
     found = [search.among(candidates, sought, 0) for _ in range(3)]
     assert [len(each.rows) for each in found] == [2, 4, 7]
@@ -250,7 +254,7 @@ def test_a_search_goes_on_where_the_last_moment_ended(numbered: Index) -> None:
 
 def test_more_texts_than_are_kept_do_not_drive_each_other_out(numbered: Index) -> None:
     search, texts = Search(numbered, moment_s=0), [str(number) for number in range(10, 19)]
-    sought = [Sought(f"number {text}", False) for text in texts]
+    sought = [TextCondition(f"number {text}", False) for text in texts]
     for _ in range(3):
         found = search.among(range(NUMBERED), sought, 0)
     assert len(sought) > MOST_TEXTS and found.scanned == 1.0
@@ -260,7 +264,7 @@ def test_more_texts_than_are_kept_do_not_drive_each_other_out(numbered: Index) -
 def test_a_search_in_a_file_that_is_gone_is_no_search_that_found_nothing(numbered: Index) -> None:
     numbered.paths[0].unlink()
     with pytest.raises(NotFound, match="cannot be read"):
-        Rows(numbered).page("prime", "", 0, 10)
+        RunRows(numbered).page("prime", "", 0, 10)
 
 
 def test_a_rows_own_field_may_be_called_as_what_only_sorts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,13 +272,13 @@ def test_a_rows_own_field_may_be_called_as_what_only_sorts(tmp_path: Path, monke
     write(tmp_path / "out.jsonl", [rollout(0, answer=7, row="b"), rollout(1, answer=5, row="c", prompt=True)])
     index = Index(tmp_path / "out.jsonl", tmp_path / "none.jsonl")
     index.catch_up()
-    own = Rows(index)
+    own = RunRows(index)
     assert (names(own, "answer>6"), names(own, "row:c"), names(own, "prompt:true")) == (["0"], ["1"], ["1"])
     assert (names(own, "", "answer"), names(own, "", "-row"), names(own, "", "prompt")) == (["1", "0"],) * 3
     index.close()
 
 
-def test_a_bar_of_the_histogram_counts_what_its_edges_filter(rows: Rows) -> None:
+def test_a_bar_of_the_histogram_counts_what_its_edges_filter(rows: RunRows) -> None:
     histogram = Stats(rows).of("")["histogram"]
     edges, counts = histogram["edges"], histogram["counts"]
     for low, high, count in zip(edges, edges[1:], counts, strict=False):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..data.samples import Sample
 from ..losses.policy_loss import Loss, Mean
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class Algorithm(Protocol):
     """An algorithm; each is one small file of this folder."""
 
     @property
-    def asks(self) -> Asks:
+    def asks(self) -> RequestedScores:
         """The outputs of the network that the loss needs for each token of a training step."""
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..data.chat_samples import Pair, read_pairs
+from ..data.chat_dataset import Pair, read_pairs
 from ..data.samples import Sample, Segment
 from ..engine.engine import score
-from ..losses.policy_loss import Loss, Rows, measured
+from ..losses.policy_loss import Loss, TokenRows, measured
 from ..losses.preference_loss import preference_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import PreferenceOptions
 from ..recipe.objective import Preference
@@ -60,8 +60,8 @@ class Dpo:
         self._options = options
 
     @property
-    def asks(self) -> Asks:
-        return Asks(collision=self._options.weighted)
+    def asks(self) -> RequestedScores:
+        return RequestedScores(collision=self._options.weighted)
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return [_sample(pair) for pair in read_pairs(path, tokenizer)]
@@ -98,13 +98,13 @@ def create(setup: Setup) -> Dpo:
     return Dpo(setup.recipe.algorithm)
 
 
-def rows_of(packed: Packed) -> Rows:
+def rows_of(packed: Packed) -> TokenRows:
     """The two rows of each pair of a micro-batch, chosen before rejected."""
     segments = cast(Sequence[Side], packed.segments)
     rejected_S = torch.tensor([not segment.chosen for segment in segments], device=packed.sample_S.device)
     trained_S = torch.tensor([segment.trained for segment in segments], device=packed.sample_S.device)
     row_S = 2 * packed.sample_S + rejected_S
-    return Rows(row_S.repeat_interleave(trained_S), 2 * len(packed.samples))
+    return TokenRows(row_S.repeat_interleave(trained_S), 2 * len(packed.samples))
 
 
 def _sample(pair: Pair) -> PairSample:

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ..data.chat_samples import read_labeled
+from ..data.chat_dataset import read_labeled
 from ..data.samples import Sample
 from ..engine.engine import score
-from ..losses.policy_loss import Loss, Rows
+from ..losses.policy_loss import Loss, TokenRows
 from ..losses.preference_loss import kto_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import KtoOptions
 from . import Setup, StepLoss
@@ -50,7 +50,7 @@ class LabeledSample(Sample):
 
 
 class Kto:
-    asks = Asks()
+    asks = RequestedScores()
 
     def __init__(self, options: KtoOptions, engine: Engine, budget: int) -> None:
         self._options = options
@@ -85,7 +85,7 @@ class Kto:
         reference_R = logprobs_N.new_tensor([each.reference for each in labeled])
         labels_R = logprobs_N.new_tensor([each.label for each in labeled]).bool()
         weights_R = options.desirable_weight * labels_R + options.undesirable_weight * ~labels_R
-        gains_R = Rows(packed.sample_N, len(labeled)).sum(logprobs_N) - reference_R
+        gains_R = TokenRows(packed.sample_N, len(labeled)).sum(logprobs_N) - reference_R
         return kto_loss(options.beta, gains_R, labels_R, weights_R, kl)
 
 

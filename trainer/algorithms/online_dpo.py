@@ -17,7 +17,7 @@ from torch import Tensor
 from ..data.samples import RolloutSample, Sample, grouped, read_rollouts
 from ..engine.engine import score
 from ..losses.advantages import all_equal
-from ..model.chunked_logprobs import Asks
+from ..model.chunked_logprobs import RequestedScores
 from ..model.packing import Packed
 from ..recipe.algorithms import OnlineDpoOptions
 from . import Setup, StepLoss
@@ -39,7 +39,7 @@ class OnlineDpo:
         self._reference = reference
 
     @property
-    def asks(self) -> Asks:
+    def asks(self) -> RequestedScores:
         return self._dpo.asks
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -29,8 +29,9 @@ from ..losses.advantages import (
     soft_overlong,
 )
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
-from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, kl_estimate, policy_loss, value_loss, weigh
-from ..model.chunked_logprobs import Asks, Scores
+from ..losses.policy_loss import Loss, Mean, TokenRows, Tokens, kl_estimate, loss_weights, policy_loss
+from ..losses.value_loss import Values, value_loss
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.policy import load_policy
 from ..model.teacher_divergence import TeacherDivergence
 from ..recipe.algorithms import PolicyGradientOptions
@@ -184,8 +185,10 @@ class PolicyGradient:
         self._teacher = teacher
 
     @property
-    def asks(self) -> Asks:
-        asked = Asks(entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None)
+    def asks(self) -> RequestedScores:
+        asked = RequestedScores(
+            entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None
+        )
         options = self._options.teacher
         if options is None or options.beta is None or self._teacher is None:
             return asked
@@ -222,7 +225,7 @@ class PolicyGradient:
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         rollouts = cast(Sequence[RolloutSample], samples)
-        weights = weigh(
+        weights = loss_weights(
             self._objective.loss.aggregation,
             [rollout.trained for rollout in rollouts],
             fixed_length=self._objective.loss.fixed_length,
@@ -328,7 +331,7 @@ class _MicroBatch:
     """The rollouts of a micro-batch, flat. like: a tensor with the device and dtype to use."""
 
     def __init__(self, packed: Packed, counted: Sequence[Counted], like: Tensor) -> None:
-        self.rows = Rows(packed.sample_N, len(packed.samples))
+        self.rows = TokenRows(packed.sample_N, len(packed.samples))
         self.weight_R = like.new_tensor([each.token for each in counted])
         self.share = sum(each.share for each in counted)
         self.tokens = float(sum(len(segment.token_ids) for segment in packed.segments))

@@ -20,11 +20,11 @@ import torch
 
 from ngym.errors import UsageError
 
-from ..data.chat_samples import Judged, read_judged
+from ..data.chat_dataset import Judged, read_judged
 from ..data.samples import Sample, Segment
-from ..losses.policy_loss import Loss, Rows
+from ..losses.policy_loss import Loss, TokenRows
 from ..losses.reward_loss import derived, label_loss, moments, pair_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import RewardModelOptions
 from . import Setup, StepLoss
@@ -54,7 +54,7 @@ class JudgedSample(Sample):
 
 
 class RewardModelTraining:
-    asks = Asks(logprobs=False, values=True)
+    asks = RequestedScores(logprobs=False, values=True)
 
     def __init__(self, options: RewardModelOptions) -> None:
         self._options = options
@@ -80,7 +80,7 @@ class RewardModelTraining:
         values_N, segments = scores.values_N.double(), cast(Sequence[JudgedSegment], packed.segments)
         labels_N = torch.tensor([segment.label for segment in segments], device=values_N.device)
         if self._options.supervision == "pairs":
-            rows = Rows(2 * packed.sample_N + ~labels_N, 2 * len(packed.samples))
+            rows = TokenRows(2 * packed.sample_N + ~labels_N, 2 * len(packed.samples))
             margins = [sample.margin for sample in cast(Sequence[JudgedSample], packed.samples)]
             loss = pair_loss(self._options, rows.sum(values_N), values_N.new_tensor(margins))
         else:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..data.chat_samples import read_demonstrations
+from ..data.chat_dataset import read_demonstrations
 from ..data.samples import Sample
 from ..losses.policy_loss import nll_loss
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from . import Loss, Setup, StepLoss
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Sft:
     """loss = - sum of log p(token) / trained tokens of the batch."""
 
-    asks = Asks()
+    asks = RequestedScores()
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return read_demonstrations(path, tokenizer)

@@ -131,11 +131,10 @@ class RolloutSample(Sample):
 class Read:
     """The usable rollouts, and the counts of the others. fields: of the tasks, that samples keep."""
 
-    fields: frozenset[str] = frozenset()
-
     rollouts: list[RolloutSample] = field(default_factory=list)
     unscored: int = 0
     failed: int = 0
+    fields: frozenset[str] = frozenset()
 
 
 def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = frozenset()) -> Read:
@@ -144,7 +143,7 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
     Raises:
         UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
     """
-    read, seen = Read(fields), set[str]()
+    read, seen = Read(fields=fields), set[str]()
 
     def wrong(row: Json) -> str | None:
         if said := problem(row, temperature, fields):

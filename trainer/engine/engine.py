@@ -30,10 +30,10 @@ from ngym.files.atomic import whole_folder
 from ngym.schema import Json
 
 from ..data.samples import Sample
-from ..model.chunked_logprobs import Asks, Scores
+from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed, pack, plan
 from ..model.policy import (
-    Made,
+    CheckpointTensor,
     Trained,
     adapter_off,
     adapter_tensors,
@@ -109,7 +109,7 @@ def imported() -> Any:
     return deepspeed
 
 
-def settings(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, Any]:
+def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, Any]:
     """DeepSpeed's config. We handle micro-batches and their weights: for DeepSpeed each micro-batch is a batch."""
     clips_itself = options.zero_stage > 0
     pinned = torch.cuda.is_available()
@@ -167,7 +167,7 @@ class Engine:
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),
-            config=settings(options, optimizing),
+            config=deepspeed_config(options, optimizing),
             dist_init_required=False,
         )
         if options.tensor_parallel > 1:
@@ -194,7 +194,7 @@ class Engine:
             self.rank // self._together :: learners
         ]
 
-    def scores(self, packed: Packed, asks: Asks) -> Scores:
+    def scores(self, packed: Packed, asks: RequestedScores) -> Scores:
         """The requested outputs for the trained tokens, at the training temperature."""
         scores: Scores = self._deepspeed(packed, asks)
         return scores
@@ -204,12 +204,12 @@ class Engine:
 
         temperature: None for the training temperature.
         """
-        scores: Scores = self._deepspeed(packed, Asks(), temperature)
+        scores: Scores = self._deepspeed(packed, RequestedScores(), temperature)
         return scores.logprobs_N
 
     def values(self, packed: Packed) -> Tensor:
         """The critic's values of the trained tokens, or the scores of a reward model, [N]."""
-        values_N = self.scores(packed, Asks(logprobs=False, values=True)).values_N
+        values_N = self.scores(packed, RequestedScores(logprobs=False, values=True)).values_N
         assert values_N is not None
         return values_N
 
@@ -396,7 +396,7 @@ class Engine:
         """The adapter's weights on rank 0, none elsewhere, by PEFT's names. Every rank calls it."""
         return self._gathered(adapter_tensors(self.policy.network))
 
-    def _gathered(self, made: Iterable[Made]) -> dict[str, Tensor]:
+    def _gathered(self, made: Iterable[CheckpointTensor]) -> dict[str, Tensor]:
         sharded = self._options.zero_stage == 3
         if not sharded and self._options.tensor_parallel == 1:
             return {name: compute() for name, _, compute in made} if self.rank == 0 else {}

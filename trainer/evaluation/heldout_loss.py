@@ -19,7 +19,7 @@ import torch
 from ..algorithms import Algorithm
 from ..algorithms.sft import Sft
 from ..data.samples import Batch, Sample
-from ..engine.checks import NOT_SAVED, NotFinite
+from ..engine.sanity_checks import NOT_SAVED, NotFinite
 from ..model.packing import pack
 
 if TYPE_CHECKING:

@@ -30,17 +30,18 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.collect import CollectionPlan, FailedAttempt, Limits, Outcome
-from ngym.collect.plan import PlannedRollout, planned
-from ngym.collect.run import Run
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
+from ngym.collect.plan import PlannedRollout, plan_rollouts
+from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.files.row_log import RowLog
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards
 
 from ..online.rollout_stream import OURS
 from ..online.services import Services
-from ..online.task_sampler import TaskFile, for_agent, sampling_seed, task_problem
+from ..online.task_sampler import TaskFile, for_agent, task_problem
 from ..recipe.rollout_options import EvaluationOptions, HeldOutOptions, RolloutOptions
+from ..seeds import sampling_seed
 
 KEPT = "eval_rollouts.jsonl"
 SOLVED = 1.0  # the whole reward
@@ -139,7 +140,7 @@ class Evaluation:
         self._temperature = temperature
         self._services = services
         self._note = note
-        self._limits = Limits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
+        self._limits = CollectionLimits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
         self._held_out = read_held_out(options, rollouts)
         self._kept = HeldOutRollouts(file, done)
 
@@ -181,7 +182,9 @@ class Evaluation:
                 outcome.row[OURS] = {"task": keys[number], "oldest": step}
                 await self._kept.append(outcome.row)
 
-        run = Run(self._services.reached.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep)
+        run = RolloutScheduler(
+            self._services.reached.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep
+        )
         async with aclosing(run.outcomes(self._plan(step, tallies, owners, keys))) as outcomes:
             async for outcome in outcomes:
                 if not isinstance(outcome, FailedAttempt) or outcome.final:
@@ -204,7 +207,7 @@ class Evaluation:
                     seed = None if greedy else sampling_seed(self._seed, "evaluation", step, keys[number])
                     asked = for_agent(row, options.agent, params)
                     recipe = CollectionPlan(repeats=attempts, params={"temperature": temperature}, seed=seed)
-                    yield from planned([{**asked, "_ng_task_index": number}], recipe)
+                    yield from plan_rollouts([{**asked, "_ng_task_index": number}], recipe)
 
 
 class HeldOutRollouts:

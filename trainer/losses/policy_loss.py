@@ -23,7 +23,7 @@ sequence_mask w, or 0 for a whole rollout whose geometric mean of w is outside o
     policy_N   = clipped, cispo or reinforce               x correction_N
     loss       = sum of weight_N x (policy_N + kl.coef x kl_N - entropy_coef x entropy_N) / total
 
-`weigh` computes weight and total from all rollouts of the optimizer step, so cutting the step into micro-batches and
+`loss_weights` computes weight and total from all rollouts of the optimizer step, so cutting the step into micro-batches and
 ranks changes nothing; the loop divides by total once. Dropped tokens stay in total: a step with many of them is a small
 one. A rollout without trained tokens does not count.
 """
@@ -39,7 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..recipe.objective import Aggregation, Correction, Critic, Kl, KlEstimator, Objective, PolicyLoss
+from ..recipe.objective import Aggregation, Correction, Kl, KlEstimator, Objective, PolicyLoss
 
 CAP = 10.0  # limit of an estimate and of the ratio: one token must not outweigh a batch
 EXPONENT = 20.0  # exp of it is finite in float32
@@ -85,7 +85,7 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """The rows that the flat tokens of a micro-batch belong to: rollouts, or the answers of preference pairs.
 
     row_N: int64, in any order: a row's tokens need not be neighbours. count: R, rows without tokens included.
@@ -124,7 +124,7 @@ class Weights(NamedTuple):
         return math.fsum(self.share_B)
 
 
-def weigh(
+def loss_weights(
     aggregation: Aggregation,
     lengths_B: Sequence[int],
     *,
@@ -169,7 +169,7 @@ class Corrected(NamedTuple):
     totals: Totals
 
 
-def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Rows) -> Corrected:
+def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: TokenRows) -> Corrected:
     """Importance weights of the tokens.
 
     Args:
@@ -224,14 +224,14 @@ def _exp(log_N: Tensor) -> Tensor:
 class Tokens:
     """The sampled tokens of a micro-batch, flat; only logprobs_N and entropy_N carry a gradient.
 
-    rows: the rollout of each. weight_R, share: from `weigh`, for these rollouts; share is their part of the divisor.
+    rows: the rollout of each. weight_R, share: from `loss_weights`, for these rollouts; share is their part of the divisor.
     old_N: the trainer's logprobs before its first update on this batch; None on that first update, when they are equal.
     sampler_N: the sampler's. reference_N: the reference policy's. entropy_N: of each token's whole distribution.
     """
 
     logprobs_N: Tensor
     advantages_N: Tensor
-    rows: Rows
+    rows: TokenRows
     weight_R: Tensor
     share: float
     old_N: Tensor | None = None
@@ -279,40 +279,6 @@ def nll_loss(logprobs_N: Tensor) -> Loss:
     return Loss(total, measured({"loss": (total, float(len(logprobs_N)))}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Values:
-    """The critic's values of the sampled tokens, flat; only values_N carries a gradient.
-
-    old_N: before the first update on this batch. returns_N: their targets. The rest: as in Tokens.
-    """
-
-    values_N: Tensor
-    old_N: Tensor
-    returns_N: Tensor
-    rows: Rows
-    weight_R: Tensor
-    share: float
-
-
-def value_loss(critic: Critic, values: Values) -> Loss:
-    """Half the squared error; for a value that moved further than value_clip, the larger of the two errors, unclipped
-    and clipped.
-
-    As in OpenAI's implementation of PPO (baselines, ppo2).
-    """
-    values_N, clip, count = values.values_N, critic.value_clip, float(len(values.values_N))
-    near_N = values_N if clip is None else values.old_N + (values_N - values.old_N).clamp(-clip, clip)
-    error_N, clipped_N = (values_N - values.returns_N).square(), (near_N - values.returns_N).square()
-    total = (values.rows.spread(values.weight_R) * torch.maximum(error_N, clipped_N) / 2).sum()
-    totals = {
-        "value_loss": (total, values.share),
-        "value_clip_ratio": ((clipped_N > error_N).sum(), count),
-        "values": (values_N.sum(), count),
-        "returns": (values.returns_N.sum(), count),
-    }
-    return Loss(total, measured(totals))
-
-
 class _Surrogate(NamedTuple):
     terms_N: Tensor
     totals: dict[str, tuple[Tensor, float]]
@@ -350,7 +316,7 @@ def _surrogate(options: PolicyLoss, tokens: Tokens, anchor_N: Tensor) -> _Surrog
     return _Surrogate(terms_N, totals)
 
 
-def _ratio(options: PolicyLoss, log_ratio_N: Tensor, rows: Rows) -> Tensor:
+def _ratio(options: PolicyLoss, log_ratio_N: Tensor, rows: TokenRows) -> Tensor:
     if options.ratio == "sequence":  # GSPO (arXiv 2507.18071), eq. 7
         log_ratio_N = rows.spread(rows.mean(log_ratio_N))
     elif options.ratio == "product":

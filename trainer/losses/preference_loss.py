@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..recipe.objective import Preference
-from .policy_loss import Loss, Rows, measured
+from .policy_loss import Loss, TokenRows, measured
 
 NEARLY_SURE = -1e-9  # largest log p of an answer: the odds of a certain one are infinite
 
@@ -30,7 +30,7 @@ NEARLY_SURE = -1e-9  # largest log p of an answer: the odds of a certain one are
 def preference_loss(
     options: Preference,
     logprobs_N: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     reference_R: Tensor,
     sft_weight_P: Tensor | None = None,
     collision_N: Tensor | None = None,

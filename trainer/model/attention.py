@@ -27,7 +27,7 @@ SIMILAR = 0.8
 
 
 @dataclass(frozen=True)
-class Kind:
+class AttentionKind:
     """The kind of attention of a layer.
 
     scaling: of the scores; None: 1 / sqrt(D). window: how many tokens back each sees, itself included. softcap: scores
@@ -41,7 +41,7 @@ class Kind:
     sinks_H: Tensor | None = None
 
 
-def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kind) -> Tensor:
+def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: AttentionKind) -> Tensor:
     """Attention of S sequences of L tokens each, [S, H, L, D]; K key heads serve H query heads."""
     length = query_SHLD.shape[2]
     window = kind.window if kind.window is not None and kind.window < length else None
@@ -65,7 +65,9 @@ def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
     return seen if window is None else seen.triu(1 - window)
 
 
-def _by_hand(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kind, window: int | None) -> Tensor:
+def _by_hand(
+    query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: AttentionKind, window: int | None
+) -> Tensor:
     """Attention with explicit scores [S, H, L, L]: fused kernels support neither softcap nor sinks."""
     heads, length, size = query_SHLD.shape[1:]
     repeat = heads // key_SKLD.shape[1]
@@ -189,7 +191,7 @@ def packed_attention(
     assert layout is not None, "the model was called without a layout"
     if s_aux is not None and group is not None:
         raise NotImplementedError(f"{type(module).__name__}: its attention sinks do not support sequence_parallel")
-    kind = Kind(scaling, dropout, sliding_window, softcap, s_aux)
+    kind = AttentionKind(scaling, dropout, sliding_window, softcap, s_aux)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))

@@ -45,7 +45,7 @@ def states(decoder: nn.Module, packed: Packed, group: SequenceParallelGroup | No
     return hidden_TH[places_N]
 
 
-class Asks(NamedTuple):
+class RequestedScores(NamedTuple):
     """The outputs to compute. Each costs time: entropy and collision a pass over the logits, values one through the
     critic, a divergence one through a teacher and two over the logits.
 

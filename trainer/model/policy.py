@@ -39,7 +39,7 @@ from ngym.errors import ConfigError
 from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
-from .chunked_logprobs import LOGITS_BYTES, Asks, Scorer, Scores, states
+from .chunked_logprobs import LOGITS_BYTES, RequestedScores, Scorer, Scores, states
 from .packing import Packed, pack
 from .sequence_parallel import SequenceParallelGroup
 from .teacher_divergence import DivergenceScorer
@@ -53,7 +53,7 @@ ADAPTER = "default"  # of the only adapter; PEFT omits it from the names in a fi
 PEFT_PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer."
 LORA_MATRICES = (".lora_A.", ".lora_B.")
-JUST_LOGPROBS = Asks()
+JUST_LOGPROBS = RequestedScores()
 # Weights are data: pickles are not opened, and code that comes with a model does not run.
 SAFE = {"use_safetensors": True, "trust_remote_code": False}
 
@@ -102,7 +102,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 
 
-class Made(NamedTuple):
+class CheckpointTensor(NamedTuple):
     """One tensor of a checkpoint. parameters: those it is computed from (ZeRO-3 must gather them first)."""
 
     name: str
@@ -147,7 +147,7 @@ def adapter_off(network: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def checkpoint_tensors(network: nn.Module) -> Iterator[Made]:
+def checkpoint_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
     """The network's tensors by their names in transformers, with adapters merged into copies; a tied tensor comes once."""
     adapted = _adapted(network)
     seen = set()
@@ -158,18 +158,18 @@ def checkpoint_tensors(network: nn.Module) -> Iterator[Made]:
         layer_name, base, field = name.rpartition(BASE_LAYER)
         if not base or field != "weight":
             gathered = [tensor] if isinstance(tensor, nn.Parameter) else []  # buffers are never sharded
-            yield Made(name.replace(BASE_LAYER, "."), gathered, tensor.detach)
+            yield CheckpointTensor(name.replace(BASE_LAYER, "."), gathered, tensor.detach)
             continue
         layer = adapted[layer_name]
         parameters = [tensor, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
-        yield Made(f"{layer_name}.{field}", parameters, lambda layer=layer: _merged(layer))  # type: ignore[misc]
+        yield CheckpointTensor(f"{layer_name}.{field}", parameters, lambda layer=layer: _merged(layer))  # type: ignore[misc]
 
 
-def adapter_tensors(network: nn.Module) -> Iterator[Made]:
+def adapter_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
     """The adapter's own tensors, by PEFT's names in a file."""
     for name, layer in _adapted(network).items():
         for matrix, weight in (("lora_A", layer.lora_A[ADAPTER].weight), ("lora_B", layer.lora_B[ADAPTER].weight)):
-            yield Made(f"{PEFT_PREFIX}{name}.{matrix}.weight", [weight], weight.detach)
+            yield CheckpointTensor(f"{PEFT_PREFIX}{name}.{matrix}.weight", [weight], weight.detach)
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], options: LoraOptions, base: str | None) -> None:
@@ -267,7 +267,7 @@ class RewardModel(Trained):
     is one past its last token.
     """
 
-    def forward(self, packed: Packed, asks: Asks, temperature: float | None = None) -> Scores:
+    def forward(self, packed: Packed, asks: RequestedScores, temperature: float | None = None) -> Scores:
         """The score at each trained place, float32."""
         values_N: Tensor = self.network.score(states(self.network.get_decoder(), packed, self.group)).squeeze(1).float()
         if self.group is not None:
@@ -290,7 +290,9 @@ class Policy(Trained):
         self.divergence = DivergenceScorer()
         self.logits_bytes = LOGITS_BYTES
 
-    def forward(self, packed: Packed, asks: Asks = JUST_LOGPROBS, temperature: float | None = None) -> Scores:
+    def forward(
+        self, packed: Packed, asks: RequestedScores = JUST_LOGPROBS, temperature: float | None = None
+    ) -> Scores:
         """The outputs for each trained token, given the tokens before it in its sequence."""
         scores = Scores(torch.empty(0))
         if asks.logprobs:

@@ -8,7 +8,6 @@ Every rank iterates; rank 0 has the services and the stream, and shares their re
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,8 +27,9 @@ from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.recipe import Recipe
 from ..recipe.rollout_options import ADVANTAGES, SPOOL
-from ..weights.publisher import Publisher
-from .rollout_stream import Stream, Taken
+from ..seeds import seeded_random
+from ..weights.weight_sync import WeightSync
+from .rollout_stream import RolloutStream, Taken
 from .services import Services
 from .task_sampler import TaskSource
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Live:
+class LiveBatches:
     """The batches of a live run.
 
     Args:
@@ -52,7 +52,7 @@ class Live:
         recipe: Recipe,
         algorithm: Algorithm,
         engine: Engine,
-        publisher: Publisher,
+        weight_sync: WeightSync,
         services: Services | None,
     ) -> None:
         assert recipe.live is not None and recipe.max_steps is not None
@@ -65,11 +65,11 @@ class Live:
         self._by_component = recipe.algorithm.advantage.components != "sum"
         self._algorithm = algorithm
         self._engine = engine
-        self._publisher = publisher
+        self._weight_sync = weight_sync
         self._services = services
         self._evaluation: Evaluation | None = None
         self._tasks = TaskSource(recipe.live, recipe.seed, self._fields) if services else None
-        self._stream: Stream | None = None
+        self._stream: RolloutStream | None = None
         self._following: asyncio.Task[None] | None = None
         self._at_hand = 0
 
@@ -78,13 +78,13 @@ class Live:
         if self._services is not None:
             self._at_hand = self._services.call(self._open(self._services, state))
         if state is not None:
-            self._publisher.version = state["version"]
+            self._weight_sync.version = state["version"]
         return self._at_hand
 
     def state(self) -> Json:
         """What `open` needs to continue after the last trained batch; less on ranks without services."""
         stream = self._services.call(_on_loop(self._stream.state)) if self._services and self._stream else None
-        return {"version": self._publisher.version, "stream": stream}
+        return {"version": self._weight_sync.version, "stream": stream}
 
     def close(self) -> None:
         """Close the stream; everything it collected is then on the disk."""
@@ -99,7 +99,7 @@ class Live:
             began = time.monotonic()
             read, values = self._collected(step)
             collected = time.monotonic()
-            self._publisher.train()
+            self._weight_sync.train()
             samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
             self._record(step + 1, samples)
             times = {
@@ -107,10 +107,10 @@ class Live:
                 "time/generation": collected - began,
                 "time/logprob": time.monotonic() - collected,
             }
-            values = {**described(read), **values, **times, "policy_version": self._publisher.version}
+            values = {**described(read), **values, **times, "policy_version": self._weight_sync.version}
             yield Batch(self._split(samples, step), values)
         self._publish(self._steps, last=True)
-        self._publisher.train()
+        self._weight_sync.train()
 
     def _record(self, step: int, samples: Sequence[Sample]) -> None:
         """Append the mean advantage of each trained rollout, for the viewer; a resumed run repeats steps, and the last line
@@ -128,7 +128,7 @@ class Live:
 
     async def _open(self, services: Services, state: Json | None) -> int:
         assert self._tasks is not None
-        stream = Stream(
+        stream = RolloutStream(
             services.reached.peers,
             self._tasks,
             self._options,
@@ -142,11 +142,11 @@ class Live:
         )
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream
-        if (membership := self._publisher.membership) is not None:
+        if (membership := self._weight_sync.membership) is not None:
             self._following = asyncio.create_task(membership.watch(stream.replica_waits), name="replicas that join")
         return at_hand
 
-    async def _closed(self, stream: Stream) -> None:
+    async def _closed(self, stream: RolloutStream) -> None:
         if self._following is not None:
             self._following.cancel()
         await stream.close()
@@ -157,18 +157,18 @@ class Live:
         self._push(step)
         seconds = time.monotonic() - began
         if not last:
-            self._call(Stream.published, step)
+            self._call(RolloutStream.published, step)
         if self._evaluation is not None:
             self._evaluation.after(step, last)
         return seconds
 
     def _push(self, step: int) -> None:
-        self._publisher.publish(lambda version: self._call(Stream.announced, step))
+        self._weight_sync.publish(lambda version: self._call(RolloutStream.announced, step))
 
-    def _call(self, tell: Callable[[Stream, int, int], None], step: int) -> None:
+    def _call(self, tell: Callable[[RolloutStream, int, int], None], step: int) -> None:
         """Call the stream, on its event loop, with the current version."""
         if self._services is not None and self._stream is not None:
-            self._services.call(_on_loop(partial(tell, self._stream, self._publisher.version, step)))
+            self._services.call(_on_loop(partial(tell, self._stream, self._weight_sync.version, step)))
 
     def _collected(self, step: int) -> tuple[Read, dict[str, float]]:
         """The rollouts of this step, on every rank."""
@@ -178,11 +178,11 @@ class Live:
             if shared is not None:
                 return shared
             self._push(step)  # a server came back with other weights, or joins
-            self._call(Stream.published, step)
+            self._call(RolloutStream.published, step)
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""
-        order = random.Random(f"{self._recipe.seed} step {step}").sample(samples, len(samples))
+        order = seeded_random(self._recipe.seed, "step", step).sample(samples, len(samples))
         count = min(self._options.updates_per_step, len(order))
         return [order[part::count] for part in range(count)]
 
@@ -197,7 +197,7 @@ def _read(taken: Taken, temperature: float, fields: frozenset[str]) -> tuple[Rea
     Raises:
         UsageError: a row cannot be trained.
     """
-    read = Read(fields)
+    read = Read(fields=fields)
     for row in taken.rows:
         if wrong := problem(row, temperature, fields):
             raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")

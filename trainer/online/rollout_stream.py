@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.collect import CollectionPlan, FailedAttempt, Limits, Outcome
-from ngym.collect.plan import PlannedRollout, planned
-from ngym.collect.run import Run
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
+from ngym.collect.plan import PlannedRollout, plan_rollouts
+from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.errors import UsageError
 from ngym.files.row_log import RowLog
 from ngym.grading.group_rewards import judged
@@ -42,7 +42,8 @@ from ngym.peers import Peers
 from ngym.schema import Json, is_pending
 
 from ..recipe.rollout_options import RolloutOptions
-from .task_sampler import Drawn, Task, TaskSource, sampling_seed
+from ..seeds import sampling_seed
+from .task_sampler import DrawnTask, Task, TaskSource
 
 OURS = "_ng_train"
 NEVER = -(1 << 30)  # stands for weights that were never pushed: older than any allowed lag
@@ -75,8 +76,8 @@ class Spool:
         self._known: dict[tuple[int, int], tuple[str, RowPosition]] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._recording: dict[int, asyncio.Task[None]] = {}
-        self.drawn: dict[int, Drawn] = {
-            line.row["number"]: Drawn(line.row["environment"], line.row["index"])
+        self.drawn: dict[int, DrawnTask] = {
+            line.row["number"]: DrawnTask(line.row["environment"], line.row["index"])
             for line in self._order.rows()
             if wanted(line.row["number"])
         }
@@ -230,7 +231,7 @@ def next_batch(groups: Iterable[Group], size: int, step: int, max_lag: int) -> l
     return chosen if len(chosen) == size and in_time else []
 
 
-class Stream:
+class RolloutStream:
     """Runs on the event loop of the services. Call `open`, then `announced`, `published` and `take` in turn; always
     `close`.
 
@@ -261,9 +262,9 @@ class Stream:
         self._seed = seed
         self._steps = steps
         self._file = file
-        self._run = Run(
+        self._run = RolloutScheduler(
             peers,
-            Limits(concurrency=options.concurrency, timeout_s=options.timeout_s),
+            CollectionLimits(concurrency=options.concurrency, timeout_s=options.timeout_s),
             run_id=f"train-{secrets.token_hex(4)}",
             keep=self._keep,
         )
@@ -401,7 +402,9 @@ class Stream:
         group.running += 1
         # with the same seed, the same weights give the same rollout
         seed = sampling_seed(self._seed, group.task.number, index) if self._options.seeded else None
-        for one in planned([group.task.row], CollectionPlan(params={"temperature": self._temperature}, seed=seed)):
+        for one in plan_rollouts(
+            [group.task.row], CollectionPlan(params={"temperature": self._temperature}, seed=seed)
+        ):
             key, row = one.key._replace(rollout_index=index), {**one.row, "_ng_rollout_index": index}
             self._due.put_nowait(PlannedRollout(key, one.agent, row))  # _judge compares the group once it is complete
 

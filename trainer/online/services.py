@@ -29,8 +29,8 @@ from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.event_loop import never, unless
-from ngym.supervise.head_file import Running, find_running
-from ngym.supervise.service import State
+from ngym.supervise.head_file import RunningHead, find_running
+from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry import tracing
@@ -252,7 +252,7 @@ async def started(
     """
     launcher = ZygoteClient.start()
     try:
-        config = needed(config_for(file, policy, app, options), agents, policy)
+        config = config_for_agents(config_for(file, policy, app, options), agents, policy)
         tracing.begin(config.tracing, OWNER)
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:
@@ -287,14 +287,14 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
         await peers.close()
 
 
-def of_environment() -> Running | None:
+def of_environment() -> RunningHead | None:
     """The run of NGYM_HEAD, with the tokens of the environment."""
     if HEAD not in os.environ:
         return None
-    return Running(os.environ[HEAD], os.getpid(), token_from(ADMIN_TOKEN) or "", token_from(RUN_TOKEN))
+    return RunningHead(os.environ[HEAD], os.getpid(), token_from(ADMIN_TOKEN) or "", token_from(RUN_TOKEN))
 
 
-def needed(config: Config, agents: Sequence[str], policy: str) -> Config:
+def config_for_agents(config: Config, agents: Sequence[str], policy: str) -> Config:
     """The config with only the services that these agents need, directly or through other services."""
     for agent in agents:
         stanza = config.stanza(agent)
@@ -308,10 +308,10 @@ def needed(config: Config, agents: Sequence[str], policy: str) -> Config:
     return config.only(agents)
 
 
-def _failures(say: Callable[[str], None]) -> Callable[[State], None]:
+def _failures(say: Callable[[str], None]) -> Callable[[ReplicaState], None]:
     """Report only services that died."""
 
-    def on_event(state: State) -> None:
+    def on_event(state: ReplicaState) -> None:
         if state.status in ("restarting", "failed"):
             say(f"{state.label}: {state.status} {state.detail}".rstrip())
 

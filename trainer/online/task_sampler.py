@@ -16,9 +16,7 @@ unseen task has weight 1. A task that is always or never solved approaches `floo
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +37,7 @@ from ngym.schema import Json
 
 from ..data.samples import bent_sampling, missing_field
 from ..recipe.rollout_options import CurriculumOptions, EnvironmentOptions, RolloutOptions
+from ..seeds import seeded_random
 
 PRIOR = 0.5
 FULL = 1 << 20  # weights are integers, so that their sum does not depend on the order of updates
@@ -76,7 +75,7 @@ class Curriculum:
         for _ in range(count):
             if not self._lottery.total:  # each is in this draw already
                 self._put_back(drawn)
-            ticket = random.Random(f"{self._seed} draw {self._draws}").randrange(self._lottery.total)
+            ticket = seeded_random(self._seed, "draw", self._draws).randrange(self._lottery.total)
             drawn.append(self._lottery.owner(ticket))
             self._lottery.set(drawn[-1], 0)
             self._draws += 1
@@ -229,12 +228,6 @@ def task_problem(row: Json, agent: str) -> str | None:
     return None
 
 
-def sampling_seed(*parts: object) -> int:
-    """A seed for the sampling of an attempt: a hash of the parts."""
-    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
-
-
 def for_agent(row: Json, agent: str, params: Mapping[str, Any]) -> Json:
     """The row with this agent, and with these parameters overriding its own."""
     return {
@@ -288,7 +281,7 @@ class Task:
         return f"{self.environment}/{self.index}"
 
 
-class Drawn(NamedTuple):
+class DrawnTask(NamedTuple):
     """The task of a number."""
 
     environment: str
@@ -306,7 +299,7 @@ class TaskSource:
         self.fields = {name.partition(".")[0] for name in fields}  # of rows
         self._seed = seed
         self._taken = 0
-        self._drawn: Mapping[int, Drawn] = {}
+        self._drawn: Mapping[int, DrawnTask] = {}
         self._environments = {each.key: _Environment(each, options, seed, fields) for each in options.sources}
         self._turns = RoundRobin([each.weight for each in options.sources])
 
@@ -317,7 +310,7 @@ class TaskSource:
         self._taken += count
         return again + self._draw(numbers[len(again) :])
 
-    def repeat(self, drawn: Mapping[int, Drawn]) -> None:
+    def repeat(self, drawn: Mapping[int, DrawnTask]) -> None:
         """Assign these numbers to the tasks that were drawn before a resumption, independent of later rewards."""
         self._drawn = drawn
 
@@ -512,7 +505,7 @@ class Epochs:
 
     def _begin(self, epoch: int, position: int = 0) -> None:
         self._epoch, self._position = epoch, position
-        draw = random.Random(f"{self._seed} epoch {epoch}")
+        draw = seeded_random(self._seed, "epoch", epoch)
         order = draw.sample(range(self._count), self._count)
         if self._difficulties is not None and epoch == 0:
             order.sort(key=self._difficulties.__getitem__)

@@ -46,6 +46,7 @@ from .objective import (
     Beta,
     Correction,
     Critic,
+    FrozenOptions,
     Kl,
     LabelSmoothing,
     LengthNormalised,
@@ -55,7 +56,6 @@ from .objective import (
     PolicyLoss,
     Positive,
     Preference,
-    Record,
     ReferenceFree,
     Refusal,
     SftAggregation,
@@ -69,7 +69,7 @@ from .objective import (
 )
 
 
-class AlgorithmOptions(Record):
+class AlgorithmOptions(FrozenOptions):
     """The base class of every algorithm's options.
 
     implementation: the module of trainer.algorithms whose `create(setup)` returns the algorithm.
@@ -213,7 +213,7 @@ class RewardModelOptions(AlgorithmOptions):
         return [Refusal(key, reason) for key, coef in coefs.items() if coef and self.supervision != "pairs"]
 
 
-class SoftOverlong(Record):
+class SoftOverlong(FrozenOptions):
     """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit."""
 
     limit: Positive = Field(description="Sampled tokens of a rollout.")
@@ -221,7 +221,7 @@ class SoftOverlong(Record):
     weight: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
 
-class Shaping(Record):
+class Shaping(FrozenOptions):
     """DAPO's treatment of groups without a learning signal and of overlong rollouts."""
 
     skip_equal_groups: bool = Field(

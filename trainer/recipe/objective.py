@@ -27,14 +27,14 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ngym.config.shipped_files import PACKAGE, shipped_path
-from ngym.files.hub import HUB, local_copy
+from ngym.files.hub_download import HUB, local_copy
 
 from .extensions import Estimator
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a command
-UNCOMPARED = ("reward", "gae")
+UNCOMPARED = ("reward", "gae")  # they do not compare rewards within a group
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Discount = Annotated[float, Field(gt=0, le=1)]
@@ -50,11 +50,11 @@ _BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
 _UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}
 
 
-class Record(BaseModel):
+class FrozenOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def find(path: str) -> Path | None:
+def find_path(path: str) -> Path | None:
     """A file or folder in the working directory, else among the files that ship with ngym; an `hf://` file's copy."""
     if path.startswith(HUB):
         path = str(local_copy(Path(path)))
@@ -63,7 +63,7 @@ def find(path: str) -> Path | None:
 
 def existing(path: str) -> str:
     """The absolute path of a file or folder; a ValueError if it does not exist."""
-    found = find(path)
+    found = find_path(path)
     if found is None:
         raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym")
     return os.path.abspath(found)
@@ -71,7 +71,7 @@ def existing(path: str) -> str:
 
 def _local_or_hub(name: str) -> str:
     """A folder's absolute path; a name of the Hugging Face hub stays unchanged."""
-    found = find(name)
+    found = find_path(name)
     if found is not None:
         return os.path.abspath(found)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -85,14 +85,7 @@ ExistingPath = Annotated[str, AfterValidator(existing)]
 ModelName = Annotated[str, AfterValidator(_local_or_hub)]
 
 
-"""Estimators that do not compare rewards within a group."""
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Advantage(_Record):
+class Advantage(FrozenOptions):
     """How rewards become advantages; the formulas are in losses/advantages.py."""
 
     estimator: Estimator = Field(
@@ -124,7 +117,7 @@ class Advantage(_Record):
         return self.whiten or self.estimator in UNCOMPARED
 
 
-class PolicyLoss(_Record):
+class PolicyLoss(FrozenOptions):
     """The surrogate loss of one token, and the aggregation over tokens."""
 
     surrogate: Literal["clipped", "cispo", "sapo", "reinforce"] = Field(
@@ -164,7 +157,7 @@ class PolicyLoss(_Record):
     )
 
 
-class Kl(_Record):
+class Kl(FrozenOptions):
     """The pull towards the reference policy; with coef 0, no reference is needed."""
 
     coef: NotNegative = Field(default=0.0, description="Weight of the penalty.")
@@ -179,7 +172,7 @@ class Kl(_Record):
     )
 
 
-class Correction(_Record):
+class Correction(FrozenOptions):
     """Importance weights w = p(trainer) / p(sampler), which correct differences between the two."""
 
     kind: Literal["none", "token", "sequence", "icepop", "sequence_mask", "product_mask"] = Field(
@@ -197,7 +190,7 @@ class Correction(_Record):
         return (low if self.low is None else self.low, high if self.high is None else self.high)
 
 
-class Critic(_Record):
+class Critic(FrozenOptions):
     """The value of each token, learned next to the policy."""
 
     lr: float | None = Field(default=None, gt=0, description="The full learning rate; null: optimizer.lr.")
@@ -215,7 +208,7 @@ class Critic(_Record):
 PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
-class TeacherSource(_Record):
+class TeacherSource(FrozenOptions):
     """A teacher: a checkpoint, a server, or the policy itself with a hint."""
 
     path: ModelName | None = Field(
@@ -304,7 +297,7 @@ class Teacher(TeacherSource):
         return frozenset(name for each in self.sources for name in PLACEHOLDER.findall(each.hint or ""))
 
 
-class Objective(_Record):
+class Objective(FrozenOptions):
     """The objective of the policy, and of the critic if there is one."""
 
     advantage: Advantage = Advantage()
@@ -341,7 +334,7 @@ SftAggregation = Annotated[
 Supervision = Literal["pairs", "outcomes", "steps"]
 
 
-class Preference(_Record):
+class Preference(FrozenOptions):
     """DPO and its variants."""
 
     loss: PairLoss = "sigmoid"

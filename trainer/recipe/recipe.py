@@ -20,14 +20,14 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from ngym.config.import_path import check_arguments, imported_class, refusal
 from ngym.config.service_config import Resources
 from ngym.config.shipped_files import RECIPES
-from ngym.config.yaml_tree import Tree, load_tree, parse
+from ngym.config.yaml_tree import ConfigTree, load_tree, parse
 from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
 from ngym.telemetry.log_format import redacted
 
 from .algorithms import AnyAlgorithm, OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
 from .extensions import MetricSink, SinkPath
-from .objective import UNCOMPARED, ModelName, Positive, Record, Refusal, Share, Word, existing, find
+from .objective import UNCOMPARED, FrozenOptions, ModelName, Positive, Refusal, Share, Word, existing, find_path
 from .rollout_options import EvaluationOptions, RolloutOptions, evaluation_problem
 
 Value = TypeVar("Value")
@@ -46,7 +46,7 @@ def run_file(folder: Path, sink: str) -> Path:
     return folder / f"{sink}_run.json"
 
 
-class WandbOptions(Record):
+class WandbOptions(FrozenOptions):
     """Weights & Biases."""
 
     project: str = Field(description="Where the run is listed.")
@@ -56,7 +56,7 @@ class WandbOptions(Record):
     )
 
 
-class MlflowOptions(Record):
+class MlflowOptions(FrozenOptions):
     """MLflow."""
 
     uri: str = Field(
@@ -66,7 +66,7 @@ class MlflowOptions(Record):
     name: str | None = Field(default=None, description="Name of the run; null: the output folder's.")
 
 
-class SinkOptions(Record):
+class SinkOptions(FrozenOptions):
     """A sink of your own."""
 
     sink: SinkPath = Field(
@@ -83,7 +83,7 @@ class SinkOptions(Record):
         return self
 
 
-class LoggingOptions(Record):
+class LoggingOptions(FrozenOptions):
     """Where the metrics go in addition to metrics.jsonl."""
 
     tensorboard: bool | Path = Field(
@@ -122,7 +122,7 @@ def _with_package(value: Value, package: str) -> Value:
     return value
 
 
-class Qwen3Shape(Record):
+class Qwen3Shape(FrozenOptions):
     """A new Qwen3 network, with the tokenizer's vocabulary."""
 
     hidden_size: Positive = Field(description="As in its Hugging Face config.")
@@ -137,7 +137,7 @@ class Qwen3Shape(Record):
     initializer_range: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
 
-class LoraOptions(Record):
+class LoraOptions(FrozenOptions):
     """Train a low-rank adapter instead of the weights."""
 
     rank: Positive = Field(default=16, description="Rank of its matrices.")
@@ -151,7 +151,7 @@ class LoraOptions(Record):
     )
 
 
-class ModelOptions(Record):
+class ModelOptions(FrozenOptions):
     """The model to train: the weights of `path`, or new ones with the shape `from_scratch`."""
 
     path: ModelName | None = Field(default=None, description="A Hugging Face folder, or owner/name on the hub.")
@@ -187,7 +187,7 @@ class ModelOptions(Record):
         return value
 
 
-class OffloadOptions(Record):
+class OffloadOptions(FrozenOptions):
     """What is kept in CPU memory instead of the GPU's; slower."""
 
     optimizer: Literal["cpu"] | None = Field(
@@ -206,7 +206,7 @@ class OffloadOptions(Record):
         return value
 
 
-class EngineOptions(Record):
+class EngineOptions(FrozenOptions):
     """Options of DeepSpeed and of the computation."""
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
@@ -274,7 +274,7 @@ class EngineOptions(Record):
         return value
 
 
-class DataOptions(Record):
+class DataOptions(FrozenOptions):
     """A file of samples, or the script that writes it."""
 
     path: str = Field(description="The JSONL file.")
@@ -297,7 +297,7 @@ OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"} | {
 }
 
 
-class OptimizerOptions(Record):
+class OptimizerOptions(FrozenOptions):
     """One optimizer for all weights, or Muon for matrices and AdamW for the rest. No weight decay on norms and biases."""
 
     name: Literal["adamw", "adam", "sgd", "muon"] = Field(
@@ -336,7 +336,7 @@ class OptimizerOptions(Record):
         return value
 
 
-class ScheduleOptions(Record):
+class ScheduleOptions(FrozenOptions):
     """The learning rate over the run, as a factor: from 0 up over the warm-up, then to `final`."""
 
     name: Literal["constant", "linear", "cosine"] = Field(
@@ -358,7 +358,7 @@ class ScheduleOptions(Record):
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
 
-class CheckpointOptions(Record):
+class CheckpointOptions(FrozenOptions):
     """When checkpoints are written, and which are kept."""
 
     every: Positive = Field(default=50, description="Steps between checkpoints; the last step always has one.")
@@ -369,7 +369,7 @@ class CheckpointOptions(Record):
     mode: str = Field(default="max", pattern="^(max|min)$", description="Which values of `best` are better.")
 
 
-class TrainerOptions(Record):
+class TrainerOptions(FrozenOptions):
     """The ranks of `ng_train --on ray`. A launcher such as torchrun decides them itself."""
 
     ranks: Positive = Field(default=1, description="Processes that train together.")
@@ -378,7 +378,7 @@ class TrainerOptions(Record):
     max_failures: int = Field(default=3, ge=0, description="How often all ranks start again when one is lost.")
 
 
-class Recipe(Record):
+class Recipe(FrozenOptions):
     """All settings of a training run."""
 
     algorithm: AnyAlgorithm = Field(description="The algorithm by its name, and the keys that differ from its setting.")
@@ -489,7 +489,7 @@ def read_launch() -> Launch:
     return Launch(rank=int(said("RANK", 0)), local_rank=int(said("LOCAL_RANK", 0)), ranks=int(said("WORLD_SIZE", 1)))
 
 
-def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
     """The recipe from these files; a bare `sft.yaml` is also found among the shipped recipes.
 
     Raises:
@@ -596,7 +596,7 @@ def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
         yield Refusal("algorithm.preference.reference_free", reason)
 
 
-def as_yaml(recipe: Recipe, tree: Tree) -> str:
+def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
     """The resolved recipe as YAML, in the form that users write.
 
     A value from an environment variable is written as its `${oc.env:...}`, so that no secret reaches the disk.
@@ -615,7 +615,7 @@ def _put(values: Any, path: Sequence[str], text: str) -> None:
 
 
 def _recipe_file(name: str) -> Path:
-    found = find(name) or find(f"{RECIPES}/{name}")
+    found = find_path(name) or find_path(f"{RECIPES}/{name}")
     if found is None:
         known = sorted(path.name for path in RECIPES.glob("*.yaml"))
         near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")

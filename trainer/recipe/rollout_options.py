@@ -8,14 +8,14 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from .extensions import TRANSPORTS, Transport
-from .objective import ExistingPath, Positive, Record, Share
+from .objective import ExistingPath, FrozenOptions, Positive, Share
 
 HELD_OUT = "validation.jsonl"
 SPOOL = "rollouts.jsonl"  # collected rollouts, in the run's folder
 ADVANTAGES = "advantages.jsonl"  # of the trained ones, a line for each step
 
 
-class HeldOutOptions(Record):
+class HeldOutOptions(FrozenOptions):
     """Tasks from a JSONL file, and the agent that attempts them."""
 
     agent: str = Field(description="The name of the agent's service.")
@@ -32,7 +32,7 @@ class HeldOutOptions(Record):
         return self.name or self.agent
 
 
-class CurriculumOptions(Record):
+class CurriculumOptions(FrozenOptions):
     """Draws tasks that are always or never solved less often."""
 
     decay: Share = Field(default=0.5, description="Weight of the past in a task's running mean.")
@@ -47,7 +47,7 @@ class EnvironmentOptions(HeldOutOptions):
     )
 
 
-class RolloutOptions(Record):
+class RolloutOptions(FrozenOptions):
     """Live rollouts: each step, group_size attempts at each of tasks_per_step tasks."""
 
     agent: str | None = Field(default=None, description="The agent of a run with one environment.")
@@ -170,7 +170,7 @@ class RolloutOptions(Record):
         return (EnvironmentOptions(agent=self.agent, tasks=self.tasks),)
 
 
-class EvaluationOptions(Record):
+class EvaluationOptions(FrozenOptions):
     """When and on what the policy is evaluated: before the first step, every so many steps and after the last."""
 
     tasks: ExistingPath | None = Field(default=None, description="Held-out tasks of a live run with one environment.")

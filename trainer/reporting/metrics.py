@@ -195,7 +195,7 @@ def display(steps: int, history: Sequence[Values], shown: bool, alone: bool) -> 
     if not shown:
         yield Display()
     elif alone and is_live(sys.stdout):
-        with terminal() as screen, _drawn(Live(screen, steps, history)) as live:
+        with terminal() as screen, _drawn(LiveDisplay(screen, steps, history)) as live:
             yield live
     else:
         lines = Lines(steps)
@@ -233,7 +233,7 @@ class Lines(Display):
             self._unsaid = ""
 
 
-class Live(Display):
+class LiveDisplay(Display):
     """A bar, the reward and its components, the held-out metrics, and the share of time of each part."""
 
     def __init__(self, screen: Screen, steps: int, history: Sequence[Values]) -> None:
@@ -357,7 +357,7 @@ class Clock:
 
 
 @contextmanager
-def _drawn(live: Live) -> Iterator[Live]:
+def _drawn(live: LiveDisplay) -> Iterator[LiveDisplay]:
     """Redraws a few times a second: a step may take minutes, and the terminal may change."""
     over = threading.Event()
 

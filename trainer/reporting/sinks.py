@@ -37,7 +37,7 @@ from ngym.errors import NgymError
 from ngym.schema import Json
 
 from ..recipe.extensions import MetricSink
-from ..recipe.objective import Record
+from ..recipe.objective import FrozenOptions
 from ..recipe.recipe import LoggingOptions, SinkOptions
 
 PROGRAM = "from ngym.trainer.reporting import wandb_mlflow; wandb_mlflow.main()"
@@ -97,10 +97,10 @@ class SinkFailed(NgymError):
     """The sink did not accept an entry."""
 
 
-class Remote(MetricSink):
+class SubprocessSink(MetricSink):
     """The sink of this name. output: the run's folder. recipe: is stored with the metrics."""
 
-    def __init__(self, name: str, options: Record, output: Path, recipe: Json) -> None:
+    def __init__(self, name: str, options: FrozenOptions, output: Path, recipe: Json) -> None:
         asked = options.model_dump(mode="json")
         self._begin = {"name": name, "options": asked, "output": str(output.absolute()), "recipe": recipe}
         # A separate session: Ctrl-C reaches only the run, which then gives the sink time; child processes end with it.
@@ -246,7 +246,7 @@ def open_sinks(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
         sinks["tensorboard"] = TensorBoard(folder)
     for name, asked in (("wandb", options.wandb), ("mlflow", options.mlflow)):
         if asked is not None:
-            sinks[name] = Remote(name, asked, output, recipe)
+            sinks[name] = SubprocessSink(name, asked, output, recipe)
     couriers = [Courier(name, sink) for name, sink in sinks.items()]
     return Sinks([*couriers, *(_own(asked, output, recipe) for asked in options.sinks)])
 

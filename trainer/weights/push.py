@@ -2,7 +2,7 @@
 
     pusher = Pusher(urls, token)                            # on rank 0
     version = pusher.prepare() + 1                          # the servers' highest version; waits until they are ready
-    pusher.push(version, engine.weights(), Proof(token_ids, logprobs))
+    pusher.push(version, engine.weights(), LogprobProof(token_ids, logprobs))
     pusher.finish()
 
 begin on every replica -> every file to every replica -> commit on every replica -> compare logprobs with the trainer's
@@ -78,7 +78,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise UsageError(f"tensor {name}: not every value is finite")
 
 
-def files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[File]:
+def safetensors_files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[File]:
     """Safetensors files of at most `limit` bytes of tensors, or of one tensor; created one at a time."""
     share: dict[str, Tensor] = {}
     size = 0
@@ -97,7 +97,7 @@ def _file(tensors: dict[str, Tensor]) -> File:
     return File(content, hashlib.sha256(content).hexdigest())
 
 
-class Proof(NamedTuple):
+class LogprobProof(NamedTuple):
     """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens except the first, at temperature 1.
 
     dtype: of the trainer's computation, in torch's name: `float32`, `bfloat16`.
@@ -201,7 +201,7 @@ class Replica:
         """Restore parts of its memory: `weights`, `kv_cache`; with both it generates again."""
         self._call("POST", "/weights/wake", {"parts": parts})
 
-    def prove(self, proof: Proof) -> Json:
+    def prove(self, proof: LogprobProof) -> Json:
         """`policy_version`, `dtype` and `logprobs` [T - 1] of the proof's prompt."""
         return self._call("POST", "/weights/proof", {"prompt_token_ids": list(proof.token_ids)})
 
@@ -393,7 +393,7 @@ class Pusher:
         self,
         version: int,
         weights: Mapping[str, Tensor],
-        proof: Proof,
+        proof: LogprobProof,
         before_proof: Callable[[], None] | None = None,
     ) -> Pushed:
         """Make every server serve these weights under this version, which is higher than all previous ones.
@@ -441,7 +441,9 @@ class Pusher:
                 versions[url] = int(replica.weights()["policy_version"])
         return versions
 
-    def admit(self, urls: Sequence[str], version: int, weights: Mapping[str, Tensor], proof: Proof) -> dict[str, str]:
+    def admit(
+        self, urls: Sequence[str], version: int, weights: Mapping[str, Tensor], proof: LogprobProof
+    ) -> dict[str, str]:
         """Push to these servers only, which no caller knows yet; the others keep what they serve.
 
         Returns the reason for each one that does not serve these weights now.
@@ -466,7 +468,7 @@ class Pusher:
         finally:
             replica.close()
 
-    def prove(self, proof: Proof, version: int | None = None) -> float:
+    def prove(self, proof: LogprobProof, version: int | None = None) -> float:
         """The mean difference between the servers' and the trainer's logprobs, of the worst server.
 
         Raises:
@@ -503,7 +505,7 @@ class Pusher:
                 self._transfer.connect(waiting)
             else:
                 assert self._files is not None
-                for file in self._ahead(files(tensors)):
+                for file in self._ahead(safetensors_files(tensors)):
                     self._files.send(file, waiting, self._on_all)
         except NgymError as error:
             self._on_all(waiting, Replica.give_up)
@@ -551,7 +553,7 @@ class Pusher:
             self._follow()
 
 
-def _check(answers: Mapping[Replica, Json], proof: Proof, version: int | None) -> float:
+def _check(answers: Mapping[Replica, Json], proof: LogprobProof, version: int | None) -> float:
     """The largest mean difference of these proofs. Raises as `Pusher.prove`."""
     differences = []
     for replica, answer in answers.items():

@@ -281,7 +281,7 @@ def _usage(result: RequestOutput, sampled: list[int], thinking: Parser | None) -
     }
 
 
-class Chat:
+class ChatHandler:
     """The handler of the model server's routes. ends: end-of-turn ids of this model."""
 
     def __init__(self, serving: OpenAIServingChat, ends: TurnEnds) -> None:

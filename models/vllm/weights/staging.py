@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
-from ngym.errors import MOST_NAME, BadRequest, ConfigError, ServiceError, cut
+from ngym.errors import MOST_NAME, BadRequest, ConfigError, ServiceError, shorten
 from ngym.files.atomic import file_digest
 
 if TYPE_CHECKING:
@@ -292,11 +292,11 @@ def named(path: str, root: Path | None) -> Path:
         is_file = file.is_file()
     except (OSError, RuntimeError) as error:  # a name that is too long, or a loop of links
         reason = error.strerror if isinstance(error, OSError) else error
-        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is not a valid path: {reason}") from None
+        raise BadRequest(f"field 'path': {shorten(path, MOST_NAME)} is not a valid path: {reason}") from None
     if not file.is_relative_to(root):
-        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is not under this server's weights_root {root}")
+        raise BadRequest(f"field 'path': {shorten(path, MOST_NAME)} is not under this server's weights_root {root}")
     if not is_file:
-        raise BadRequest(f"field 'path': there is no file {cut(str(file), MOST_NAME)}")
+        raise BadRequest(f"field 'path': there is no file {shorten(str(file), MOST_NAME)}")
     return file
 
 

@@ -16,12 +16,12 @@ import click
 import orjson
 
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_TRY_AGAIN
+from ngym.collect.collection_files import CollectionFiles, CollectionPaths, CollectionSettings, RunRecord, check_places
 from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
-from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
-from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
-from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, planned
+from ngym.collect.display import ProgressDisplay, ProgressMeter, as_json, display, files, first_failures, tables
+from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, plan_rollouts
 from ngym.collect.rollout_rows import TokenFormat
-from ngym.collect.run import Gate, Limits
+from ngym.collect.rollout_scheduler import CollectionLimits, Gate
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import NgymError, UsageError
@@ -35,7 +35,7 @@ from ngym.runtime.live_region import clock, harmless, is_live
 from ngym.schema import Json, RolloutKey
 from ngym.supervise.display import told
 from ngym.supervise.head_file import head_of, token_of
-from ngym.supervise.service import State
+from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry import tracing
@@ -107,8 +107,8 @@ class Options:
         return CollectionPlan(self.agent, self.repeats, self.limit, params, self.seed, _mapping(self.mapped))
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.concurrency, self.timeout, self.max_attempts)
+    def limits(self) -> CollectionLimits:
+        return CollectionLimits(self.concurrency, self.timeout, self.max_attempts)
 
 
 def _setting(text: str) -> tuple[str, object]:
@@ -165,8 +165,8 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
     check_places(options.output, options.inputs)
     earlier = _earlier(options)
     if options.resume and (earlier.done or earlier.failed):
-        source = Source(options.inputs, options.recipe, options.token_format, known.services)
-        RunRecord.resumed(Paths.beside(options.output).run, source, options.output)
+        source = CollectionSettings(options.inputs, options.recipe, options.token_format, known.services)
+        RunRecord.resumed(CollectionPaths.beside(options.output).run, source, options.output)
     plan = _planned(options, known, earlier if options.resume else Earlier())
     needed = sorted(config.only(plan.agents).services) if config else None
     if options.as_json:
@@ -178,7 +178,7 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
 
 
 def _earlier(options: Options) -> Earlier:
-    paths, earlier = Paths.beside(options.output), Earlier()
+    paths, earlier = CollectionPaths.beside(options.output), Earlier()
     for path in (paths.output, paths.failures):
         for line in read(path) if path.is_file() else ():
             if not line.complete:
@@ -202,7 +202,7 @@ def _key(row: Json) -> RolloutKey | None:
 
 def _planned(options: Options, known: Discovered, earlier: Earlier) -> Plan:
     plan: Plan | None = None
-    for rollout in planned(input_rows(options.inputs, options.recipe, known.agents), options.recipe):
+    for rollout in plan_rollouts(input_rows(options.inputs, options.recipe, known.agents), options.recipe):
         plan = plan or Plan(rollout, Counter(), set(), 0, 0)
         plan.agents[rollout.agent] += 1
         plan.tasks.add(rollout.key[:2])
@@ -298,12 +298,14 @@ class Command:
         self._session: CollectionSession | None = None
         self._supervisor: Supervisor | None = None
         self._task: asyncio.Task[None] | None = None
-        self._on_state: Callable[[State], None] = lambda state: None
+        self._on_state: Callable[[ReplicaState], None] = lambda state: None
 
     def run(self, config: Config | None, launcher: ZygoteClient | None) -> int:
         options = self.options
-        source = Source(options.inputs, options.recipe, options.token_format, self.known.services)
-        store = Files(options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason))
+        source = CollectionSettings(options.inputs, options.recipe, options.token_format, self.known.services)
+        store = CollectionFiles(
+            options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason)
+        )
         session = self._session = CollectionSession(store, options.limits, self._gate, self._display, self._echo)
         try:
             self._prepare(store)
@@ -326,7 +328,7 @@ class Command:
             return EXIT_INTERRUPTED
         return EXIT_FAILED if store.aggregates.given_up else EXIT_DONE
 
-    def _prepare(self, store: Files) -> None:
+    def _prepare(self, store: CollectionFiles) -> None:
         options, live = self.options, is_live(self.stream)
         store.prepare(
             resume=options.resume,
@@ -373,7 +375,7 @@ class Command:
 
     @asynccontextmanager
     async def _reached(
-        self, store: Files, config: Config | None, launcher: ZygoteClient | None
+        self, store: CollectionFiles, config: Config | None, launcher: ZygoteClient | None
     ) -> AsyncIterator[ConnectedServices]:
         """The services: started here, or those of a running head."""
         if config is None:
@@ -406,7 +408,7 @@ class Command:
         self._on_state = lambda state: None
 
     @asynccontextmanager
-    async def _display(self, meter: Meter) -> AsyncIterator[Show]:
+    async def _display(self, meter: ProgressMeter) -> AsyncIterator[ProgressDisplay]:
         async with display(meter, self.stream, lost=self._interrupt) as show:
             self._on_state = lambda state: show.say(told(state))
             try:
@@ -414,7 +416,7 @@ class Command:
             finally:
                 self._on_state = lambda state: None
 
-    def _tell(self, store: Files, session: CollectionSession) -> None:
+    def _tell(self, store: CollectionFiles, session: CollectionSession) -> None:
         """Print the tables, the status and the files; nothing for a run that failed before its first outcome."""
         total, aggregates = store.progress.total, store.aggregates
         if session.status == "failed" and not session.outcomes:

@@ -78,7 +78,7 @@ def _export(options: Options, as_json: bool) -> int:
     import orjson
     from rich.console import Console
 
-    from ngym.export.run import as_object, export, table
+    from ngym.export.exporter import as_object, export, table
 
     started = time.monotonic()
     stream = sys.stderr if as_json else sys.stdout

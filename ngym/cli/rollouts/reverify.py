@@ -111,14 +111,14 @@ class Needs(NamedTuple):
 
 def _needs(config: Config, inputs: Sequence[Path], models: bool) -> Needs:
     from ngym.collect.plan import title
-    from ngym.validation import needed
+    from ngym.validation import config_for_scoring
 
     rows = Counter(row["agent_ref"]["name"] for row in _rows(inputs))
     if not rows:
         raise UsageError(f"{title(inputs)}: no rows in it")
     gyms = {agent: _gym(config, agent, title(inputs)) for agent in rows}
     remedy = "--models starts it, and asks it again"
-    return Needs(config, gyms, rows, needed(config, set(gyms.values()), models, remedy).services)
+    return Needs(config, gyms, rows, config_for_scoring(config, set(gyms.values()), models, remedy).services)
 
 
 def _show(needs: Needs, output: Path, as_json: bool) -> None:

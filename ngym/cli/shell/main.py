@@ -26,7 +26,7 @@ from click.shell_completion import get_completion_class
 from ngym import __version__
 from ngym.cli.shell.completion_names import overrides
 from ngym.errors import NgymError, UsageError
-from ngym.extras import needed
+from ngym.extras import missing_extra
 from ngym.runtime.event_loop import EXIT_INTERRUPTED, ignore_interrupts, leave
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN = 0, 1, 2, 75
@@ -75,7 +75,7 @@ def ended(run: Callable[[], object], name: str) -> int:
             f"{name}: out of memory: give it more (ulimit -v, the container's limit), or less to read", EXIT_FAILED
         )
     except ModuleNotFoundError as error:
-        told = needed(error, name)
+        told = missing_extra(error, name)
         return _say(told, EXIT_USAGE) if told else _unexpected(error, name)
     except Exception as error:  # noqa: BLE001 (every error is reported)
         return _unexpected(error, name)

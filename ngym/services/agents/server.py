@@ -248,7 +248,7 @@ def _rollout(request: Request, params: Any, request_bytes: int) -> RolloutContex
     context = context_of(request)
     here = request_context.current.get()
     if here.rollout_id is None:
-        here = request_context.begin(secrets.token_hex(16))._replace(deadline=here.deadline)
+        here = request_context.new_correlation(secrets.token_hex(16))._replace(deadline=here.deadline)
         request_context.current.set(here)
     state = request.app.state.agent_state
     return RolloutContext(context, cast(str, here.rollout_id), _beginning(params, context), state, request_bytes)

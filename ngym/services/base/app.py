@@ -35,8 +35,8 @@ from ngym.errors import (
     Problem,
     ServiceError,
     ToolError,
-    cut,
     refused,
+    shorten,
 )
 from ngym.net import request_context
 from ngym.net.json_limits import CALL_BYTES
@@ -344,7 +344,7 @@ async def _service_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = cut(request.url.path, MOST_NAME)
+    path = shorten(request.url.path, MOST_NAME)
     told = ServiceError(f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code)
     response = _problem(request, told)
     response.headers.update(error.headers or {})  # the allowed methods
@@ -364,11 +364,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """Validation errors of a route that an author wrote with FastAPI's own decorators."""
     assert isinstance(error, RequestValidationError)
     wrong = (Problem(".".join(map(str, one["loc"])), str(one["msg"])) for one in error.errors())
-    return _problem(request, refused(wrong, cut(request.url.path, MOST_NAME)))
+    return _problem(request, refused(wrong, shorten(request.url.path, MOST_NAME)))
 
 
 async def _no_memory(request: Request, error: Exception) -> Response:
-    path = cut(request.url.path, MOST_NAME)
+    path = shorten(request.url.path, MOST_NAME)
     return _problem(request, NotReady(f"{path}: there is not enough memory for this request now"))
 
 

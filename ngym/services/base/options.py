@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from ngym.config.yaml_tree import Tree, parse
+from ngym.config.yaml_tree import ConfigTree, parse
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
@@ -87,7 +87,7 @@ def parse_options(
 
     root: the folder of the config file.
     """
-    tree = Tree(dict(values), lines, root, default_where=where)
+    tree = ConfigTree(dict(values), lines, root, default_where=where)
     options = parse(model, tree)
     services = list(services)
     references = {name: getattr(options, name) for name, info in model.model_fields.items() if _is_reference(info)}

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails, SchemaValidator
 from starlette.requests import Request
 
 from ngym.did_you_mean import nearest
-from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, cut, refused
+from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, refused, shorten
 from ngym.net.json_limits import (
     LOOP_BYTES,
     MAX_DEPTH,
@@ -88,7 +88,7 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     request.scope[BODY_BYTES] = len(raw)
     context = getattr(request.app.state, "context", None)
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
-    args = raw, cut(request.scope["path"], MOST_NAME), own or most_weight
+    args = raw, shorten(request.scope["path"], MOST_NAME), own or most_weight
     return parsed(*args) if len(raw) <= LOOP_BYTES else await by_size(len(raw), parsed, *args)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Self
 from prometheus_client import CollectorRegistry, Counter
 
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.extras import needed
+from ngym.extras import missing_extra
 from ngym.net.auth import Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of
 from ngym.net.connection_limits import Server, server_config
 from ngym.net.tls import trust
@@ -34,7 +34,7 @@ from ngym.schema import Kind
 from ngym.services.base.app import load
 from ngym.services.base.options import ServiceContext, ServiceOptions, parse_options
 from ngym.telemetry import tracing
-from ngym.telemetry.log_format import Form, Redactor, begin, say, secrets_in
+from ngym.telemetry.log_format import Form, Redactor, configure_logging, say, secrets_in
 
 log = logging.getLogger("ngym.services")
 MARKS_S = 0.05
@@ -192,7 +192,7 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG, EXIT_REFUSED
     or 1.
     """
-    begin(spec.name, spec.logs)
+    configure_logging(spec.name, spec.logs)
     try:
         module = load(Path(spec.app_file))
         options = check(spec, module)
@@ -206,7 +206,7 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
         say(str(error), spec.name, spec.logs)
         return EXIT_REFUSED if isinstance(error, UsageError) else 1
     except ModuleNotFoundError as error:
-        told = needed(error, f"service {spec.name!r}")
+        told = missing_extra(error, f"service {spec.name!r}")
         if told is None:
             raise
         say(f"{spec.where}: {told}", spec.name, spec.logs)

@@ -37,7 +37,7 @@ from ngym.services.gym.sessions import (
     session_id_of,
     set_task,
 )
-from ngym.services.gym.tools import Author, check_reward_type, inspected, of_function, offer
+from ngym.services.gym.tools import Author, check_reward_type, inspected, of_function, register_tool
 from ngym.stats.score_summary import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
@@ -327,7 +327,7 @@ def gym_server(
     if verify_group is not None:
         _add_group_route(app, inspected(verify_group, VerifyGroup), rewarded, reward_range)
     for tool in tools:
-        offer(app, of_function(tool))
+        register_tool(app, of_function(tool))
     return app
 
 

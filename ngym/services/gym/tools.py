@@ -19,7 +19,7 @@ from fastapi.params import Depends
 from pydantic import BaseModel, Field, PydanticUserError, TypeAdapter, create_model
 from starlette.responses import Response
 
-from ngym.errors import BadRequest, ConfigError, ServiceError, ToolError, UpstreamError, boundary, place
+from ngym.errors import BadRequest, ConfigError, ServiceError, ToolError, UpstreamError, boundary, source_location
 from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
@@ -111,7 +111,7 @@ class Author(NamedTuple):
         return await in_thread(partial(self.call, **given))  # a plain function may block, which the event loop must not
 
 
-def offer(app: FastAPI, tool: Tool) -> None:
+def register_tool(app: FastAPI, tool: Tool) -> None:
     """Add a tool to a gym server: in GET /tools, at POST /<its name> and over MCP."""
     name, schema = tool.described["name"], tool.described["parameters"]
     app.state.tools.append(tool.described)
@@ -159,7 +159,9 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
     if request.headers.get(TOOL_ERRORS_HEADER) == "show":
         return ToolError(error.detail)
     if error.status < 500 and not error.retryable and not isinstance(error, UpstreamError):
-        error.detail += f"{place(error)} (the model reads a ToolError; {type(error).__name__} fails the rollout)"
+        error.detail += (
+            f"{source_location(error)} (the model reads a ToolError; {type(error).__name__} fails the rollout)"
+        )
     session.failure = copy.copy(error)  # without its traceback, which would keep the request alive
     return error
 

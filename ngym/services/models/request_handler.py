@@ -27,7 +27,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from ngym.convert import finish_reason, sse, usage_from_chat
-from ngym.errors import MOST_NAME, BadRequest, NotFound, ServiceError, boundary, cut
+from ngym.errors import MOST_NAME, BadRequest, NotFound, ServiceError, boundary, shorten
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, by_size, fitted
 from ngym.rollout import ModelCall as CallTokens
@@ -38,7 +38,7 @@ from ngym.services.base.middleware import Admission, EventStream, Handler, whole
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import ApiDialect, Native
-from ngym.services.models.token_capture import Captures, ModelCall, Question, Respond, Stream, take_seen
+from ngym.services.models.token_capture import Captures, ModelCall, PendingCall, Respond, Stream, take_seen
 from ngym.telemetry import tracing
 
 MAX_RESPONSES = 20_000
@@ -354,7 +354,7 @@ class ActiveCall(NamedTuple):
     native: Json
     call: ModelCall
     told: Call
-    question: Question | None
+    question: PendingCall | None
     stored: bytes | None
 
 
@@ -545,7 +545,7 @@ def _model_name(body: Json, context: ServiceContext) -> str:
     name = str(body.get("model") or options.model)
     if not options.any_model_name and name not in (options.model, context.name):
         wrong = [{"field": "model", "message": "another model is served here"}]
-        detail = f"there is no model {cut(name, MOST_NAME)!r} here, only {options.model!r}; any_model_name: true accepts every name"
+        detail = f"there is no model {shorten(name, MOST_NAME)!r} here, only {options.model!r}; any_model_name: true accepts every name"
         raise NotFound(detail, extra={"errors": wrong, "code": "model_not_found"})
     return name
 

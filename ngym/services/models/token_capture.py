@@ -264,7 +264,7 @@ class _Rollout:
         return list({id(call.segment): call.segment for call in self.calls if call.segment.ids}.values())
 
 
-class Question(NamedTuple):
+class PendingCall(NamedTuple):
     """A call in progress: its rollout, its start, the conversation before it, and the call that it continues."""
 
     rollout_id: str
@@ -303,7 +303,7 @@ class Captures:
         self._rollouts.clear()
         self._tokens = 0
 
-    def ask(self, rollout_id: str, request: Json, *, repeated: bool) -> Question:
+    def ask(self, rollout_id: str, request: Json, *, repeated: bool) -> PendingCall:
         """Begin a call.
 
         request: the native one. repeated: the client says that it sent this before.
@@ -311,17 +311,17 @@ class Captures:
         began, so_far = time.monotonic(), said(request)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            return Question(rollout_id, began, so_far, None, None, repeated)
+            return PendingCall(rollout_id, began, so_far, None, None, repeated)
         for turn in reversed(so_far.turns):
             call = rollout.by_answer.get(turn.digest)
             if call is not None:
                 ids = call.segment.ids
                 goes_on = bool(so_far.unfinished) and turn is so_far.turns[-1]
                 seen = SeenCall(turn.place, ids[: call.start].tolist(), ids[call.start : call.end].tolist(), goes_on)
-                return Question(rollout_id, began, so_far, call, seen, repeated)
-        return Question(rollout_id, began, so_far, None, None, repeated)
+                return PendingCall(rollout_id, began, so_far, call, seen, repeated)
+        return PendingCall(rollout_id, began, so_far, None, None, repeated)
 
-    def keep(self, question: Question, answer: Json, tokens: CallTokens, usage: Json | None) -> None:
+    def keep(self, question: PendingCall, answer: Json, tokens: CallTokens, usage: Json | None) -> None:
         """Capture the answer, native and with token data. tokens: empty for a conversation that did not fit."""
         rollout = self._rollouts.pop(question.rollout_id, None) or _Rollout()
         self._rollouts[question.rollout_id] = rollout
@@ -381,7 +381,7 @@ class Captures:
             self._forgotten.labels(why).inc()
 
 
-def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
+def _placed(question: PendingCall, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
     """Put the call in the segment that it continues, if its prompt begins with all ids of that, else in a new one."""
     continues = question.continues
     prompt = array("I", tokens.prompt_token_ids)

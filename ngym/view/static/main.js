@@ -4,14 +4,14 @@ import { comparePage } from "./compare.js";
 import { keepToken, openApi, takeToken } from "./data.js";
 import { button, clear, el, link } from "./dom.js";
 import { listenForKeys, pageKeys, toggleHelp } from "./keys.js";
-import { followRuns } from "./live.js";
+import { followRuns } from "./run_list_feed.js";
 import { rolloutPage } from "./rollout.js";
 import { goInPlace, hrefOf, parseHash } from "./router.js";
 import { runPage } from "./run.js";
 import { homeOf, runsPage } from "./runs.js";
 import { safeLine } from "./safetext.js";
 import { themeButton } from "./theme.js";
-import { render } from "./training.js";
+import { render } from "./training/page.js";
 
 const TOLD_MS = 5000;
 const crumbLine = el("nav", { class: "crumbs", "aria-label": "Where you are" });

@@ -4,7 +4,7 @@ import { clear, el, link } from "./dom.js";
 import { Figures } from "./figures.js";
 import { filterBox } from "./filter.js";
 import { formatCount, formatPercent, plural } from "./format.js";
-import { isIndexing } from "./live.js";
+import { isIndexing } from "./run_list_feed.js";
 import { go, goInPlace, hrefOf } from "./router.js";
 import { compareChoice, laterRun, quickFilters, runTabs, shareButton } from "./runbar.js";
 import { safeLine } from "./safetext.js";

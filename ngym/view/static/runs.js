@@ -1,7 +1,7 @@
 // The list of open runs, one line each; a single one is opened at once.
 import { clear, columnTable, el, link } from "./dom.js";
 import { formatBytes, formatCount, formatNumber, formatPercent } from "./format.js";
-import { isIndexing } from "./live.js";
+import { isIndexing } from "./run_list_feed.js";
 import { go, hrefOf } from "./router.js";
 import { safeLine } from "./safetext.js";
 

@@ -1,10 +1,10 @@
 // The controls: which runs, which charts, and how they are drawn; kept in the address, so that it can be shared.
-import { button, el, released } from "./dom.js";
-import { formatNumber } from "./format.js";
-import { hrefOf } from "./router.js";
-import { safeLine } from "./safetext.js";
-import { remember, remembered } from "./theme.js";
-import { trainingSwatch } from "./training_tables.js";
+import { button, el, released } from "../dom.js";
+import { formatNumber } from "../format.js";
+import { hrefOf } from "../router.js";
+import { safeLine } from "../safetext.js";
+import { remember, remembered } from "../theme.js";
+import { trainingSwatch } from "./tables.js";
 
 const TRAINING_TABS = [["charts", "Charts"], ["values", "Last values"], ["config", "Configuration"], ["samples", "Sample rollouts"]];
 const TRAINING_MOST_AT_FIRST = 8; // runs that are shown without being asked for

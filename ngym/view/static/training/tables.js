@@ -1,10 +1,10 @@
 // The tables below the charts: last values, differences of the recipes, and rollouts of a step.
-import { el, folded, link } from "./dom.js";
-import { DASH, formatNumber, isNumber } from "./format.js";
-import { hrefOf } from "./router.js";
-import { prettyJson, safeLine, safeText } from "./safetext.js";
-import { trainingDuration, trainingNumber } from "./training_axes.js";
-import { trainingGroups } from "./training_groups.js";
+import { el, folded, link } from "../dom.js";
+import { DASH, formatNumber, isNumber } from "../format.js";
+import { hrefOf } from "../router.js";
+import { prettyJson, safeLine, safeText } from "../safetext.js";
+import { trainingDuration, trainingNumber } from "./axes.js";
+import { trainingGroups } from "./chart_groups.js";
 
 const TRAINING_OFFERED = 24; // steps of a run whose rollouts are offered
 

@@ -1,10 +1,10 @@
 // The values of a step: the box beside the pointer, and the bar of the selected step.
-import { button, clear, el } from "./dom.js";
-import { formatNumber } from "./format.js";
-import { safeLine } from "./safetext.js";
-import { trainingDuration, trainingNumber } from "./training_axes.js";
-import { trainingLowerBound } from "./training_data.js";
-import { heldOutLink, sampleLink, trainingSwatch } from "./training_tables.js";
+import { button, clear, el } from "../dom.js";
+import { formatNumber } from "../format.js";
+import { safeLine } from "../safetext.js";
+import { trainingDuration, trainingNumber } from "./axes.js";
+import { trainingLowerBound } from "./run_data.js";
+import { heldOutLink, sampleLink, trainingSwatch } from "./tables.js";
 
 /** The values of all runs at x, the highest first; of a smoothed line also the value itself. */
 export function trainingTip(lines, x, view) {

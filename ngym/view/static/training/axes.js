@@ -1,6 +1,6 @@
 // Axes of a canvas: the position of a value, and the labels.
-import { formatCount, formatNumber } from "./format.js";
-import { extent, ticks } from "./scale.js";
+import { formatCount, formatNumber } from "../format.js";
+import { extent, ticks } from "../scale.js";
 
 export const TRAINING_PAD = { left: 48, right: 12, top: 8, bottom: 22 };
 const TRAINING_DIGIT_PX = 6.2; // the width of a digit in this font

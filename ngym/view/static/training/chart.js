@@ -1,7 +1,7 @@
 // One chart: a canvas that is drawn only while it is near the screen, a crosshair above it, a zoom by dragging.
-import { button, clear, el } from "./dom.js";
-import { safeLine } from "./safetext.js";
-import { TRAINING_PAD, paintTrainingAxes, trainingNumber, trainingPlan } from "./training_axes.js";
+import { button, clear, el } from "../dom.js";
+import { safeLine } from "../safetext.js";
+import { TRAINING_PAD, paintTrainingAxes, trainingNumber, trainingPlan } from "./axes.js";
 
 const TRAINING_DRAG_PX = 6;
 

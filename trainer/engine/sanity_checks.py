@@ -127,7 +127,7 @@ class NotFinite(NgymError):
     """The loss, the gradient or the weights are not finite, or the network no longer depends on its input."""
 
 
-class Guard:
+class NanGuard:
     """Counts the skipped optimizer steps, and checks the weights after the others.
 
     skipping: the last step was skipped, so the weights before it may be at fault.

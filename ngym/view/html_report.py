@@ -11,6 +11,7 @@ from hashlib import sha256
 from html import escape
 from itertools import chain, combinations, islice, zip_longest
 from pathlib import Path
+from posixpath import dirname, join, normpath
 from typing import NamedTuple
 
 import orjson
@@ -22,16 +23,16 @@ from ngym.schema import Json
 from ngym.view import training
 from ngym.view.file_scanner import NoRollout, whole
 from ngym.view.index import row_name, row_seq
-from ngym.view.runs import Opened, RolloutRun
+from ngym.view.runs import OpenedRuns, RolloutRun
 from ngym.view.stats import compare
 
 ENTRY = "main.js"
-_IMPORT = re.compile(r'import (?:{[^}]*} from )?"\./([\w.-]+)";')
+_IMPORT = re.compile(r'import (?:{[^}]*} from )?"(\.{1,2}/[\w./-]+)";')
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|let|class)\b)", re.MULTILINE)
 _OTHER = re.compile(r"^\s*(?:import|export)\b.*$|\bimport\(", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:async )?(?:function\*?|const|let|class) (\w+)", re.MULTILINE)
-_STYLE = re.compile(r'<link rel="stylesheet" href="/static/([\w.-]+)">\n?')
-_SCRIPT = re.compile(r'<script type="module" src="/static/[\w.-]+"></script>')
+_STYLE = re.compile(r'<link rel="stylesheet" href="/static/([\w./-]+)">\n?')
+_SCRIPT = re.compile(r'<script type="module" src="/static/[\w./-]+"></script>')
 _TITLE = re.compile(r"<title>[^<]*</title>")
 _POLICY_GOES = '<meta charset="utf-8">'
 MOST_LISTED = 5000  # rows of a run in the table
@@ -44,7 +45,7 @@ def bundle(folder: Path, data: bytes, title: str) -> bytes:
     """A page that needs no server and no network, and loads nothing.
 
     Args:
-        folder: index.html, its styles, and modules that import each other by name.
+        folder: index.html, its styles, and modules, also in subfolders, that import each other by relative path.
         data: JSON for `#ngym-data`.
     """
     page = (folder / "index.html").read_text(encoding="utf-8")
@@ -71,7 +72,8 @@ def joined(folder: Path) -> str:
     Raises:
         ValueError: what the modules say cannot be joined; tests keep them so that it can.
     """
-    modules = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.js"))}
+    files = sorted(folder.rglob("*.js"))
+    modules = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in files}
     order: dict[str, None] = {}
     _visit(ENTRY, modules, order, ())
     text = "\n".join(_bare(name, modules[name]) for name in order)
@@ -87,7 +89,8 @@ def joined(folder: Path) -> str:
 def _visit(name: str, modules: Mapping[str, str], order: dict[str, None], above: tuple[str, ...]) -> None:
     if name in above:
         raise ValueError(f"modules import each other in a circle: {' -> '.join([*above, name])}")
-    for imported in _IMPORT.findall(modules[name]):
+    for path in _IMPORT.findall(modules[name]):
+        imported = normpath(join(dirname(name), path))
         if imported not in order:
             _visit(imported, modules, order, (*above, name))
     order[name] = None
@@ -107,7 +110,7 @@ def _digest(text: str) -> str:
 STATIC = Path(__file__).parent / "static"
 
 
-class Packed(NamedTuple):
+class ReportData(NamedTuple):
     """The contents of the report. of: the rollouts that match the filter; left_out: did not fit, or are not JSON."""
 
     full: int
@@ -118,8 +121,8 @@ class Packed(NamedTuple):
 
 
 def export(
-    shown: Opened, output: Path, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
-) -> Packed:
+    shown: OpenedRuns, output: Path, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+) -> ReportData:
     """Write the report; returns what is in it.
 
     Args:
@@ -135,8 +138,8 @@ def export(
 
 
 def report(
-    shown: Opened, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
-) -> tuple[bytes, Packed]:
+    shown: OpenedRuns, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+) -> tuple[bytes, ReportData]:
     """The report as a page; the arguments and errors are those of `export`."""
     room = Room(MOST_BYTES)
     packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
@@ -158,7 +161,7 @@ def report(
     packed["runs"] = shown.as_json()
     packed["training"] = _training(shown)
     page = _page(packed, title)
-    return page, Packed(full, listed, of, room.refused, len(page))
+    return page, ReportData(full, listed, of, room.refused, len(page))
 
 
 def single(run: RolloutRun, row: str, title: str) -> bytes:
@@ -230,7 +233,7 @@ def _found(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
         tick(f"{run.name}: looking for the text, {page.scanned:.0%}")
 
 
-def _contrasts(shown: Opened, compared: dict[str, Json], count: int) -> dict[str, list[str]]:
+def _contrasts(shown: OpenedRuns, compared: dict[str, Json], count: int) -> dict[str, list[str]]:
     """Of the tasks on which two runs differ most, what their page opens with: the best of one and the worst of the other."""
     found: dict[str, list[str]] = {id: [] for id in shown.rollouts}
     for names, comparison in compared.items():
@@ -300,7 +303,7 @@ def _listed(run: RolloutRun, q: str, chosen: Sequence[str]) -> list[Json]:
     return run.rows.rows(seqs)
 
 
-def _training(shown: Opened) -> Json | None:
+def _training(shown: OpenedRuns) -> Json | None:
     """As the page's calls answer it."""
     if not shown.training:
         return None

@@ -1,6 +1,6 @@
 // One metric of several runs as lines: at most four points for each pixel, and where it holds many, their mean upon their range.
-import { trainingShows } from "./training_axes.js";
-import { trainingLowerBound, trainingNearestRow, trainingRowAt, trainingSmoothed } from "./training_data.js";
+import { trainingShows } from "./axes.js";
+import { trainingLowerBound, trainingNearestRow, trainingRowAt, trainingSmoothed } from "./run_data.js";
 
 const TRAINING_FEW = 40; // points that are marked each
 const TRAINING_DENSE = 4; // values of a pixel from which on their mean is drawn

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
 from ngym.files.atomic import write_whole
-from ngym.plot.runs import Axis, History, Run, Series, by_seed
+from ngym.plot.runs import Axis, History, PlottedRun, Series, by_seed
 from ngym.rollout import printable
 from ngym.runtime.live_region import duration
 from ngym.schema import Json
@@ -128,7 +128,7 @@ class Curve(NamedTuple):
         return {"run": self.run, "metric": self.metric, "x": by, "points": points, **band}
 
 
-def curves(runs: Sequence[Run], patterns: Sequence[str], by: Axis, smooth: float, band: bool) -> list[Curve]:
+def curves(runs: Sequence[PlottedRun], patterns: Sequence[str], by: Axis, smooth: float, band: bool) -> list[Curve]:
     """The curves by metric, then by run. patterns: of metrics; without any, those of `telling`.
 
     Raises:
@@ -187,7 +187,7 @@ class Bin(NamedTuple):
     share: float
 
 
-def calibrations(runs: Sequence[Run]) -> dict[str, list[Bin]]:
+def calibrations(runs: Sequence[PlottedRun]) -> dict[str, list[Bin]]:
     """Of each run the bins of its last evaluation, by confidence.
 
     Raises:
@@ -217,7 +217,7 @@ def reliability_panel(found: Mapping[str, Sequence[Bin]]) -> Panel:
     return Panel("accuracy on held-out rows", [*lines, diagonal], x=CONFIDENCE, y_range=(0, 1.02))
 
 
-def _of_group(metric: str, group: Sequence[Run], by: Axis) -> Series:
+def _of_group(metric: str, group: Sequence[PlottedRun], by: Axis) -> Series:
     found = [run.history.series(metric, by) for run in group]
     return found[0] if len(found) == 1 else together(metric, [series for series in found if series.x])
 

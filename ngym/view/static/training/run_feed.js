@@ -1,5 +1,5 @@
 // Reads the training runs and their metrics piece by piece, and again while the page is visible.
-import { TrainingRunData } from "./training_data.js";
+import { TrainingRunData } from "./run_data.js";
 
 const TRAINING_EVERY_MS = 2000;
 const TRAINING_IDLE_MS = 15_000; // where no run grows: one may be resumed

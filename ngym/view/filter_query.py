@@ -78,7 +78,7 @@ class WrongFilter(ServiceError):
     title = "The filter is not valid"
 
 
-class Sought(NamedTuple):
+class TextCondition(NamedTuple):
     """A text to look for in the whole row. wanted: whether it has to be there, or must not."""
 
     text: str
@@ -91,7 +91,7 @@ class Query:
 
     where: str
     parameters: tuple[Any, ...]
-    texts: tuple[Sought, ...]
+    texts: tuple[TextCondition, ...]
 
 
 def parse(text: str, fields: Collection[str] = ()) -> Query:
@@ -108,13 +108,13 @@ def parse(text: str, fields: Collection[str] = ()) -> Query:
         raise WrongFilter("the filter is not UTF-8")
     conditions: list[str] = []
     parameters: list[Any] = []
-    texts: list[Sought] = []
+    texts: list[TextCondition] = []
     for term in _terms(text):
         bare = term.removeprefix("-")
         wanted = bare == term
         named = None if bare.startswith('"') else _NAMED.fullmatch(bare)
         if named is None:
-            texts.append(Sought(_unquoted(bare, term), wanted))
+            texts.append(TextCondition(_unquoted(bare, term), wanted))
             continue
         condition, values = _condition(term, named["name"], named["sign"], named["value"], fields)
         conditions.append(f"({condition}) IS {'' if wanted else 'NOT '}TRUE")
@@ -294,11 +294,11 @@ class Search:
         self._moment_s = moment_s
         self._epoch: int | None = None
         self._texts: OrderedDict[str, _Text] = OrderedDict()
-        self._asked: tuple[Sequence[int], Sequence[Sought]] | None = None
+        self._asked: tuple[Sequence[int], Sequence[TextCondition]] | None = None
         self._unknown: Sequence[int] = ()  # of what was asked, in the order of the file
         self._looked_at = 0  # of these
 
-    def among(self, candidates: Sequence[int], sought: Sequence[Sought], epoch: int) -> Found:
+    def among(self, candidates: Sequence[int], sought: Sequence[TextCondition], epoch: int) -> Found:
         """The candidates (rows by seq) that have, or have not, these texts, as far as a moment is enough to tell.
 
         Args:

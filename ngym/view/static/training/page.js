@@ -1,12 +1,12 @@
 // The training page: live curves, last values, differences of the recipes, and rollouts of a step.
-import { clear, el, released } from "./dom.js";
-import { plural } from "./format.js";
-import { safeLine } from "./safetext.js";
-import { TrainingBoard } from "./training_board.js";
-import { TrainingSettings, trainingControls } from "./training_controls.js";
-import { TrainingFeed } from "./training_feed.js";
-import { trainingStepBar } from "./training_step.js";
-import { configTable, lastValuesTable, samplesList } from "./training_tables.js";
+import { clear, el, released } from "../dom.js";
+import { plural } from "../format.js";
+import { safeLine } from "../safetext.js";
+import { TrainingBoard } from "./chart_board.js";
+import { TrainingSettings, trainingControls } from "./controls.js";
+import { TrainingFeed } from "./run_feed.js";
+import { trainingStepBar } from "./step_values.js";
+import { configTable, lastValuesTable, samplesList } from "./tables.js";
 
 const NO_RUNS = "No training run is open here. Give ng_view a folder that ng_train wrote: it holds metrics.jsonl.";
 

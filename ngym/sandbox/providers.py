@@ -21,7 +21,7 @@ class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Local(_Options):
+class LocalOptions(_Options):
     """Options of LocalSandbox. `auto` uses the strongest tier that works; a named tier is required."""
 
     provider: Literal["local"] = Field("local", description="Run programs on this machine.")
@@ -30,7 +30,7 @@ class Local(_Options):
     preload: tuple[str, ...] = Field(PRELOAD, description="Modules that are imported before a program begins.")
 
 
-class Docker(_Options):
+class DockerOptions(_Options):
     """Options of DockerSandbox; `gvisor` is Docker with `--runtime runsc`."""
 
     provider: Literal["docker", "gvisor"] = Field(description="Run programs in containers.")
@@ -38,14 +38,14 @@ class Docker(_Options):
     slots: int = Field(4, ge=1, description="Concurrent containers.")
 
 
-class Remote(_Options):
+class RemoteOptions(_Options):
     """Options of RemoteSandbox."""
 
     provider: Literal["remote"] = Field(description="Run programs on another machine.")
     url: str | list[str] = Field(description="URL of gym_servers/sandbox; several share the load.")
 
 
-class Own(BaseModel):
+class CustomOptions(BaseModel):
     """A Sandbox of the user's; all other keys are the keyword arguments of its constructor."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -82,10 +82,10 @@ def _tag(given: Any) -> str | None:
 
 
 SandboxOptions = Annotated[
-    Annotated[Local, Tag("local")]
-    | Annotated[Docker, Tag("docker")]
-    | Annotated[Remote, Tag("remote")]
-    | Annotated[Own, Tag("own")],
+    Annotated[LocalOptions, Tag("local")]
+    | Annotated[DockerOptions, Tag("docker")]
+    | Annotated[RemoteOptions, Tag("remote")]
+    | Annotated[CustomOptions, Tag("own")],
     Discriminator(
         _tag,
         custom_error_type="provider",
@@ -95,13 +95,13 @@ SandboxOptions = Annotated[
 ]
 
 
-def sandbox_of(options: Local | Docker | Remote | Own) -> Sandbox:
+def choose_sandbox(options: LocalOptions | DockerOptions | RemoteOptions | CustomOptions) -> Sandbox:
     """The sandbox of these options, not yet started."""
-    if isinstance(options, Own):
+    if isinstance(options, CustomOptions):
         return options.create()
-    if isinstance(options, Local):
+    if isinstance(options, LocalOptions):
         return LocalSandbox(options.tier, slots=options.slots, preload=options.preload)
-    if isinstance(options, Docker):
+    if isinstance(options, DockerOptions):
         runtime = "runsc" if options.provider == "gvisor" else None
         return DockerSandbox(options.image, runtime=runtime, slots=options.slots)
     return RemoteSandbox(*([options.url] if isinstance(options.url, str) else options.url))

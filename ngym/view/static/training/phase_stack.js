@@ -1,6 +1,6 @@
 // The phases of a step, stacked; the mean of the steps that share a pixel.
-import { trainingNearestRow, trainingSmoothed } from "./training_data.js";
-import { seenRows } from "./training_lines.js";
+import { trainingNearestRow, trainingSmoothed } from "./run_data.js";
+import { seenRows } from "./curves.js";
 
 const TRAINING_PLACES = 400; // for which the height is found
 

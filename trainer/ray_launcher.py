@@ -22,15 +22,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ngym.cluster.ray_placement import CHUNK_BYTES, RayPlacer, Remote, bundle, connect, in_group, of_actor, reserved
+from ngym.cluster.ray_placement import CHUNK_BYTES, RayPlacer, RayProcess, bundle, connect, in_group, of_actor, reserved
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
 from ngym.runtime.event_loop import unless
-from ngym.supervise.service import State, describe_exit
+from ngym.supervise.service import ReplicaState, describe_exit
 from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 from ngym.supervise.supervisor import Supervisor
 
-from .online.services import HEAD, config_for, needed, serving_options
+from .online.services import HEAD, config_for, config_for_agents, serving_options
 from .recipe.recipe import Recipe, TrainerOptions
 from .run_folder import RESOLVED
 from .train import agents_of, checked
@@ -94,7 +94,7 @@ class _Run:
         self._recipe, self._words = recipe, words
         self._first = ["--resume"] * resume + ["--overwrite"] * overwrite
         self._options = recipe.trainer or TrainerOptions()
-        self._ranks: list[Remote] = []
+        self._ranks: list[RayProcess] = []
         self._stopping = False
 
     async def run(self) -> Path:
@@ -145,7 +145,7 @@ class _Run:
             for index, actor in enumerate(actors):
                 own = {"RANK": str(index), "LOCAL_RANK": "0"}  # each sees only its own GPUs
                 pid = await actor.start.remote(words, shared | own, folder)
-                self._ranks.append(Remote(actor, pid, os.dup(1 if index == 0 else 2)))
+                self._ranks.append(RayProcess(actor, pid, os.dup(1 if index == 0 else 2)))
             return await _first_failure([rank.exit_code for rank in self._ranks])
         except RayError as error:
             _say(str(error).partition("\n")[0])
@@ -167,7 +167,7 @@ class _Run:
         agents = agents_of(self._recipe, live)
         config = config_for(live.config, live.policy, live.policy_app, serving_options(self._recipe))
         engine = RayPlacer(_say)
-        config = engine.reachable(needed(config, agents, live.policy))
+        config = engine.reachable(config_for_agents(config, agents, live.policy))
         async with Supervisor(config, _failures, engine=engine) as stack:
             _say(f"services ready after {stack.ready_after_s:.0f} s; status: {stack.head_url}")
             found = {HEAD: stack.head_url, ADMIN_TOKEN: stack.admin_token, RUN_TOKEN: stack.run_token or ""}
@@ -181,7 +181,7 @@ async def _first_failure(codes: Sequence[asyncio.Future[int]]) -> int:
     return 0
 
 
-def _failures(state: State) -> None:
+def _failures(state: ReplicaState) -> None:
     if state.status in ("restarting", "failed"):
         _say(f"{state.label}: {state.status} {state.detail}".rstrip())
 

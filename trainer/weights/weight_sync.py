@@ -1,12 +1,4 @@
-"""Publishes weights to the model servers, on separate or shared GPUs.
-
-        sampling   the servers hold weights and KV cache; the trainer's states are in host memory
-        training   the servers sleep; the trainer's states are back on the GPU
-        pushing    only the weights of the trainer and of the servers are on the GPU
-
-All ranks change phase together; rank 0 calls the servers. A server that restarted meanwhile is always awake, and waking
-it again changes nothing.
-"""
+"""Weight sync: counts the versions of the weights, and pushes each to the model servers that lack it."""
 
 from __future__ import annotations
 
@@ -19,53 +11,17 @@ from torch import Tensor
 from ngym.telemetry import tracing
 
 from ..data.samples import Sample, Segment
-from ..engine.distributed import barrier
 from ..engine.engine import Engine
 from ..model.packing import pack
 from ..recipe.recipe import Recipe
-from .push import AdapterShape, Proof, Pusher
+from .colocated_phases import ColocatedPhases
+from .push import AdapterShape, LogprobProof, Pusher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 PROMPT = "Tom has 37 coins and buys 58 more. How many coins does Tom have?"
-
-
-class Colocated:
-    """Switches between the phases of trainer and servers on shared GPUs.
-
-    Args:
-        pusher: for the servers, on rank 0; None elsewhere.
-    """
-
-    def __init__(self, engine: Engine, pusher: Pusher | None) -> None:
-        self._engine = engine
-        self._pusher = pusher
-
-    def train(self) -> None:
-        """Put the servers to sleep and load all states of the trainer."""
-        if self._pusher:
-            self._pusher.sleep()
-        barrier()
-        self._engine.reload()
-
-    def push(self) -> None:
-        """Make the weights available on both sides, so that they can be gathered here and loaded there."""
-        if self._pusher:
-            self._pusher.sleep()
-        barrier()
-        self._engine.offload(weights=False)
-        barrier()
-        if self._pusher:
-            self._pusher.wake("weights")
-
-    def sample(self) -> None:
-        """Offload the trainer and let the servers generate."""
-        self._engine.offload(weights=True)
-        barrier()
-        if self._pusher:
-            self._pusher.wake("weights", "kv_cache")
 
 
 class Membership(Protocol):
@@ -81,8 +37,8 @@ class Membership(Protocol):
         """Call `notice` while replicas wait, until cancelled."""
 
 
-class Publisher:
-    """Publishes the engine's weights. Every rank calls `publish`; rank 0 pushes.
+class WeightSync:
+    """Counts the weight versions, and syncs the servers to the engine's. Every rank calls `publish`; rank 0 pushes.
 
     Args:
         pusher: on rank 0; None elsewhere.
@@ -98,7 +54,7 @@ class Publisher:
         pusher: Pusher | None,
         probe: list[int],
         pushed: Callable[[], dict[str, Tensor]],
-        colocated: Colocated | None = None,
+        colocated: ColocatedPhases | None = None,
         membership: Membership | None = None,
     ) -> None:
         self.version = 0
@@ -137,7 +93,7 @@ class Publisher:
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
             logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()
-        proof = Proof(self._probe.segments[0].token_ids, logprobs, self._engine.dtype)
+        proof = LogprobProof(self._probe.segments[0].token_ids, logprobs, self._engine.dtype)
         weights = self._pushed()
         if self._pusher and not current:
             with tracing.span("push weights", "client") as span:

@@ -29,9 +29,18 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.plan import CollectionPlan, InputCheck, PlannedRollout, digest_of, input_rows, no_rows, planned, title
+from ngym.collect.plan import (
+    CollectionPlan,
+    InputCheck,
+    PlannedRollout,
+    digest_of,
+    input_rows,
+    no_rows,
+    plan_rollouts,
+    title,
+)
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, TokenFormat
-from ngym.collect.run import Gate, Limits, Run
+from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.errors import UsageError
 from ngym.files.atomic import WriteFailed, check_output, sync_folder, whole_file, write_whole
 from ngym.files.file_lock import open_held
@@ -49,7 +58,7 @@ TICK_S = 0.2
 
 
 @dataclass(frozen=True)
-class Source:
+class CollectionSettings:
     """The settings that a resumed run must share.
 
     Attributes:
@@ -113,7 +122,7 @@ class RunRecord:
         return cls(path, {"schema_version": SCHEMA_VERSION, "run_id": run_id, "sittings": []})
 
     @classmethod
-    def resumed(cls, path: Path, source: Source, output: Path) -> RunRecord:
+    def resumed(cls, path: Path, source: CollectionSettings, output: Path) -> RunRecord:
         """The record of the run that wrote `output`.
 
         Raises:
@@ -138,7 +147,7 @@ class RunRecord:
     def run_id(self) -> str:
         return str(self._content["run_id"])
 
-    def begin(self, source: Source, rollouts: int, command: list[str]) -> None:
+    def begin(self, source: CollectionSettings, rollouts: int, command: list[str]) -> None:
         """Note that a session begins; `rollouts` are in the plan."""
         self._content |= {
             "input": str(source.inputs[0]) if len(source.inputs) == 1 else list(map(str, source.inputs)),
@@ -201,7 +210,7 @@ def _now() -> str:
 NEW, OLD = ".new", ".old"
 
 
-class Paths(NamedTuple):
+class CollectionPaths(NamedTuple):
     """The paths of `out.jsonl` and of the files next to it, such as out_failures.jsonl."""
 
     output: Path
@@ -211,19 +220,19 @@ class Paths(NamedTuple):
     run: Path
 
     @classmethod
-    def beside(cls, output: Path) -> Paths:
+    def beside(cls, output: Path) -> CollectionPaths:
         def sibling(ending: str) -> Path:
             return output.with_name(output.stem + ending)
 
         siblings = ("_failures.jsonl", "_materialized_inputs.jsonl", "_aggregate_metrics.json", "_run.json")
         return cls(output, *map(sibling, siblings))
 
-    def named(self, ending: str) -> Paths:
+    def named(self, ending: str) -> CollectionPaths:
         """The same files with another ending: NEW or OLD. A link is followed, so that a rename stays on its file system."""
-        return Paths(*(Path(os.path.realpath(path) + ending) for path in self))
+        return CollectionPaths(*(Path(os.path.realpath(path) + ending) for path in self))
 
 
-def recover(paths: Paths) -> None:
+def recover(paths: CollectionPaths) -> None:
     """Complete an interrupted replacement, or remove the files of a collection that wrote no row.
 
     Raises:
@@ -244,7 +253,7 @@ def recover(paths: Paths) -> None:
         os.close(fd)
 
 
-def replace_files(paths: Paths) -> None:
+def replace_files(paths: CollectionPaths) -> None:
     """Rename the old files to `.old` and the new ones to their final names; safe to repeat after a kill at any point.
 
     Old files without a rollout do not take the place of `.old` files with rollouts.
@@ -268,7 +277,7 @@ def replace_files(paths: Paths) -> None:
         raise WriteFailed(f"{paths.output}: cannot be replaced: {error.strerror}; its rows are untouched") from error
 
 
-def discard(paths: Paths) -> None:
+def discard(paths: CollectionPaths) -> None:
     """Remove the `.new` files, the output first (see `recover`)."""
     for path in paths.named(NEW):
         path.unlink(missing_ok=True)
@@ -318,11 +327,11 @@ class Progress:
         return self.total - self.done - self.given_up
 
 
-class Files:
+class CollectionFiles:
     """The files of one collection, locked for this process. by: the field whose values form subsets of the metrics.
 
-    `Files(...)` locks; `prepare` checks the input and resumes or begins; `keep` appends; `finish` writes everything but
-    rows. With `overwrite` the old files are untouched until the first row is kept (see the module).
+    The constructor locks; `prepare` checks the input and resumes or begins; `keep` appends; `finish` writes everything
+    but rows. With `overwrite` the old files are untouched until the first row is kept (see the module).
 
     Raises:
         FileLocked, UsageError, WriteFailed: see RowLog.
@@ -331,13 +340,13 @@ class Files:
     def __init__(
         self,
         output: Path,
-        source: Source,
+        source: CollectionSettings,
         *,
         by: str | None = None,
         on_stall: Callable[[str | None], None] = lambda reason: None,
     ) -> None:
         check_places(output, source.inputs)
-        self.paths = Paths.beside(output)
+        self.paths = CollectionPaths.beside(output)
         self.source = source
         self.aggregates = Aggregates(by)
         self.progress = Progress()
@@ -403,9 +412,9 @@ class Files:
     def run_id(self) -> str:
         return self._record.run_id
 
-    def run(self, peers: Peers, limits: Limits, gate: Gate | None = None) -> Run:
+    def run(self, peers: Peers, limits: CollectionLimits, gate: Gate | None = None) -> RolloutScheduler:
         """The run whose outcomes go into these files: `run.outcomes(files.todo(...))`."""
-        return Run(
+        return RolloutScheduler(
             peers,
             limits,
             run_id=self.run_id,
@@ -421,7 +430,7 @@ class Files:
         Raises:
             UsageError: bad lines in the part of a large input that `prepare` has not read; all are named.
         """
-        plan = planned(input_rows(self.source.inputs, self.source.recipe), self.source.recipe)
+        plan = plan_rollouts(input_rows(self.source.inputs, self.source.recipe), self.source.recipe)
         for _, group in groupby(plan, lambda rollout: rollout.first):
             due = [rollout for rollout in group if not self._settled(rollout, max_attempts)]
             keys = tuple(rollout.key for rollout in due)
@@ -578,7 +587,7 @@ class Files:
         rows = input_rows(self.source.inputs, self.source.recipe, agents)
         try:
             with beside.open("wb") as file:
-                for rollout in planned(rows, self.source.recipe):
+                for rollout in plan_rollouts(rows, self.source.recipe):
                     file.write(orjson.dumps(rollout.row) + b"\n")
                     self._settle(rollout, max_attempts)
                     ticking(f"checking the input: {self.progress.total} rollouts")
@@ -610,7 +619,7 @@ class Files:
 def check_places(output: Path, inputs: Sequence[Path]) -> None:
     """Raise a UsageError if the output cannot be written there."""
     check_output(output)
-    paths = Paths.beside(output)
+    paths = CollectionPaths.beside(output)
     for written in (*paths, *paths.named(NEW), *paths.named(OLD)):
         if written.exists() and any(source.exists() and written.samefile(source) for source in inputs):
             of = (

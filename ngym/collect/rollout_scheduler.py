@@ -29,9 +29,9 @@ from ngym.collect.rollout_rows import (
     Outcome,
     Rollout,
     TokenFormat,
-    failed,
     failure_of,
-    rollout,
+    failure_row,
+    rollout_row,
     tell,
 )
 from ngym.errors import NgymError, ServiceError, boundary
@@ -273,7 +273,7 @@ class PendingGroups:
 
 
 @dataclass(frozen=True)
-class Limits:
+class CollectionLimits:
     """concurrency: rollouts in flight. timeout_s: of one attempt. max_attempts: for retryable failures.
 
     poll_s, give_up_s: interval of polling a service that is down, and the time after which the run fails.
@@ -291,8 +291,8 @@ async def _keep_nothing(outcome: Outcome) -> None:
     return None
 
 
-class Run:
-    """A collection in progress.
+class RolloutScheduler:
+    """Schedules the rollouts of a collection: concurrency, retries, outages.
 
     Args:
         keep: called with each outcome before it is yielded; returns when it is safe (a RowLog's append).
@@ -303,7 +303,7 @@ class Run:
     def __init__(
         self,
         peers: Peers,
-        limits: Limits,
+        limits: CollectionLimits,
         *,
         run_id: str,
         token_format: TokenFormat = "ng",
@@ -389,7 +389,7 @@ class Run:
                 await self.gate.opened()
                 began = asyncio.get_running_loop().time()
                 request_context.current.set(
-                    request_context.begin(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
+                    request_context.new_correlation(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
                 )
                 try:
                     rows = await group_rewards.verified_together(self._peers[agent].post, rows)
@@ -440,7 +440,7 @@ class Run:
         attempt = Attempt(
             planned, number, self.run_id, rollout_id, datetime.now(UTC).isoformat(timespec="milliseconds")
         )
-        request_context.current.set(request_context.begin(rollout_id, self._limits.timeout_s))
+        request_context.current.set(request_context.new_correlation(rollout_id, self._limits.timeout_s))
         with tracing.span("rollout", is_rollout=True) as span:
             outcome = await self._answered(attempt)
             tell(span, attempt, outcome)
@@ -459,11 +459,11 @@ class Run:
             answer = json_of(reply, planned.agent, "/run")
             await self._pickup.complete(planned.agent, rollout_id, answer, began)
             with boundary("agent_error", f"{planned.agent} answered /run with an invalid record"):
-                return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
+                return rollout_row(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:
             failure = failure_of(error, planned.agent)
             final = not failure["retryable"] or attempt.number + 1 >= limits.max_attempts
-            return failed(attempt, failure, final=final)
+            return failure_row(attempt, failure, final=final)
 
 
 def _first(error: BaseException) -> BaseException:

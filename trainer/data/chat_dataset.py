@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SIDES = ("chosen", "rejected")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A stretch of text that is tokenized separately, as its writer (template or policy) wrote it."""
 
     text: str
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 # the pieces of each segment
-Conversation: TypeAlias = list[list[Piece]]
+Conversation: TypeAlias = list[list[TextPiece]]
 
 
 class Pair(NamedTuple):
@@ -276,9 +276,9 @@ def _has_assistant(messages: list[dict[str, Any]]) -> bool:
 
 def _segments(
     messages: list[dict[str, Any]], first: int, tools: Any, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[TextPiece]]:
     """The segments that hold the assistant turns from message `first` on."""
-    segment: list[Piece] = []
+    segment: list[TextPiece] = []
     so_far = ""
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
@@ -292,12 +292,12 @@ def _segments(
         # white space between two turns belongs to the next prompt
         said = whole[len(prompt) :].rstrip()
         if segment and prompt.startswith(so_far):
-            segment.append(Piece(prompt[len(so_far) :], False))
+            segment.append(TextPiece(prompt[len(so_far) :], False))
         else:
             if segment:
                 yield segment
-            segment = [Piece(prompt, False)]
-        segment.append(Piece(said, True))
+            segment = [TextPiece(prompt, False)]
+        segment.append(TextPiece(said, True))
         so_far = prompt + said
     yield segment
 
@@ -340,7 +340,7 @@ def _ids_of(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, li
     return dict(zip(order, tokenizer(order, add_special_tokens=False)["input_ids"], strict=True)) if order else {}
 
 
-def _segment(pieces: list[Piece], ids_of: dict[str, list[int]]) -> Segment:
+def _segment(pieces: list[TextPiece], ids_of: dict[str, list[int]]) -> Segment:
     token_ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for piece in pieces:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import orjson
 
 from ngym.errors import UsageError
-from ngym.export.choose import Candidate, ExportCounts, LinePosition, Pair, Reason, Row, choose
 from ngym.export.conversation import (
     Conversation,
     NoRollout,
@@ -32,6 +31,7 @@ from ngym.export.conversation import (
     sharegpt,
 )
 from ngym.export.options import Options
+from ngym.export.rollout_selection import Candidate, ExportCounts, LinePosition, Pair, Reason, Row, choose
 from ngym.files.atomic import whole_file
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, open_rows, read
 from ngym.schema import Json

@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from ngym.supervise.head_file import get
-from ngym.supervise.scaling import Load
-from ngym.supervise.service import State
+from ngym.supervise.head_file import http_get
+from ngym.supervise.scaling import ReplicaLoad
+from ngym.supervise.service import ReplicaState
 
 PROC = Path("/proc")
 PAGE_BYTES = resource.getpagesize()
@@ -53,7 +53,7 @@ def resident_bytes(leaders: Collection[int]) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ServiceTraffic:
     """The current traffic of a service process. errors: since its start."""
 
     requests_per_s: float
@@ -201,7 +201,7 @@ def _of_both(how: Callable[[list[int]], int], one: int | None, other: int | None
     return how(known) if known else None
 
 
-def targets(states: Sequence[State], head_url: str) -> list[dict[str, Any]]:
+def targets(states: Sequence[ReplicaState], head_url: str) -> list[dict[str, Any]]:
     """Prometheus' http_sd format: the head, and every service process of ours. External services may have no metrics."""
     ours = [state for state in states if state.app is not None]
     described = [
@@ -218,7 +218,7 @@ def _target(url: str, labels: dict[str, str]) -> dict[str, Any]:
     return {"targets": [parts.netloc], "labels": told}
 
 
-def exposition(states: Sequence[State]) -> bytes:
+def exposition(states: Sequence[ReplicaState]) -> bytes:
     """Whether each process is ready, its restarts, and the memory that it and its child processes take."""
     registry = CollectorRegistry()
     registry.register(_Services(states))
@@ -226,7 +226,7 @@ def exposition(states: Sequence[State]) -> bytes:
 
 
 class _Services:
-    def __init__(self, states: Sequence[State]) -> None:
+    def __init__(self, states: Sequence[ReplicaState]) -> None:
         self._states = states
 
     def collect(self) -> Iterator[Metric]:
@@ -252,7 +252,9 @@ class _Services:
 
 
 async def look_for_ever(
-    states: Callable[[], Iterable[State]], token: str | None, tell: Callable[[Mapping[str, Traffic]], None]
+    states: Callable[[], Iterable[ReplicaState]],
+    token: str | None,
+    tell: Callable[[Mapping[str, ServiceTraffic]], None],
 ) -> None:
     """Report the traffic of each process of ours at each interval, forever. token: the run's."""
     before: dict[str, Scrape] = {}
@@ -265,9 +267,9 @@ async def look_for_ever(
         await asyncio.sleep(EVERY_S)
 
 
-def _traffic(before: Scrape, now: Scrape) -> Traffic:
+def _traffic(before: Scrape, now: Scrape) -> ServiceTraffic:
     seen = numbers(before, now)
-    return Traffic(seen.requests_per_s, sum(seen.errors.values()))
+    return ServiceTraffic(seen.requests_per_s, sum(seen.errors.values()))
 
 
 async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeout_s: float) -> dict[str, Scrape]:
@@ -286,13 +288,15 @@ async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeo
     return found
 
 
-async def load_of(urls: Sequence[str], changing: int, token: str | None) -> Load | None:
+async def load_of(urls: Sequence[str], changing: int, token: str | None) -> ReplicaLoad | None:
     """The load of these replicas of a model; None if one does not answer. changing: further replicas."""
     found = await asyncio.gather(*(scrape(url, token, TIMEOUT_S, OF_LOAD) for url in urls))
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found):
         return None
-    return Load(len(urls), changing, sum(each.waiting or 0 for each in known), sum(each.in_flight for each in known))
+    return ReplicaLoad(
+        len(urls), changing, sum(each.waiting or 0 for each in known), sum(each.in_flight for each in known)
+    )
 
 
 class Looks:
@@ -334,7 +338,7 @@ async def running(servers: Sequence[Mapping[str, Any]], token: str | None) -> li
 
     async def ask(name: str, url: str) -> list[dict[str, Any]]:
         try:
-            reply = await get(f"{url.rstrip('/')}/running", TIMEOUT_S, token)
+            reply = await http_get(f"{url.rstrip('/')}/running", TIMEOUT_S, token)
             listed = json.loads(reply.body)["rollouts"] if reply.status == 200 else []
             return [{"agent": name, "at": url, **rollout} for rollout in listed]
         except (OSError, ValueError, LookupError, TypeError):  # it is busy, or another program
@@ -347,7 +351,7 @@ async def running(servers: Sequence[Mapping[str, Any]], token: str | None) -> li
 async def scrape(url: str, token: str | None, timeout_s: float, wanted: tuple[str, ...] = ("",)) -> Scrape | None:
     """The metrics of a service; None if it does not answer in time, or has other metrics. wanted: first words of lines."""
     try:
-        reply = await get(f"{url.rstrip('/')}/metrics", timeout_s, token)
+        reply = await http_get(f"{url.rstrip('/')}/metrics", timeout_s, token)
         if reply.status != 200:
             return None
         lines = reply.body.decode().splitlines()

@@ -1,15 +1,15 @@
 // The charts of all metrics: in groups, made once, drawn when they are near the screen and something changed.
-import { clear, el } from "./dom.js";
-import { safeLine } from "./safetext.js";
-import { remember, remembered } from "./theme.js";
-import { TrainingChart } from "./training_chart.js";
-import { trainingRowAt } from "./training_data.js";
-import { trainingNumber } from "./training_axes.js";
-import { TRAINING_FIRST, trainingGroups } from "./training_groups.js";
-import { TrainingLines } from "./training_lines.js";
-import { TrainingStack, trainingPhase } from "./training_stack.js";
-import { trainingTip } from "./training_step.js";
-import { trainingSwatch } from "./training_tables.js";
+import { clear, el } from "../dom.js";
+import { safeLine } from "../safetext.js";
+import { remember, remembered } from "../theme.js";
+import { TrainingChart } from "./chart.js";
+import { trainingRowAt } from "./run_data.js";
+import { trainingNumber } from "./axes.js";
+import { TRAINING_FIRST, trainingGroups } from "./chart_groups.js";
+import { TrainingLines } from "./curves.js";
+import { TrainingStack, trainingPhase } from "./phase_stack.js";
+import { trainingTip } from "./step_values.js";
+import { trainingSwatch } from "./tables.js";
 
 const TRAINING_FRAME_MS = 12; // of drawing; what is left is drawn in the next frame
 const TRAINING_NEAR_PX = 200; // from the screen: drawn before it is seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ngym.config.yaml_tree import Tree
+from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import file_digest
 
-from ..recipe.objective import find
+from ..recipe.objective import find_path
 from ..recipe.recipe import DataOptions, Recipe
+from ..seeds import seeded_random
 from .samples import Batch, Sample
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-def check(data: DataOptions, tree: Tree) -> None:
+def check(data: DataOptions, tree: ConfigTree) -> None:
     """Raise ConfigError if neither the file nor a script that creates it exists."""
-    if find(data.path) is None and not data.made_by:
+    if find_path(data.path) is None and not data.made_by:
         raise ConfigError(
             f"{tree.where('data.path')}: data.path: there is no {data.path}; "
             "name a JSONL file, or data.made_by with the script that writes it"
@@ -39,7 +39,7 @@ def check(data: DataOptions, tree: Tree) -> None:
 
 def make(data: DataOptions, say: Say) -> None:
     """Run the script that creates the file, if it is missing."""
-    if find(data.path) is not None:
+    if find_path(data.path) is not None:
         return
     say(f"making {data.path}")
     words = [sys.executable, *data.made_by, "--output", data.path]
@@ -49,7 +49,7 @@ def make(data: DataOptions, say: Say) -> None:
 
 
 def digest(data: DataOptions) -> str:
-    return file_digest(find(data.path) or Path(data.path))
+    return file_digest(find_path(data.path) or Path(data.path))
 
 
 def prepared(
@@ -68,7 +68,7 @@ def prepared(
     Raises:
         UsageError: no sample is left.
     """
-    read = algorithm.samples(find(data.path) or Path(data.path), tokenizer)[:limit]
+    read = algorithm.samples(find_path(data.path) or Path(data.path), tokenizer)[:limit]
     bound = min(data.max_tokens or learner.policy.context, learner.policy.context)
     kept = [sample for sample in read if sample.longest <= bound]
     if len(kept) < len(read):
@@ -110,6 +110,6 @@ def epochs(samples: Sequence[Sample], batch_size: int, count: int, seed: int) ->
     """Shuffles again for each epoch; the last batch of an epoch may be smaller."""
     for epoch in range(count):
         order = list(range(len(samples)))
-        random.Random(f"{seed} epoch {epoch}").shuffle(order)
+        seeded_random(seed, "epoch", epoch).shuffle(order)
         for start in range(0, len(order), batch_size):
             yield [samples[index] for index in order[start : start + batch_size]]

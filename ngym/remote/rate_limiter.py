@@ -105,7 +105,7 @@ class Counts:
     cuts: int = 0
 
 
-class Pace:
+class ConcurrencyLimiter:
     """The rate control of one API, on one event loop.
 
     Args:
@@ -242,7 +242,7 @@ class Pace:
 class Turn(NamedTuple):
     """The slot of one request in flight. started: in loop time."""
 
-    pace: Pace
+    pace: ConcurrencyLimiter
     started: float
 
     def answered(self) -> None:

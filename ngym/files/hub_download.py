@@ -28,12 +28,12 @@ def local_copy(path: Path) -> Path:
 
     try:
         found = hf_hub_download(match["name"], match["file"], repo_type="dataset", revision=match["revision"])
-    except errors() as error:
+    except hub_errors() as error:
         raise UsageError(f"{shown}: cannot be downloaded: {first_line(error)}") from None
     return Path(found)
 
 
-def errors() -> tuple[type[Exception], ...]:
+def hub_errors() -> tuple[type[Exception], ...]:
     """What calls of huggingface_hub raise: its own errors, and those of the HTTP client that it uses."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 

@@ -1,0 +1,145 @@
+"""Uploads to the Hugging Face Hub: the files of a policy or of rollouts, and their generated card, in one commit."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ngym.errors import NgymError, UsageError
+from ngym.files import jsonl
+from ngym.files.hub_download import first_line, hub_errors
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+
+POLICY, RECIPE, METRICS, CARD = "policy", "recipe.yaml", "metrics.jsonl", "README.md"
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+CARD_METRICS = ("loss", "reward/mean", "frac_unscored", "val/loss", "val/accuracy")
+
+
+class Upload(NamedTuple):
+    """files: path in the repository -> the file here."""
+
+    kind: str  # model, dataset
+    files: dict[str, Path]
+    card: str
+
+
+def commit_upload(
+    upload: Upload, repository: str, private: bool, branch: str, hub: str, token: str | None
+) -> CommitInfo:
+    """One commit with all files. NgymError if the Hub refuses it."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(endpoint=hub, token=token, library_name="ngym")
+    added = [CommitOperationAdd(CARD, upload.card.encode())]
+    added += [CommitOperationAdd(name, str(file)) for name, file in upload.files.items()]
+    try:
+        api.create_repo(repository, repo_type=upload.kind, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repository, repo_type=upload.kind).private:
+            raise NgymError(f"{repository}: exists and is public; make it private there, or leave --private out")
+        if branch != "main":
+            api.create_branch(repository, branch=branch, repo_type=upload.kind, exist_ok=True)
+        return api.create_commit(
+            repository, added, commit_message="Upload by ng_push", repo_type=upload.kind, revision=branch
+        )
+    except hub_errors() as error:
+        raise NgymError(f"{repository}: not uploaded: {first_line(error)}") from None
+
+
+def policy_upload(sources: Sequence[Path], repository: str) -> Upload:
+    """The files of a policy. UsageError if the folder has no policy."""
+    run, *others = sources
+    if others:
+        raise UsageError(f"{others[0]}: a repository holds one policy; push each to a separate one")
+    folder = next((each for each in (run / POLICY, run) if (each / "config.json").is_file()), None)
+    if folder is None:
+        raise UsageError(
+            f"{run}: neither rollouts (a JSONL file) nor a policy (a folder with {POLICY}/ or config.json)"
+        )
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    own = files.pop(CARD, None)
+    card = (
+        own.read_text("utf-8") if own else _model_card(folder.parent if folder.name == POLICY else folder, repository)
+    )
+    return Upload("model", files, card)
+
+
+def _model_card(run: Path, repository: str) -> str:
+    import yaml
+
+    recipe_file = run / RECIPE
+    text = recipe_file.read_text("utf-8").replace(f"{Path.cwd()}/", "") if recipe_file.is_file() else ""
+    recipe = yaml.safe_load(text) or {}
+    base, name = (recipe.get("model") or {}).get("path"), (recipe.get("algorithm") or {}).get("name")
+    facts: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    facts["tags"] = ["ngym", *([name] if name else [])]
+    if base and REPOSITORY.fullmatch(base) and not Path(base).exists():
+        facts["base_model"] = base
+    said = f"A policy trained by ngym with `{name}`" if name else "A policy trained by ngym"
+    parts = [said + (f", from `{base}`." if base else ".")]
+    if last := _last(run / METRICS):
+        parts.append(_table(("metric", "last value"), [(f"`{key}`", f"{value:.4g}") for key, value in last.items()]))
+    if text:
+        parts.append(f"## Recipe\n\n```yaml\n{text.strip()}\n```")
+    return _card(facts, repository, parts)
+
+
+def _last(metrics: Path) -> dict[str, float]:
+    """The last values of the metrics that say how a run ended."""
+    found: dict[str, float] = {}
+    for line in jsonl.read(metrics) if metrics.is_file() else ():
+        known = {key: value for key, value in line.row.items() if isinstance(value, int | float)}
+        found |= {
+            key: value for key, value in known.items() if key in ("step", *CARD_METRICS) or key.startswith("eval/")
+        }
+    return found
+
+
+def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
+    """The files of a dataset. UsageError if a row is not a rollout, or two files have the same name."""
+
+    def wrong(row: dict[str, Any]) -> str | None:
+        return None if "reward" in row or "failure" in row else "not a rollout: it has neither a reward nor a failure"
+
+    rewards, counts = defaultdict[str, list[float]](list), defaultdict[str, Counter[str]](Counter)
+    for source in sources:
+        for line in jsonl.checked(source, wrong):
+            row, reward = line.row, line.row.get("reward")
+            agent = str((row.get("agent_ref") or {}).get("name"))
+            counts[agent]["failed" if "failure" in row else "unscored" if reward is None else "scored"] += 1
+            rewards[agent] += [reward] if isinstance(reward, int | float) else []
+    files = {f"data/{source.name}": source for source in sources}
+    if len(files) < len(sources):
+        raise UsageError("two of the files have the same name, which would be one file of the dataset; rename one")
+    configs = [{"config_name": "default", "data_files": [{"split": "train", "path": list(files)}]}]
+    lines = [
+        (f"`{agent}`", *(f"{count[kind]:,}" for kind in ("scored", "unscored", "failed")), _mean(rewards[agent]))
+        for agent, count in sorted(counts.items())
+    ]
+    text = "Rollouts of language-model agents, collected by ngym: a row has the task, the response and the reward."
+    table = _table(("agent", "scored", "unscored", "failed", "mean reward"), lines)
+    return Upload(
+        "dataset", files, _card({"tags": ["ngym", "rollouts"], "configs": configs}, repository, [text, table])
+    )
+
+
+def _mean(rewards: Sequence[float]) -> str:
+    return f"{fmean(rewards):.4g}" if rewards else "-"
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows))
+
+
+def _card(facts: dict[str, Any], repository: str, parts: Sequence[str]) -> str:
+    import yaml
+
+    title = f"# {repository.partition('/')[2]}"
+    return "\n\n".join([f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n\n{title}", *parts]) + "\n"
