@@ -28,8 +28,8 @@ from .engine import sanity_checks
 from .engine.engine import Engine, Update
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
+from .recipe.batch_sizes import of_file, of_live
 from .recipe.recipe import DataOptions, Recipe, read_launch
-from .recipe.validation import of_file, of_live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -175,8 +175,8 @@ def _value(wanted: Any) -> Any:
     return json.loads(wanted) if isinstance(wanted, str) else wanted
 
 
-HARNESS = Path(__file__).with_name("harness.py").read_text()
-TEST_HARNESS = Path(__file__).with_name("test_harness.py").read_text()
+HARNESS = Path(__file__).with_name("function_harness.py").read_text()
+TEST_HARNESS = Path(__file__).with_name("unittest_harness.py").read_text()
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
 from .serving.loading_server import Say
+from .weights.cpu_worker import Repacking
 from .weights.staging import Adapter, AdapterFiles, Shapes, linear_layers, shapes_in
-from .weights.worker import Repacking
 
 PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
@@ -116,7 +116,7 @@ class Engine(AsyncLLM):
         config = self.vllm_config
         packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
         loader = get_model_loader(config.load_config)
-        # vLLM's reloading skips the experts and sinks of this family; only weights/worker.py (CPU) loads them.
+        # vLLM's reloading skips the experts and sinks of this family; only weights/cpu_worker.py (CPU) loads them.
         left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not current_platform.is_cpu()
         if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None

@@ -73,7 +73,7 @@ def main(
               ng_view runs/grpo
               ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
     """
-    from ngym.view.index import said
+    from ngym.view.growing_index import said
     from ngym.view.runs import open_runs
 
     if q is not None and report is None:

@@ -30,7 +30,7 @@ from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageEr
 from ngym.net.auth import RUN_TOKEN, TokenAuth, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
 from ngym.schema import Json
 from ngym.view import html_report, training
-from ngym.view.index import row_seq
+from ngym.view.growing_index import row_seq
 from ngym.view.rows import MOST_ROWS, RunRows
 from ngym.view.runs import OpenedRuns, RolloutRun
 from ngym.view.stats import compare

@@ -25,7 +25,7 @@ import orjson
 
 from ngym.errors import ServiceError
 from ngym.view.file_scanner import without_segments
-from ngym.view.index import LINE, PART_BITS, Index
+from ngym.view.growing_index import LINE, PART_BITS, Index
 
 MEAN = "CASE WHEN t.scored THEN t.total / t.scored END"
 NUMBERS = {

@@ -22,7 +22,7 @@ from ngym.files.jsonl import BOM
 from ngym.schema import Json
 from ngym.view import training
 from ngym.view.file_scanner import NoRollout, whole
-from ngym.view.index import row_name, row_seq
+from ngym.view.growing_index import row_name, row_seq
 from ngym.view.runs import OpenedRuns, RolloutRun
 from ngym.view.stats import compare
 

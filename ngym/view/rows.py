@@ -13,7 +13,7 @@ import orjson
 
 from ngym.schema import Json
 from ngym.view.filter_query import FROM, MEAN, Query, Search, WrongFilter, order, parse
-from ngym.view.index import Extent, Index, row_name
+from ngym.view.growing_index import Extent, Index, row_name
 
 MOST_ROWS = 1000  # of a page
 KEPT_ORDERS = 12

@@ -14,7 +14,7 @@ from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
 from ngym.net.auth import wrong_url
 from ngym.schema import Json
-from ngym.view.index import Extent, Index, said
+from ngym.view.growing_index import Extent, Index, said
 from ngym.view.rows import RunRows
 from ngym.view.stats import Stats
 from ngym.view.tokens import shown, tokenizer_file

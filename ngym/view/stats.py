@@ -16,7 +16,7 @@ from typing import Any
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards, bootstrap
 from ngym.view.filter_query import FROM, WrongFilter
-from ngym.view.index import row_name
+from ngym.view.growing_index import row_name
 from ngym.view.rows import RunRows, Selection
 
 BINS, DIGITS = 20, 12

@@ -21,7 +21,7 @@ import orjson
 from ngym.errors import UsageError
 from ngym.plot.runs import ELAPSED, METRICS, RECIPE, STEP, metrics_file, read_recipe
 from ngym.schema import Json
-from ngym.view.index import said
+from ngym.view.growing_index import said
 
 ADVANTAGES = "advantages.jsonl"  # beside ROLLOUTS: a line for each step
 ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"

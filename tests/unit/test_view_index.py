@@ -24,7 +24,7 @@ from viewing import failure, rollout, segment, write
 from ngym.errors import NotFound
 from ngym.files.row_log import RowLog
 from ngym.view.file_scanner import ScanJob, scan
-from ngym.view.index import Index, Store, extent_of, row_seq
+from ngym.view.growing_index import Index, Store, extent_of, row_seq
 from ngym.view.rows import RunRows
 
 

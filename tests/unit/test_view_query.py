@@ -16,7 +16,7 @@ from viewing import failure, rollout, write
 
 from ngym.errors import NotFound
 from ngym.view.filter_query import AT_ONCE, MOST_TEXTS, Search, TextCondition, WrongFilter, order, parse
-from ngym.view.index import Index
+from ngym.view.growing_index import Index
 from ngym.view.rows import COLUMNS, RunRows
 from ngym.view.stats import Stats
 

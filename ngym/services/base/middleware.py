@@ -26,16 +26,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ngym.errors import BadRequest, NotReady, Overloaded, PeerTimeout
+from ngym.errors import Overloaded, PeerTimeout
 from ngym.net import request_context
 from ngym.net.connection_limits import OWN_PACE
-from ngym.net.json_limits import CALL_BYTES, is_room_for
+from ngym.net.json_limits import CALL_BYTES
 from ngym.schema import DEADLINE_HEADER, Json
+from ngym.services.base.request_bodies import RequestBody
 from ngym.telemetry import tracing
 
 LONGEST_S = 30.0
 MEMORY = 0.1  # weight of the last call in the moving average of call times
-LARGE = 1 << 20  # bytes; a larger body is received in parts of this size, each only if there is memory for it
 LOOKS_AFTER_S = 0.25  # seconds; faster answers are not watched for a disconnect
 CLIENT_CLOSED_REQUEST = 499
 HEADERS = {"cache-control": "no-cache"}
@@ -147,48 +147,10 @@ class CallerGone(Exception):
     """The caller hung up, so no answer is needed."""
 
 
-class Body:
-    """`receive` of a request whose body may have `most` bytes, announced or not.
-
-    Raises BadRequest (413) for a larger body and NotReady when memory is short.
-
-    Attributes:
-        read: whether the body has been read to its end; the next message is then the caller's disconnect.
-    """
-
-    __slots__ = ("_declared", "_looks_at", "_most", "_receive", "_size", "read")
-
-    def __init__(self, receive: Receive, headers: Mapping[str, str], most: int) -> None:
-        declared = headers.get("content-length", "")
-        self._declared = int(declared) if declared.isdigit() else 0
-        self._receive = receive
-        self._most = most
-        self._size = self._looks_at = 0
-        self.read = False
-
-    def _look(self) -> None:
-        """Check that there is memory for the body and for what is parsed from it."""
-        largest = max(self._size, self._declared)
-        if largest > self._most:
-            raise BadRequest(f"the body is larger than {self._most >> 20} MiB", status=413)
-        if largest > LARGE and not is_room_for(2 * largest - self._size):
-            raise NotReady("there is not enough memory for this request now")
-        self._looks_at = min(self._size + LARGE, self._most + 1)
-
-    async def __call__(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.request":
-            self._size += len(message.get("body", b""))
-            if self._size >= self._looks_at:
-                self._look()
-            self.read = not message.get("more_body", False)
-        return message
-
-
 class Caller:
     """`with Caller(receive):` cancels what is awaited inside when the caller hangs up, and raises CallerGone.
 
-    receive: of a request whose body has been read, or a Body. With a Body, watching starts once it has been read: until
+    receive: of a request whose body has been read, or a RequestBody. With a RequestBody, watching starts once it has been read: until
     then its reader receives the disconnect.
     """
 
@@ -217,7 +179,7 @@ class Caller:
             raise CallerGone from None
 
     def _look(self) -> None:
-        if isinstance(self._receive, Body) and not self._receive.read:
+        if isinstance(self._receive, RequestBody) and not self._receive.read:
             self._timer = asyncio.get_running_loop().call_later(LOOKS_AFTER_S, self._look)
             return
         self._watch = asyncio.get_running_loop().create_task(self._until_gone())
@@ -361,7 +323,7 @@ class RequestMiddleware:
             if most_bytes is None:
                 scope[OWN_PACE] = True
             else:
-                receive = Body(receive, headers, serving.most_bytes or most_bytes)
+                receive = RequestBody(receive, headers, serving.most_bytes or most_bytes)
             if served is None:
                 await self._elsewhere(scope, receive, watched)
             else:

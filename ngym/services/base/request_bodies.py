@@ -7,7 +7,7 @@ short, so that the event loop answers other requests in between.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import islice
 from typing import Any, cast
@@ -17,9 +17,10 @@ from anyio.to_thread import run_sync
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator
 from starlette.requests import Request
+from starlette.types import Message, Receive
 
 from ngym.did_you_mean import nearest
-from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, refused, shorten
+from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, NotReady, Problem, refused, shorten
 from ngym.net.json_limits import (
     LOOP_BYTES,
     MAX_DEPTH,
@@ -32,7 +33,6 @@ from ngym.net.json_limits import (
     parsed_bytes,
 )
 from ngym.schema import Json
-from ngym.services.base.middleware import LARGE
 from ngym.services.base.options import ServiceOptions
 
 CALL_WEIGHT = 200_000  # limit for the arguments of a tool
@@ -42,6 +42,47 @@ WINDOW = 1 << 20
 BODY_BYTES = "ngym.body_bytes"  # in the scope of a request whose body has been read
 LISTED = 20_000  # limit of listed problems: pydantic creates all of them at once, a million a second
 STRANGERS = 100  # limit of unknown fields searched for a misspelling
+
+
+LARGE = 1 << 20  # bytes; a larger body is received in parts of this size, each only if there is memory for it
+
+
+class RequestBody:
+    """`receive` of a request whose body may have `most` bytes, announced or not.
+
+    Raises BadRequest (413) for a larger body and NotReady when memory is short.
+
+    Attributes:
+        read: whether the body has been read to its end; the next message is then the caller's disconnect.
+    """
+
+    __slots__ = ("_declared", "_looks_at", "_most", "_receive", "_size", "read")
+
+    def __init__(self, receive: Receive, headers: Mapping[str, str], most: int) -> None:
+        declared = headers.get("content-length", "")
+        self._declared = int(declared) if declared.isdigit() else 0
+        self._receive = receive
+        self._most = most
+        self._size = self._looks_at = 0
+        self.read = False
+
+    def _look(self) -> None:
+        """Check that there is memory for the body and for what is parsed from it."""
+        largest = max(self._size, self._declared)
+        if largest > self._most:
+            raise BadRequest(f"the body is larger than {self._most >> 20} MiB", status=413)
+        if largest > LARGE and not is_room_for(2 * largest - self._size):
+            raise NotReady("there is not enough memory for this request now")
+        self._looks_at = min(self._size + LARGE, self._most + 1)
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._size += len(message.get("body", b""))
+            if self._size >= self._looks_at:
+                self._look()
+            self.read = not message.get("more_body", False)
+        return message
 
 
 async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
