@@ -114,7 +114,9 @@ _LETTER = re.compile(r"[^A-Za-z]*([A-Za-z])(?![A-Za-z])(.*)", re.DOTALL)
 _ANOTHER = re.compile(
     r"[\s)\].:\-\u2013\u2014]*(?:[,/&+]|or\b|and\b)\s*(?:or\b|and\b)?[\s(\[]*[A-Za-z](?![A-Za-z])"
     r"|[)\].:][\s(\[]*[A-Z][)\].:]"  # (A) (B)
+    r"|[\s)\].]*[-\u2013\u2014~][\s(\[]*[A-Z][\s)\].]*$"  # A - B
 )
+_OPTION = re.compile(r"^[\s*_]*(?:option|choice|letter|answer)\s+(?=\W*[A-Za-z](?![A-Za-z]))", re.IGNORECASE)
 _LABEL = re.compile(r"\s*(?:[):.\]\-\u2013\u2014]|,?\s*(?:because|since|as|for|which)\b)")
 _CLOSERS = " \t\n()[]{}.:;,!*$_`"
 
@@ -315,7 +317,7 @@ def lettered(text: str, options: Mapping[str, str]) -> str | None:
 
 def letter_of(fragment: str, letters: Mapping[str, str]) -> str | None:
     """The letter that is a short text or its leading label; None for a word, a list or a hedge."""
-    match = _LETTER.match(unwrapped(fragment))
+    match = _LETTER.match(_OPTION.sub("", unwrapped(fragment)))
     if match is None or _ANOTHER.match(match.group(2)):
         return None
     letter, rest = match.groups()
