@@ -102,7 +102,8 @@ FUNCTION_WORDS = frozenset(
     ]
 )
 ASKING_CHARS = 1_000
-SENTENCE_END = re.compile(r"(?<=[.!?\n])")
+SENTENCE_END = re.compile(r"(?<=[!?\n])|(?<=\w\w\.)(?!\w)")  # not within `e.g.`
+QUOTED = re.compile('["\u201c\u201d\u00ab]([^"\u201c\u201d\u00ab\u00bb]*)["\u201c\u201d\u00bb]')
 WH = re.compile(r"\b(?:what|which|when|where|who|whom|whose|how|why)\b")
 ASKING = re.compile(
     rf"{WH.pattern}|\b(?:can|could|will|would|may|might|shall|should|do|did|does|is|are) (?:you|i|we|it|there|this|that|the)\b"
@@ -319,12 +320,13 @@ def asks(text: str, things: list[str], others: list[str], heard: str = "") -> bo
 
     A question is a sentence with a question mark, a question word (`which`, `could you`) and the name of the thing:
     neither `temperature?` nor `which?` is one. Two different question words count as two questions. A question of the
-    user (`heard`), repeated, is not one, nor is a long list of names.
+    user (`heard`), repeated, is not one, nor is a long list of names. Words that quote the user do not count.
     """
-    said = text.casefold().strip()
-    if len(said) > ASKING_CHARS:
+    if len(text) > ASKING_CHARS:
         return False
-    words, echoes = _words(said), _words(heard.casefold())
+    echoes = _words(heard.casefold())
+    said = QUOTED.sub(lambda quote: _unquoted(quote, echoes), text.casefold().strip())
+    words = _words(said)
     if len(words.split()) > ASKING_WORDS or len(set(WH.findall(words))) > 1 or any(_names(words, o) for o in others):
         return False
     return any(
@@ -345,6 +347,12 @@ def _asks_in(sentence: str, things: list[str], heard: str) -> bool:
     known = FUNCTION_WORDS.union(heard.split())
     crowded = any(len(set(part.split()) - known) > NEW_WORDS for part in naming)
     return not crowded and any(_names(words, thing) for thing in things)
+
+
+def _unquoted(quote: re.Match[str], heard: str) -> str:
+    """A quotation, or nothing if it has several words that the user said: they ask for nothing."""
+    words = _words(quote[1])
+    return "" if " " in words and words in heard else quote[0]
 
 
 def _words(text: str) -> str:

@@ -30,6 +30,18 @@ UNIT = re.compile(
 )
 CURRENCY = re.compile(r"^(-?)([$\u20ac\u00a3\u00a5])\s*(?=\d)")
 PERCENT = "%"
+UNIT_WORDS = 3  # `degrees Celsius`, `square miles per hour`
+SPELLINGS = (
+    (re.compile(r"^(-?)\$([^$]+)\$"), r"\1\2"),
+    (re.compile(r"^(-?)US\s?(?=\$)"), r"\1"),
+    (re.compile(r"^(USD|EUR|GBP|JPY|INR)\s*(?=[-\d])(.+)", re.IGNORECASE), r"\2 \1"),
+    (re.compile(r"^(?:minus|negative)\s+(?=\d)", re.IGNORECASE), "-"),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\bper\s+cent\b", re.IGNORECASE), "percent"),
+    (re.compile(r"\u00ba"), "\u00b0"),
+    (re.compile(r"\s*/\s*"), "/"),
+    (re.compile(r"(?<=\d)[ \u00a0\u2009\u202f](?=\d{3}(?!\d))"), ""),
+)
 K_BEHIND_A_NUMBER = "K"  # `5K` is five thousand or 5 kelvin
 QUOTES = " .*_`\"'\u2018\u2019\u201c\u201d"
 BRACKETS = ("()", "[]", "{}", "$$")
@@ -84,7 +96,12 @@ class Amount(NamedTuple):
 
 def amount_of(text: str) -> Amount | None:
     """A number with at most one currency sign before it or one unit after it: `$5`, `12 km`, `3 million`, `5k`."""
-    text = apart(signed(unquoted(text)))
+    text = apart(signed(in_one_spelling(unquoted(text[:MAX_CHARS]))))
+    return simple_amount(text) or measured(text)
+
+
+def simple_amount(text: str) -> Amount | None:
+    """A number with a currency sign before it or one unit directly after its digits."""
     sign = CURRENCY.match(text)
     bare = CURRENCY.sub(r"\1", text)
     whole = quantity(bare)
@@ -95,12 +112,33 @@ def amount_of(text: str) -> Amount | None:
     if behind is None or number is None:
         return None
     spelling = behind[1]
+    if sign and spelling == "m":  # `$5m`
+        spelling = "M"
     if spelling in SCALE_SYMBOLS:
         return Amount(number * SCALE_SYMBOLS[spelling], unit(sign[2]) if sign else None)
     name = unit(spelling) or spelling.casefold().strip(".").removesuffix("s")
     if behind[0] == K_BEHIND_A_NUMBER:
         name = K_BEHIND_A_NUMBER
     return Amount(number, name if sign is None else f"{unit(sign[2])} {name}", spelling)
+
+
+def measured(text: str) -> Amount | None:
+    """An amount before a known unit of several words or after a number in words: `5 million dollars`, `five km`."""
+    words = text.split()
+    for count in range(1, min(UNIT_WORDS, len(words) - 1) + 1):
+        spelling = " ".join(words[-count:])
+        name = unit(spelling)
+        found = simple_amount(" ".join(words[:-count])) if name else None
+        if found is not None and found.unit is None:
+            return Amount(found.number, name, spelling)
+    return None
+
+
+def in_one_spelling(text: str) -> str:
+    """`US$5` -> `$5`, `USD 5` -> `5 USD`, `$5$ km` -> `5 km`, `5\\%` -> `5%`, `5 000` -> `5000`."""
+    for pattern, other in SPELLINGS:
+        text = pattern.sub(other, text)
+    return text
 
 
 def unquoted(text: str) -> str:

@@ -36,18 +36,21 @@ _NUMBER = re.compile(
 _CONTEXT = 60  # characters on each side of a number that decide whether it is part of a formula
 _OPERAND_BEFORE = re.compile(
     r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s*(?:[-+*/^\u00d7\u00f7\u00b7\u2044\u2010-\u2014]|\\(?:times|cdot|div|pm|over)\b)\s*$"
-    r"|[0-9][:(]$|[\^_]\s*\{?$|\u221a\s*\(?$"
+    r"|[0-9][:(]$|[0-9]\*\*$|[\^_]\s*\{?$|[\u221a\u221b]\s*\(?$|(?:[\u00b1\u2213]|\\(?:pm|mp)|\+\s?/\s?-)\s*$"
+    r"|[0-9]\s?[xX]\s?$|[0-9]\s+(?i:times|plus|over|divided by|multiplied by|to the power of)\s+$"
     r"|\\(?:[dt]?frac|[dt]?binom|sqrt)\s*(?:\[[^\]]*\])?\s*(?:\{[^{}]*\}\s*)?\{?[^{}\s=]*$"
     r"|\\?(?:log|ln|exp|sin|cos|tan)(?![A-Za-z])\s*(?:_\s*\{?\w+\}?)?\s*[{(]?$"
 )
 _SIGN_AFTER_OPERAND = re.compile(r"[0-9)\]}]\s*$")
 _OPERAND_AFTER = re.compile(
-    r"[eE][-+]?[0-9]|\s*[\^_]|\s*[\u221a\u03c0]|\s*\\(?:times|cdot|div|pm|over|sqrt|pi|[dt]?frac)\b"
+    r"[eE][-+]?[0-9]|\.[0-9]|\s*[xX]\s*[0-9]|\s?[\u00bc-\u00be\u2150-\u215e]|\s+(?i:squared|cubed|factorial)\b(?!\s+[a-z])"
+    r"|\s*[\^_]|\s*[\u221a\u03c0]|\s*\\(?:times|cdot|div|pm|over|sqrt|pi|[dt]?frac)\b"
     r"|\s*[-+*/\u00d7\u00f7\u00b7]\s*(?:[A-Za-z](?![A-Za-z])|[(\\\u221a])"
 )
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=\.?\d)", re.IGNORECASE)
 _SCALE = re.compile(
-    r"\s*-?\s*\b(?i:(hundred|thousand|million|billion|trillion|dozen)s?\b)|\s?((?i:k|mn|bn|tn)|[MBT])(?!\w)"
+    r"\s*-?\s*\b(?i:(hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?\b)"
+    r"|\s?((?i:k|mln|mn|bn|tn)|[MBT])(?![\w&'\u2019-])"
 )
 _SCALES = {
     "hundred": 100,
@@ -56,28 +59,52 @@ _SCALES = {
     "billion": 10**9,
     "trillion": 10**12,
     "dozen": 12,
+    "lakh": 10**5,
+    "crore": 10**7,
     "k": 10**3,
     "m": 10**6,
     "mn": 10**6,
+    "mln": 10**6,
     "b": 10**9,
     "bn": 10**9,
     "t": 10**12,
     "tn": 10**12,
 }
-_PERCENT = re.compile(r"\s*(?:\\?%|percent\b|per cent\b|\N{PER MILLE SIGN})", re.IGNORECASE)
+_PERCENT = re.compile(r"\s*(?:\\?%|percent\b|per cent\b|pct\b|\N{PER MILLE SIGN})", re.IGNORECASE)
 _PERCENT_WORDS = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _FRACTION = re.compile(
     r"[\s-]*(?:halves|thirds|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths|millionths)\b"
     r"|\s+and\s+(?:a|one|two|three)[\s-]+(?:half|thirds?|quarters?|fourths?|fifths?|eighths?|tenths?)\b",
     re.IGNORECASE,
 )
-_ALTERNATIVE = re.compile(  # `8 or 7`, `8 apples and/or 7`, `not 7`, `x > 7`
-    r"[0-9]\W*(?:[^\W\d]+\W+){0,2}?(?:or|and|and/or)\W+(?:(?:maybe|perhaps|possibly|probably|even|rather|just|about|also)\W+){0,2}$"
-    r"|(?:\bnot|\bnever|n't|\N{NOT EQUAL TO}|\\neq?)[\s*_]*$|[\w)\]}]\s*(?:[<>]=?|!=|[\u2264\u2265]|\\[lg]eq?|\\[lg]t)\s*$",
+_HEDGE = r"(?:or|and|and/or|maybe|perhaps|possibly|alternatively)"
+_ALTERNATIVE = re.compile(  # `8 or 7`, `8 apples and/or 7`, `8, maybe 7`
+    rf"[0-9]\W*(?:[^\W\d]+\W+){{0,2}}?{_HEDGE}\W+"
+    r"(?:(?:or|else|maybe|perhaps|possibly|probably|even|rather|just|about|also)\W+){0,2}$",
     re.IGNORECASE,
 )
+_DENIED = re.compile(  # `not 7`, `cannot be 7`, `x > 7`; but `> 7` is a quotation in Markdown
+    r"(?:\bnot|\bcannot|\bnever|n['\u2019]t|!=|\N{NOT EQUAL TO}|\\neq?)(?:\s+(?:be|equal\s+to|the\s+number))?[\s*_]*$"
+    r"|\b(?:except|anything\s+but)[\s*_]*$|[\w)\]}]\s*[<>]=?\s*$|(?:[\u2264\u2265\u2a7d\u2a7e]|\\[lg]e(?:q|qslant)?|\\[lg]t)\s*$",
+    re.IGNORECASE,
+)
+_DENIED_AFTER = re.compile(
+    r"[\s*_]*(?:is|was)\s+(?:wrong|incorrect|false|not\s+(?:the\s+|my\s+)?(?:right|correct|final|answer|solution))\b",
+    re.IGNORECASE,
+)
+_DEGREES = re.compile(r"\s*\^\s*(?:\\circ\b|\{\s*\\circ\s*\})")
+_UNIT_POWER = re.compile(
+    r"([0-9](?:\s|\\[ ,;])*(?:\\(?:text|textrm|mathrm)\s*\{\s*)?(?:[mcdk]?m|ft|in|yd|mi|feet|inches|met(?:er|re)s?)\s*\}?)"
+    r"\s*\^\s*(?:[23]|\{\s*[23]\s*\})(?![0-9])"
+)
+_CURRENCY_BEHIND_SIGN = re.compile(r"(?<![\w)\]}])-(?:\\?\$|[\u20ac\u00a3\u00a5])(?=\.?[0-9])")
+_CURRENCY = re.compile(r"\\?\$|[\u20ac\u00a3\u00a5]")
+_SIGNED_BRACKET = re.compile(r"(?<![\w)\]}])-\s?\(\s*([0-9.,]+)\s*\)")
+_SIGN_OF_A_BOX = re.compile(r"^\s*-\s*(?:\\(?:text|mathrm|mathbf)\s*\{\s*)?(?=\.?[0-9])")
+_GROUPED_BOX = re.compile(r"\s*[-+]?[0-9]{1,3}(?: [0-9]{3})+\s*")
+_THIN_SPACE = re.compile(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))")
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,20}>")
-_BOXED_LIST = re.compile(r"[0-9]\s*(?:[,;]|\\quad|\\text\s*\{\s*(?:or|and)\s*\})")
+_BOXED_LIST = re.compile(r"[0-9]\s*(?:[,;|&]|\\(?:quad\b|[ &])|\\text\s*\{\s*(?:or|and|to)\s*\})|[0-9]\s+$")
 _TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
 _WORD = re.compile(r"\S+")
 _COMMAND = re.compile(r"\S*\\[A-Za-z]\S*")
@@ -86,7 +113,9 @@ _LETTER = re.compile(r"[^A-Za-z]*([A-Za-z])(?![A-Za-z])(.*)", re.DOTALL)
 _ANOTHER = re.compile(
     r"[\s)\].:\-\u2013\u2014]*(?:[,/&+]|or\b|and\b)\s*(?:or\b|and\b)?[\s(\[]*[A-Za-z](?![A-Za-z])"
     r"|[)\].:][\s(\[]*[A-Z][)\].:]"  # (A) (B)
+    r"|[\s)\].]*[-\u2013\u2014~][\s(\[]*[A-Z][\s)\].]*$"  # A - B
 )
+_OPTION = re.compile(r"^[\s*_]*(?:option|choice|letter|answer)\s+(?=\W*[A-Za-z](?![A-Za-z]))", re.IGNORECASE)
 _LABEL = re.compile(r"\s*(?:[):.\]\-\u2013\u2014]|,?\s*(?:because|since|as|for|which)\b)")
 _CLOSERS = " \t\n()[]{}.:;,!*$_`"
 
@@ -191,25 +220,39 @@ def number(text: str, percent: bool = False) -> Decimal | None:
     """The last number of the last box if there is one, else of the text: `1,234`, `-3.5e2`, `minus 7`, `3 million`.
 
     A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`), of a fraction in words
-    (`7 tenths`), an alternative (`8 or 7`), a bound (`x > 7`) or denied (`not 7`) is not an answer.
+    (`7 tenths`), an alternative (`8 or 7`), a bound (`x > 7`) or denied (`not 7`) is not an answer. The exponent of a unit
+    (`7 m^2`) is not a number.
 
     Args:
         percent: whether the question asks for a percentage, so that `7%` is 7. Otherwise `7%` is not an answer.
     """
     text = _answering(text)
     box = boxed(text)
-    plain = _MINUS.sub("-", _TAG.sub(" ", _plain((text if box is None else box)[-WINDOW:])))
+    plain = _with_signs(_plain((text if box is None else box)[-WINDOW:]), box is not None)
     numbers = list(_NUMBER.finditer(plain))
     if not numbers or not _stands_alone(plain, numbers[-1]):
         return None
     start, end = numbers[-1].span()
-    if _ALTERNATIVE.search(plain[max(0, start - _CONTEXT) : start]) or _FRACTION.match(plain, end):
+    before = plain[max(0, start - _CONTEXT) : start]
+    if _ALTERNATIVE.search(before) or _DENIED.search(before) or _DENIED_AFTER.match(plain, end):
+        return None
+    if _FRACTION.match(plain, end):
         return None
     if (box is not None and _BOXED_LIST.search(plain[:start])) or (_PERCENT.match(plain, end) and not percent):
         return None
     scale = _SCALE.match(plain, end)
     value = Decimal(numbers[-1].group().replace(",", ""))
     return value * _SCALES[(scale[1] or scale[2]).casefold()] if scale else value
+
+
+def _with_signs(plain: str, is_box: bool) -> str:
+    """A text in which each sign is directly before its digits, and no exponent of a unit is a number."""
+    if is_box:
+        plain = _SIGN_OF_A_BOX.sub("-", plain)
+        plain = plain.replace(" ", "") if _GROUPED_BOX.fullmatch(plain) else plain
+    plain = _UNIT_POWER.sub(r"\1", _DEGREES.sub(" ", _MINUS.sub("-", _TAG.sub(" ", plain))))
+    plain = _SIGNED_BRACKET.sub(r"-\1", _CURRENCY_BEHIND_SIGN.sub("-", plain))
+    return _CURRENCY.sub(" ", plain)
 
 
 def asks_percent(question: str) -> bool:
@@ -273,7 +316,7 @@ def lettered(text: str, options: Mapping[str, str]) -> str | None:
 
 def letter_of(fragment: str, letters: Mapping[str, str]) -> str | None:
     """The letter that is a short text or its leading label; None for a word, a list or a hedge."""
-    match = _LETTER.match(unwrapped(fragment))
+    match = _LETTER.match(_OPTION.sub("", unwrapped(fragment)))
     if match is None or _ANOTHER.match(match.group(2)):
         return None
     letter, rest = match.groups()
@@ -325,6 +368,10 @@ def _stands_alone(text: str, found: re.Match[str]) -> bool:
 def _plain(text: str) -> str:
     r"""Signs, digits and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`; no invisible ones."""
     text = (
-        signed(visible(text)).replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+        signed(_THIN_SPACE.sub("", visible(text)))
+        .replace("\N{MINUS SIGN}", "-")
+        .replace("{,}", ",")
+        .replace("\\,", "")
+        .replace("\\!", "")
     )
     return text if text.isascii() else "".join(str(unicodedata.decimal(c, c)) for c in text)

@@ -61,6 +61,8 @@ _DIGITS = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3}){1,20}|\d{1,60})(?:\.\d{1,60})?
 _ISO = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})")
 _DAY_FIRST = re.compile(r"(\d{1,2})(?:st|nd|rd|th)?(?: of)? ([a-z]+) (\d{4})")
 _MONTH_FIRST = re.compile(r"([a-z]+) (\d{1,2})(?:st|nd|rd|th)? (\d{4})")
+_AROUND_A_DATE = re.compile(r"^on\b|\bthe\b|\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b")
+_DATE_DASH = re.compile(r"(?<=\d)-(?=[a-z])|(?<=[a-z])-(?=\d)")
 MAX_CHARS = 200
 _UNITS = """
 m meter metre | km kilometer kilometre | cm centimeter centimetre | mm millimeter millimetre | dm decimeter decimetre
@@ -71,10 +73,22 @@ l liter litre | ml milliliter millilitre | cl centiliter centilitre | gal gallon
 deg degree \u00b0 | rad radian | \u00b0c degc celsius | \u00b0f degf fahrenheit | k kelvin
 usd dollar $ | eur euro \u20ac | gbp \u00a3 | jpy yen \u00a5 | cent | inr rupee
 n newton | j joule | kj kilojoule | cal calorie | kcal kilocalorie | w watt | kw kilowatt | kwh | v volt | a amp ampere
-pa pascal | kpa | bar | hz hertz | khz | mhz | ghz | b byte | kb | mb | gb | tb | mol | ohm | % percent
+pa pascal | kpa | bar | hz hertz | khz | mhz | ghz | b byte | kb kilobyte | mb megabyte | gb gigabyte | tb terabyte | mol | ohm | % percent pct
 """
 _UNIT = {word: names.split()[0] for line in _UNITS.splitlines() for names in line.split("|") for word in names.split()}
-_SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "kmph": "km/h", "mps": "m/s"}
+_TEMPERATURES = {"c": "\u00b0c", "celsius": "\u00b0c", "f": "\u00b0f", "fahrenheit": "\u00b0f"}
+_DEGREES = frozenset(["\u00b0", "deg", "degree", "degrees"])
+_BYTES = {"kilobyte": "kB", "megabyte": "MB", "gigabyte": "GB", "terabyte": "TB"}
+_SHORT = {
+    "sqm": "m^2",
+    "sqkm": "km^2",
+    "sqft": "ft^2",
+    "mph": "mi/h",
+    "kmh": "km/h",
+    "kph": "km/h",
+    "kmph": "km/h",
+    "mps": "m/s",
+}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 ZERO = 1e-12
 
@@ -92,7 +106,9 @@ def _one_unit(text: str) -> str | None:
     name = " ".join(word for word in words if word not in _POWERS)
     if name[-1:] in ("2", "3") and not power:
         name, power = name[:-1], name[-1]
-    known = _UNIT.get(name) or _UNIT.get(name.removesuffix("s")) or _SPEEDS.get(name)
+    if words and words[0] in _DEGREES and name.split()[-1] in _TEMPERATURES:
+        return _TEMPERATURES[name.split()[-1]]
+    known = _UNIT.get(name) or _UNIT.get(name.removesuffix("s")) or _SHORT.get(name)
     return known and (f"{known}^{power}" if power else known)
 
 
@@ -101,12 +117,17 @@ def same_symbol(text: str, other: str) -> bool:
 
     It has a meaning in the prefixes milli and mega, and in bits and bytes, unless a spelling has no capital letter.
     """
-    text, other = text.strip(" ."), other.strip(" .")
+    text, other = _symbol(text), _symbol(other)
     if text == other or text.casefold() != other.casefold():
         return True
     if text.casefold() == "m" or (_PREFIXED.fullmatch(text) and _PREFIXED.fullmatch(other) and text[0] != other[0]):
         return False
     return not (_BITS.fullmatch(text) and _BITS.fullmatch(other)) or ("b" in text) == ("b" in other)
+
+
+def _symbol(text: str) -> str:
+    text = text.strip(" .")
+    return _BYTES.get(text.casefold().removesuffix("s"), text)
 
 
 def close(expected: float, found: float, tolerance: float) -> bool:
@@ -150,7 +171,8 @@ def _in_words(text: str) -> Decimal | None:
 
 def day(text: str) -> date | None:
     """The date of a text: `2021-03-04`, `4 March 2021`, `4th of March, 2021`, `Mar. 4, 2021`."""
-    said = " ".join(_plain(text).replace(",", " ").replace(". ", " ").split())
+    said = _AROUND_A_DATE.sub(" ", _plain(text).replace(",", " ").replace(". ", " "))
+    said = " ".join(_DATE_DASH.sub(" ", said).split())
     if match := _ISO.fullmatch(said):
         year, month, number = map(int, match.groups())
     elif (match := _DAY_FIRST.fullmatch(said)) and match[2] in _MONTH:

@@ -46,6 +46,13 @@ _PASSWORD = re.compile(r"://[^/?#\s\"'@:]*:([^/?#\s\"']+)@")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"']+)")  # name=value in a URL
 SIGNATURES = frozenset(["key", "sig", "signature"])  # names of secrets in a URL, beside `is_secret`
 _ARGUMENT = re.compile(r"(-{0,2}([A-Za-z][\w-]*)(?:=|:\s*))(.+)", re.DOTALL)  # --name=value, NAME=value, Name: value
+_BEFORE = r"(?<![^\s\"';&|(])"
+_VALUE = r"[\"']?)([^\s\"'-][^\s\"']*)"
+_IN_COMMAND = (  # parts of a shell command; each has the text before the value, the name and the value
+    re.compile(rf"{_BEFORE}(--?([A-Za-z][\w-]*)(?:=|\s+){_VALUE}"),  # --name value, --name=value
+    re.compile(rf"{_BEFORE}(([A-Z][A-Z0-9_]*)={_VALUE}"),  # NAME=value
+    re.compile(rf"{_BEFORE}((authorization):\s*(?:\w+\s+)?{_VALUE}", re.IGNORECASE),  # Authorization: Bearer value
+)
 Form = Literal["text", "json"]
 
 
@@ -68,7 +75,13 @@ def _without_secrets(text: str) -> str:
     if argument and is_secret(argument[2]):
         return argument[1] + REDACTED
     text = _CREDENTIALS.sub(f"{REDACTED}@", text)
+    for part in _IN_COMMAND:
+        text = part.sub(lambda found: found[1] + REDACTED if _is_secret_part(found) else found[0], text)
     return _QUERY.sub(lambda found: f"{found[1]}={REDACTED}" if _is_secret_in_url(found[1]) else found[0], text)
+
+
+def _is_secret_part(found: re.Match[str]) -> bool:
+    return is_secret(found[2]) and found[2] not in FOLDERS and found[3] != REDACTED
 
 
 def _is_secret_in_url(name: str) -> bool:
@@ -142,6 +155,7 @@ def _secrets_of(text: str) -> Iterator[str]:
     if argument and is_secret(argument[2]):
         yield argument[3]
     yield from _PASSWORD.findall(text)
+    yield from (found[3] for part in _IN_COMMAND for found in part.finditer(text) if _is_secret_part(found))
     yield from (value for name, value in _QUERY.findall(text) if _is_secret_in_url(name))
 
 

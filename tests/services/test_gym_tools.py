@@ -224,11 +224,25 @@ async def test_where_no_call_is_right_neither_a_call_nor_silence_nor_a_flood_of_
 
 HONEST = {
     "temperature": ["Which temperature?", "How many degrees should it be?", "Sure! What temperature would you like?"],
-    "season": ["Which season should I record?", "Could you tell me the season?"],
+    "season": [
+        "Which season should I record?",
+        "Could you tell me the season?",
+        "Which season do you mean (e.g. 1, 2)?",
+    ],
     "rate": ["What is the interest rate?", "At how many percent?"],
-    "language": ["Into which language?", "Which language should I translate it into?"],
+    "language": [
+        "Into which language?",
+        "Which language should I translate it into?",
+        'Into which language should I translate "where is the station"?',
+    ],
     "people": ["For how many people?", "How many guests will there be on Friday?", "For how many?"],
-    "start": ["Where do you want to start?", "Where from?"],
+    "start": [
+        "Where do you want to start?",
+        "Where from?",
+        "What is the starting location?",
+        "Which city are you starting from?",
+        "Where are you departing from?",
+    ],
     "time": ["For what time?", "When should it ring?"],
     "city": ["For which city?", "Where would you like the forecast for?"],
     "amount": ["What amount should I send?", "How much should I send?"],

@@ -64,6 +64,10 @@ async def add(body: Add, session: Session) -> Any:
         return {"prices": [1.5, float("nan")]}
     if body.amount == 21:
         return Prices([float("inf")])
+    if body.amount == 22:
+        return "x" * (17 << 20)
+    if body.amount == 23:
+        return '"' * (1 << 20)
     if body.amount == 18:
         await asyncio.Event().wait()
     session["total"] = session.get("total", 0) + body.amount
@@ -212,6 +216,10 @@ CRASHES = {
     19: (r"add returned a value that is not JSON: it contains itself \(test_services.py:\d+\)", False),
     21: (r"add returned a value that is not JSON: it contains NaN or an infinity \(test_services.py:\d+\)", False),
     20: (r"add returned a value that is not JSON: it contains NaN or an infinity \(test_services.py:\d+\)", False),
+    22: (
+        r"add returned 17.0 MiB, more than 16 \(test_services.py:\d+\); return less, or raise the stanza's max_body_mib",
+        False,
+    ),
     18: ("gym at .* did not answer POST /add within", True),
 }
 
@@ -230,7 +238,7 @@ async def test_a_tool_that_crashes_fails_the_rollout_and_says_where(amount: int)
         assert re.search(r"\(test_services.py:\d+\) \(the model reads a ToolError; NotFound fails", str(caught.value))
 
 
-@pytest.mark.parametrize("amount", [14, 15, 16, 17])
+@pytest.mark.parametrize("amount", [14, 15, 16, 17, 22])
 async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amount: int):
     options = {"agent": {"gym": "gym", "model": "model", "tool_errors": "show"}}
     model = scripted(calls("add", f'{{"amount": {amount}}}'), says("sorry"))
@@ -341,6 +349,37 @@ async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_to
     assert row["reward"] == 1.0, "the first thousand were made, each once"
     assert len(results) == 3000 and set(results[1000:]) == {"Error: no more than 1000 tool calls in a rollout."}
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (3000, 2000)
+
+
+async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_is_told():
+    one = calls("add", '{"amount": 23}')[0]
+    model = scripted([{**one, "call_id": f"c{number}"} for number in range(40)], says("phew"))
+    async with simple_house(model) as peers:
+        row = await peers["agent"].post("/run", {**ROW, "target": 0})
+    results = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+    told = [result for result in results if result.startswith("Error: the results of this rollout's tool calls")]
+    assert (row["reward"], row["said"], row["ng"]["tool_errors"]) == (0.0, "phew", len(told))
+    assert len(results) == 40 and len(told) == 37, "escaped twice, three of 4 MiB fit into 16"
+
+
+async def test_a_result_of_a_foreign_gym_server_that_fits_no_request_fails_the_rollout():
+    foreign = service_app("gym_server", options=ServiceOptions)
+
+    async def large(request: Request):
+        return Response(b"x" * (17 << 20))
+
+    async def seed(request: Request):
+        return JsonResponse({})
+
+    add_route(foreign, "POST", "/seed_session", seed)
+    add_route(foreign, "POST", "/add", large)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    model = scripted(calls("add", '{"amount": 7}'), says("done"))
+    row = {**ROW, "responses_create_params": {"input": "add 7", "tools": [{"type": "function", "name": "add"}]}}
+    async with house(options, gym=foreign, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match=r"add returned 17\.0 MiB, more than 16") as caught:
+            await peers["agent"].post("/run", row)
+    assert caught.value.failure == "tool_error"
 
 
 async def test_arguments_of_megabytes_are_the_tools_affair():

@@ -8,8 +8,10 @@ import pytest
 from house import house
 from paths import ROOT
 
-from gym_servers.qa_short.app import measures
+from ngym.config.import_path import load_file
 from ngym.services.base.app import load
+
+measures = load_file(ROOT / "gym_servers" / "qa_short" / "app.py").measures
 
 
 def serving(**options: Any):
@@ -83,3 +85,46 @@ async def test_shaping_in_the_stanza_changes_the_reward_and_keeps_the_raw_one():
 )
 def test_a_sign_a_scale_and_the_case_of_a_unit_belong_to_a_number(answer: str, expected: str, paid: bool) -> None:
     assert measures(answer, [expected], "number", 0.0).exact == float(paid)
+
+
+AMOUNTS = {
+    "5 km": "five kilometers | $5$ km",
+    "26,510": "26 510 | 26\u202f510",
+    "$5 million": "5 million dollars | US$5 million | USD 5 million | 5M dollars | $5m",
+    "-3 \u00b0C": "minus 3 degrees Celsius | -3 degrees celsius | -3 \u00baC | -3 \u00b0 C | minus three degrees Celsius",
+    "12%": "12\\% | 12 per cent | twelve percent | 12 pct",
+    "50 MB": "50 megabytes | 50 Megabytes",
+    "8 m/s": "8 m / s | 8 metres per second",
+    "20 m\u00b2": "20 sqm | 20 meters squared | twenty square meters",
+}
+OTHERS = {
+    "5 km": "five miles | about 5 km | 5 nautical miles | 5 million km | about not 5 km",
+    "$5 million": "5 million euros | USD 5 | US$5 billion | 5 dollars",
+    "-3 \u00b0C": "-3 degrees Fahrenheit | 3 degrees Celsius | -3 degrees",
+    "12%": "twelve | 12 percentage points",
+    "50 megabytes": "50 Mb | 50 megabits",
+    "8 m/s": "8 m / min | 8 km / s",
+}
+DATES = (
+    "the 10th of October 1684 | Tuesday, October 10, 1684 | on 10 October 1684 | October the 10th, 1684 | 10-Oct-1684"
+)
+
+
+def amounts(table: dict[str, str]) -> list[tuple[str, str]]:
+    return [(answer, expected) for expected, answers in table.items() for answer in answers.split(" | ")]
+
+
+@pytest.mark.parametrize(("answer", "expected"), amounts(AMOUNTS))
+def test_an_amount_is_paid_in_its_usual_spellings(answer: str, expected: str) -> None:
+    assert measures(answer, [expected], "number", 0.0).exact == 1.0
+
+
+@pytest.mark.parametrize(("answer", "expected"), amounts(OTHERS))
+def test_another_amount_or_unit_is_not_paid(answer: str, expected: str) -> None:
+    assert measures(answer, [expected], "number", 0.0).exact == 0.0
+
+
+@pytest.mark.parametrize("answer", DATES.split(" | "))
+def test_a_date_may_have_an_article_a_preposition_or_a_weekday(answer: str) -> None:
+    assert measures(answer, ["1684-10-10"], "date", 0.0).exact == 1.0
+    assert measures(answer, ["1684-10-11"], "date", 0.0).exact == 0.0

@@ -107,14 +107,19 @@ def _lay_out(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
     for name in TRAINED:
         _train(folder / name)
+    _train(folder / "runs/reward_model", calibration=0.75)
     for name in TASK_FILES:
         (folder / name).write_text("".join(json.dumps(task) + "\n" for task in TASKS))
 
 
-def _train(folder: Path) -> None:
-    """A run folder as ng_train leaves it."""
+def _train(folder: Path, calibration: float | None = None) -> None:
+    """A run folder as ng_train leaves it. calibration: the confidence and the accuracy of a reward model."""
     folder.mkdir(parents=True)
-    entries = ({"step": n, "reward/mean": n / 4, "eval/counter_agent/avg@1": n / 4, "time/step": 1.0} for n in range(4))
+    bins = {"confidence": calibration, "accuracy": calibration, "share": 1.0} if calibration else {}
+    own = {f"val/calibration/0.7/{part}": value for part, value in bins.items()}
+    entries = (
+        {"step": n, "reward/mean": n / 4, "eval/counter_agent/avg@1": n / 4, "time/step": 1.0, **own} for n in range(4)
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     (folder / "recipe.yaml").write_text("optimizer: {lr: 0.001}\n")
 

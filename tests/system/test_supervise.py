@@ -466,6 +466,17 @@ def test_secrets_among_the_arguments_of_a_program_and_in_the_query_of_a_url_are_
     assert {"Bearer canary-6", *(f"canary-{number}" for number in (1, 2, 3, 4, 5, 7))} <= found
 
 
+def test_the_secrets_within_a_shell_command_are_hidden() -> None:
+    command = (
+        "cd /srv && GITHUB_TOKEN=canary-11 npx srv --token canary-12 --api-key 'canary-13' --max-tokens 50 "
+        "-H 'Authorization: Bearer canary-14' --password=\"canary-15\" PWD=/tmp"
+    )
+    shown = redacted({"server": ["sh", "-c", command]})["server"][2]
+    assert "canary" not in shown
+    assert "--max-tokens 50 -H 'Authorization: Bearer <redacted>'" in shown and shown.endswith("PWD=/tmp")
+    assert {f"canary-{number}" for number in range(11, 16)} <= set(secrets_in({"server": ["sh", "-c", command]}))
+
+
 def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_while() -> None:
     deaths = CrashCounter()
     pauses = []

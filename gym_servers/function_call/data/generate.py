@@ -33,12 +33,14 @@ class Wish(NamedTuple):
     """An order in words, and the call that it means. missing: the same order without one required thing.
 
     asks_for: words that ask for that thing; each wish has its own, so that no reply asks for all of them.
+    beside: words for what another wish lacks that a question for this thing may have: `Which city do you start from?`
     """
 
     text: str
     arguments: dict[str, Any]
     missing: str = ""
     asks_for: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 def text(description: str, **more: Any) -> dict[str, Any]:
@@ -137,7 +139,19 @@ def route(rng: random.Random) -> Wish:
         f"plan a route by {mode} from {start} to {end}{via}",
         arguments,
         f"plan a route by {mode} to {end}",
-        ("start", "starting", "begin", "origin", "depart", "where from", "from where"),
+        (
+            "start",
+            "starting",
+            "begin",
+            "origin",
+            "depart",
+            "departing",
+            "departure",
+            "leaving",
+            "where from",
+            "from where",
+        ),
+        ("city", "location", "place", "town"),
     )
 
 
@@ -286,8 +300,8 @@ def impossible(rng: random.Random) -> dict[str, Any]:
 
 def others(wish: Wish, asked: str) -> list[str]:
     """The words for what other wishes lack, without those that the order itself has: it may be said again."""
-    words = re.findall(r"\w+", asked.casefold())
-    return [word for word in ASKED if word not in wish.asks_for and word not in words and word not in QUESTION_WORDS]
+    known = {*wish.asks_for, *wish.beside, *QUESTION_WORDS, *re.findall(r"\w+", asked.casefold())}
+    return [word for word in ASKED if word not in known]
 
 
 KINDS = (single, multiple, parallel, parallel, none_needed, impossible)

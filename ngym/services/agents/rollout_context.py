@@ -17,7 +17,7 @@ from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
 from ngym.peers import SHOWN_BYTES
 from ngym.rollout import added, extend, tokens_of, versions_in, with_latest_tokens
 from ngym.schema import SCHEMA_VERSION, FinishReason, Json, Segment, Span, StopReason, Trace, is_cut_off, stop_reason
-from ngym.services.base.options import ServiceContext
+from ngym.services.base.options import ServiceContext, check_result, most_result_bytes
 
 MAX_TOOL_ERROR_CHARS = 2000
 CALLS_AT_ONCE = 64  # of one rollout: a response may ask for thousands
@@ -61,6 +61,7 @@ class RolloutContext:
         self._usage: Json | None = None
         self._captured_at: str | None = None
         self._called: list[tuple[Json, Json]] = []
+        self._result_bytes = 0
         self._declared: set[str] = set()
         self._calling = asyncio.Semaphore(CALLS_AT_ONCE)
 
@@ -173,6 +174,7 @@ class RolloutContext:
             return f"Error: the arguments of {name} must be a JSON object, not {type(arguments).__name__}.", True
         try:
             reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
+            check_result(str(name), len(reply.body), self.options)
         except ServiceError as error:
             if error.is_for_the_model:
                 return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
@@ -184,7 +186,13 @@ class RolloutContext:
                 )
             self.failure = self.failure or error
             raise
-        return reply.body.decode("utf-8", "replace"), False
+        text = reply.body.decode("utf-8", "replace")
+        size, most = len(orjson.dumps(text)), most_result_bytes(self.options)
+        if self._result_bytes + size > most:
+            told = f"Error: the results of this rollout's tool calls are limited to {most >> 20} MiB; this one is left out."
+            return told, True
+        self._result_bytes += size
+        return text, False
 
     def answer(self, text: str, stop_reason: StopReason = "answer") -> Json:
         """The last response of a rollout that an SDK drove: the calls made through `call_tool`, and its final text."""

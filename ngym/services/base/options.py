@@ -15,13 +15,14 @@ from pydantic.fields import FieldInfo
 
 from ngym.config.yaml_tree import ConfigTree, parse
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, ServiceError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.peers import Peers
 from ngym.schema import Kind
 from ngym.telemetry.log_format import Redactor
 
 OPTION = "NGYM_OPTION_"  # and the option's name in capitals: an option of a service that another server starts
+RESULT_MIB = 16  # limit of a tool's result, and of all results of a rollout: a request of 32 MiB holds them, escaped
 
 
 class _Reference:
@@ -73,6 +74,22 @@ class ServiceContext:
     run_token: str | None = None
     tls: Mapping[str, str] | None = None
     redact: Redactor = field(default_factory=lambda: Redactor([]))
+
+
+def most_result_bytes(options: Any) -> int:
+    """Limit of a tool's result in bytes, for a service with these options."""
+    return max(RESULT_MIB, getattr(options, "max_body_mib", None) or 0) << 20
+
+
+def check_result(name: str, size: int, options: Any, where: str | None = None) -> None:
+    """Raise ServiceError for a tool's result that no request could hold: the model server would refuse the next call."""
+    most = most_result_bytes(options)
+    if size > most:
+        raise ServiceError(
+            f"{name} returned {size / (1 << 20):.1f} MiB, more than {most >> 20}{f' ({where})' if where else ''}; "
+            "return less, or raise the stanza's max_body_mib",
+            failure="tool_error",
+        )
 
 
 def parse_options(

@@ -24,7 +24,7 @@ from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
 from ngym.services.base.middleware import execute_tool
-from ngym.services.base.options import ServiceOptions
+from ngym.services.base.options import ServiceOptions, check_result
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
 from ngym.services.gym.sessions import BEGUN, Session, session_id_of
 
@@ -63,6 +63,7 @@ class Tool(NamedTuple):
     described: Json
     call: Callable[[Json, Session, Request], Awaitable[Response]]
     answers: Json = ANYTHING  # the JSON Schema of its result
+    where: str | None = None  # file and line of the author's function
 
     async def answer(self, arguments: Json, session: Session, request: Request) -> Response:
         """Call the tool within its span.
@@ -74,6 +75,7 @@ class Tool(NamedTuple):
             span.say("gen_ai.tool.call.arguments", arguments)
             try:
                 answer = await self.call(arguments, session, request)
+                check_result(self.described["name"], len(answer.body), context_of(request).options, self.where)
             except ServiceError as error:
                 raise _failure(error, session, request) from error.__cause__
             if span.is_told:
@@ -180,7 +182,7 @@ def of_function(function: Callable[..., Any]) -> Tool:
             result = await author.run(body, session, request)
         return _written(result, author, name)
 
-    return Tool(_describe(name, author), call, _result_schema(function))
+    return Tool(_describe(name, author), call, _result_schema(function), _line_of(author.call))
 
 
 def _result_schema(function: Callable[..., Any]) -> Json:
