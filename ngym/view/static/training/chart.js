@@ -1,16 +1,27 @@
-// One chart: a canvas that is drawn only while it is near the screen, a crosshair above it, a zoom by dragging.
+// One chart by uPlot: drawn only while it is near the screen, with a crosshair above it and a zoom by dragging.
 import { button, clear, el } from "../dom.js";
 import { safeLine } from "../safetext.js";
-import { TRAINING_PAD, paintTrainingAxes, trainingNumber, trainingPlan } from "./axes.js";
+import { trainingAxes, trainingNumber, trainingShows } from "./axes.js";
 
 const TRAINING_DRAG_PX = 6;
+const TRAINING_LIBRARY = "/static/vendor/uPlot.iife.min.js";
+let trainingLibrary = null;
+
+/** uPlot, loaded once. */
+export function loadTrainingLibrary() {
+  trainingLibrary ??= new Promise((done, failed) => {
+    const script = el("script", { src: TRAINING_LIBRARY, on: { load: () => done(window.uPlot), error: () => failed(new Error(`${TRAINING_LIBRARY} cannot be loaded`)) } });
+    document.head.append(script);
+  });
+  return trainingLibrary;
+}
 
 /**
  * lines: TrainingLines or TrainingStack. title: the text above. note: a node below it, or null.
  * hooks: {onHover(chart, x|null, event), onPick(x), onZoom([from, to]), onResize(chart)}.
  */
 export class TrainingChart {
-  #plan = null;
+  #uplot = null;
   #drag = null;
 
   constructor(lines, title, note, hooks) {
@@ -18,11 +29,11 @@ export class TrainingChart {
     this.hooks = hooks;
     this.near = false; // the screen
     this.dirty = true;
-    this.canvas = el("canvas", { role: "img", "aria-label": safeLine(title) });
+    this.drawn = el("div", { class: "training-drawn", role: "img", "aria-label": safeLine(title) });
     this.cross = el("div", { class: "training-cross", hidden: true });
     this.marks = el("div", { class: "training-marks" });
     this.selected = el("div", { class: "training-selected", hidden: true });
-    this.plot = el("div", { class: "training-plot" }, this.canvas, this.marks, this.cross, this.selected);
+    this.plot = el("div", { class: "training-plot" }, this.drawn, this.marks, this.cross, this.selected);
     this.last = el("span", { class: "training-last num" });
     const enlarge = button("⤢", () => this.#enlarge(enlarge), { class: "button quiet icon training-enlarge", title: "Enlarge", "aria-label": `Enlarge ${safeLine(title)}`, "aria-pressed": "false" });
     const head = el("div", { class: "training-head" }, el("h3", { title: safeLine(title) }, safeLine(title)), this.last, enlarge);
@@ -39,45 +50,45 @@ export class TrainingChart {
     const spread = this.lines.spread(view);
     this.element.classList.toggle("is-empty", spread === null);
     if (!width || spread === null) return this.release();
-    const ratio = devicePixelRatio || 1;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    const context = this.canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    this.#plan = trainingPlan({ width, height, span: view.span, spread, axis: view.axis, log: view.log && spread[0] > 0 });
-    paintTrainingAxes(context, this.#plan, colours);
-    this.lines.paint(context, this.#plan, view, colours);
+    this.release();
+    const log = view.log && spread[0] > 0;
+    const frame = trainingAxes({ width, height, span: view.span, spread, axis: view.axis, log }, colours);
+    const { tables, series, bands, marks } = this.lines.plot({ ...view, log }, colours, width);
+    const hooks = { drawAxes: [(plot) => drawMarks(plot, marks)] };
+    const options = { ...frame, series: [{}, ...series], bands, hooks, legend: { show: false }, cursor: { show: false } };
+    this.#uplot = new window.uPlot(options, window.uPlot.join(tables), this.drawn);
+    this.log = log;
     this.#tellLast(view);
     this.showAt(this.at ?? null);
   }
 
   /** Far from the screen: its pixels are given back. */
   release() {
-    this.canvas.width = this.canvas.height = 0;
-    this.#plan = null;
+    this.#uplot?.destroy();
+    this.#uplot = null;
   }
 
   /** The crosshair at x, or none. marked: also a dot on each line. */
   showAt(x, marked = false) {
     this.at = x;
-    const seen = this.#plan !== null && x !== null && x >= this.#plan.x0 && x <= this.#plan.x1;
+    const seen = this.#uplot !== null && x !== null && x >= this.#uplot.scales.x.min && x <= this.#uplot.scales.x.max;
     this.cross.hidden = !seen;
-    if (seen) this.cross.style.transform = `translateX(${this.#plan.x(x)}px)`;
+    if (seen) this.cross.style.transform = `translateX(${this.#place(x)}px)`;
     clear(this.marks).append(...(seen && marked ? this.lines.valuesAt(x, this.view).map((one) => this.#mark(one)).filter(Boolean) : []));
   }
 
   /** The x of what is drawn nearest to the pointer, or null. */
   nearest(event) {
-    if (!this.#plan) return null;
-    const x = this.#plan.valueAt(event.clientX - this.plot.getBoundingClientRect().left);
+    if (!this.#uplot) return null;
+    const x = this.#valueAt(event.clientX - this.plot.getBoundingClientRect().left);
     const xs = this.lines.valuesAt(x, this.view).map(({ run, row }) => run.data.along(this.view.axis)[row]);
     return xs.length ? xs.reduce((best, one) => (Math.abs(one - x) < Math.abs(best - x) ? one : best)) : null;
   }
 
   #mark({ run, row, y, colour }) {
-    if (!this.#plan.shows(y)) return null;
+    if (!trainingShows(this.log)(y)) return null;
     const dot = el("span", { class: "training-dot", vars: { "--colour": `var(--s${colour})` } });
-    dot.style.transform = `translate(${this.#plan.x(run.data.along(this.view.axis)[row])}px, ${this.#plan.y(y)}px)`;
+    dot.style.transform = `translate(${this.#place(run.data.along(this.view.axis)[row])}px, ${this.#uplot.valToPos(y, "y") + this.#box.top}px)`;
     return dot;
   }
 
@@ -101,7 +112,7 @@ export class TrainingChart {
     });
     plot.addEventListener("pointerleave", () => this.hooks.onHover(this, null, null));
     plot.addEventListener("pointerdown", (event) => {
-      if (event.button !== 0 || !this.#plan) return;
+      if (event.button !== 0 || !this.#uplot) return;
       this.#drag = this.#within(event);
       plot.setPointerCapture(event.pointerId);
     });
@@ -110,13 +121,28 @@ export class TrainingChart {
     plot.addEventListener("dblclick", () => this.hooks.onZoom(null));
   }
 
+  /** Of the area in which lines are, in CSS pixels of the plot. */
+  get #box() {
+    const { left, top, width } = this.#uplot.bbox;
+    const ratio = devicePixelRatio || 1;
+    return { left: left / ratio, top: top / ratio, right: (left + width) / ratio };
+  }
+
+  #place(x) {
+    return this.#uplot.valToPos(x, "x") + this.#box.left;
+  }
+
+  #valueAt(px) {
+    return this.#uplot.posToVal(px - this.#box.left, "x");
+  }
+
   #within(event) {
     const { left } = this.plot.getBoundingClientRect();
-    return Math.min(Math.max(event.clientX - left, this.#plan.left), this.#plan.width - TRAINING_PAD.right);
+    return Math.min(Math.max(event.clientX - left, this.#box.left), this.#box.right);
   }
 
   #stretch(event) {
-    if (this.#drag === null || !this.#plan) return;
+    if (this.#drag === null || !this.#uplot) return;
     const [a, b] = [this.#drag, this.#within(event)].sort((one, other) => one - other);
     this.selected.hidden = b - a < TRAINING_DRAG_PX;
     this.selected.style.transform = `translateX(${a}px)`;
@@ -124,10 +150,10 @@ export class TrainingChart {
   }
 
   #released(event) {
-    if (this.#drag === null || !this.#plan) return this.#endDrag();
+    if (this.#drag === null || !this.#uplot) return this.#endDrag();
     const [a, b] = [this.#drag, this.#within(event)].sort((one, other) => one - other);
     this.#endDrag();
-    if (b - a >= TRAINING_DRAG_PX) this.hooks.onZoom([a, b].map((px) => Number(this.#plan.valueAt(px).toPrecision(6))));
+    if (b - a >= TRAINING_DRAG_PX) this.hooks.onZoom([a, b].map((px) => Number(this.#valueAt(px).toPrecision(6))));
     else this.hooks.onPick(this.nearest(event));
   }
 
@@ -135,4 +161,23 @@ export class TrainingChart {
     this.#drag = null;
     this.selected.hidden = true;
   }
+}
+
+/** Where a later life of a run began. */
+function drawMarks(plot, marks) {
+  const { ctx: context, bbox } = plot;
+  context.save();
+  context.globalAlpha = 0.6;
+  context.lineWidth = devicePixelRatio || 1;
+  context.setLineDash([context.lineWidth, 3 * context.lineWidth]);
+  for (const { colour, x } of marks) {
+    const at = Math.round(plot.valToPos(x, "x", true));
+    if (at < bbox.left || at > bbox.left + bbox.width) continue;
+    context.strokeStyle = colour;
+    context.beginPath();
+    context.moveTo(at, bbox.top);
+    context.lineTo(at, bbox.top + bbox.height);
+    context.stroke();
+  }
+  context.restore();
 }

@@ -2,7 +2,7 @@
 import { clear, el } from "../dom.js";
 import { safeLine } from "../safetext.js";
 import { remember, remembered } from "../theme.js";
-import { TrainingChart } from "./chart.js";
+import { TrainingChart, loadTrainingLibrary } from "./chart.js";
 import { trainingRowAt } from "./run_data.js";
 import { trainingNumber } from "./axes.js";
 import { TRAINING_FIRST, trainingGroups } from "./chart_groups.js";
@@ -34,6 +34,11 @@ export class TrainingBoard {
     this.system = matchMedia("(prefers-color-scheme: dark)");
     this.system.addEventListener("change", this.#recolour);
     this.#recolour();
+    this.ready = false;
+    loadTrainingLibrary().then(() => {
+      this.ready = true;
+      this.#schedule();
+    }, (error) => this.element.prepend(el("p", { class: "problem", role: "alert" }, safeLine(error.message))));
   }
 
   close() {
@@ -140,7 +145,7 @@ export class TrainingBoard {
       this.#frame = 0;
       const began = performance.now();
       for (const chart of this.#charts.values()) {
-        if (!chart.near || !chart.dirty || !this.view) continue;
+        if (!chart.near || !chart.dirty || !this.view || !this.ready) continue;
         if (performance.now() - began > TRAINING_FRAME_MS) return this.#schedule();
         chart.draw(this.view, this.colours);
       }

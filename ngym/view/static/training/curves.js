@@ -1,4 +1,4 @@
-// One metric of several runs as lines: at most four points for each pixel, and where it holds many, their mean upon their range.
+// One metric of several runs as lines; where a pixel holds many values, their mean upon their range.
 import { trainingShows } from "./axes.js";
 import { trainingLowerBound, trainingNearestRow, trainingRowAt, trainingSmoothed } from "./run_data.js";
 
@@ -47,21 +47,25 @@ export class TrainingLines {
     return seen.low <= seen.high ? [seen.low, seen.high] : null;
   }
 
-  paint(context, plan, view, colours) {
-    const runs = this.runs(view);
-    for (const run of runs) {
-      paintResumed(context, plan, run, view, colours);
-      this.#paintBand(context, plan, run, view, colours);
-    }
-    for (const run of runs) {
+  /** What uPlot draws: {tables, series, bands, marks}; tables[i] holds x and the columns of its series. */
+  plot(view, colours, width) {
+    const drawn = { tables: [], series: [], bands: [], marks: [] };
+    for (const run of this.runs(view)) {
       const [from, to] = seenRows(run, view);
-      const raw = run.data.columns.get(this.metric);
-      const stroke = { colour: colours.series[run.colour], dash: run.dash, width: 1.6, alpha: 1 };
+      const colour = colours.series[run.colour];
       const along = run.data.along(view.axis);
-      const dense = countShown(plan, raw, from, to) > TRAINING_DENSE * plan.inner.w;
-      if (dense || this.isSmoothed(view)) paintColumn(context, plan, along, raw, from, to, traceRange, { ...stroke, width: 1, alpha: 0.2 });
-      paintColumn(context, plan, along, this.#shown(run, view), from, to, dense ? traceMeans : traceRange, stroke);
+      const [raw, shown] = [run.data.columns.get(this.metric), this.#shown(run, view)];
+      const rows = shownRows(raw, from, to, view.log);
+      const isDense = rows.length > TRAINING_DENSE * width;
+      this.#addBand(drawn, run, view, colour);
+      const behind = isDense || this.isSmoothed(view);
+      if (behind) addLine(drawn, rows.map((row) => along[row]), rows.map((row) => raw[row]), { stroke: trainingFaded(colour, 0.2), width: 1, dash: run.dash, points: { show: false } });
+      const [xs, ys] = isDense ? means(rows, along, shown, view.span, width) : [rows.map((row) => along[row]), rows.map((row) => shown[row])];
+      const points = { show: rows.length <= TRAINING_FEW, size: rows.length === 1 ? 6 : 4, width: 0, fill: colour };
+      addLine(drawn, xs, ys, { stroke: colour, width: 1.6, dash: run.dash, points });
+      for (const step of run.data.resumed) drawn.marks.push({ colour, x: along[trainingRowAt(run.data.steps, step, run.data.count)] });
     }
+    return drawn;
   }
 
   /** [{run, row, value, y}] at the place nearest to x of each run; y is what the line shows there. */
@@ -88,115 +92,59 @@ export class TrainingLines {
     return names.every((name) => run.data.columns.has(name)) ? names : [];
   }
 
-  #paintBand(context, plan, run, view, colours) {
+  #addBand(drawn, run, view, colour) {
     const names = this.#band(run);
     if (!names.length) return;
     const [low, high] = names.map((name) => run.data.columns.get(name));
     const along = run.data.along(view.axis);
-    const [from, to] = seenRows(run, view);
-    const rows = [];
-    for (let row = from; row < to; row++) if (plan.shows(low[row]) && plan.shows(high[row])) rows.push(row);
-    context.beginPath();
-    for (const row of rows) context.lineTo(plan.x(along[row]), plan.y(high[row]));
-    for (const row of rows.reverse()) context.lineTo(plan.x(along[row]), plan.y(low[row]));
-    context.globalAlpha = 0.14;
-    context.fillStyle = colours.series[run.colour];
-    context.fill();
-    context.globalAlpha = 1;
+    const shows = trainingShows(view.log);
+    const rows = shownRows(low, ...seenRows(run, view), view.log).filter((row) => shows(high[row]));
+    if (!rows.length) return;
+    const edge = { stroke: "transparent", width: 0, points: { show: false } };
+    const first = drawn.series.length + 1;
+    drawn.tables.push([rows.map((row) => along[row]), rows.map((row) => high[row]), rows.map((row) => low[row])]);
+    drawn.series.push({ ...edge, spanGaps: true, pxAlign: 0 }, { ...edge, spanGaps: true, pxAlign: 0 });
+    drawn.bands.push({ series: [first, first + 1], fill: trainingFaded(colour, 0.14) });
   }
 }
 
-/** A column as a line; `trace` makes its path. */
-function paintColumn(context, plan, along, column, from, to, trace, { colour, dash, width, alpha }) {
-  context.strokeStyle = colour;
-  context.fillStyle = colour;
-  context.lineWidth = width;
-  context.globalAlpha = alpha;
-  context.lineJoin = "round";
-  context.setLineDash(dash);
-  context.beginPath();
-  trace(context, plan, along, column, from, to);
-  context.stroke();
-  context.setLineDash([]);
-  const count = alpha === 1 ? countShown(plan, column, from, to) : Infinity;
-  if (count <= TRAINING_FEW) {
-    for (let row = from; row < to; row++) {
-      if (!plan.shows(column[row])) continue;
-      context.beginPath();
-      context.arc(plan.x(along[row]), plan.y(column[row]), count === 1 ? 3 : 2, 0, 2 * Math.PI);
-      context.fill();
-    }
-  }
-  context.globalAlpha = 1;
+function addLine(drawn, xs, ys, style) {
+  if (!xs.length) return;
+  drawn.tables.push([xs, ys]);
+  drawn.series.push({ ...style, spanGaps: true, pxAlign: 0 });
 }
 
-/** Where a later life of the run began. */
-function paintResumed(context, plan, { data, colour }, { axis }, colours) {
-  context.strokeStyle = colours.series[colour];
-  context.lineWidth = 1;
-  context.globalAlpha = 0.6;
-  context.setLineDash([1, 3]);
-  context.beginPath();
-  for (const step of data.resumed) {
-    const x = Math.round(plan.x(data.along(axis)[trainingRowAt(data.steps, step, data.count)])) + 0.5;
-    context.moveTo(x, 0);
-    context.lineTo(x, plan.height);
-  }
-  context.stroke();
-  context.setLineDash([]);
-  context.globalAlpha = 1;
+/** rgb(1, 2, 3) with this opacity. */
+export function trainingFaded(colour, alpha) {
+  return colour.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
 }
 
-function countShown(plan, column, from, to) {
-  let count = 0;
-  for (let row = from; row < to; row++) if (plan.shows(column[row])) count += 1;
-  return count;
+function shownRows(column, from, to, log) {
+  const shows = trainingShows(log);
+  const rows = [];
+  for (let row = from; row < to; row++) if (shows(column[row])) rows.push(row);
+  return rows;
 }
 
-/** The mean of each pixel. */
-function traceMeans(context, plan, along, column, from, to) {
+/** [xs, ys]: the mean of each pixel. */
+function means(rows, along, column, [first, last], width) {
+  const [xs, ys] = [[], []];
+  const scale = width / (last - first || 1);
   let pixel = NaN;
   let [sum, count] = [0, 0];
-  for (let row = from; row < to; row++) {
-    if (!plan.shows(column[row])) continue;
-    const x = Math.round(plan.x(along[row]));
-    if (x !== pixel) {
-      if (count) context.lineTo(pixel, plan.y(sum / count));
-      pixel = x;
+  const leave = () => count && (xs.push(first + (pixel + 0.5) / scale), ys.push(sum / count));
+  for (const row of rows) {
+    const place = Math.floor((along[row] - first) * scale);
+    if (place !== pixel) {
+      leave();
+      pixel = place;
       sum = count = 0;
     }
     sum += column[row];
     count += 1;
   }
-  if (count) context.lineTo(pixel, plan.y(sum / count));
-}
-
-/** The first, lowest, highest and last value of each pixel. */
-function traceRange(context, plan, along, column, from, to) {
-  let pixel = NaN;
-  let [low, high, last] = [0, 0, 0];
-  const leave = () => {
-    if (low === high) return;
-    context.lineTo(pixel, plan.y(low));
-    context.lineTo(pixel, plan.y(high));
-    context.lineTo(pixel, plan.y(last));
-  };
-  for (let row = from; row < to; row++) {
-    const value = column[row];
-    if (!plan.shows(value)) continue;
-    const x = Math.round(plan.x(along[row]) * 2) / 2; // half a pixel is one of most screens
-    if (x === pixel) {
-      if (value < low) low = value;
-      if (value > high) high = value;
-      last = value;
-      continue;
-    }
-    leave();
-    pixel = x;
-    low = high = last = value;
-    context.lineTo(x, plan.y(value));
-  }
   leave();
+  return [xs, ys];
 }
 
 /** [from, to): the rows within the span, and one beyond it at each end. */

@@ -1,6 +1,6 @@
 // The phases of a step, stacked; the mean of the steps that share a pixel.
 import { trainingNearestRow, trainingSmoothed } from "./run_data.js";
-import { seenRows } from "./curves.js";
+import { seenRows, trainingFaded } from "./curves.js";
 
 const TRAINING_PLACES = 400; // for which the height is found
 
@@ -28,21 +28,19 @@ export class TrainingStack {
     return [0, Math.max(...tops.map((top) => top.reduce((most, one) => Math.max(most, one), 0))) || 1];
   }
 
-  paint(context, plan, view, colours) {
+  /** What uPlot draws: as that of TrainingLines. */
+  plot(view, colours, width) {
+    const drawn = { tables: [], series: [], bands: [], marks: [] };
     const [run] = this.runs(view);
-    if (!run) return;
-    const { xs, tops } = this.#levels(run, view, plan.inner.w);
-    let floor = new Float64Array(xs.length);
-    tops.forEach((top, phase) => {
-      context.beginPath();
-      xs.forEach((x, i) => context.lineTo(plan.x(x), plan.y(top[i])));
-      for (let i = xs.length - 1; i >= 0; i--) context.lineTo(plan.x(xs[i]), plan.y(floor[i]));
-      context.fillStyle = colours.series[phase];
-      context.globalAlpha = 0.75;
-      context.fill();
-      context.globalAlpha = 1;
-      floor = top;
+    if (!run) return drawn;
+    const { xs, tops } = this.#levels(run, view, width);
+    drawn.tables.push([xs, ...tops].map((column) => Array.from(column)));
+    tops.forEach((_, phase) => {
+      const fill = trainingFaded(colours.series[phase], 0.75);
+      drawn.series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false }, ...(phase === 0 && { fill, fillTo: 0 }) });
+      if (phase > 0) drawn.bands.push({ series: [phase + 1, phase], fill });
     });
+    return drawn;
   }
 
   valuesAt(x, view) {
