@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import sqlite3
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from viewing import failure, rollout, segment, write
 
 from ngym.errors import NotFound
 from ngym.files.row_log import RowLog
+from ngym.view import growing_index
 from ngym.view.file_scanner import ScanJob, scan
 from ngym.view.growing_index import Index, Store, extent_of, row_seq
 from ngym.view.rows import RunRows
@@ -454,3 +457,11 @@ def test_a_file_that_the_collector_has_locked_can_be_read(tmp_path: Path) -> Non
 def _all(index: Index, sql: str) -> list[Any]:
     with index.reading() as database:
         return database.execute(sql).fetchall()
+
+
+def test_files_of_other_projects_are_those_that_their_page_names() -> None:
+    vendor = Path(growing_index.__file__).with_name("static") / "vendor"
+    named = re.findall(r"`([\w.]+)`: sha256 `(\w+)`", (vendor / "README.md").read_text())
+    found = {file.name: sha256(file.read_bytes()).hexdigest() for file in vendor.iterdir() if file.suffix != ".md"}
+    assert dict(named) == {name: digest for name, digest in found.items() if not name.endswith("LICENSE")}
+    assert "uPlot.LICENSE" in found
