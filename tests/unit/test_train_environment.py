@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from ngym import ConfigError, UsageError
+from ngym.cli import init
 from ngym.cli.init import project
 from ngym.cli.train import main, of_environment
 from ngym.trainer.online.services import config_for
@@ -90,3 +91,13 @@ def test_a_policy_app_replaces_the_stanza_and_its_options(here: Path) -> None:
     assert policy.app == "models/vllm"
     assert policy.options == {"model": "/a/policy", "engine": {"enable_sleep_mode": True}}
     assert config_for(Path("global_config.yaml"), "policy", None, ["latency_s=1"]).services["policy"].options["replies"]
+
+
+def test_ng_init_names_the_files_that_it_wrote_or_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    would = CliRunner().invoke(init.main, ["my_env", "--dry-run"]).output.partition("\nnext:")[0].split("\n")
+    assert not any(tmp_path.iterdir())
+    wrote = CliRunner().invoke(init.main, ["my_env"]).output.partition("\nnext:")[0].split("\n")
+    assert [line.replace("would write ", "wrote ") for line in would] == wrote
+    named = {tmp_path / line.removeprefix("wrote ") for line in wrote if line}
+    assert named == {path for path in tmp_path.rglob("*") if path.is_file()} and len(named) > 3
