@@ -5,8 +5,9 @@
     teachers.distributions(packed)                # of one teacher's whole distributions, for a divergence
 
 A teacher is a local checkpoint, any server with vLLM's /inference/v1/generate, or the policy itself with a hint that the
-sampled rollout did not have (self-distillation). `open_teacher` validates it: its token ids mean the same, its answers do not change, and value i belongs to token i. The last
-is tested with a known text whose last token is then exchanged: the value of that token changes, and no other.
+sampled rollout did not have (self-distillation). `open_teacher` validates it: its token ids mean the same, its answers do
+not change, and value i belongs to token i. The last is tested with a known text whose last token is then exchanged: the
+value of that token changes, and no other.
 """
 
 from __future__ import annotations
