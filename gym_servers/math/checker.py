@@ -16,6 +16,7 @@ import logging
 import math
 import re
 import sys
+import unicodedata
 from typing import NamedTuple
 
 from math_verify import LatexExtractionConfig, parse, verify
@@ -49,6 +50,10 @@ MAX_DIGITS = 5_000
 MAX_DEPTH = 100
 MAX_FACTORIAL = 10_000
 LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
+ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
+SUPERSCRIPTS = re.compile(r"[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+VULGAR = re.compile(r"(?<![0-9])[\u00bc-\u00be\u2150-\u215e]")
+SYMBOLS = {"\u00b0": r"^\circ ", "\u00b7": r"\cdot ", "\u221e": r"\infty ", r"\log_e": r"\ln", r"\log_{e}": r"\ln"}
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\})(?=\d{3})")
 SPACED = re.compile(r"(?<![\w.,\\^_{])\d{1,3}(?:(?:\\ |~| )\d{3})+(?!\d)")  # 12 000
 UPRIGHT = re.compile(
@@ -100,6 +105,8 @@ class Marks(NamedTuple):
             return f"is in base {', '.join(self.bases)}"
         if self.unit and expected.unit and self.unit != expected.unit:
             return f"is in {self.unit}"
+        if {is_set(self.text), is_set(expected.text)} == {True, False}:
+            return "is a set" if is_set(self.text) else "is an ordered list"
         return None
 
 
@@ -191,9 +198,33 @@ def bare(text: str) -> str:
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
             text = text[len(opening) : -len(closing)].strip()
-    text = THIN_SPACE.sub("", text.removesuffix(".").strip().replace("**", "^"))
+    text = THIN_SPACE.sub("", in_latex(text.removesuffix(".").strip().replace("**", "^")))
     text = UPRIGHT.sub(r" \1", SPACED.sub(lambda number: re.sub(r"\D", "", number.group()), text)).strip()
     return FLOAT.sub(r"\1 \\times 10^{\2}", text) if FLOAT.fullmatch(text) else text
+
+
+def in_latex(text: str) -> str:
+    r"""LaTeX for symbols that the parser does not know: roots, degrees, superscripts, fractions of one character."""
+    if text.isascii() and r"\log" not in text:
+        return text
+    text = ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    text = SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = VULGAR.sub(
+        lambda found: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", found[0]).split("\u2044")), text
+    )
+    for symbol, latex in SYMBOLS.items():
+        text = text.replace(symbol, latex)
+    return text.strip()
+
+
+def is_set(text: str) -> bool | None:
+    """Whether a list is a set, `\\{3, 4\\}`, or ordered, `(3, 4)`; None if it is neither."""
+    if "," not in text:
+        return None
+    opening = text.removeprefix(r"\left").lstrip()
+    if opening.startswith((r"\{", r"\lbrace")):
+        return None if "(" in text else True  # of points
+    return False if opening.startswith("(") and r"\{" not in text else None
 
 
 def operations(text: str) -> int:

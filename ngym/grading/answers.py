@@ -43,7 +43,7 @@ _OPERAND_BEFORE = re.compile(
 )
 _SIGN_AFTER_OPERAND = re.compile(r"[0-9)\]}]\s*$")
 _OPERAND_AFTER = re.compile(
-    r"[eE][-+]?[0-9]|\.[0-9]|\s*[xX]\s*[0-9]|\s?[\u00bc-\u00be\u2150-\u215e]|\s+(?i:squared|cubed|factorial)\b(?!\s+[a-z])"
+    r"[eE][-+]?[0-9]|[xyz](?![\w-])(?!\s+[a-z])|\.[0-9]|\s*[xX]\s*[0-9]|\s?[\u00bc-\u00be\u2150-\u215e]|\s+(?i:squared|cubed|factorial)\b(?!\s+[a-z])"
     r"|\s*[\^_]|\s*[\u221a\u03c0]|\s*\\(?:times|cdot|div|pm|over|sqrt|pi|[dt]?frac)\b"
     r"|\s*[-+*/\u00d7\u00f7\u00b7]\s*(?:[A-Za-z](?![A-Za-z])|[(\\\u221a])"
 )
@@ -85,6 +85,7 @@ _ALTERNATIVE = re.compile(  # `8 or 7`, `8 apples and/or 7`, `8, maybe 7`
 )
 _DENIED = re.compile(  # `not 7`, `cannot be 7`, `x > 7`; but `> 7` is a quotation in Markdown
     r"(?:\bnot|\bcannot|\bnever|n['\u2019]t|!=|\N{NOT EQUAL TO}|\\neq?)(?:\s+(?:be|equal\s+to|the\s+number))?[\s*_]*$"
+    r"|\b(?:at\s+(?:least|most)|(?:more|less|fewer|greater|larger|smaller|higher|lower|bigger)\s+than)[\s*_]*$"
     r"|\b(?:except|anything\s+but)[\s*_]*$|[\w)\]}]\s*[<>]=?\s*$|(?:[\u2264\u2265\u2a7d\u2a7e]|\\[lg]e(?:q|qslant)?|\\[lg]t)\s*$",
     re.IGNORECASE,
 )
@@ -103,6 +104,7 @@ _SIGNED_BRACKET = re.compile(r"(?<![\w)\]}])-\s?\(\s*([0-9.,]+)\s*\)")
 _SIGN_OF_A_BOX = re.compile(r"^\s*-\s*(?:\\(?:text|mathrm|mathbf)\s*\{\s*)?(?=\.?[0-9])")
 _GROUPED_BOX = re.compile(r"\s*[-+]?[0-9]{1,3}(?: [0-9]{3})+\s*")
 _THIN_SPACE = re.compile(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))")
+_ONLY_NUMBERS = re.compile(r"[\s*_]*[-+]?[0-9][0-9.]*(?:\s*[,;/|]\s+[-+]?[0-9.]+)+[\s.*_]*")
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,20}>")
 _BOXED_LIST = re.compile(r"[0-9]\s*(?:[,;|&]|\\(?:quad\b|[ &])|\\text\s*\{\s*(?:or|and|to)\s*\})|[0-9]\s+$")
 _TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
@@ -231,6 +233,8 @@ def number(text: str, percent: bool = False) -> Decimal | None:
     plain = _with_signs(_plain((text if box is None else box)[-WINDOW:]), box is not None)
     numbers = list(_NUMBER.finditer(plain))
     if not numbers or not _stands_alone(plain, numbers[-1]):
+        return None
+    if _ONLY_NUMBERS.fullmatch(plain.rstrip().rpartition("\n")[2]):
         return None
     start, end = numbers[-1].span()
     before = plain[max(0, start - _CONTEXT) : start]
