@@ -50,7 +50,7 @@ from ngym.config.service_config import Config, Stanza
 from ngym.config.shipped_files import shipped_path
 from ngym.config.yaml_tree import ConfigTree, parse
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import ConfigError, ServiceError, UsageError
+from ngym.errors import ConfigError, PeerTimeout, ServiceError, UsageError
 from ngym.files.jsonl import Line, checked
 from ngym.peers import Peer
 from ngym.schema import Json
@@ -183,6 +183,7 @@ def with_stand_ins(config: Config, environments: Sequence[Environment]) -> Confi
     return config.model_copy(update={"services": services})
 
 
+CALL_S = 120.0  # of a tool or of `/verify`, as agents wait for a tool by default
 SESSIONS = 64
 AT_ONCE = 32  # of rows
 SHOWN = 5  # mistakes of a check
@@ -199,25 +200,41 @@ class Finding(NamedTuple):
     mistakes: list[str]
 
 
-async def validate_environment(environment: Environment, peer: Peer, within_s: float) -> list[Finding]:
-    """All findings. UsageError when a file of the environment cannot be read."""
+async def validate_environment(
+    environment: Environment, peer: Peer, within_s: float, call_s: float = CALL_S
+) -> list[Finding]:
+    """All findings; only that of the gold answers if a call takes longer than `call_s`.
+
+    Raises:
+        UsageError: a file of the environment cannot be read.
+    """
     cases = environment.cases()
-    answers = [await _attempt(peer, case) for case in cases]
+    answers: list[tuple[Json, float]] = []
+    for case in cases:
+        answers.append(await _attempt(peer, call_s, case))
+        if late := answers[-1][0].get("late"):
+            mistake = f"{case.case}: {late}; the other checks were not made"
+            return [Finding("gold", f"{len(answers)} of {len(cases)} cases", [mistake])]
     return [
         await _rows(environment, peer),
         _gold(cases, [answer for answer, _ in answers], {tool["name"] for tool in await peer.get("/tools")}),
-        await _worse(peer, cases),
-        await _tools(peer, cases),
-        await _again(peer, cases, [answer for answer, _ in answers]),
-        await _together(peer, cases),
+        await _worse(peer, call_s, cases),
+        await _tools(peer, call_s, cases),
+        await _again(peer, call_s, cases, [answer for answer, _ in answers]),
+        await _together(peer, call_s, cases),
         _time([seconds for _, seconds in answers], within_s),
     ]
 
 
 async def _attempt(
-    peer: Peer, case: Case, output: Sequence[Json] | None = None, calls: int | None = None, row: Json | None = None
+    peer: Peer,
+    call_s: float,
+    case: Case,
+    output: Sequence[Json] | None = None,
+    calls: int | None = None,
+    row: Json | None = None,
 ) -> tuple[Json, float]:
-    """The answer of `/verify`, and its seconds. A refusal is an answer without a reward.
+    """The answer of `/verify`, and its seconds. A refusal is an answer without a reward; without an answer it is `late`.
 
     output, calls: in the place of the case's own, and how many of its calls. row: its stored row, in the place of the
     task.
@@ -226,20 +243,22 @@ async def _attempt(
     response = {"output": list(case.items if output is None else output)}
     request = {"responses_create_params": PARAMS, **case.task, "response": response} if row is None else row
     try:
-        await session.post("/seed_session", request)
+        await session.post("/seed_session", request, timeout=call_s)
         for tool, arguments in case.calls[:calls]:
-            await _call(session, tool, arguments)
+            await _call(session, call_s, tool, arguments)
         began = time.perf_counter()
-        answer: Json = await session.post("/verify", request)
+        answer: Json = await session.post("/verify", request, timeout=call_s)
+    except PeerTimeout as error:
+        return {"refused": error.detail, "late": error.detail}, 0.0
     except ServiceError as error:
         return {"refused": error.detail}, 0.0
     return answer, time.perf_counter() - began
 
 
-async def _call(session: Any, tool: str, arguments: Json) -> None:
+async def _call(session: Any, call_s: float, tool: str, arguments: Json) -> None:
     """As an agent does: what a tool refuses is a text that the model sees."""
     try:
-        await session.request(f"/{tool}", arguments)
+        await session.request(f"/{tool}", arguments, timeout=call_s)
     except ServiceError as error:
         if not error.is_for_the_model:
             raise
@@ -279,14 +298,14 @@ def _same(got: Any, wanted: Any) -> bool:
     return bool(got == wanted)
 
 
-async def _worse(peer: Peer, cases: Sequence[Case]) -> Finding:
+async def _worse(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     """Of the cases with the highest reward."""
     most = max((case.reward for case in cases if case.reward is not None), default=0.0)
     best = [case for case in cases if case.reward == most > 0]
     mistakes = []
     for case in best:
         for form in case.worse:
-            answer, _ = await _attempt(peer, case, *_damaged(case, form))
+            answer, _ = await _attempt(peer, call_s, case, *_damaged(case, form))
             reward = answer.get("reward")
             if reward is not None and reward >= most:
                 mistakes.append(f"{case.case}: {_FORMS[form]} gets {reward} too")
@@ -309,7 +328,7 @@ def _damaged(case: Case, form: Damaged) -> tuple[list[Json], int]:
     return says(case.text[: len(case.text) // 2]), len(case.calls) // 2
 
 
-async def _tools(peer: Peer, cases: Sequence[Case]) -> Finding:
+async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     """Those that the cases do not call anyway, with arguments made of their schemas."""
     called = {tool for case in cases for tool, _ in case.calls}
     tools = [tool for tool in await peer.get("/tools") if tool["name"] not in called]
@@ -318,7 +337,7 @@ async def _tools(peer: Peer, cases: Sequence[Case]) -> Finding:
         session = peer.session()
         try:
             await session.post("/seed_session", {"responses_create_params": PARAMS, **cases[0].task})
-            await _call(session, tool["name"], _sample(tool.get("parameters") or {}))
+            await _call(session, call_s, tool["name"], _sample(tool.get("parameters") or {}))
             await session.request("/session", None, method="DELETE")
         except ServiceError as error:
             mistakes.append(f"{tool['name']}: {error.detail}")
@@ -336,13 +355,13 @@ def _sample(schema: Json) -> Any:
     )
 
 
-async def _again(peer: Peer, cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
+async def _again(peer: Peer, call_s: float, cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
     mistakes = []
     for case, first in zip(cases, answers, strict=True):
         if "refused" in first:
             continue
-        second, _ = await _attempt(peer, case)
-        stored, _ = await _attempt(peer, case, row=first)
+        second, _ = await _attempt(peer, call_s, case)
+        stored, _ = await _attempt(peer, call_s, case, row=first)
         for answer, what in ((second, "a second time"), (stored, "as its own stored row")):
             if _scores(answer) != _scores(first):
                 mistakes.append(f"{case.case}: {what} it gets {_scores(answer)}, not {_scores(first)}")
@@ -353,9 +372,9 @@ def _scores(answer: Json) -> tuple[Any, Any]:
     return answer.get("reward"), answer.get("reward_components")
 
 
-async def _together(peer: Peer, cases: Sequence[Case]) -> Finding:
+async def _together(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     several = list(islice(cycle(cases), SESSIONS)) if cases else []
-    answers = await asyncio.gather(*(_attempt(peer, case) for case in several))
+    answers = await asyncio.gather(*(_attempt(peer, call_s, case) for case in several))
     mistakes = {wrong for case, (answer, _) in zip(several, answers, strict=True) if (wrong := _other(case, answer))}
     return Finding("together", f"{len(several)} sessions at once", sorted(mistakes))
 

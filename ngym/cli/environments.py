@@ -47,7 +47,7 @@ class Tried(NamedTuple):
 
 
 async def try_environments(
-    config: Config, launcher: ZygoteClient, names: Sequence[str], within_s: float, say: Say
+    config: Config, launcher: ZygoteClient, names: Sequence[str], within_s: float, call_s: float, say: Say
 ) -> list[Tried]:
     """Test the named environments, or all that have gold answers. say: receives each line of the report.
 
@@ -63,7 +63,9 @@ async def try_environments(
                 say(f"{environment.name} asks {', '.join(asked)}: a scripted model answers instead and judges nothing")
             peer = peers[environment.name]
             facts = await described(environment, readme_of(_app(config, environment.name)), peer)
-            tried.append(Tried(environment.name, [facts, *await validate_environment(environment, peer, within_s)]))
+            tried.append(
+                Tried(environment.name, [facts, *await validate_environment(environment, peer, within_s, call_s)])
+            )
             _show(tried[-1], say)
     wrong = sum(each.wrong for each in tried)
     say(

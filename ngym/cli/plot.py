@@ -66,6 +66,8 @@ def main(
     from ngym.plot.runs import read_runs
 
     axis: Axis = "time" if by == "time" else "step"
+    if calibration and (metrics or smooth or log or band or axis == "time"):
+        raise UsageError("--calibration draws one diagram of the last evaluation; it goes with --output or --json only")
     if band and axis == "time":
         raise UsageError("--band compares runs at the same steps; leave --x time or --band out")
     patterns = [name for given in metrics for name in given.split(",") if name]

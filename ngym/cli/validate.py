@@ -40,6 +40,10 @@ Exit codes: 0  no mistake was found
     "--within", "within_s", type=click.FloatRange(0), default=2.0, show_default=True, metavar="SECONDS",
     help="The time that 95 % of verifications may take.",
 )  # fmt: skip
+@click.option(
+    "--call-timeout", "call_s", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
+    metavar="SECONDS", help="The time that one tool call or verification may take.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 @click.pass_context
 def main(
@@ -49,6 +53,7 @@ def main(
     names: tuple[str, ...],
     every: bool,
     within_s: float,
+    call_s: float,
     as_json: bool,
 ) -> None:
     """Check a config: its keys, the references between services, and every service's options.
@@ -74,7 +79,7 @@ def main(
             config = error.config
             found = Found([str(error), *asyncio.run(mistakes_of(config, launcher, error.names))], [])
         else:
-            found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, say))
+            found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, call_s, say))
     finally:
         launcher.close()
     if as_json:
@@ -103,7 +108,7 @@ class Found(NamedTuple):
 
 
 async def _validate(
-    config: Config, launcher: ZygoteClient, names: tuple[str, ...] | None, within_s: float, say: Say
+    config: Config, launcher: ZygoteClient, names: tuple[str, ...] | None, within_s: float, call_s: float, say: Say
 ) -> Found:
     """names: environments to test; empty: all that have gold answers; None: no environment."""
     # environments are tested without a model
@@ -115,7 +120,7 @@ async def _validate(
         return Found([], [])
     from ngym.cli.environments import try_environments
 
-    return Found([], await try_environments(config, launcher, names, within_s, say))
+    return Found([], await try_environments(config, launcher, names, within_s, call_s, say))
 
 
 async def mistakes_of(

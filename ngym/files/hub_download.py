@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ngym.errors import UsageError
 
-HUB = "hf:"  # the beginning of every such path
+HUB = "hf:/"  # the beginning of every such path, also as the text of a Path
 # a Path has one slash where the text had two
 FORM = re.compile(r"hf:/{1,2}datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 

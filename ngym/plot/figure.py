@@ -198,11 +198,11 @@ def calibrations(runs: Sequence[PlottedRun]) -> dict[str, list[Bin]]:
         last = run.history.last()
         names = {name.split("/")[2] for name in last if name.startswith(CALIBRATION)}
         bins = [Bin(*(last.get(f"{CALIBRATION}{name}/{part}", math.nan) for part in Bin._fields)) for name in names]
-        found[run.name] = sorted(each for each in bins if each.share > 0)
         if not bins:
             raise UsageError(
-                f"{run.name}: no {CALIBRATION}... was logged; --calibration is for reward models with validation_data"
+                f"{run.name}: no {CALIBRATION}... was logged; --calibration is for reward models with evaluation.data"
             )
+        found[run.name] = sorted(each for each in bins if each.share > 0)
     return found
 
 

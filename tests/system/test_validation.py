@@ -191,3 +191,19 @@ def test_a_new_project_passes_and_a_gym_server_without_gold_is_named(tmp_path: P
     (tmp_path / "gym_servers" / "mine" / "data" / "gold.jsonl").unlink()
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and "'mine' has no gold answers" in result.stderr
+
+
+async def test_a_tool_that_never_answers_ends_the_checks(tmp_path: Path) -> None:
+    ended = asyncio.Event()
+
+    async def lookup(body: Key) -> str:
+        """Look it up."""
+        await ended.wait()
+        return "too late"
+
+    own = environment(tmp_path, [{**case, "calls": [["lookup", {"key": "x"}]]} for case in GOLD])
+    async with house({}, words=gym_server(tools=[lookup], verify=right)) as peers:
+        found = await validate_environment(own, peers["words"], 60.0, 0.2)
+        ended.set()
+    ((check, looked_at, (mistake,)),) = found
+    assert (check, looked_at) == ("gold", "1 of 2 cases") and "the other checks were not made" in mistake

@@ -325,5 +325,8 @@ def test_the_calibration_of_a_reward_model_is_that_of_its_last_evaluation(writte
 
 
 def test_a_run_without_a_calibration_is_named(written: Written) -> None:
-    result = plot(written("grpo", steps(3)), "--calibration")
+    run = written("grpo", steps(3))
+    mixed = plot(run, "--calibration", "--metric", "loss")
+    assert mixed.exit_code == 2 and "--calibration draws one diagram" in mixed.output
+    result = plot(run, "--calibration")
     assert result.exit_code == 2 and "grpo: no val/calibration/... was logged" in result.output

@@ -289,7 +289,7 @@ class Teacher(TeacherSource):
     def sources(self) -> tuple[TeacherShare, ...]:
         """All teachers, with their weights."""
         own = {name: getattr(self, name) for name in TeacherSource.model_fields}
-        return self.several or (TeacherShare.model_validate(own),)
+        return self.several or (TeacherShare.model_construct(**own),)
 
     @property
     def task_fields(self) -> frozenset[str]:
