@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 import httptools
 import orjson
 
+from ngym.net.timeouts import Timeout
 from ngym.net.tls import client_context
 
 _MAX_HEAD = 1 << 16
@@ -468,7 +469,7 @@ class Client:
         pool, request = self._prepared(method, url, body, headers)
         connection = None
         try:
-            async with asyncio.timeout(timeout_s):
+            with Timeout(timeout_s):
                 connection = pool.idle() or await pool.connection()
                 return await connection.exchange(request)
         except TimeoutError:

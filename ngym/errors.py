@@ -18,12 +18,12 @@ NgymError
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from http.client import responses
 from itertools import islice
 from pathlib import Path
 from traceback import walk_tb
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 NOT_THE_AUTHORS = (
@@ -215,27 +215,36 @@ class UpstreamError(ServiceError):
         self.is_for_the_model = is_for_the_model
 
 
-@contextmanager
-def boundary(failure: FailureClass, what: str, *, places: bool = False, retryable: bool = False) -> Iterator[None]:
-    """Give an error that passes here its failure class, unless it has one; other exceptions become a ServiceError with
-    their cause.
+class Boundary:
+    """`with Boundary(...):` gives an error that passes it its failure class, unless it has one; other exceptions become
+    a ServiceError with their cause.
 
     Args:
         places: add the line of the author's own files where the bug is.
         retryable: whether a retry may help, as after a database timeout.
     """
-    try:
-        yield
-    except ServiceError as error:
-        error.failure = error.failure or failure
-        raise
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:  # sys.exit() in an author's function must not end the service
-        where = source_location(error) if places else ""
-        raise ServiceError(
-            f"{what}: {type(error).__name__}: {error}{where}", failure=failure, retryable=retryable
-        ) from error
+
+    __slots__ = ("_failure", "_places", "_retryable", "_what")
+
+    def __init__(self, failure: FailureClass, what: str, *, places: bool = False, retryable: bool = False) -> None:
+        self._failure = failure
+        self._what = what
+        self._places = places
+        self._retryable = retryable
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ServiceError):
+            error.failure = error.failure or self._failure
+        elif isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
+            # sys.exit() in an author's function must not end the service
+            where = source_location(error) if self._places else ""
+            told = f"{self._what}: {type(error).__name__}: {error}{where}"
+            raise ServiceError(told, failure=self._failure, retryable=self._retryable) from error
 
 
 def source_location(error: BaseException) -> str:

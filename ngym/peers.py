@@ -13,7 +13,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Self
 
@@ -22,7 +22,7 @@ import orjson
 from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
-from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
+from ngym.net.json_limits import LOOP_BYTES, MAX_DEPTH, by_size, is_deep, serialized
 from ngym.net.load_balancer import Replicas, RetryBudget, SessionReplica, StickyReplica
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, TOOL_ERRORS_HEADER, Json
 
@@ -69,6 +69,13 @@ def json_of(reply: Reply, service: str, path: str) -> Any:
     if is_deep(reply.body, value):
         raise _wrong(reply, service, f"{service} answered {path} with JSON nested deeper than {MAX_DEPTH} levels")
     return value
+
+
+async def _parsed(reply: Reply, service: str, path: str) -> Any:
+    """As `json_of`; a large answer is parsed in a thread."""
+    if len(reply.body) <= LOOP_BYTES:
+        return json_of(reply, service, path)
+    return await by_size(len(reply.body), json_of, reply, service, path)
 
 
 def _wrong(reply: Reply, service: str, what: str) -> UpstreamError:
@@ -186,6 +193,8 @@ class PeerSession:
         self._affinity = conversation or SessionReplica(session_id)
         self._cookies: dict[str, str] = {}
         self._repeatable_s = 0.0
+        self._prefix = ""  # of idempotency keys
+        self._keys = 0
 
     @property
     def url(self) -> str:
@@ -207,6 +216,11 @@ class PeerSession:
         shows = (tool_errors or self._tool_errors) == "show"
         if shows:
             headers[TOOL_ERRORS_HEADER] = "show"
+        repeatable_s = 0.0 if idempotent else self._repeatable_s
+        if repeatable_s:
+            self._prefix = self._prefix or secrets.token_hex(8)  # the session may have another caller
+            self._keys += 1
+            headers[IDEMPOTENCY_HEADER] = f"{self._prefix}{self._keys}"
         if self._cookies:  # NeMo Gym's servers identify a rollout by its cookie
             headers["cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
         reply = await self.peer.request(
@@ -217,13 +231,14 @@ class PeerSession:
             timeout=timeout,
             idempotent=idempotent,
             affinity=self._affinity,
-            repeatable_s=0.0 if idempotent else self._repeatable_s,
+            repeatable_s=repeatable_s,
             session=InSession(self.id, self._tells, shows),
         )
         self._tells = self._tells or reply.headers.get(SESSION_HEADER) == self.id
         if (told := reply.headers.get(REPEATABLE_HEADER, "")).isdecimal():
             self._repeatable_s = float(told)
-        self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
+        if reply.cookies:
+            self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
         return reply
 
     def could_show(self, error: UpstreamError) -> bool:
@@ -232,7 +247,7 @@ class PeerSession:
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         reply = await self.request(path, body, timeout=timeout, idempotent=idempotent)
-        return await by_size(len(reply.body), json_of, reply, self.peer.name, path)
+        return await _parsed(reply, self.peer.name, path)
 
 
 class Peer:
@@ -255,7 +270,7 @@ class Peer:
 
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
         reply = await self.request("GET", path, None, timeout=timeout, idempotent=True)
-        return await by_size(len(reply.body), json_of, reply, self.name, path)
+        return await _parsed(reply, self.name, path)
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         """POST JSON and return the JSON of the answer.
@@ -265,7 +280,7 @@ class Peer:
                 one that is not JSON.
         """
         reply = await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)
-        return await by_size(len(reply.body), json_of, reply, self.name, path)
+        return await _parsed(reply, self.name, path)
 
     async def request(
         self,
@@ -282,7 +297,7 @@ class Peer:
     ) -> Reply:
         """Send one request, with retries. affinity: decides the replica; None: a random one that is up.
 
-        repeatable_s: how long the service keeps its answer under an idempotency key; 0: it does not support such keys.
+        repeatable_s: how long the service keeps its answer under the idempotency key of `headers`; 0: there is none.
         session: the session of the call.
         """
         self._peers.follow()
@@ -295,8 +310,7 @@ class Peer:
         budget = self._peers.budgets.get(self.name) or self._peers.budgets.setdefault(
             self.name, RetryBudget(RETRY_RATIO)
         )
-        if repeatable_s:
-            headers = {**(headers or {}), IDEMPOTENCY_HEADER: secrets.token_hex(8)}
+        fixed = {**self._peers.authorization(self.name), **(headers or {})}
         attempt = 0
         while True:
             url = self.url(affinity)
@@ -305,9 +319,12 @@ class Peer:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} in time", upstream=upstream_of(self.name, url)
                 )
-            sent = {**request_context.to_headers(here), **self._peers.authorization(self.name), **(headers or {})}
+            sent = request_context.to_headers(here) | fixed
             try:
-                reply = await self._send(method, url, path, payload, sent, left)
+                if len(self._peers.urls[self.name]) < 2:
+                    reply = await self._peers.send(method, url + path, payload, sent, left)
+                else:
+                    reply = await self._send(method, url, path, payload, sent, left)
             except TimeoutError as error:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} within {left:.3g} s: {error}",
@@ -356,9 +373,7 @@ class Peer:
     async def _send(
         self, method: str, url: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> Reply:
-        """Send one request to one replica; if there are several, record the result for load balancing."""
-        if len(self._peers.urls[self.name]) < 2:
-            return await self._peers.send(method, url + path, body, headers, timeout_s)
+        """Send one request to one of several replicas, and record the result for load balancing."""
         replicas = self._replicas()
         replicas.in_flight[url] += 1
         try:
@@ -558,8 +573,8 @@ class Peers:
         except ValueError:
             return []
 
-    async def send(
+    def send(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
-    ) -> Reply:
+    ) -> Coroutine[Any, Any, Reply]:
         """Send one request without retries. Raises OSError (connection) or TimeoutError."""
-        return await self.client.request(method, url, body, headers, timeout_s)
+        return self.client.request(method, url, body, headers, timeout_s)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
-from ngym.errors import BadRequest, boundary
+from ngym.errors import BadRequest, Boundary
 from ngym.grading.answers import last_text, without_reasoning
 from ngym.services.agents.rollout_context import act, as_items, user
 
@@ -69,7 +69,7 @@ async def _next(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: i
         "instructions": USER_PROMPT.format(done=DONE, scenario=row["user_scenario"]),
         "input": _seen_by_the_user(dialogue) or [user("(The assistant is ready. Begin.)")],
     }
-    with boundary("agent_error", "the user simulator failed"):
+    with Boundary("agent_error", "the user simulator failed"):
         model = rollout.peers[options.user]
         reply = await model.post("/v1/responses", asked, timeout=options.model_timeout_s, idempotent=True)
     said = without_reasoning(last_text(reply)).strip()

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
-from ngym.errors import boundary
+from ngym.errors import Boundary
 from ngym.rollout import without_tokens
 from ngym.services.agents.rollout_context import turn_stop_reason
 
@@ -33,7 +33,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
             "gym_session": rollout.gym.id,
         },
     }
-    with boundary("agent_error", f"{options.remote} failed"):
+    with Boundary("agent_error", f"{options.remote} failed"):
         service = rollout.peers[options.remote].session(rollout.rollout_id)
         answer = await service.post(options.path, task, timeout=options.remote_timeout_s)
     response = _response(answer, options.remote)

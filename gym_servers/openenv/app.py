@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ngym import ServiceOptions, Session, VerifyRequest
-from ngym.errors import ConfigError, Overloaded, ServiceError, boundary
+from ngym.errors import Boundary, ConfigError, Overloaded, ServiceError
 from ngym.grading.answers import fenced
 from ngym.rollout import calls_in
 from ngym.schema import Json
@@ -223,7 +223,7 @@ async def step(turn: Task, session: Session) -> Step:
 
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
-    with boundary("tool_error", f"{name} failed", retryable=True):
+    with Boundary("tool_error", f"{name} failed", retryable=True):
         said = await called(name, arguments, session)
         return Response(said.encode("utf-8", "replace"), media_type="text/plain")
 

@@ -29,7 +29,7 @@ from verifiers.v1.dialects import parse_message
 from verifiers.v1.types import content_text
 
 from ngym import ServiceOptions, Session, VerifyRequest
-from ngym.errors import BadRequest, ConfigError, ServiceError, boundary
+from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError
 from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.base.app import add_route
@@ -425,7 +425,7 @@ async def scores_a_plain_answer(bridge: Bridge, task: Task) -> bool:
 
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
-    with boundary("tool_error", f"{name} failed", places=True, retryable=True):
+    with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
         said: str = await app.state.bridge.call(name, arguments, session)
         return Response(said.encode("utf-8", "replace"), media_type="text/plain")
 
@@ -446,7 +446,7 @@ async def rows(request: Request) -> Response:
         skip, limit = (int(request.query_params.get(name, default)) for name, default in (("skip", 0), ("limit", 100)))
     except ValueError:
         raise BadRequest("GET /rows?skip=0&limit=100: both are whole numbers") from None
-    with boundary("config", "the tasks cannot be written as rows"):
+    with Boundary("config", "the tasks cannot be written as rows"):
         lines = await run_sync(app.state.bridge.rows, max(skip, 0), max(limit, 0))
     return Response(b"".join(lines), media_type=ROWS)
 

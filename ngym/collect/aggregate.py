@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from ngym.errors import ServiceError, boundary
+from ngym.errors import Boundary, ServiceError
 from ngym.files.jsonl import read
 from ngym.net.json_limits import BULK_WEIGHT, NODE_WEIGHT, ROW_BYTES, json_weight
 from ngym.peers import Peer
@@ -40,7 +40,7 @@ async def environment_metrics(output: Path, agent: Peer) -> Json | None:
         rows, more = await asyncio.to_thread(_slim_rows, output, agent.name)
         body = {"verify_responses": rows}
         answer = await agent.post("/aggregate_metrics", body, timeout=TIMEOUT_S, idempotent=True)
-        with boundary("agent_error", f"{agent.name} answered /aggregate_metrics with no metrics"):
+        with Boundary("agent_error", f"{agent.name} answered /aggregate_metrics with no metrics"):
             own: Json = answer["ng"]["environment"]
     except ServiceError as error:
         return {"metrics": {}, "errors": [error.detail]}

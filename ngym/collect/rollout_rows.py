@@ -17,7 +17,7 @@ from typing import Any, Literal
 import orjson
 
 from ngym.collect.plan import PlannedRollout
-from ngym.errors import BadRequest, FailureClass, ServiceError, Unreachable, UpstreamError, boundary
+from ngym.errors import BadRequest, Boundary, FailureClass, ServiceError, Unreachable, UpstreamError
 from ngym.peers import Peers
 from ngym.rollout import extend, tokens_of, versions_in, without_tokens
 from ngym.schema import (
@@ -129,7 +129,7 @@ class CaptureClient:
         except OSError as error:
             detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
             raise Unreachable(detail, upstream=where) from None
-        with boundary("model_error", f"{model} answered GET {url} with no segments"):
+        with Boundary("model_error", f"{model} answered GET {url} with no segments"):
             kept: Json = reply.json()
             found: list[Segment] = kept["segments"]
             spans: list[Span] = [("model", round(elapsed - ago, 6), seconds) for ago, seconds in kept["spans"]]

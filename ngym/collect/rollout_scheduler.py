@@ -34,7 +34,7 @@ from ngym.collect.rollout_rows import (
     rollout_row,
     tell,
 )
-from ngym.errors import NgymError, ServiceError, boundary
+from ngym.errors import Boundary, NgymError, ServiceError
 from ngym.grading import group_rewards
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
@@ -458,7 +458,7 @@ class RolloutScheduler:
                 self._window(planned.agent).told(int(waiting))
             answer = json_of(reply, planned.agent, "/run")
             await self._pickup.complete(planned.agent, rollout_id, answer, began)
-            with boundary("agent_error", f"{planned.agent} answered /run with an invalid record"):
+            with Boundary("agent_error", f"{planned.agent} answered /run with an invalid record"):
                 return rollout_row(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:
             failure = failure_of(error, planned.agent)

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from ngym.errors import ServiceError, Unauthorized, UsageError, shorten
+from ngym.net.request_context import headers_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -182,12 +183,10 @@ class Visitors:
 
     def problem(self, scope: Scope) -> ServiceError | None:
         """Why this request is refused, or None."""
-        host: bytes | None = None
-        for name, value in scope["headers"]:
-            if name == b"host" and host is None:
-                host = value
-            elif name == b"host" or name in _OF_BROWSERS:
-                return self._problem(scope)
+        headers = headers_of(scope)
+        if len(headers) != len(scope["headers"]) or not _OF_BROWSERS.isdisjoint(headers):
+            return self._problem(scope)
+        host = headers.get(b"host")
         if host in self._allowed:
             return None
         problem = self._problem(scope)

@@ -6,11 +6,16 @@ import hashlib
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ngym.schema import DEADLINE_HEADER, ROLLOUT_HEADER
 
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
 TRACEPARENT = "traceparent"
+_ROLLOUT, _DEADLINE, _TRACE = ROLLOUT_HEADER.encode(), DEADLINE_HEADER.encode(), TRACEPARENT.encode()
+_HEADERS = "ngym.headers"  # in the scope of a request
 
 
 class TraceIds(NamedTuple):
@@ -52,13 +57,32 @@ def new_correlation(rollout_id: str, timeout_s: float | None = None) -> Correlat
     return Correlation(rollout_id, trace_ids(rollout_id).traceparent, deadline)
 
 
-def from_headers(headers: Mapping[str, str]) -> Correlation:
+def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
+    """A request's headers by name (lower case); of a repeated one the first. Built once per request: starlette's
+    `Request.headers` searches and decodes the list at each access.
+    """
+    headers: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if headers is None:
+        headers = scope[_HEADERS] = dict(reversed(scope["headers"]))
+    return headers
+
+
+def header(scope: Scope, name: str) -> str | None:
+    """A request's header; name: in lower case."""
+    value = headers_of(scope).get(name.encode())
+    return None if value is None else value.decode("latin-1")
+
+
+def from_headers(headers: Mapping[bytes, bytes]) -> Correlation:
     """The correlation that a caller sent; a deadline that is not a number is ignored."""
-    deadline_ms = headers.get(DEADLINE_HEADER)
-    deadline = None
-    if deadline_ms is not None and deadline_ms.isdecimal() and len(deadline_ms) < 16:
-        deadline = time.monotonic() + int(deadline_ms) / 1000
-    return Correlation(headers.get(ROLLOUT_HEADER), headers.get(TRACEPARENT), deadline)
+    rollout_id, deadline_ms, trace = headers.get(_ROLLOUT), headers.get(_DEADLINE), headers.get(_TRACE)
+    return Correlation(
+        None if rollout_id is None else rollout_id.decode("latin-1"),
+        None if trace is None else trace.decode("latin-1"),
+        time.monotonic() + int(deadline_ms) / 1000
+        if deadline_ms is not None and deadline_ms.isdigit() and len(deadline_ms) < 16
+        else None,
+    )
 
 
 def to_headers(correlation: Correlation) -> dict[str, str]:

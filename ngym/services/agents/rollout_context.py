@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response
-from ngym.errors import ServiceError, UpstreamError, boundary
+from ngym.errors import Boundary, ServiceError, UpstreamError
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
 from ngym.peers import SHOWN_BYTES
 from ngym.rollout import added, extend, tokens_of, versions_in, with_latest_tokens
@@ -83,7 +83,7 @@ class RolloutContext:
     def took(self, name: str, started: float, part: str | None = None) -> None:
         """Add the seconds since `started` (time.perf_counter()) to a part of the timings."""
         seconds = time.perf_counter() - started
-        self.spans.append((name, round(started - self._started, 6), round(seconds, 6)))
+        self.spans.append((name, _microseconds(started - self._started), _microseconds(seconds)))
         if part is not None:
             self.seconds[part] += seconds
 
@@ -97,7 +97,7 @@ class RolloutContext:
         self.doing = "model"
         if self.turns == 0:
             self.declare(request.get("tools"))
-        with boundary("model_error", "the model call failed"):
+        with Boundary("model_error", "the model call failed"):
             response = self._checked(await self._asked(request))
             call = tokens_of(response)
         if call is not None:
@@ -214,7 +214,7 @@ class RolloutContext:
         if self._captured_at is None:
             return response
         path = f"/rollouts/{self.rollout_id}/segments"
-        with boundary("model_error", "the captured calls could not be fetched"):
+        with Boundary("model_error", "the captured calls could not be fetched"):
             try:
                 kept = (await self.model.request(path, None, method="GET", idempotent=True)).json()
             except ServiceError as error:
@@ -274,6 +274,11 @@ class RolloutContext:
             spans=self.spans,
             started_at=self.started_at.isoformat(),
         )
+
+
+def _microseconds(seconds: float) -> float:
+    """The seconds to 6 digits; `round` takes four times as long."""
+    return int(seconds * 1e6) / 1e6
 
 
 class Acted(NamedTuple):

@@ -21,10 +21,11 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from ngym.errors import BadRequest, NotFound, PeerTimeout, ServiceError, boundary
+from ngym.errors import BadRequest, Boundary, NotFound, PeerTimeout, ServiceError
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import ROW_BYTES, by_size, serialized
+from ngym.net.request_context import header
 from ngym.peers import ToolErrors
 from ngym.rollout import without_tokens
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
@@ -147,7 +148,7 @@ def agent(
             raise
         finally:
             running_now.pop(rollout.rollout_id, None)
-        if request.headers.get(TOKEN_FORMAT_HEADER) != "ng":
+        if header(request.scope, TOKEN_FORMAT_HEADER) != "ng":
             scored["response"] = response
         scored["ng"] = rollout.trace(scored.get("reward"), scored.get("reward_components"))
         headers = {WAITING_HEADER: str(turns.waiting)}
@@ -268,7 +269,7 @@ def _beginning(params: Any, context: ServiceContext) -> str:
 
 async def _seed(rollout: RolloutContext, row: bytes) -> Json:
     started = time.perf_counter()
-    with boundary("config", "the task could not be started"):
+    with Boundary("config", "the task could not be started"):
         seeded = await rollout.gym.post("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
     rollout.took("seed", started)
     if not isinstance(seeded, dict):
@@ -292,7 +293,7 @@ def _params(row: Json, seeded: Json) -> Json:
 
 async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> Json:
     try:
-        with boundary("agent_error", "the agent failed", places=True):
+        with Boundary("agent_error", "the agent failed", places=True):
             rollout.declare(params.get("tools"))
             response = await respond(params, rollout)
         if rollout.failure is not None:
@@ -314,7 +315,7 @@ async def _end_session(rollout: RolloutContext) -> None:
 async def _verify(rollout: RolloutContext, body: Json) -> Json:
     started = time.perf_counter()
     rollout.doing = "verify"
-    with boundary("verify_error", "the rollout could not be verified"):
+    with Boundary("verify_error", "the rollout could not be verified"):
         raw = await by_size(rollout.request_bytes, serialized, body)
         scored: Json = await rollout.gym.post("/verify", raw, timeout=rollout.options.verify_timeout_s)
     if not isinstance(scored, dict) or "reward" not in scored:

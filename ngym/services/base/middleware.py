@@ -30,6 +30,7 @@ from ngym.errors import Overloaded, PeerTimeout
 from ngym.net import request_context
 from ngym.net.connection_limits import OWN_PACE
 from ngym.net.json_limits import CALL_BYTES
+from ngym.net.timeouts import Timeout, later
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.services.base.request_bodies import RequestBody
 from ngym.telemetry import tracing
@@ -127,12 +128,12 @@ async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Re
         return await handler(request)
     if remaining_s <= 0:
         raise _over(request, "was not begun")
-    timer = asyncio.timeout(remaining_s)
+    timer = Timeout(remaining_s)
     try:
-        async with timer:
+        with timer:
             return await handler(request)
     except TimeoutError:
-        if not timer.expired():
+        if not timer.expired:
             raise
     # The handler's own error and the timer refer to frames that hold the request.
     del timer
@@ -165,7 +166,7 @@ class Caller:
         task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[object] = task
-        self._timer = asyncio.get_running_loop().call_later(LOOKS_AFTER_S, self._look)
+        self._timer = later(LOOKS_AFTER_S, self._look)
         return self
 
     def __exit__(
@@ -180,7 +181,7 @@ class Caller:
 
     def _look(self) -> None:
         if isinstance(self._receive, RequestBody) and not self._receive.read:
-            self._timer = asyncio.get_running_loop().call_later(LOOKS_AFTER_S, self._look)
+            self._timer = later(LOOKS_AFTER_S, self._look)
             return
         self._watch = asyncio.get_running_loop().create_task(self._until_gone())
 
@@ -286,7 +287,9 @@ class RequestMiddleware:
         self.served = served
         self.requests = Counter("ngym_requests", "Requests by route and status", ["route", "status"], registry=registry)
         self.seconds = Histogram("ngym_request_seconds", "Time to answer", ["route"], registry=registry)
-        self.in_flight = Gauge("ngym_requests_in_flight", "Requests being served", registry=registry)
+        self._running = 0
+        in_flight = Gauge("ngym_requests_in_flight", "Requests being served", registry=registry)
+        in_flight.set_function(lambda: self._running)
         self._counters: dict[tuple[str, int], Any] = {}
         self._timers: dict[str, Any] = {}
 
@@ -297,7 +300,7 @@ class RequestMiddleware:
         serving = self.serving
         if not serving.is_on:
             await self.start(scope["app"])
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = request_context.headers_of(scope)
         token = request_context.current.set(request_context.from_headers(headers))
         status = 500
 
@@ -316,7 +319,7 @@ class RequestMiddleware:
             route = f"{OF_A_ROLLOUT}{slash}{rest}"
             served = self.served.get((scope["method"], route))
             scope["path_params"] = {"rollout_id": rollout_id}
-        self.in_flight.inc()
+        self._running += 1
         started = time.perf_counter()
         try:
             most_bytes = CALL_BYTES if served is None else served.most_bytes
@@ -330,7 +333,7 @@ class RequestMiddleware:
                 response = await _answer(served, Request(scope, receive), receive)
                 await response(scope, receive, watched)
         finally:
-            self.in_flight.dec()
+            self._running -= 1
             request_context.current.reset(token)
             if served is None:
                 route = getattr(scope.get("route"), "path", "unknown")

@@ -16,7 +16,7 @@ import orjson
 from anyio.to_thread import run_sync
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from ngym.did_you_mean import nearest
@@ -58,8 +58,8 @@ class RequestBody:
 
     __slots__ = ("_declared", "_looks_at", "_most", "_receive", "_size", "read")
 
-    def __init__(self, receive: Receive, headers: Mapping[str, str], most: int) -> None:
-        declared = headers.get("content-length", "")
+    def __init__(self, receive: Receive, headers: Mapping[bytes, bytes], most: int) -> None:
+        declared = headers.get(b"content-length", b"")
         self._declared = int(declared) if declared.isdigit() else 0
         self._receive = receive
         self._most = most
@@ -83,6 +83,21 @@ class RequestBody:
                 self._look()
             self.read = not message.get("more_body", False)
         return message
+
+
+async def whole_body(request: Request) -> bytes:
+    """As `Request.body`, without the asynchronous generators that starlette reads it through."""
+    if not hasattr(request, "_body"):
+        parts = []
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        request._body = parts[0] if len(parts) == 1 else b"".join(parts)  # where `Request.body` keeps it
+    return request._body
 
 
 async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
@@ -125,7 +140,7 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     Args:
         most_weight: limit of its weight (`is_light`); the service's `max_json_weight` overrides it.
     """
-    raw = await request.body()
+    raw = await whole_body(request)
     request.scope[BODY_BYTES] = len(raw)
     context = getattr(request.app.state, "context", None)
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None

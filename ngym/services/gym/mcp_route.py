@@ -139,7 +139,7 @@ def _session(request: Request, method: str | None) -> Session | None:
     reset.
     """
     store = request.app.state.sessions
-    session_id = session_id_of(request) or request.headers.get(MCP_SESSION_HEADER)
+    session_id = session_id_of(request.scope) or request.headers.get(MCP_SESSION_HEADER)
     if session_id is not None:
         found: Session = store.get(session_id)
         return found

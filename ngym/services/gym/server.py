@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ngym.errors import BadRequest, ServiceError, boundary
+from ngym.errors import BadRequest, Boundary, ServiceError
 from ngym.grading.answers import TEXT_LIMIT, last_text
 from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
+from ngym.net.request_context import header
 from ngym.schema import SESSION_HEADER, Json
 from ngym.services.base import middleware
 from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
@@ -118,7 +119,7 @@ def aggregate(rows: Sequence[Json], by: str | None = None) -> Json:
 def own_metrics(compute_metrics: ComputeMetrics, rows: list[Json]) -> Json:
     """The metrics of the author's function over the scored rows, and its errors: `{"metrics": {...}, "errors": [...]}`."""
     try:
-        with boundary("verify_error", "compute_metrics failed"):
+        with Boundary("verify_error", "compute_metrics failed"):
             found = dict(compute_metrics(rows))
     except ServiceError as error:  # a bug of the author's costs only the author's metrics
         return {"metrics": {}, "errors": [error.detail]}
@@ -249,7 +250,7 @@ def gym_server(
     async def seed_session(request: Request) -> Response:
         row = await json_body(request)
         await valid_body(request, app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
-        session = begun(store, request, request.headers.get(SESSION_HEADER))
+        session = begun(store, request, header(request.scope, SESSION_HEADER))
         await set_task(store, session, row, request)
         seeded = {"tools": app.state.tools} if app.state.tools else {}
         return JsonResponse(seeded | over_mcp.seeded(app, session))
@@ -263,7 +264,7 @@ def gym_server(
         try:
             if session.failure is not None:
                 raise copy.copy(session.failure)
-            with middleware.verify() as span, boundary("verify_error", "verify failed", places=True):
+            with middleware.verify() as span, Boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request), reward_range)
                 middleware.scored(span, outcome)
                 return await off_loop(request, JsonResponse, {**raw, **outcome})
@@ -276,7 +277,7 @@ def gym_server(
         return JsonResponse(app.state.tools)
 
     async def end_session(request: Request) -> Response:
-        session_id = session_id_of(request) or ""
+        session_id = session_id_of(request.scope) or ""
         repeats.stop(session_id)
         repeats.forget(session_id)
         return JsonResponse({"ended": store.end(session_id)})
@@ -351,7 +352,7 @@ def _rewarded(reward_range: RewardRange | None) -> Json:
 def _add_group_route(app: FastAPI, author: Author, rewarded: Json, reward_range: RewardRange | None) -> None:
     async def group_route(request: Request) -> Response:
         group = await valid_body(request, author.body, await json_body(request, BULK_WEIGHT), "the group")
-        with boundary("verify_error", "verify_group failed", places=True):
+        with Boundary("verify_error", "verify_group failed", places=True):
             outcomes = list(await author.run(group, Session(), request))
             if len(outcomes) != len(group.rollouts):
                 raise ServiceError(f"verify_group returned {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")

@@ -22,8 +22,10 @@ from starlette.types import Scope
 
 from ngym.errors import BadRequest, NotFound, Overloaded, ServiceError
 from ngym.net.json_limits import fitted, parsed_bytes
+from ngym.net.request_context import header, headers_of
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, Json
 from ngym.services.base.middleware import Handler, in_time
+from ngym.services.base.request_bodies import whole_body
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
 REPEATABLE_S = 60  # seconds in which a call with an idempotency key may be repeated
@@ -155,9 +157,11 @@ class SessionStore:
             self.end(session_id)
 
 
-def session_id_of(request: Request) -> str | None:
+def session_id_of(scope: Scope) -> str | None:
     """The session that a caller names, by header or by cookie."""
-    return request.headers.get(SESSION_HEADER) or request.cookies.get(SESSION_COOKIE)
+    return header(scope, SESSION_HEADER) or (
+        Request(scope).cookies.get(SESSION_COOKIE) if b"cookie" in headers_of(scope) else None
+    )
 
 
 def session_for(store: SessionStore, request: Request, *, start: bool = False) -> Session:
@@ -165,7 +169,7 @@ def session_for(store: SessionStore, request: Request, *, start: bool = False) -
 
     start: without a session, begin one and store it, under the caller's id if it sent one.
     """
-    session_id = session_id_of(request)
+    session_id = session_id_of(request.scope)
     if start and (session_id is None or session_id not in store):
         return begun(store, request, session_id)
     return Session() if session_id is None else store.get(session_id)
@@ -180,20 +184,23 @@ def begun(store: SessionStore, request: Request, session_id: str | None = None) 
 
 async def set_task(store: SessionStore, session: Session, row: Json, request: Request) -> None:
     """Begin the session with the row in this request's body. Overloaded if sessions hold too much."""
-    store.set_task(session, row, parsed_bytes(await request.body()))
+    store.set_task(session, row, parsed_bytes(await whole_body(request)))
 
 
 def session_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The headers of every answer of a gym server in a session, errors included: its id, also as a cookie.
+    """The headers of every answer of a gym server in a session, errors included: its id, also as a cookie if the
+    session begins with this request or the caller keeps cookies.
 
     Some clients keep only the cookies of the last answer (NeMo Gym's agents). A proxy between caller and server does
     not know the id, so an answer without it is not the server's.
     """
-    session_id = scope.get(BEGUN) or session_id_of(Request(scope)) or ""
+    session_id = scope.get(BEGUN) or session_id_of(scope) or ""
     if not SESSION_ID.fullmatch(session_id):
         return []
     written: bytes = session_id.encode()
-    return [(_ID, written), _REPEATABLE, (b"set-cookie", _COOKIE % written)]
+    if BEGUN in scope or b"cookie" in headers_of(scope):
+        return [(_ID, written), _REPEATABLE, (b"set-cookie", _COOKIE % written)]
+    return [(_ID, written), _REPEATABLE]
 
 
 _ID = SESSION_HEADER.lower().encode()
@@ -217,13 +224,15 @@ class Repeats:
         """Wrap the handler so that it runs once per key."""
 
         async def answer(request: Request) -> Response:
-            key = request.headers.get(IDEMPOTENCY_HEADER)
+            key = header(request.scope, IDEMPOTENCY_HEADER)
             if key is None:
                 return await _unless_over(handler(request))
             if len(key) > MAX_KEY_CHARS:
                 raise BadRequest(f"{IDEMPOTENCY_HEADER}: {len(key)} characters; at most {MAX_KEY_CHARS}")
-            await request.body()  # a body that never arrived whole must not begin a call
-            return await self._answer((session_id_of(request) or "", request.scope["path"], key), handler, request)
+            await whole_body(request)  # a body that never arrived whole must not begin a call
+            return await self._answer(
+                (session_id_of(request.scope) or "", request.scope["path"], key), handler, request
+            )
 
         answer.__name__ = getattr(handler, "__name__", "answer")
         return answer

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from ngym.convert import message_item, output_text
-from ngym.errors import ServiceError, ToolError, boundary
+from ngym.errors import Boundary, ServiceError, ToolError
 from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, object_of
@@ -146,7 +146,7 @@ async def _advance(turn: VerifyRequest, session: Session, step: Advance) -> Step
 def _play(what: str, session: Session) -> Iterator[None]:
     """Turn an exception of the author's function into a failure of the environment; the session then has no reward."""
     try:
-        with boundary("tool_error", what, places=True, retryable=True):
+        with Boundary("tool_error", what, places=True, retryable=True):
             yield
     except ServiceError as error:
         session.failure = copy.copy(error)  # without its traceback, which would keep the request alive

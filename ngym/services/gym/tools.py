@@ -19,7 +19,8 @@ from fastapi.params import Depends
 from pydantic import BaseModel, Field, PydanticUserError, TypeAdapter, create_model
 from starlette.responses import Response
 
-from ngym.errors import BadRequest, ConfigError, ServiceError, ToolError, UpstreamError, boundary, source_location
+from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError, ToolError, UpstreamError, source_location
+from ngym.net.request_context import header
 from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
@@ -125,7 +126,7 @@ def register_tool(app: FastAPI, tool: Tool) -> None:
 def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
     async def call(request: Request) -> Response:
         arguments = await _body(request)
-        session_id = session_id_of(request)
+        session_id = session_id_of(request.scope)
         if session_id is not None:
             return await tool.answer(arguments, app.state.sessions.get(session_id), request)
         session: Session = app.state.sessions.start()
@@ -158,7 +159,7 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
     error.failure = error.failure or "tool_error"
     if error.status in NOT_DONE:
         return error  # the caller retries
-    if request.headers.get(TOOL_ERRORS_HEADER) == "show":
+    if header(request.scope, TOOL_ERRORS_HEADER) == "show":
         return ToolError(error.detail)
     if error.status < 500 and not error.retryable and not isinstance(error, UpstreamError):
         error.detail += (
@@ -178,7 +179,7 @@ def of_function(function: Callable[..., Any]) -> Tool:
             body = await valid_body(request, author.body, arguments, name)
         except BadRequest as error:
             raise ToolError(error.detail, extra=error.extra) from None
-        with boundary("tool_error", f"{name} failed", places=True, retryable=True):
+        with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
             result = await author.run(body, session, request)
         return _written(result, author, name)
 

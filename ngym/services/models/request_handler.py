@@ -27,7 +27,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from ngym.convert import finish_reason, sse, usage_from_chat
-from ngym.errors import MOST_NAME, BadRequest, NotFound, ServiceError, boundary, shorten
+from ngym.errors import MOST_NAME, BadRequest, Boundary, NotFound, ServiceError, shorten
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, by_size, fitted
 from ngym.rollout import ModelCall as CallTokens
@@ -403,7 +403,7 @@ class RequestHandler:
                 asked = await off_loop(
                     request, self._asked, request, dialect, body, await request.body(), rollout_of(request)
                 )
-                with boundary("model_error", "the model failed"):
+                with Boundary("model_error", "the model failed"):
                     return JsonResponse({"input_tokens": await count(asked.native, asked.call)})
 
         return handle
@@ -432,7 +432,7 @@ class RequestHandler:
         return ActiveCall(body, native, call, told, question, stored)
 
     async def _respond(self, asked: ActiveCall) -> Json:
-        with asked.told, boundary("model_error", "the model failed"):
+        with asked.told, Boundary("model_error", "the model failed"):
             answer = await self._back_end.respond(asked.native, asked.call)
             self._keep(asked, answer)
         return answer
@@ -470,7 +470,7 @@ class RequestHandler:
         writer = Writer(dialect, asked.body, asked.stored is not None)
         held: list[bytes] = []
         try:
-            with asked.told, boundary("model_error", "the model failed"):
+            with asked.told, Boundary("model_error", "the model failed"):
                 async for event in events:
                     whole.take(event)
                     written = writer.written(converter.take(event))
