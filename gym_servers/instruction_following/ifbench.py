@@ -15,8 +15,8 @@ from typing import Annotated
 from pydantic import Field
 
 from .ifeval import Text
-from .reading import lines, sentences, spoken, words
 from .rlvr import keyword_specific_position
+from .text_analysis import lines, sentences, spoken, words
 from .vocabulary import AFRICA, CAPITALS, CONJUNCTIONS, NAMES, PRONOUNS, SMALL, STOP_WORDS, is_verb, syllables
 
 Count = Annotated[int, Field(ge=1)]

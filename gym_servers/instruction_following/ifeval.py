@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 
 from ngym.grading.text_match import unmasked
 
-from .reading import LANGUAGES, is_in, script_share, sentences, spoken, words
+from .text_analysis import LANGUAGES, is_in, script_share, sentences, spoken, words
 
 Relation = Literal["at least", "less than"]
 Count = Annotated[int, Field(ge=0)]

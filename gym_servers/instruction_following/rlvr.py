@@ -11,7 +11,7 @@ from pydantic import Field
 from ngym.grading.text_match import visible
 
 from .ifeval import Letter, Relation, Text, holds
-from .reading import sentences, words
+from .text_analysis import sentences, words
 
 Count = Annotated[int, Field(ge=0)]
 EDGES = ".,!?;:'\"()[]{}*_`\u2018\u2019\u201c\u201d"

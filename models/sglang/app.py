@@ -42,8 +42,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ngym import ModelCall, ServiceContext, model_server
+from ngym.chat_codec import ChatCodec, Sampled, Sampling, Template, turn_ends
 from ngym.convert import chat_chunks, chat_from_response, overflow_response
-from ngym.dialogue import Dialogue, Sampled, Sampling, Template, turn_ends
 from ngym.errors import BadRequest, ConfigError, NotFound, ServiceError, Unauthorized, UpstreamError
 from ngym.net.json_limits import BULK_WEIGHT
 from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Unanswered, Upstream, watched
@@ -509,7 +509,7 @@ class Options(RemoteOptions, ModelOptions):
 
 @dataclass(frozen=True)
 class Backend:
-    dialogue: Dialogue
+    codec: ChatCodec
     weights: Weights
     model: str
 
@@ -539,7 +539,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
         if root is not None and not root.is_dir():
             raise ConfigError(f"service {context.name!r}: weights_root: there is no folder {root}")
         weights = Weights(engine, options.push_token or context.admin_token, root)
-        yield Backend(Dialogue(template, engine.generate, options.model, limit, CAN), weights, options.model)
+        yield Backend(ChatCodec(template, engine.generate, options.model, limit, CAN), weights, options.model)
 
 
 def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext) -> Any:
@@ -566,7 +566,7 @@ def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext
 async def respond(request: Json, call: ModelCall) -> Json:
     backend: Backend = call.state
     try:
-        return await backend.dialogue.completion(request, call.seen)
+        return await backend.codec.completion(request, call.seen)
     except ContextOverflow:
         return backend.nothing()
 
@@ -574,7 +574,7 @@ async def respond(request: Json, call: ModelCall) -> Json:
 async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
     backend: Backend = call.state
     try:
-        async with aclosing(backend.dialogue.chunks(request, call.seen)) as chunks:
+        async with aclosing(backend.codec.chunks(request, call.seen)) as chunks:
             async for chunk in chunks:
                 yield chunk
     except ContextOverflow:
@@ -584,7 +584,7 @@ async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
 
 async def count_tokens(request: Json, call: ModelCall) -> int:
     backend: Backend = call.state
-    return await backend.dialogue.count(request)
+    return await backend.codec.count(request)
 
 
 app = model_server(

@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ngym import ModelCall, ServiceContext, model_server
+from ngym.chat_codec import ChatCodec, Template, turn_ends
 from ngym.config.service_config import model_problem
 from ngym.convert import check_chat_request
-from ngym.dialogue import Dialogue, Template, turn_ends
 from ngym.errors import BadRequest, ConfigError
 from ngym.net.json_limits import ROW_BYTES
 from ngym.services.base.app import JsonResponse, add_route
@@ -49,7 +49,7 @@ class Scoring:
 
 
 @asynccontextmanager
-async def loaded(context: ServiceContext) -> AsyncIterator[Dialogue | Scoring]:
+async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
     folder = _find(options.model, context.root, context.name)
@@ -71,7 +71,7 @@ async def loaded(context: ServiceContext) -> AsyncIterator[Dialogue | Scoring]:
             yield Scoring(Template(engine.tokenizer, turn_ends(engine.tokenizer, None)), engine, served)
         else:
             template = Template(engine.tokenizer, turn_ends(engine.tokenizer, engine.ends))
-            yield Dialogue(template, engine.generate, served, engine.context)
+            yield ChatCodec(template, engine.generate, served, engine.context)
     finally:
         engine.close()
 
@@ -83,7 +83,7 @@ def _find(name: str, root: Path, service: str) -> str:
     return str(folder) if folder.is_dir() else name
 
 
-def _dialogue(state: Dialogue | Scoring) -> Dialogue:
+def _codec(state: ChatCodec | Scoring) -> ChatCodec:
     if isinstance(state, Scoring):
         raise BadRequest(
             "this model is one for sequence classification: it scores texts (POST /classify), and says none"
@@ -92,17 +92,17 @@ def _dialogue(state: Dialogue | Scoring) -> Dialogue:
 
 
 async def respond(request: Json, call: ModelCall) -> Json:
-    return await _dialogue(call.state).completion(request, call.seen)
+    return await _codec(call.state).completion(request, call.seen)
 
 
 async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
-    async with aclosing(_dialogue(call.state).chunks(request, call.seen)) as chunks:
+    async with aclosing(_codec(call.state).chunks(request, call.seen)) as chunks:
         async for chunk in chunks:
             yield chunk
 
 
 async def count_tokens(request: Json, call: ModelCall) -> int:
-    return await _dialogue(call.state).count(request)
+    return await _codec(call.state).count(request)
 
 
 class Classification(BaseModel):
@@ -116,7 +116,7 @@ class Classification(BaseModel):
 
 async def classify(request: Request) -> Response:
     """vLLM's answer: for each label its probability (sigmoid for one label) or its logit."""
-    state: Dialogue | Scoring = request.app.state.model_state
+    state: ChatCodec | Scoring = request.app.state.model_state
     with refusals(openai_refusal):
         if not isinstance(state, Scoring):
             raise BadRequest("this model generates text; /classify needs a folder for sequence classification")

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from ngym.dialogue import Finish, Sampled, Sampling
+from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import NotReady
 
 from .options import Options

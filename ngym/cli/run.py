@@ -21,7 +21,7 @@ from ngym.supervise.head_file import FOLDER
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
-    from ngym.supervise.display import Display
+    from ngym.supervise.status_display import Display
     from ngym.supervise.supervisor import Supervisor
     from ngym.supervise.zygote_client import ZygoteClient
 
@@ -123,7 +123,7 @@ async def _run(
     config: Config, launcher: ZygoteClient | None, as_json: bool, plain: bool, strict: bool, on: str = "local"
 ) -> None:
     """Run until a signal, or an error that ends the run."""
-    from ngym.supervise.display import display
+    from ngym.supervise.status_display import display
     from ngym.supervise.supervisor import Supervisor
 
     stop = asyncio.Event()
@@ -152,7 +152,7 @@ async def _run(
 
 
 async def _serve(supervisor: Supervisor, show: Display) -> None:
-    from ngym.supervise.display import told
+    from ngym.supervise.status_display import told
 
     async with supervisor:
         seconds = supervisor.ready_after_s or 0.0

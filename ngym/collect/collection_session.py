@@ -15,8 +15,8 @@ import yaml
 
 from ngym.collect.aggregate import environment_metrics
 from ngym.collect.collection_files import CollectionFiles
-from ngym.collect.display import ProgressDisplay, ProgressMeter
 from ngym.collect.plan import PlannedRollout
+from ngym.collect.progress_display import ProgressDisplay, ProgressMeter
 from ngym.collect.rollout_rows import FailedAttempt
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.errors import UsageError

@@ -13,8 +13,8 @@ import orjson
 
 from ngym.collect.collection_files import CollectionFiles, CollectionSettings
 from ngym.collect.collection_session import CollectionSession, Discovered
-from ngym.collect.display import drawing
 from ngym.collect.plan import CollectionPlan
+from ngym.collect.progress_display import drawing
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate
 from ngym.config.service_config import tracing_of

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
-from ngym.collect.display import ProgressSnapshot
+from ngym.collect.progress_display import ProgressSnapshot
 from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
-from ngym.supervise.display import Board, told
 from ngym.supervise.service import ReplicaState
+from ngym.supervise.status_display import Board, told
 
 PLAIN_EVERY_S = 5.0
 CELL = Size(100, 20)

@@ -1,7 +1,7 @@
 """Runs untrusted programs within limits: `result = await LocalSandbox().run(code, stdin=...)`."""
 
+from ngym.sandbox.base import Limits, Program, Result, Sandbox, Verdict
 from ngym.sandbox.docker import DockerSandbox
-from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict
 from ngym.sandbox.local import LocalSandbox
 from ngym.sandbox.providers import SandboxOptions, choose_sandbox
 from ngym.sandbox.remote import RemoteSandbox

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ngym.errors import ServiceError
+from ngym.sandbox.base import Limits, Program, Result, Sandbox, Verdict, infra_error
 from ngym.sandbox.docker_guest import MEMORY_EXIT
-from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict, infra_error
 
 IMAGE = "python:3.11-slim-bookworm"
 NOBODY = "65534:65534"

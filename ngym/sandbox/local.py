@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngym.errors import NotReady, ServiceError
-from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict, infra_error
+from ngym.sandbox.base import Limits, Program, Result, Sandbox, Verdict, infra_error
 from ngym.sandbox.local_guest import MEMORY_EXIT, STARVED_AFTER, GuestRequest
 from ngym.sandbox.sandbox_zygote import End, SandboxZygoteSpec
 from ngym.workers.pool import usable_cores

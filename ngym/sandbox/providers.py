@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
 from ngym.config.import_path import check_arguments, imported_class, refusal
+from ngym.sandbox.base import Sandbox
 from ngym.sandbox.docker import IMAGE, DockerSandbox
-from ngym.sandbox.interface import Sandbox
 from ngym.sandbox.local import PRELOAD, LocalSandbox
 from ngym.sandbox.remote import RemoteSandbox
 

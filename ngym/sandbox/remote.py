@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ngym.errors import ServiceError
 from ngym.peers import Peers
-from ngym.sandbox.interface import Limits, Program, Result, Sandbox, infra_error
+from ngym.sandbox.base import Limits, Program, Result, Sandbox, infra_error
 
 SPARE_S = 120.0  # seconds beyond the wall limit: the program may wait in line
 SERVICE = "the sandbox server"

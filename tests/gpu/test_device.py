@@ -499,7 +499,7 @@ def test_a_server_on_the_device_samples_with_the_trainers_logprobs(
     device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The engine of models/transformers."""
-    from ngym.dialogue import Sampling
+    from ngym.chat_codec import Sampling
     from ngym.services.base.app import load
 
     app = load(ROOT / "models" / "transformers" / "app.py")

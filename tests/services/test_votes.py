@@ -18,7 +18,7 @@ from shipped import module, rollout, rows, says
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect.aggregate import Aggregates, environment_metrics
-from ngym.collect.display import subset_table, tables
+from ngym.collect.progress_display import subset_table, tables
 from ngym.errors import ServiceError
 from ngym.schema import Json
 from ngym.services.gym.server import MOST_ROWS, aggregate

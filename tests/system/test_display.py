@@ -28,12 +28,12 @@ from terminals import Terminal, terminal
 
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.collection_files import Progress
-from ngym.collect.display import ProgressMeter, ProgressSnapshot, display
+from ngym.collect.progress_display import ProgressMeter, ProgressSnapshot, display
 from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
 from ngym.schema import Json
-from ngym.supervise.display import Board
 from ngym.supervise.metrics_scraper import ServiceTraffic
 from ngym.supervise.service import ReplicaState, ServiceLog
+from ngym.supervise.status_display import Board
 
 ESCAPE = "\x1b"
 HOSTILE = "\x1b[2J\x1b]0;title\x07gone\rover"

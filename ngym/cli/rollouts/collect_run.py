@@ -18,8 +18,16 @@ import orjson
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_TRY_AGAIN
 from ngym.collect.collection_files import CollectionFiles, CollectionPaths, CollectionSettings, RunRecord, check_places
 from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
-from ngym.collect.display import ProgressDisplay, ProgressMeter, as_json, display, files, first_failures, tables
 from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, plan_rollouts
+from ngym.collect.progress_display import (
+    ProgressDisplay,
+    ProgressMeter,
+    as_json,
+    display,
+    files,
+    first_failures,
+    tables,
+)
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
@@ -33,9 +41,9 @@ from ngym.runtime import event_loop
 from ngym.runtime.event_loop import EXIT_INTERRUPTED, as_ctrl_c, calls_on_interrupt
 from ngym.runtime.live_region import clock, harmless, is_live
 from ngym.schema import Json, RolloutKey
-from ngym.supervise.display import told
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.service import ReplicaState
+from ngym.supervise.status_display import told
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry import tracing
@@ -400,7 +408,7 @@ class Command:
             )
             yield
             return
-        from ngym.supervise.display import display as startup_display
+        from ngym.supervise.status_display import display as startup_display
 
         async with startup_display(False, lost=lambda: None) as show:
             self._on_state = show.event

@@ -298,8 +298,8 @@ def _read(written: str) -> AnswerPiece:
     return AnswerPiece("text", CALL + written + CALLED)
 
 
-class Dialogue:
-    """The implementation of a model server's `respond` and `stream`.
+class ChatCodec:
+    """Translates chat requests to token ids, and sampled ids to answers: `respond` and `stream` of a model server.
 
     Args:
         model: the model's name, for answers.

@@ -1,4 +1,4 @@
-"""ngym.dialogue: text from ids, reasoning and calls in text, however it comes; prompts that continue from what was seen."""
+"""ngym.chat_codec: text from ids, reasoning and calls in text, however it comes; prompts that continue from what was seen."""
 
 import random
 from itertools import pairwise
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from minded import tokenizer
 
-from ngym.dialogue import AnswerParser, AnswerPiece, Detokenizer, Stops, Template, turn_ends
+from ngym.chat_codec import AnswerParser, AnswerPiece, Detokenizer, Stops, Template, turn_ends
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.token_capture import take_seen
