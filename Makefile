@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` need nothing but Python 3.11 or newer: each first makes .venv itself.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart offline test test-fast soak audit check bench docs schemas lock clean
+.PHONY: help install quickstart offline test test-fast soak audit check bench bench-peers docs schemas lock clean
 
 BIN := .venv/bin
 # Two workers more than cores, because tests wait for processes, and five at most; each takes whole files. One process: make test ARGS="-n 0".
@@ -9,7 +9,7 @@ WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 2 : 5))) --d
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## This list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1 - /p' Makefile
 
 install: ## .venv with the locked versions (on a CPU; for a GPU: uv sync --extra vllm --extra train)
 	@python=$$(scripts/find-python) && "$$python" scripts/install.py
@@ -40,6 +40,9 @@ check: install ## Lint, format, types, import rules
 
 bench: install ## Measure and write docs/benchmarks.md (ten minutes); a short run: make bench ARGS=--quick
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+bench-peers: install ## Measure beside NeMo Gym, TRL and vLLM's own server (40 minutes); a short run: ARGS=--quick
+	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 docs: install ## Build the documentation site in build/site; live preview: .venv/bin/mkdocs serve
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

@@ -104,25 +104,33 @@ def theirs(policy_url: str, head: int, venvs: Path) -> Row:
 
 
 def write_project(folder: Path, venv: Path, policy_url: str, head: int) -> None:
-    """Their config, a venv for each of their servers (a link), and a server of theirs for each service of ours."""
+    """Their config, and a server of theirs for each service of ours."""
     config = theirs(policy_url, head, folder / "venvs")
     (folder / "theirs.yaml").write_text(yaml.safe_dump(config))
     (folder / "serve.yaml").write_text(yaml.safe_dump(OURS))
-    for server in config.values():
-        if not isinstance(server, dict) or "host" in server:
-            continue
-        ((type_, implementations),) = server.items()
-        (implementation,) = implementations
-        place = folder / "venvs" / type_ / implementation
-        place.mkdir(parents=True, exist_ok=True)
-        if not (place / ".venv").is_symlink():
-            (place / ".venv").symlink_to(venv.absolute())
+    for type_, implementation in write_venvs(folder, venv, config):
         if implementation.startswith("ngym_"):
             app = folder / type_ / implementation / "app.py"
             app.parent.mkdir(parents=True)
             (app.parent / "requirements.txt").touch()
             names = {"serve": str(BIN / "ng_serve"), "config": str(folder / "serve.yaml")}
             app.write_text(WRAPPER.format(name=implementation.removeprefix("ngym_"), **names))
+
+
+def write_venvs(folder: Path, venv: Path, config: Row) -> list[tuple[str, str]]:
+    """A venv for each of their servers: links to one. Returns the type and implementation of each."""
+    servers = []
+    for server in config.values():
+        if not isinstance(server, dict) or "host" in server:
+            continue
+        ((type_, implementations),) = server.items()
+        (implementation,) = implementations
+        servers.append((type_, implementation))
+        place = folder / "venvs" / type_ / implementation
+        place.mkdir(parents=True, exist_ok=True)
+        if not (place / ".venv").is_symlink():
+            (place / ".venv").symlink_to(venv.absolute())
+    return servers
 
 
 def write_rows(folder: Path) -> None:

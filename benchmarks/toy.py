@@ -24,7 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 import psutil
-from trl_environment import trl_python
+from peer_environments import trl_python
 
 from ngym.config.shipped_files import shipped
 

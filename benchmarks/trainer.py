@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from gpu import PEAKS
 from lockstep import Side
-from trl_environment import TRL, trl_python
+from peer_environments import TRL, trl_python
 
 from ngym.config.shipped_files import shipped
 
