@@ -24,7 +24,15 @@ from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, MAX_DEPTH, by_size, is_deep, serialized
 from ngym.net.load_balancer import Replicas, RetryBudget, SessionReplica, StickyReplica
-from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, TOOL_ERRORS_HEADER, Json
+from ngym.schema import (
+    IDEMPOTENCY_HEADER,
+    PREFER_HEADER,
+    REPEATABLE_HEADER,
+    SESSION_COOKIE,
+    SESSION_HEADER,
+    TOOL_ERRORS_HEADER,
+    Json,
+)
 
 BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refused, and after a 504
 REFUSED_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # pauses after other answers that a retry may change
@@ -71,7 +79,7 @@ def json_of(reply: Reply, service: str, path: str) -> Any:
     return value
 
 
-async def _parsed(reply: Reply, service: str, path: str) -> Any:
+async def parsed(reply: Reply, service: str, path: str) -> Any:
     """As `json_of`; a large answer is parsed in a thread."""
     if len(reply.body) <= LOOP_BYTES:
         return json_of(reply, service, path)
@@ -210,12 +218,15 @@ class PeerSession:
         idempotent: bool = False,
         method: str = "POST",
         tool_errors: ToolErrors | None = None,
+        prefer: str | None = None,
     ) -> Reply:
-        """Send one request. tool_errors: overrides that of the session."""
+        """Send one request. tool_errors: overrides that of the session. prefer: the value of a Prefer header."""
         headers = {SESSION_HEADER: self.id}
         shows = (tool_errors or self._tool_errors) == "show"
         if shows:
             headers[TOOL_ERRORS_HEADER] = "show"
+        if prefer is not None:
+            headers[PREFER_HEADER] = prefer
         repeatable_s = 0.0 if idempotent else self._repeatable_s
         if repeatable_s:
             self._prefix = self._prefix or secrets.token_hex(8)  # the session may have another caller
@@ -247,7 +258,7 @@ class PeerSession:
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         reply = await self.request(path, body, timeout=timeout, idempotent=idempotent)
-        return await _parsed(reply, self.peer.name, path)
+        return await parsed(reply, self.peer.name, path)
 
 
 class Peer:
@@ -270,7 +281,7 @@ class Peer:
 
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
         reply = await self.request("GET", path, None, timeout=timeout, idempotent=True)
-        return await _parsed(reply, self.name, path)
+        return await parsed(reply, self.name, path)
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         """POST JSON and return the JSON of the answer.
@@ -280,7 +291,7 @@ class Peer:
                 one that is not JSON.
         """
         reply = await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)
-        return await _parsed(reply, self.name, path)
+        return await parsed(reply, self.name, path)
 
     async def request(
         self,

@@ -37,6 +37,9 @@ IDEMPOTENCY_HEADER = "idempotency-key"  # of a POST that may be sent again: it i
 TOOL_ERRORS_HEADER = "x-ng-tool-errors"  # of a tool call; "show": the model reads the error of a crash too
 REPEATABLE_HEADER = "x-ng-repeatable-s"  # of a gym server's answers: seconds that it keeps an answer with such a key
 WAITING_HEADER = "x-ng-waiting"  # of an agent's answer to /run: rollouts that wait there
+PREFER_HEADER = "prefer"  # of a call of /verify; MINIMAL: answer only what `verify` adds to the row (RFC 7240)
+APPLIED_HEADER = "preference-applied"  # of its answer, if the server did
+MINIMAL = "return=minimal"
 TOKEN_FORMAT_HEADER = "x-ng-token-format"  # to an agent's /run; "ng": segments only, else NeMo Gym's fields stay too
 
 

@@ -344,6 +344,20 @@ async def test_every_answer_in_a_session_tells_it_by_header_and_to_callers_with_
         assert odd.status_code == 404 and "x-ng-session" not in odd.headers, "only what can be an id is said again"
 
 
+async def test_verify_answers_only_what_it_adds_to_a_caller_that_prefers_it():
+    row = {**ROW, "response": {"output": []}}
+    answers = []
+    async with house(gym=counter()) as peers:
+        for prefer in (None, "return=minimal"):
+            session = peers["gym"].session()
+            await session.post("/seed_session", ROW)
+            answers.append(await session.request("/verify", row, prefer=prefer))
+    whole, short = answers
+    assert "preference-applied" not in whole.headers
+    assert short.headers["preference-applied"] == "return=minimal"
+    assert short.json().keys().isdisjoint(row) and {**row, **short.json()} == whole.json()
+
+
 async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_told():
     one = calls("add", '{"amount": 1}')[0]
     model = scripted([{**one, "call_id": f"c{number}"} for number in range(3000)], says("phew"))

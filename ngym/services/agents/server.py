@@ -26,9 +26,9 @@ from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import ROW_BYTES, by_size, serialized
 from ngym.net.request_context import header
-from ngym.peers import ToolErrors
+from ngym.peers import ToolErrors, parsed
 from ngym.rollout import without_tokens
-from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
+from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.base.app import OBJECT, JsonResponse, add_route, context_of, object_of, service_app
 from ngym.services.base.middleware import invoke_agent
@@ -317,8 +317,10 @@ async def _verify(rollout: RolloutContext, body: Json) -> Json:
     rollout.doing = "verify"
     with Boundary("verify_error", "the rollout could not be verified"):
         raw = await by_size(rollout.request_bytes, serialized, body)
-        scored: Json = await rollout.gym.post("/verify", raw, timeout=rollout.options.verify_timeout_s)
+        timeout_s = rollout.options.verify_timeout_s
+        reply = await rollout.gym.request("/verify", raw, timeout=timeout_s, prefer=MINIMAL)
+        scored: Json = await parsed(reply, rollout.gym.peer.name, "/verify")
     if not isinstance(scored, dict) or "reward" not in scored:
         raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
     rollout.took("verify", started, "verify_s")
-    return scored
+    return {**body, **scored} if reply.headers.get(APPLIED_HEADER) == MINIMAL else scored

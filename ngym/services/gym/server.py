@@ -21,7 +21,7 @@ from ngym.grading.answers import TEXT_LIMIT, last_text
 from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
 from ngym.net.request_context import header
-from ngym.schema import SESSION_HEADER, Json
+from ngym.schema import APPLIED_HEADER, MINIMAL, PREFER_HEADER, SESSION_HEADER, Json
 from ngym.services.base import middleware
 from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
 from ngym.services.base.options import ServiceOptions
@@ -267,6 +267,8 @@ def gym_server(
             with middleware.verify() as span, Boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request), reward_range)
                 middleware.scored(span, outcome)
+                if header(request.scope, PREFER_HEADER) == MINIMAL:
+                    return JsonResponse(outcome, headers={APPLIED_HEADER: MINIMAL})
                 return await off_loop(request, JsonResponse, {**raw, **outcome})
         finally:
             store.end(session.id)
