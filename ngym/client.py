@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 import httptools
 import orjson
 
-from ngym.net.timeouts import Timeout
+from ngym.net.request_context import Timeout
 from ngym.net.tls import client_context
 
 _MAX_HEAD = 1 << 16

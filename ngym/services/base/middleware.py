@@ -30,7 +30,7 @@ from ngym.errors import Overloaded, PeerTimeout
 from ngym.net import request_context
 from ngym.net.connection_limits import OWN_PACE
 from ngym.net.json_limits import CALL_BYTES
-from ngym.net.timeouts import Timeout, later
+from ngym.net.request_context import Timeout, later
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.services.base.request_bodies import RequestBody
 from ngym.telemetry import tracing

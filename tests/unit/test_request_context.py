@@ -1,4 +1,4 @@
-"""Shared timers, and the timeout of a request."""
+"""Timers that requests share, and the timeout of a request."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from ngym.net import timeouts
-from ngym.net.timeouts import Timeout, later
+from ngym.net import request_context
+from ngym.net.request_context import Timeout, later
 
 
 async def test_shared_timers_fire_in_the_order_of_their_ticks_and_not_before_their_time() -> None:
@@ -17,11 +17,11 @@ async def test_shared_timers_fire_in_the_order_of_their_ticks_and_not_before_the
     began = loop.time()
     fired: list[tuple[str, float]] = []
     done = asyncio.Event()
-    later(3 * timeouts.TICK_S, lambda: (fired.append(("late", loop.time())), done.set()))
+    later(3 * request_context.TICK_S, lambda: (fired.append(("late", loop.time())), done.set()))
     later(0.0, lambda: fired.append(("early", loop.time())))
     await done.wait()
     assert [name for name, _ in fired] == ["early", "late"]
-    assert fired[1][1] - began >= 3 * timeouts.TICK_S * 0.99  # uvloop's clock counts milliseconds
+    assert fired[1][1] - began >= 3 * request_context.TICK_S * 0.99  # uvloop's clock counts milliseconds
 
 
 async def test_a_cancelled_timer_does_not_fire_even_if_another_of_its_tick_cancels_it() -> None:
@@ -29,7 +29,7 @@ async def test_a_cancelled_timer_does_not_fire_even_if_another_of_its_tick_cance
     done = asyncio.Event()
     first = later(0.0, lambda: (fired.append("first"), second.cancel()))
     second = later(0.0, lambda: fired.append("second"))
-    later(timeouts.TICK_S, done.set)
+    later(request_context.TICK_S, done.set)
     await done.wait()
     assert fired == ["first"]
     first.cancel()  # after it fired
@@ -53,9 +53,9 @@ def test_each_event_loop_has_timers_of_its_own() -> None:
     assert asyncio.run(fires())
 
 
-@pytest.mark.parametrize("seconds", [0.001, timeouts.EXACT_S / 8])
+@pytest.mark.parametrize("seconds", [0.001, request_context.EXACT_S / 8])
 async def test_a_timeout_cancels_what_is_awaited_and_raises(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "EXACT_S", 0.01)  # the second one is a shared timer
+    monkeypatch.setattr(request_context, "EXACT_S", 0.01)  # the second one is a shared timer
     with pytest.raises(TimeoutError), Timeout(seconds) as timer:
         await asyncio.Event().wait()
     assert timer.expired
