@@ -235,7 +235,7 @@ def test_what_the_dockerfile_copies_exists_and_is_sent_to_the_builder(
 def test_what_a_build_from_the_sources_needs_is_sent_to_the_builder(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())
     shipped = runpy.run_path(str(root / "hatch_build.py"))["SHIPPED"]
-    metadata = {project["project"]["readme"], *project["project"]["license-files"]}
+    metadata = {"README.md", *project["project"]["license-files"]}
     needed = {"ngym", "pyproject.toml", "hatch_build.py", *shipped, *metadata}
     sent = {line.removeprefix("!") for line in (root / ".dockerignore").read_text().split() if line.startswith("!")}
     assert {Path(each).parts[0] for each in needed} <= sent

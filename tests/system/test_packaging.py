@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -182,6 +184,31 @@ def test_a_source_archive_has_every_shipped_file(root: Path, tmp_path: Path) -> 
     for name in runpy.run_path(str(root / "hatch_build.py"))["SHIPPED"]:
         assert {(root / name).relative_to(root).parent / file for file in files_in(root / name)} <= inside
     assert not any(file.match("data/counter/*.jsonl") for file in inside)
+
+
+def test_a_release_has_project_urls_and_a_readme_with_absolute_links(root: Path, tmp_path: Path) -> None:
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
+    github = {"SERVER_URL": "https://github.com", "REPOSITORY": "owner/name", "REF_NAME": "v1.2.3"}
+    readmes = {}
+    for name, variables in {"release": {f"GITHUB_{key}": value for key, value in github.items()}, "other": {}}.items():
+        build = [sys.executable, "-m", "hatchling", "build", "--directory", tmp_path / name]
+        subprocess.run(build, cwd=root, check=True, capture_output=True, env={**unset, **variables})
+        (wheel,), (archive,) = (tmp_path / name).glob("*.whl"), (tmp_path / name).glob("*.tar.gz")
+        with zipfile.ZipFile(wheel) as inside:
+            (path,) = [each for each in inside.namelist() if each.endswith("/METADATA")]
+            metadata = message_from_bytes(inside.read(path))
+        with tarfile.open(archive) as inside_archive:
+            package_info = inside_archive.extractfile(f"ngym-{metadata['Version']}/PKG-INFO")
+            assert package_info is not None
+            assert message_from_bytes(package_info.read()).get_all("Project-URL") == metadata.get_all("Project-URL")
+        readmes[name] = metadata.get_payload()
+        urls = dict(each.split(", ") for each in metadata.get_all("Project-URL", []))
+        assert set(urls) == ({"Source", "Documentation", "Changelog", "Issues"} if name == "release" else set())
+    assert "(https://github.com/owner/name/raw/v1.2.3/docs/images/run.png)" in readmes["release"]
+    assert "(https://github.com/owner/name/blob/v1.2.3/docs/quickstart.md)" in readmes["release"]
+    links = re.findall(r"\]\(([^)]*)\)", readmes["release"])
+    assert links and all(link.startswith(("https://", "#")) for link in links)
+    assert readmes["other"] == (root / "README.md").read_text()
 
 
 def files_in(path: Path) -> set[Path]:
