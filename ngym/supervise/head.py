@@ -50,6 +50,7 @@ REFERENCES: dict[str, tuple[str, Kind]] = {
 }
 RUNNING_TIMEOUT_S = 5.0
 MAX_BODY = 64 << 10
+TITLE = "the head of a run"
 # From good to bad: a service with replicas has the state of its worst replica.
 SEVERITY = ("ready", "stopped", "starting", "not ready", "restarting", "failed")
 PAGE = (Path(__file__).parent / "head_page.html").read_text(encoding="utf-8")
@@ -339,9 +340,17 @@ def _app(supervisor: SupervisedRun) -> Starlette:
     async def openapi(request: Request) -> Response:
         return JSONResponse(_document(supervisor.run_token is not None))
 
+    async def docs(request: Request) -> Response:
+        from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
+
+        page = get_redoc_html if request.url.path == "/redoc" else get_swagger_ui_html
+        return page(openapi_url="/openapi.json", title=TITLE)
+
     routes = {
         "/": root,
         "/openapi.json": openapi,
+        "/docs": docs,
+        "/redoc": docs,
         "/health": root,
         "/servers": list_servers,
         "/status": show_status,
@@ -419,7 +428,7 @@ def _document(is_locked: bool) -> dict[str, Any]:
     }
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "the head of a run", "version": version("ngym")},
+        "info": {"title": TITLE, "version": version("ngym")},
         "paths": paths,
     }
     if is_locked:

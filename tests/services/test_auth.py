@@ -79,7 +79,7 @@ async def test_no_route_but_health_answers_without_the_token(tmp_path: Path, tok
                 if url != stack.head_url
                 else dict.fromkeys(HEADS, ("get",)) | {"/servers": ("get", "post")}
             )
-            routes |= dict.fromkeys(["/docs", "/openapi.json", "/no-such-route", "/health/"], ("get",))
+            routes |= dict.fromkeys(["/docs", "/redoc", "/openapi.json", "/no-such-route", "/health/"], ("get",))
             for path, methods in routes.items():
                 for method, (name, headers) in itertools.product(methods, WRONG.items()):
                     if (method, path) == ("get", "/health"):
@@ -265,6 +265,18 @@ async def test_the_head_documents_its_routes(tmp_path: Path, tokens: None) -> No
             answer = await client.get(f"{stack.head_url}{named.get(path, path)}", headers=headers)
             (media_type,) = document["paths"][path]["get"]["responses"]["200"]["content"]
             assert answer.headers["content-type"].startswith(media_type), path
+
+
+async def test_a_browser_opens_the_documentation_of_the_head_with_the_token_as_password(
+    tmp_path: Path, tokens: None
+) -> None:
+    async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
+        for path in ("/docs", "/redoc", "/openapi.json"):
+            asked = await client.get(f"{stack.head_url}{path}", headers={"accept": "text/html"})
+            assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic realm=")
+            shown = await client.get(f"{stack.head_url}{path}", auth=("any", TOKEN))
+            assert shown.status_code == 200 and ("/openapi.json" in shown.text or path == "/openapi.json")
+        assert (await client.get(f"{stack.head_url}/status", auth=("any", TOKEN))).status_code == 401
 
 
 async def test_a_locked_run_may_be_called_by_any_name(tmp_path: Path, tokens: None) -> None:
