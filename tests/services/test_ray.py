@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,14 +85,17 @@ class Run:
         self.events: list[ReplicaState] = []
         self.said: list[str] = []
 
-    def supervisor(self, **keys: Any) -> Supervisor:
+    def supervisor(
+        self, others: Mapping[str, dict[str, Any]] = MappingProxyType({}), strict: bool = True, **keys: Any
+    ) -> Supervisor:
         (self._folder / "sees.py").write_text(SEES)
-        stanza = {"kind": "gym_server", "app": "sees", **keys}
+        (self._folder / "refuses.py").write_text("import no_such_package")
+        services = {"sees": {"kind": "gym_server", "app": "sees", **keys}, **others}
         settings = {"head": {"port": 0}, "require_token": True, "ready_timeout_s": 600 if "pool" in keys else 1}
-        (self._folder / "c.yaml").write_text(yaml.safe_dump({"ngym": settings, "sees": stanza}))
+        (self._folder / "c.yaml").write_text(yaml.safe_dump({"ngym": settings, **services}))
         engine = RayPlacer.connect(f"ray://{self._nodes.cluster.address}", self.said.append)
         config = engine.reachable(load_config([self._folder / "c.yaml"]))
-        return Supervisor(config, self.events.append, engine=engine)
+        return Supervisor(config, self.events.append, engine=engine, strict=strict)
 
 
 @pytest.fixture
@@ -144,6 +148,18 @@ async def test_each_node_has_a_replica_and_one_more_gets_room_and_gives_it_back(
         await place.shut()
         await engine.release(place)
         await until(lambda: ray.available_resources() == before)
+
+
+async def test_a_gym_server_that_refuses_to_start_ends_a_strict_run_only(run: Run) -> None:
+    room = {"pool": "workers", "resources": {"cpus": 0.5}}
+    others = {"refuses": {"kind": "gym_server", "app": "refuses", **room}}
+    async with run.supervisor(others, strict=False, **room) as stack:
+        states = {state.name: state for state in stack.states}
+        assert (states["sees"].status, states["refuses"].status) == ("ready", "failed")
+        assert "No module named 'no_such_package'" in states["refuses"].detail
+    with pytest.raises(ConfigError, match="No module named 'no_such_package'"):
+        await run.supervisor(others, **room).__aenter__()
+    assert [event.status for event in run.events if event.name == "sees"][-1] == "stopped"
 
 
 async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
