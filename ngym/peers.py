@@ -463,6 +463,11 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
+def given_up(name: str, reason: str) -> str:
+    """Why a service that needs this one is not ready, in the words of the head and of the service itself."""
+    return f"needs {name}, which cannot be started: {reason}"
+
+
 def servers_in(body: bytes) -> list[Json]:
     """Parse a head's list of services, each with its `name`, its `kind` and its `url` or `urls`.
 

@@ -273,7 +273,7 @@ class PolledReplica:
             # A listening socket queues the first probe until the service accepts it, so polling loses no time.
             left = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
             found = await health(self.state.url, min(PROBE_TIMEOUT_S, left), self._token)
-            if found.ready:
+            if found.ready or (self._blocked and found.reason == self._blocked):
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True

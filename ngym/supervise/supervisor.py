@@ -16,7 +16,7 @@ from ngym.config.service_config import Config, ReplicaRange, Stanza, missing_mod
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
-from ngym.peers import FOLLOW_S, Peers
+from ngym.peers import FOLLOW_S, Peers, given_up
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, RunningHead
 from ngym.supervise.metrics_scraper import load_of
@@ -358,7 +358,7 @@ class Supervisor:
         for watched in self._watched:
             stanza = self.config.services[watched.state.name]
             if not stanza.external and lost.name in stanza.options.values():
-                watched.block(f"needs {lost.name}, which cannot be started: {lost.detail}")
+                watched.block(given_up(lost.name, lost.detail))
 
     def _state(self, stanza: Stanza, index: int, node: str = "") -> ReplicaState:
         urls = self.urls[stanza.name]

@@ -311,6 +311,10 @@ async def test_a_gym_server_that_refuses_its_environment_is_reported_and_the_res
         assert "Connect call failed" in (await health(url, PATIENCE_S)).reason  # instead of a call that waits
         records = json.loads((await http_get(f"{stack.head_url}/servers", PATIENCE_S)).body)
         assert [record["detail"] for record in records] == [states[name].detail for name in services]
+        (url,) = stack.urls["bridge_agent"]
+        while (told := await health(url, PATIENCE_S)).ready:  # the agent itself says so, too
+            await asyncio.sleep(0.05)
+        assert told.reason == states["bridge_agent"].detail
     with pytest.raises(ConfigError, match=r"no environment 'chess'|no_such_package"):
         async with project.supervisor():
             pass

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -26,7 +26,7 @@ from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import ROW_BYTES, by_size, serialized
 from ngym.net.request_context import header
-from ngym.peers import ToolErrors, parsed
+from ngym.peers import ToolErrors, given_up, parsed
 from ngym.rollout import without_tokens
 from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
@@ -40,6 +40,7 @@ BEGINNING_CHARS = 1000
 MOST_SHOWN = 500  # running rollouts in one answer
 METRICS_S = 120.0
 ABANDON_S = 10.0
+ASK_S = 5.0  # between two questions to the head
 CLOCKS_S = 0.01  # timers of the event loop may fire this much too early
 _ANY: Json = OBJECT
 _TRAJECTORY = object_of({"output": {"type": "array", "items": OBJECT}})
@@ -115,11 +116,12 @@ def agent(
 
     @asynccontextmanager
     async def running(context: ServiceContext) -> AsyncIterator[None]:
-        if lifespan is None:
-            yield
-            return
-        async with lifespan(context) as state:
-            app.state.agent_state = state
+        async with AsyncExitStack() as stack:
+            if context.peers.head_url is not None:
+                watch = asyncio.create_task(_watch_needed(app, context))
+                stack.callback(watch.cancel)
+            if lifespan is not None:
+                app.state.agent_state = await stack.enter_async_context(lifespan(context))
             yield
 
     app = service_app("agent", options=options, lifespan=running)
@@ -205,6 +207,22 @@ def agent(
     add_route(app, "GET", "/running/{rollout_id}", show_running, summary="One of them, as far as it is: as a row")
     add_route(app, "GET", "/aggregate_metrics", aggregate, summary="Passed to the gym server")
     return app
+
+
+async def _watch_needed(app: FastAPI, context: ServiceContext) -> None:
+    """Keep /ready true to what the head knows: a service that the options name may be one that cannot be started."""
+    named = {value for value in vars(context.options).values() if isinstance(value, str)}
+    while True:
+        records = await context.peers.told_servers()
+        if records is not None:  # else the head did not answer
+            lost = [each for each in records if each["name"] in named and _is_lost(each)]
+            app.state.not_ready = next((given_up(each["name"], each.get("detail", "")) for each in lost), None)
+        await asyncio.sleep(ASK_S)
+
+
+def _is_lost(record: Json) -> bool:
+    """Whether none of its replicas can be started."""
+    return record.get("status") == "failed" and not any(record.get("pids") or [])
 
 
 async def _turn(turns: AdmissionQueue) -> None:
