@@ -35,10 +35,15 @@ Server = dict[str, Any]  # a record of the head's /servers
 
 
 def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of the tables: all services; model servers; failures by class and by HTTP status."""
+    """Lines of the tables: all services, and why they are not ready; model servers; failures by class and by status."""
     ready = sum(server["status"] == "ready" for server in servers)
     yield f"{ready} of {len(servers)} services ready; {url}"
     yield from aligned([COLUMNS, *map(_row, servers)])
+    reasons = [f"  {server['name']}: {harmless(server['detail'])}" for server in servers if server["detail"]]
+    if reasons:
+        yield ""
+        yield "reasons:"
+        yield from reasons
     models = [server for server in servers if "waiting" in (server.get("metrics") or {})]
     if models:
         yield ""
@@ -51,7 +56,6 @@ def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _row(server: dict[str, Any]) -> tuple[str, ...]:
-    status = server["status"] + (f" ({harmless(server['detail'])})" if server["detail"] else "")
     urls = server.get("urls") or [server["url"]]
     pids = ",".join(str(pid) for pid in server["pids"] if pid) or ("external" if server["external"] else "")
     up = duration(server["uptime_seconds"]) if server["started_at"] else ""
@@ -62,7 +66,7 @@ def _row(server: dict[str, Any]) -> tuple[str, ...]:
         latencies = (_latency(measured.get("p50_s")), _latency(measured.get("p95_s")))
         errors = str(sum(measured["errors"].values()))
         work = (f"{measured['requests_per_s']:.1f}", *latencies, str(measured["in_flight"]), errors)
-    known = (server["name"], server["kind"], status, pids, up, str(server["restarts"]), memory)
+    known = (server["name"], server["kind"], server["status"], pids, up, str(server["restarts"]), memory)
     nodes = dict.fromkeys(filter(None, server.get("nodes", ())))
     return (*known, *work, " ".join(urls) + (f" on {', '.join(nodes)}" if nodes else ""))
 

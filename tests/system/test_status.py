@@ -150,3 +150,6 @@ def test_the_table_tells_work_models_and_failures() -> None:
         assert words in text
     assert re.search(r"policy +100 +20 +7 +3", text)
     assert "1 of 1" in "\n".join(tables("http://head", [{**server, "metrics": None}]))
+    long = "needs chess, which cannot be started: " + "no package " * 20
+    lines = list(tables("http://head", [{**server, "status": "not ready", "detail": long, "metrics": None}]))
+    assert lines[-2:] == ["reasons:", f"  policy: {long}"] and "chess" not in lines[2], "a long reason widens no column"
