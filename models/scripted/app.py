@@ -305,6 +305,11 @@ async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict
             await asyncio.sleep(options.latency_s)
 
 
+async def count_tokens(request: dict[str, Any], call: ModelCall) -> int:
+    """One per byte, as in the usage."""
+    return len(render(request, call.seen))
+
+
 def _words(event: dict[str, Any]) -> Iterator[str]:
     """The words of an event's text, each with the spaces before it."""
     for word in _WORD.finditer(event.get("delta", "")):
@@ -358,4 +363,4 @@ def _usage(prompt: int, sampled: int) -> dict[str, Any]:
     }
 
 
-app = model_server(respond=respond, stream=stream, options=Options, lifespan=replies)
+app = model_server(respond=respond, stream=stream, count_tokens=count_tokens, options=Options, lifespan=replies)

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from anthropic import AsyncAnthropic
 from house import house
 from machine import PATIENCE_S
 from openai import AsyncOpenAI
@@ -107,6 +108,14 @@ async def test_a_chat_stream_through_the_official_client():
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hi"
     assert chunks[-1].usage.total_tokens > 0
     assert whole.choices[0].message.tool_calls[0].function.arguments == "no json"
+
+
+async def test_tokens_are_counted_through_the_official_client_as_in_the_usage():
+    async with scripted() as url, AsyncAnthropic(base_url=url, api_key="none") as client:
+        asked: Any = {"model": "any", "system": "Be kind.", "messages": [{"role": "user", "content": "Say hello."}]}
+        counted = (await client.messages.count_tokens(**asked)).input_tokens
+        said = await client.messages.create(**asked, max_tokens=100)
+        assert counted == said.usage.input_tokens > 0
 
 
 async def test_rules_are_tried_in_order_and_all_conditions_must_hold():
