@@ -122,6 +122,7 @@ def unfold(page: Page) -> None:
 def test_a_newcomer_finds_the_worst_rollout_and_why_it_failed_by_clicks(page: Page, shown: Viewer) -> None:
     go(page, shown)
     page.get_by_role("link", name="yesterday").click()
+    playwright.expect(page.get_by_text(re.compile(r"^ ?· .*% unscored$")).first).to_be_visible()
     page.get_by_role("button", name="Worst").click()
     playwright.expect(first_row(page)).to_contain_text("What is 2 + 2?")
     first_row(page).click()

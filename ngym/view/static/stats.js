@@ -61,7 +61,7 @@ function meanWithInterval(mean, interval) {
 /** Of how many rollouts the mean is not. */
 function unscoredShare({ unscored, n }) {
   if (!n) return null;
-  return el("span", { class: `num ${unscored ? "is-warn" : "muted"}` }, ` ${formatPercent(unscored / n)} unscored`);
+  return el("span", { class: `num ${unscored ? "is-warn" : "muted"}` }, ` · ${formatPercent(unscored / n)} unscored`);
 }
 
 function headline(stats) {
