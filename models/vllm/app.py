@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 
 from ngym import ServiceContext
 from ngym.services.base.runner import serve_app
@@ -12,11 +13,14 @@ from .options import Options, PushOptions
 from .serving.environment import find_model, prepare_environment, written
 from .serving.loading_server import LoadingServer
 
+SHARED_STAGE = Path(".ngym", "pushes")  # of the project's folder, which all nodes see
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def serve(context: ServiceContext) -> None:
     """Load the model while a doorkeeper answers "not ready", then serve until SIGTERM. The engine process ends with us.
+
+    A further node of a replica computes instead, and has no routes.
 
     Raises:
         ConfigError: an option is wrong, or vLLM refuses the model.
@@ -26,16 +30,26 @@ async def serve(context: ServiceContext) -> None:
     awaited = options.model_within_s > 0
     if not awaited:
         model = find_model(options.model, context.root, context.name)
-    prepare_environment(options.threads, local=awaited or model.local)
+    node = options.node
+    prepare_environment(options.threads, local=awaited or model.local, address=node.address if node else None)
     _die_at_once_when_told()
+    if node is not None and node.rank > 0:
+        from .engine import compute
+
+        if awaited:
+            model = await written(options.model, context.root, context.name, options.model_within_s)
+        compute(context.name, options, model)
     with LoadingServer(context.sockets, context.name) as doorkeeper:
         doorkeeper.say("loading: importing vLLM")
         from .engine import start_engine
         from .routes import api_keys, build_application
+        from .weights.staging import stage_in
 
         if awaited:
             doorkeeper.say(f"loading: waiting for {options.model}")
             model = await written(options.model, context.root, context.name, options.model_within_s)
+        if node is not None:
+            stage_in(context.root / SHARED_STAGE)
         arguments, engine = start_engine(context.name, options, model, doorkeeper.say)
         try:
             doorkeeper.say("loading: preparing the routes")

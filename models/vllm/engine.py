@@ -13,10 +13,11 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch._dynamo
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.model_executor.model_loader import get_model_loader
@@ -27,6 +28,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
 
@@ -116,8 +118,9 @@ class Engine(AsyncLLM):
         config = self.vllm_config
         packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
         loader = get_model_loader(config.load_config)
-        # vLLM's reloading skips the experts and sinks of this family; only weights/cpu_worker.py (CPU) loads them.
-        left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not current_platform.is_cpu()
+        # vLLM's reloading skips the experts and sinks of this family; only weights/cpu_worker.py (one CPU worker) loads them.
+        one_cpu_worker = current_platform.is_cpu() and config.parallel_config.world_size == 1
+        left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not one_cpu_worker
         if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None
         where = {"model_name_or_path": config.model_config.model, "revision": config.model_config.revision}
@@ -234,37 +237,13 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     Raises:
         ConfigError: vLLM does not know an argument, or cannot load such a model.
     """
-    on_cpu = current_platform.is_cpu()
-    arguments = parse_arguments(service, options, model, on_cpu=on_cpu)
-    if transfer_backend(arguments) == "ipc":
-        # GPU memory handles are sent pickled: a client with the push token can run code in the engine process.
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    single = arguments.tensor_parallel_size * arguments.pipeline_parallel_size * arguments.data_parallel_size == 1
-    if not on_cpu:
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
-    elif single:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine process is its own only worker
     say("loading: reading the model's configuration")
-    if on_cpu and single:
-        prefer_ours(arguments)
-        # This module name exists only in a forked process; with several workers on a CPU there is no weight push.
-        arguments.worker_extension_cls = f"{Repacking.__module__}.{Repacking.__name__}"
-    if on_cpu and model.local:
-        _inspect_here(Path(model.name))
-    engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
-    try:
-        config = engine_arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:600]
-        raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}") from error
-    if config.lora_config is not None and options.lora_rank is not None:
-        config.lora_config.target_modules = linear_layers(config, service)
-    if on_cpu and arguments.enforce_eager:
-        torch._dynamo.config.disable = True  # else vLLM compiles its sampler anyway, and the first request waits 17 s
-    if on_cpu and single:
+    arguments, engine_arguments, config = _configured(service, options, model)
+    if current_platform.is_cpu() and _is_single(arguments):
         if options.bundle_tokens:
             bundle(config, service)
         leave_out_ranks()
+    if _is_forked(arguments):
         _prepare_fork()
     say(f"loading: {options.model}")
     engine = Engine.from_vllm_config(
@@ -274,6 +253,64 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         enable_log_requests=engine_arguments.enable_log_requests,
     )
     return Started(arguments, engine)
+
+
+def compute(service: str, options: Options, model: Model) -> NoReturn:
+    """Run the workers of a further node of this replica, until one of them ends. Rank 0 sends them their work.
+
+    Raises:
+        ConfigError: as start_engine.
+        ServiceError: a worker ended.
+    """
+    arguments, _, config = _configured(service, options, model)
+    if _is_forked(arguments):
+        _prepare_fork()
+    executor = MultiprocExecutor(config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+    raise ServiceError("a worker of vLLM's engine ended; its log says why")
+
+
+def _configured(service: str, options: Options, model: Model) -> tuple[Namespace, AsyncEngineArgs, VllmConfig]:
+    """Set the variables that vLLM reads from now on, and check the arguments. Raises ConfigError."""
+    on_cpu = current_platform.is_cpu()
+    arguments = parse_arguments(service, options, model, on_cpu=on_cpu)
+    if transfer_backend(arguments) == "ipc":
+        # GPU memory handles are sent pickled: a client with the push token can run code in the engine process.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    single = _is_single(arguments)
+    if not on_cpu:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
+    elif single:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine process is its own only worker
+        prefer_ours(arguments)
+    if _is_forked(arguments):
+        # This module name exists only in forked processes.
+        arguments.worker_extension_cls = f"{Repacking.__module__}.{Repacking.__name__}"
+    if on_cpu and model.local:
+        _inspect_here(Path(model.name))
+    engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
+    headless = options.node is not None and options.node.rank > 0
+    try:
+        config = engine_arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER, headless=headless)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:600]
+        raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}") from error
+    if config.lora_config is not None and options.lora_rank is not None:
+        config.lora_config.target_modules = linear_layers(config, service)
+    if on_cpu and arguments.enforce_eager:
+        torch._dynamo.config.disable = True  # else vLLM compiles its sampler anyway, and the first request waits 17 s
+    return arguments, engine_arguments, config
+
+
+def _is_single(arguments: Namespace) -> bool:
+    """Whether the engine has one worker."""
+    sizes = (arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.data_parallel_size)
+    return sizes == (1, 1, 1)
+
+
+def _is_forked(arguments: Namespace) -> bool:
+    """Whether the engine's processes are forks of this one."""
+    return bool(current_platform.is_cpu() and arguments.data_parallel_size == 1)
 
 
 def _inspect_here(folder: Path) -> None:

@@ -6,9 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ngym.services.models.server import ModelOptions
+
+
+class Node(BaseModel):
+    """One node of a replica that runs on several, as `ngym/supervise/node_group.py` writes it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    rank: int = Field(ge=0, description="0 serves; the others compute a part of the model.")
+    count: int = Field(ge=2, description="The nodes of the replica.")
+    address: str = Field(description="Of this node, for the others.")
+    master_addr: str = Field(description="Of rank 0.")
+    master_port: int = Field(description="Of rank 0, for torch.distributed.")
+    seed: int = Field(description="Common to all: each node samples the same tokens for itself.")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's arguments of this node."""
+        return {
+            "nnodes": self.count,
+            "node_rank": self.rank,
+            "master_addr": self.master_addr,
+            "master_port": self.master_port,
+        }
 
 
 class Options(ModelOptions):
@@ -27,6 +49,7 @@ class Options(ModelOptions):
         default="auto", description="A parser of vLLM, such as qwen3; auto: that of the model's family; null: none."
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="Any argument of `vllm serve`, by its name there.")
+    node: Node | None = Field(default=None, description="Set by ng_run for a stanza with `nodes`.")
     kv_cache_mb: int = Field(
         default=64, ge=1, description="CPU only: the size of the KV cache, allocated at the start."
     )

@@ -193,13 +193,14 @@ class Planned(NamedTuple):
     """A service as it would be started. app: its file; None: an external service at `urls`. port: None: a free one.
 
     python: that of the service's virtual environment; None: the one that runs ngym. resources: of each process.
-    gpus: those of each replica, on this machine; empty: not assigned.
+    nodes: processes of each replica. gpus: those of each process, on this machine; empty: not assigned.
     """
 
     name: str
     kind: str
     app: Path | None
     replicas: int | str | dict[str, int]
+    nodes: int
     host: str
     port: int | None
     urls: list[str]
@@ -255,6 +256,7 @@ def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Se
         stanza.kind,
         app,
         stanza.model_dump(include={"replicas"})["replicas"],
+        stanza.nodes,
         config.settings.host,
         stanza.port,
         stanza.external_urls,
@@ -271,11 +273,12 @@ def _row(each: Planned) -> tuple[str, ...]:
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
     app += f" ({resources})" if (resources := _resources(each)) else ""
     count = "{min} to {max}".format(**each.replicas) if isinstance(each.replicas, dict) else str(each.replicas)
+    count += f" x {each.nodes} nodes" if each.nodes > 1 else ""
     return (each.name, each.kind, count, _address(each.host, each.port), app)
 
 
 def _resources(each: Planned) -> str:
-    """Such as `cpus 4, GPUs 0,1 | 2,3`, with the GPUs of each replica."""
+    """Such as `cpus 4, GPUs 0,1 | 2,3`, with the GPUs of each process."""
     parts = [f"{key} {value:g}" for key, value in each.resources.items() if key != "gpus" or not each.gpus]
     if each.gpus:
         parts.append("GPUs " + " | ".join(",".join(gpus) or "none" for gpus in each.gpus))

@@ -81,6 +81,11 @@ def main(
     stanza = config.stanza(name)
     if stanza.app is None:
         raise ConfigError(f"{stanza.where}: {name!r} has no app, only a url: it is an external service")
+    if stanza.nodes > 1:
+        where = stanza.key_where.get("nodes", stanza.where)
+        raise ConfigError(
+            f"{where}: nodes: ng_serve starts one process; a replica on {stanza.nodes} machines needs ng_run"
+        )
     url_port = urlsplit(stanza.external_urls[0]).port if stanza.external else None
     wanted = stanza.port or url_port or 0 if port is None else port
     address = host or config.settings.host

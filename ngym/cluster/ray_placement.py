@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -28,8 +29,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.supervise.node_group import NodeGroup
 from ngym.supervise.placement import check_port
-from ngym.supervise.service import LOST, ProcessHost, StartedProcess, listen, url_of
+from ngym.supervise.service import LOST, ProcessHost, StartedProcess, free_port, listen, url_of
 from ngym.supervise.zygote_client import Child, ZygoteClient
 
 LEAST_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty
@@ -81,6 +83,9 @@ class Host:
         if self._child is not None:
             self._child.signal(signal.Signals(number))
 
+    async def free_port(self) -> int:
+        return free_port(ray.util.get_node_ip_address())
+
     async def shut(self) -> None:
         if self._socket is not None:
             self._socket.close()
@@ -125,11 +130,9 @@ class RayProcess:
 class _OnRay:
     """One bundle of the placement group, and the actor in it; a new actor where the bundle's node has died."""
 
-    def __init__(
-        self, stanza: Stanza, tls: bool, create: Callable[[], Any], say: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, stanza: Stanza, port: int, tls: bool, create: Callable[[], Any]) -> None:
         self.url = self.node = ""
-        self._port, self._tls = stanza.port or 0, tls
+        self._port, self._tls = port, tls
         self._create = create
         self._environment = _named_secrets(stanza)
         self._host: Any = None
@@ -160,6 +163,12 @@ class _OnRay:
         except BaseException:
             os.close(log)
             raise
+
+    async def rendezvous(self) -> tuple[str, int]:
+        while True:
+            await self.bind()
+            with suppress(RayActorError):
+                return urlsplit(self.url).hostname or "", await self._host.free_port.remote()
 
     async def shut(self) -> None:
         with suppress(RayError):
@@ -206,28 +215,37 @@ class RayPlacer:
         for stanza in own:
             check_port(stanza)
         everywhere = [stanza for stanza in own if stanza.replicas == "per_node"]
-        counted = [stanza for stanza in own if stanza not in everywhere for _ in range(stanza.first_replicas)]
+        large = [stanza for stanza in own if stanza.nodes > 1]
+        rest = [stanza for stanza in own if stanza not in everywhere and stanza not in large]
+        counted = [stanza for stanza in rest for _ in range(stanza.first_replicas)]
         found: dict[str, list[ProcessHost]] = {stanza.name: [] for stanza in own}
         groups = [(counted, "PACK")] if counted else []
         groups += [([stanza] * nodes_for(stanza), "STRICT_SPREAD") for stanza in everywhere]
         for stanzas, strategy in groups:
             for stanza, place in zip(stanzas, await self._reserved(config, stanzas, strategy), strict=True):
                 found[stanza.name].append(place)
+        for stanza in large:
+            found[stanza.name] = [await self._replica(config, stanza) for _ in range(stanza.first_replicas)]
         await asyncio.gather(*(place.bind() for place in self._places))
         return found
 
     async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
         try:
-            (place,) = await self._reserved(config, [stanza], "PACK")
+            place = await self._replica(config, stanza)
         except ConfigError:
             return None
-        await place.bind()
+        await asyncio.gather(*(host.bind() for host in _hosts(place)))
         return place
 
     async def release(self, place: ProcessHost) -> None:
-        assert isinstance(place, _OnRay)
-        await place.close()
-        _remove(self._places.pop(place))
+        for host in _hosts(place):
+            await host.close()
+            _remove(self._places.pop(host))
+
+    async def _replica(self, config: Config, stanza: Stanza) -> ProcessHost:
+        """A place for one replica; those of its processes are on different nodes."""
+        places = await self._reserved(config, [stanza] * stanza.nodes, "STRICT_SPREAD")
+        return places[0] if len(places) == 1 else NodeGroup(places)
 
     async def _reserved(self, config: Config, stanzas: Sequence[Stanza], strategy: str) -> list[_OnRay]:
         """A placement group with a place for each of these stanzas."""
@@ -235,7 +253,7 @@ class RayPlacer:
         group = await reserved(bundles, config.settings.ready_timeout_s, self._say, strategy)
         tls = config.settings.tls is not None
         places = [
-            _OnRay(stanza, tls, _creator(group, index, bundle))
+            _OnRay(stanza, _port(stanza, index), tls, _creator(group, index, bundle))
             for index, (stanza, bundle) in enumerate(zip(stanzas, bundles, strict=True))
         ]
         self._places |= dict.fromkeys(places, group)
@@ -247,6 +265,15 @@ class RayPlacer:
             _remove(group)
         if self._disconnects:
             ray.shutdown()
+
+
+def _hosts(place: ProcessHost) -> list[_OnRay]:
+    return [host for host in (place.hosts if isinstance(place, NodeGroup) else [place]) if isinstance(host, _OnRay)]
+
+
+def _port(stanza: Stanza, index: int) -> int:
+    """The stanza's port, except for the further nodes of a replica. index: in its placement group."""
+    return 0 if stanza.nodes > 1 and index else stanza.port or 0
 
 
 def _creator(group: PlacementGroup, index: int, bundle: Mapping[str, float]) -> Callable[[], Any]:
@@ -301,13 +328,14 @@ async def reserved(
     ready = asyncio.ensure_future(_awaited(group.ready()))
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(ready), SCHEDULED_S)
+    room = _room(bundles) + (f"; on {len(bundles)} nodes" if strategy == "STRICT_SPREAD" and len(bundles) > 1 else "")
     if not ready.done():
-        say(f"waiting for room on the cluster: {_room(bundles)}")
+        say(f"waiting for room on the cluster: {room}")
     try:
         await asyncio.wait_for(ready, within_s)
     except TimeoutError:
         remove_placement_group(group)
-        raise ConfigError(f"the Ray cluster has no room within {within_s:g} s: {_room(bundles)}") from None
+        raise ConfigError(f"the Ray cluster has no room within {within_s:g} s: {room}") from None
     return group
 
 

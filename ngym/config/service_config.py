@@ -24,6 +24,7 @@ from ngym.telemetry.tracing import Destination
 SETTINGS_KEY = "ngym"
 OTEL = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 MOST_REPLICAS = 1024
+MOST_NODES = 64
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -138,6 +139,13 @@ class Stanza(BaseModel):
         default=1,
         description="The number of processes; a rollout's session stays with one of them. per_node: one on each node of a "
         "cluster. {min, max}: of a model, more while calls wait.",
+    )
+    nodes: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_NODES,
+        description="Of models/vllm: the machines of each replica, for a model that is larger than one. Each machine runs "
+        "one process, with these `resources`.",
     )
     resources: Resources | None = Field(default=None, description="What each process needs: gpus, cpus, memory_gb.")
     pool: str | None = Field(
@@ -281,6 +289,7 @@ def _settings(tree: ConfigTree) -> Settings:
 
 # Shipped model servers whose option `model` is a folder, relative to the config file, or a hub name.
 LOADS_A_MODEL = ("models/vllm", "models/transformers")
+ON_SEVERAL_NODES = "models/vllm"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 QUICKSTART = Path("runs/quickstart/sft/policy")
 
@@ -402,6 +411,8 @@ def _problems(stanza: Stanza, part: ConfigTree, root: Path) -> Iterator[str]:
             f"{part.where('replicas')}: replicas: {{min, max}} is for models; {stanza.name!r} is of the kind "
             f"{stanza.kind}, give it a number"
         )
+    if stanza.nodes > 1:
+        yield from _problems_of_nodes(stanza, part)
     if not stanza.app and not stanza.external:
         yield f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url"
     try:
@@ -415,6 +426,16 @@ def _problems(stanza: Stanza, part: ConfigTree, root: Path) -> Iterator[str]:
         yield f"{part.where('requirements')}: service {stanza.name!r} runs elsewhere; remove this key"
 
 
+def _problems_of_nodes(stanza: Stanza, part: ConfigTree) -> Iterator[str]:
+    where = f"{part.where('nodes')}: nodes"
+    if stanza.external:
+        yield f"{where}: {stanza.name!r} runs elsewhere; remove this key"
+    elif not Path(stanza.app or "").as_posix().endswith(ON_SEVERAL_NODES):
+        yield f"{where}: only models/vllm runs one replica on several machines; remove it, or raise `replicas`"
+    if stanza.replicas == "per_node":
+        yield f"{where}: a replica on {stanza.nodes} machines cannot be one per_node; give `replicas` a number"
+
+
 def shown_config(config: Config) -> dict[str, Any]:
     """The resolved config in the form that users write, with secrets redacted."""
     tree: dict[str, Any] = {SETTINGS_KEY: config.settings.model_dump(mode="json")}
@@ -426,7 +447,9 @@ def shown_config(config: Config) -> dict[str, Any]:
 def _written(stanza: Stanza) -> dict[str, Any]:
     hidden = {"name", "options", "where", "key_where"}
     fields = stanza.model_dump(mode="json", exclude=hidden, exclude_none=True)
-    return {key: value for key, value in fields.items() if value and (key, value) != ("replicas", 1)}
+    return {
+        key: value for key, value in fields.items() if value and (key, value) not in (("replicas", 1), ("nodes", 1))
+    }
 
 
 def secrets_of(config: Config) -> Iterator[str]:

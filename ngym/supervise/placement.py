@@ -14,10 +14,12 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
-from ngym.supervise.service import ProcessHost, StartedProcess, listen, url_of
+from ngym.supervise.node_group import NodeGroup
+from ngym.supervise.service import ProcessHost, StartedProcess, free_port, listen, url_of
 from ngym.supervise.zygote_client import ZygoteClient
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -55,6 +57,10 @@ class _LocalHost:
         self._socket = sock
         self._environment = environment
 
+    async def rendezvous(self) -> tuple[str, int]:
+        address = urlsplit(self.url).hostname or ""
+        return address, free_port(address)
+
     async def shut(self) -> None:
         self._socket.close()
 
@@ -78,30 +84,46 @@ class LocalPlacer:
             check_port(stanza)
         return {
             stanza.name: [
-                self._place(config, stanza, slices.get((stanza.name, replica)))
+                self._replica(
+                    config,
+                    stanza,
+                    [slices.get((stanza.name, replica * stanza.nodes + rank)) for rank in range(stanza.nodes)],
+                )
                 for replica in range(stanza.first_replicas)
             ]
             for stanza in own
         }
 
     async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
-        asked, gpus = stanza.resources, None
-        if asked is not None:
+        asked, slices = stanza.resources, list[tuple[str, ...] | None]()
+        reserved = list(self._places.values())
+        for _ in range(stanza.nodes):
+            if asked is None:
+                slices.append(None)
+                continue
             if self._machine is None:
                 self._machine = await asyncio.to_thread(this_machine)
-            gpus = spare_gpus(asked, self._places.values(), self._machine)
+            gpus = spare_gpus(asked, reserved, self._machine)
             if gpus is None:
                 return None
-        return self._place(config, stanza, gpus if asked and asked.gpus is not None else None)
+            reserved.append((asked, gpus))
+            slices.append(gpus if asked.gpus is not None else None)
+        return self._replica(config, stanza, slices)
 
     async def release(self, place: ProcessHost) -> None:
-        assert isinstance(place, _LocalHost)
-        del self._places[place]
-        await place.shut()
+        for host in place.hosts if isinstance(place, NodeGroup) else [place]:
+            assert isinstance(host, _LocalHost)
+            del self._places[host]
+            await host.shut()
 
-    def _place(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None) -> ProcessHost:
+    def _replica(self, config: Config, stanza: Stanza, slices: Sequence[tuple[str, ...] | None]) -> ProcessHost:
+        """slices: the GPUs of each process. With `nodes`, this machine stands for all of them."""
+        hosts = [self._place(config, stanza, gpus, 0 if rank else stanza.port or 0) for rank, gpus in enumerate(slices)]
+        return hosts[0] if len(hosts) == 1 else NodeGroup(hosts)
+
+    def _place(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None, port: int) -> ProcessHost:
         remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
-        sock = listen(config.settings.host, stanza.port or 0, f"service {stanza.name!r}", remedy)
+        sock = listen(config.settings.host, port, f"service {stanza.name!r}", remedy)
         environment = {} if gpus is None else {VISIBLE: ",".join(gpus)}
         place = _LocalHost(self._launcher, sock, config.settings.tls is not None, environment)
         self._places[place] = (stanza.resources or Resources(), gpus or ())
@@ -148,15 +170,15 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def processes(config: Config) -> Iterator[tuple[Stanza, int, Resources]]:
-    """Every process that asks for resources: its stanza, its replica's number, and what it asks for."""
+    """Every process that asks for resources: its stanza, its number, and what it asks for."""
     for stanza in config.services.values():
         if stanza.resources is not None and not stanza.external:
-            for replica in range(stanza.first_replicas):
-                yield stanza, replica, stanza.resources
+            for number in range(stanza.first_replicas * stanza.nodes):
+                yield stanza, number, stanza.resources
 
 
 def gpu_slices(config: Config, machine: Machine | None = None) -> dict[tuple[str, int], tuple[str, ...]]:
-    """(service, replica) -> its GPUs, for every process whose stanza has `resources.gpus`.
+    """(service, number of the process) -> its GPUs, for every process whose stanza has `resources.gpus`.
 
     Services get the last GPUs of the machine, in the config's order, because a trainer without a launcher uses the
     first one.
@@ -171,9 +193,9 @@ def gpu_slices(config: Config, machine: Machine | None = None) -> dict[tuple[str
     _check_fits(asking, machine)
     slices: dict[tuple[str, int], tuple[str, ...]] = {}
     begin = len(machine.gpus) - sum(asked.gpus or 0 for _, _, asked in asking)
-    for stanza, replica, asked in asking:
+    for stanza, number, asked in asking:
         if asked.gpus is not None:
-            slices[stanza.name, replica] = machine.gpus[begin : begin + asked.gpus]
+            slices[stanza.name, number] = machine.gpus[begin : begin + asked.gpus]
             begin += asked.gpus
     return slices
 

@@ -167,6 +167,12 @@ def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
     return sock
 
 
+def free_port(address: str) -> int:
+    """A port of this machine that is free now."""
+    with listen(address, 0, "a free port", "choose another address") as sock:
+        return int(sock.getsockname()[1])
+
+
 def url_of(sock: socket.socket, tls: bool = False) -> str:
     """The URL at which this machine reaches the socket."""
     host, port = sock.getsockname()[:2]
@@ -356,11 +362,18 @@ class ProcessHost(Protocol):
     node: the machine's name in the cluster; "": this machine.
     """
 
-    url: str
-    node: str
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def node(self) -> str: ...
 
     async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
         """Start the process. log: the descriptor for its output, closed here."""
+        ...
+
+    async def rendezvous(self) -> tuple[str, int]:
+        """The machine's address and a free port there, at which processes of other machines find a process here."""
         ...
 
     async def shut(self) -> None:

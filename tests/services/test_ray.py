@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import yaml
 from machine import PATIENCE_S, until, wait_until
+from vllm_service import write_checkpoint
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
@@ -160,6 +162,32 @@ async def test_a_gym_server_that_refuses_to_start_ends_a_strict_run_only(run: Ru
     with pytest.raises(ConfigError, match="No module named 'no_such_package'"):
         await run.supervisor(others, **room).__aenter__()
     assert [event.status for event in run.events if event.name == "sees"][-1] == "stopped"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+async def test_a_replica_on_two_nodes_spreads_and_starts_again_as_a_whole(nodes: Nodes, tmp_path: Path) -> None:
+    stanza = {"kind": "model", "app": "models/vllm", "model": str(write_checkpoint(tmp_path / "policy")), "nodes": 2}
+    stanza |= {"pool": "workers", "resources": {"cpus": 1}, "engine": {"tensor_parallel_size": 2}}
+    settings = {"head": {"port": 0}, "ready_timeout_s": 600}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"ngym": settings, "policy": stanza}))
+    engine = RayPlacer.connect(f"ray://{nodes.cluster.address}")
+    config = engine.reachable(load_config([tmp_path / "c.yaml"]))
+    before = ray.available_resources()
+    async with Supervisor(config, engine=engine) as stack:
+        first = stack.states[0]
+        assert len(set(first.node.split(", "))) == 2
+        other = next(address for address in nodes.workers if not first.url.startswith(f"http://{address}:"))
+        nodes.kill(other)
+        nodes.add("127.0.0.5")
+        await until(lambda: stack.states[0].restarts == 1 and stack.states[0].status == "ready")
+        assert "127.0.0.5" in stack.states[0].node and stack.states[0].url == first.url
+        async with stack.peers("test") as peers:
+            answer = await peers["policy"].post("/v1/responses", {"input": "hello", "max_output_tokens": 4})
+        assert answer["usage"]["output_tokens"] == 4
+        one = await engine.more(config, config.services["policy"])  # each node has room for one more
+        assert one is not None
+        await engine.release(one)
+    assert before["CPU"] == ray.cluster_resources()["CPU"]
 
 
 async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:

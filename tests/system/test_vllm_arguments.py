@@ -126,7 +126,7 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
             "engine": {"max_model_lenn": 512}
         },
         "engine.port: ngym decides this itself; remove it": {"engine": {"port": 80}},
-        "engine.nnodes: a replica runs on one machine; remove it": {"engine": {"nnodes": 2}},
+        "engine.nnodes: ngym decides this itself; remove it, and give the stanza `nodes`": {"engine": {"nnodes": 2}},
         "engine.ssl-keyfile: ngym decides this itself; remove it": {"engine": {"ssl-keyfile": "key.pem"}},
         "engine.weight_transfer_config: nccl moves weights between GPUs, and this vLLM runs on a CPU": {
             "engine": {"weight_transfer_config": {"backend": "nccl"}}

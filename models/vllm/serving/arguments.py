@@ -79,10 +79,11 @@ SERVERS = (  # of vLLM's HTTP server, which ours replaces
 def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: bool) -> argparse.Namespace:
     """vLLM's arguments for this service. Raises ConfigError (one line) for a name or value unknown to vLLM."""
     parser = make_arg_parser(_Parser(prog=f"service {service!r}: engine"))
-    # A random seed: replicas with the same seed would give a group of rollouts the same answers.
+    # A random seed: replicas with the same seed would give a group of rollouts the same answers. The nodes of one replica
+    # have the same: each samples for itself, and other tokens there would make the logprobs wrong by nats.
     values = (
         DEFAULTS
-        | {"seed": secrets.randbelow(2**31)}
+        | {"seed": options.node.seed if options.node else secrets.randbelow(2**31)}
         | (CPU_DEFAULTS | {"kv_cache_memory_bytes": options.kv_cache_mb << 20} if on_cpu else {})
     )
     known = {_name(flag): action for action in parser._actions for flag in action.option_strings}
@@ -104,6 +105,8 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
     if on_cpu and "worker_extension_cls" in values:
         wrong = "on a CPU, the weight push uses its own extension; remove it"
         raise ConfigError(f"service {service!r}: engine.worker_extension_cls: {wrong}")
+    if options.node is not None:
+        values |= options.node.arguments
     values |= {"model": model.name, "served_model_name": options.served_name or service}
     tools, reasoning = _parsers(service, options, model)
     if tools:
@@ -115,6 +118,9 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
         values["reasoning_parser"] = reasoning
     words = [word for name, value in values.items() for word in _words(known[name], name, value)]
     arguments = _parse(service, parser, words)
+    if options.node is not None and arguments.data_parallel_size > 1:
+        wrong = "with `nodes`, data is not parallel; remove it, and raise `replicas`"
+        raise ConfigError(f"service {service!r}: engine.data_parallel_size: {wrong}")
     backend = transfer_backend(arguments)
     if on_cpu and backend in GPU_TRANSFERS:
         wrong = f"{backend} moves weights between GPUs, and this vLLM runs on a CPU; remove it, and push over http"
@@ -181,7 +187,7 @@ def _refuse_what_is_not_theirs(service: str, key: str, name: str, known: dict[st
     if name in NOBODYS or name in SERVERS:
         raise ConfigError(f"{where}: ngym decides this itself; remove it")
     if name in SEVERAL_MACHINES:
-        raise ConfigError(f"{where}: a replica runs on one machine; remove it (docs/scale.md)")
+        raise ConfigError(f"{where}: ngym decides this itself; remove it, and give the stanza `nodes`")
     if name not in known:
         raise ConfigError(f"{where}: vLLM has no argument {key!r}{did_you_mean(name, list(known))}")
 

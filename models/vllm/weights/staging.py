@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 PREFIX = "ngym-weights-"
 PROMISED = "promised"
 SHARED_MEMORY = Path("/dev/shm")
+PLACES: list[Path] = []  # of the files of pushes; empty: memory, then TMPDIR
 SWEEP_AFTER_S = 60.0
 HEADER_ROOM = 1 << 20  # bytes of a file besides its tensors: names and offsets ...
 HEADER_ROOM_PER_TENSOR = 1 << 10
@@ -213,9 +214,15 @@ def _remove(folder: Path, lock: int) -> None:
     os.close(lock)
 
 
+def stage_in(folder: Path) -> None:
+    """Stage pushes in this folder instead of in memory: the engine's workers on other nodes read it, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    PLACES[:] = [folder]
+
+
 def _placed(size: int) -> tuple[Path, int]:
     """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 without space."""
-    places = [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+    places = [place for place in PLACES or (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for place in places:
         with (place / f".{PREFIX}{os.getuid()}.lock").open("w") as choosing:
             fcntl.flock(choosing, fcntl.LOCK_EX)  # other replicas get the same push at this moment
