@@ -172,7 +172,6 @@ async def test_a_replica_on_two_nodes_spreads_and_starts_again_as_a_whole(nodes:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"ngym": settings, "policy": stanza}))
     engine = RayPlacer.connect(f"ray://{nodes.cluster.address}")
     config = engine.reachable(load_config([tmp_path / "c.yaml"]))
-    before = ray.available_resources()
     async with Supervisor(config, engine=engine) as stack:
         first = stack.states[0]
         assert len(set(first.node.split(", "))) == 2
@@ -184,10 +183,12 @@ async def test_a_replica_on_two_nodes_spreads_and_starts_again_as_a_whole(nodes:
         async with stack.peers("test") as peers:
             answer = await peers["policy"].post("/v1/responses", {"input": "hello", "max_output_tokens": 4})
         assert answer["usage"]["output_tokens"] == 4
+        before = ray.available_resources()["CPU"]
         one = await engine.more(config, config.services["policy"])  # each node has room for one more
         assert one is not None
+        await until(lambda: ray.available_resources()["CPU"] == before - 2)
         await engine.release(one)
-    assert before["CPU"] == ray.cluster_resources()["CPU"]
+        await until(lambda: ray.available_resources()["CPU"] == before)
 
 
 async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
