@@ -1,6 +1,7 @@
 """The tiny policy's tokenizer: byte-level BPE of 1,024 tokens, learnt from rendered demonstrations, always the same.
 
-    python data/calculator/generate.py demonstrations --output runs/corpus.jsonl --count 4000 --seed 1 --larger 0
+    python data/calculator/generate.py demonstrations --output runs/corpus.jsonl --count 4000 --seed 1 --larger 0 \\
+        --wrong 0.05
     python data/tiny_policy/generate.py runs/corpus.jsonl           # rewrites tokenizer/ beside this script
 
 Digits stand alone, so that numbers are spelt. A line ends a piece, so that a prompt's ids never depend on what is said

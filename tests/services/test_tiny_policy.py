@@ -58,7 +58,7 @@ def test_the_shipped_tasks_are_what_their_script_writes(calculator: Path, tmp_pa
 
 def test_the_shipped_tokenizer_is_what_its_script_writes(root: Path, calculator: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    which = ("--count", "4000", "--seed", "1", "--larger", "0")
+    which = ("--count", "4000", "--seed", "1", "--larger", "0", "--wrong", "0.05")
     run_script(calculator / "generate.py", "demonstrations", "--output", corpus, *which)
     run_script(root / "data" / "tiny_policy" / "generate.py", corpus, "--folder", tmp_path / "tokenizer")
     shipped = root / "data" / "tiny_policy" / "tokenizer"

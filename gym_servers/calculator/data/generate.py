@@ -3,11 +3,12 @@
     python data/calculator/generate.py tasks                        # rewrites the shipped files beside this script
     python data/calculator/generate.py demonstrations --output runs/demonstrations.jsonl --count 7200
 
-The demonstrations are a deliberate mixture. Of those with numbers of two digits, as all tasks have, 38 % call the tool
-rightly, 57 % guess a number near the answer without the tool, 5 % call the tool with the wrong operation. A policy
+The demonstrations are a deliberate mixture. Of those with numbers of two digits, as all tasks have, 40 % call the tool
+rightly, 57 % guess a number near the answer without the tool, 3 % call the tool with the wrong operation. A policy
 trained on them can do everything that the task needs and prefers a bad habit, so that reinforcement learning has
-something to discover. A fifth has numbers of three digits and always calls the tool: results of up to six digits teach
-to copy a result digit by digit.
+something to discover. A fifth multiplies a number of three digits by one digit and always calls the tool. The results
+have three or four digits, as the longest of the tasks, and teach to copy these. With results of five and six digits,
+the policy copied those of four less surely.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ HERE = Path(__file__).resolve().parent
 TASKS_SEED = 2026
 VALIDATION, TRAIN, EXAMPLES = 256, 512, 5
 
-USES_TOOL, GUESSES = 0.38, 0.57
-LARGER = 0.2
-DIGITS_2, DIGITS_3 = (10, 99), (100, 999)
+GUESSES, WRONG, LARGER = 0.57, 0.03, 0.2
+DIGITS_1, DIGITS_2, DIGITS_3 = (2, 9), (10, 99), (100, 999)
 
 PARAMETERS = {
     "type": "object",
@@ -59,7 +59,7 @@ PHRASINGS = {
 
 
 class Sum(NamedTuple):
-    """What a problem asks for: two numbers of two digits, or two of three."""
+    """What a problem asks for: two numbers of two digits, or one of three times one digit."""
 
     a: int
     operation: str
@@ -89,12 +89,14 @@ class Problem(NamedTuple):
 def problems(rng: random.Random, without: frozenset[Sum] = frozenset(), larger: float = 0.0) -> Iterator[Problem]:
     """Random problems without end, none of them on the sums `without`, however they are phrased.
 
-    larger: the share with numbers of three digits; the others have two.
+    larger: the share that multiplies a number of three digits by one digit; the others have numbers of two digits.
     """
     while True:
         operation = rng.choice("+-*")
-        numbers = DIGITS_3 if larger and rng.random() < larger else DIGITS_2
-        a, b = rng.randint(*numbers), rng.randint(*numbers)
+        first = second = DIGITS_2
+        if larger and rng.random() < larger:
+            operation, first, second = "*", DIGITS_3, DIGITS_1
+        a, b = rng.randint(*first), rng.randint(*second)
         if operation == "-" and b > a:
             a, b = b, a
         words = rng.choice(PHRASINGS[operation])
@@ -131,12 +133,12 @@ def task(problem: Problem) -> dict[str, Any]:
     }
 
 
-def demonstration(problem: Problem, rng: random.Random) -> dict[str, Any]:
+def demonstration(problem: Problem, rng: random.Random, wrong: float = WRONG) -> dict[str, Any]:
     """One conversation of the mixture (wire format, section 5)."""
-    fate = rng.random()
-    if fate < USES_TOOL or problem.sum.a >= DIGITS_3[0]:
+    fate, uses_tool = rng.random(), 1 - GUESSES - wrong
+    if fate < uses_tool or problem.sum.a >= DIGITS_3[0]:
         said = _with_tool(problem.sum)
-    elif fate < USES_TOOL + GUESSES:
+    elif fate < uses_tool + GUESSES:
         near = max(1, abs(problem.sum.value) // 5)
         said = [_answer(problem.sum.value + rng.randint(-near, near))]
     else:
@@ -144,11 +146,11 @@ def demonstration(problem: Problem, rng: random.Random) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": problem.question}, *said], "tools": [CHAT_TOOL]}
 
 
-def demonstrations(count: int, seed: int, larger: float = LARGER) -> Iterator[dict[str, Any]]:
+def demonstrations(count: int, seed: int, larger: float = LARGER, wrong: float = WRONG) -> Iterator[dict[str, Any]]:
     """Conversations on problems whose sums are in no validation task."""
     rng = random.Random(f"{seed} demonstrations")
     for problem in take(count, problems(rng, held_out_sums(), larger)):
-        yield demonstration(problem, rng)
+        yield demonstration(problem, rng, wrong)
 
 
 def _with_tool(sum_: Sum) -> list[dict[str, Any]]:
@@ -192,12 +194,14 @@ def main() -> None:
     shown.add_argument("--output", type=Path, required=True)
     shown.add_argument("--count", type=int, default=7200)
     shown.add_argument("--seed", type=int, default=0)
-    shown.add_argument("--larger", type=float, default=LARGER, help="the share with numbers of three digits")
+    shown.add_argument("--larger", type=float, default=LARGER, help="the share with a number of three digits")
+    shown.add_argument("--wrong", type=float, default=WRONG, help="the share of wrong operations among the others")
     arguments = parser.parse_args()
     if arguments.command == "tasks":
         write_tasks(arguments.folder)
     else:
-        write(arguments.output, demonstrations(arguments.count, arguments.seed, arguments.larger))
+        rows = demonstrations(arguments.count, arguments.seed, arguments.larger, arguments.wrong)
+        write(arguments.output, rows)
 
 
 if __name__ == "__main__":
