@@ -62,7 +62,12 @@ def setup(student: Path, tokenizer: PreTrainedTokenizerBase) -> Setup:
     policy = model.load_policy(recipe.ModelOptions(path=str(student)), tokenizer, 0).eval()
     launch, optimizing = recipe.Launch(0, 0, 1), recipe.OptimizerOptions(lr=1e-3)
     learner = engine.Engine(policy, launch, recipe.EngineOptions(zero_stage=0), optimizing)
-    words = [f"model.path={student}", "evaluation=null", f"algorithm.teacher.path={student}"]
+    words = [
+        f"model.path={student}",
+        "evaluation=null",
+        f"algorithm.teacher.path={student}",
+        "algorithm.teacher.beta=null",
+    ]
     return Setup(recipe.read_recipe(["distillation.yaml"], words)[0], learner, tokenizer)
 
 
@@ -390,7 +395,12 @@ def test_teachers_that_cannot_be_reached_or_have_another_tokenizer_are_refused(
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(student: Path, words: list[str], key: str) -> None:
-    fixed = [f"model.path={student}", "evaluation=null", f"algorithm.teacher.path={student}"]
+    fixed = [
+        f"model.path={student}",
+        "evaluation=null",
+        f"algorithm.teacher.path={student}",
+        "algorithm.teacher.beta=null",
+    ]
     with pytest.raises(ConfigError) as refused:
         recipe.read_recipe(["distillation.yaml"], [*fixed, *words])
     assert key in str(refused.value)
