@@ -164,6 +164,7 @@ async def test_a_gym_server_that_refuses_to_start_ends_a_strict_run_only(run: Ru
     assert [event.status for event in run.events if event.name == "sees"][-1] == "stopped"
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 async def test_a_replica_on_two_nodes_spreads_and_starts_again_as_a_whole(nodes: Nodes, tmp_path: Path) -> None:
     stanza = {"kind": "model", "app": "models/vllm", "model": str(write_checkpoint(tmp_path / "policy")), "nodes": 2}

@@ -286,7 +286,7 @@ def test_a_gym_server_without_its_package_is_reported_and_ends_only_a_strict_run
     assert "\nbridge: failed, " in said and "No module named 'no_such_package'" in said
     shown = ended(folder, "status")
     assert shown.returncode == 1 and "2 of 4 services ready" in shown.stdout
-    assert f"failed ({folder / 'gym_servers' / 'bridge.py'}: No module named 'no_such_package'" in shown.stdout
+    assert f"bridge: {folder / 'gym_servers' / 'bridge.py'}: No module named 'no_such_package'" in shown.stdout
     collect = ["--agent", "bridge_agent", "--input", "rows.jsonl", "--output", "out.jsonl"]
     told = ended(folder, "rollouts.collect", *collect)  # instead of a wait for a service that does not come
     assert told.returncode == 1 and "agent 'bridge_agent' needs bridge, which cannot be started: " in told.stderr

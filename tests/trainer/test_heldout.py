@@ -162,7 +162,7 @@ def test_ng_train_measures_the_same_on_two_ranks_as_on_one(
     (tmp_path / "held_out.jsonl").write_text("".join(lines[24:]), "utf-8")
     overrides = ["data.path=train.jsonl", "evaluation.data=held_out.jsonl", "evaluation.every=2", "evaluation.limit=33"]
     overrides += ["batch_size=8", "micro_batch_tokens=600", "output=run", "engine.zero_stage=1"]
-    overrides += ["optimizer.name=adamw", "optimizer.lr=1e-2"]
+    overrides += ["optimizer.name=adamw", "optimizer.lr=1e-2", "model.from_scratch.rope_theta=10000"]
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     ranks = on_two_ranks(tmp_path, ["train", "sft.yaml", *overrides])
     said = [process.communicate(timeout=600)[0] for process in ranks]
