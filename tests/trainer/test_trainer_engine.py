@@ -287,6 +287,7 @@ def test_two_ranks_learn_what_one_learns(
         "optimizer.lr=1e-2",
         "optimizer.eps=1e-3",
         "micro_batch_tokens=300",
+        "model.from_scratch.rope_theta=10000",
     ]
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     lines = data.read_text("utf-8").splitlines(keepends=True)

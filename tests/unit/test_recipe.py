@@ -97,7 +97,7 @@ def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
         "micro-batch  at most 10 tokens on a rank: about 2 in a step, of 7 tokens",
         "             micro_batch_tokens is below the longest sample: one of more, up to 15, is alone",
         "run          4 steps (2 x 2): 12 samples, about 80 tokens",
-        "rate         muon 0.02 for matrices, adamw 0.01 for the rest; cosine, down to 0.1 of it",
+        "rate         muon 0.02 for matrices, adamw 0.005 for the rest; cosine, down to 0.02 of it",
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> No
     assert said[1:2] + said[3:] == [
         "step         32 samples",
         "run          3 steps (max_steps, of 5): 96 samples, about 960 tokens",
-        "rate         muon 0.02 for matrices, adamw 0.01 for the rest, up to it in 20 steps; cosine, down to 0.1 of it",
+        "rate         muon 0.02 for matrices, adamw 0.005 for the rest, up to it in 20 steps; cosine, down to 0.02 of it",
         "             the run ends in its warm-up: schedule.warmup_steps is 20",
     ]
 
