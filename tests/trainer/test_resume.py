@@ -250,7 +250,7 @@ def test_a_run_that_cannot_go_on_says_why(root: Path, tmp_path: Path) -> None:
     finished(train(tmp_path, words))
     process = train(tmp_path, [*words, "optimizer.lr=0.5", "--resume"])
     said, _ = process.communicate(timeout=600)
-    assert process.returncode != 0 and "--resume: optimizer.lr: 0.01 in the run, 0.5 now; set it back" in said
+    assert process.returncode != 0 and "--resume: optimizer.lr: 0.005 in the run, 0.5 now; set it back" in said
     said = finished(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
     assert "resuming after step 2" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
 
