@@ -21,9 +21,10 @@ from typing import NamedTuple
 import orjson
 from parts import play
 
-from ngym.collect.collection_files import CollectionFiles, CollectionSettings
+from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import CollectionPlan
 from ngym.collect.rollout_scheduler import CollectionLimits
+from ngym.collect.run_record import CollectionSettings
 from ngym.peers import Peers
 from ngym.runtime.event_loop import run
 from ngym.schema import Json

@@ -308,7 +308,7 @@ class Peer:
     ) -> Reply:
         """Send one request, with retries. affinity: decides the replica; None: a random one that is up.
 
-        repeatable_s: how long the service keeps its answer under the idempotency key of `headers`; 0: there is none.
+        repeatable_s: seconds for which the service stores its answer under the idempotency key in `headers`; 0 without one.
         session: the session of the call.
         """
         self._peers.follow()

@@ -11,12 +11,13 @@ from typing import Any
 
 import orjson
 
-from ngym.collect.collection_files import CollectionFiles, CollectionSettings
+from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.collection_session import CollectionSession, Discovered
 from ngym.collect.plan import CollectionPlan
 from ngym.collect.progress_display import drawing
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate
+from ngym.collect.run_record import CollectionSettings
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services

@@ -24,8 +24,9 @@ from stub_agents import Answer, instant_agent, problem, scored, serving, task
 
 from ngym.collect import CollectionLimits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.collection_files import CollectionFiles, CollectionSettings
+from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import InputCheck
+from ngym.collect.run_record import CollectionSettings
 from ngym.errors import UsageError
 from ngym.files.file_lock import FileLocked
 from ngym.files.jsonl import read
@@ -237,7 +238,7 @@ from ngym.collect import CollectionLimits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import InputCheck
-from ngym.collect.collection_files import CollectionSettings
+from ngym.collect.run_record import CollectionSettings
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 
@@ -496,7 +497,7 @@ from ngym.collect import CollectionLimits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import InputCheck
-from ngym.collect.collection_files import CollectionSettings
+from ngym.collect.run_record import CollectionSettings
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 

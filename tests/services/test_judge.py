@@ -12,7 +12,8 @@ from paths import ROOT
 
 from ngym import ModelCall, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, collect
-from ngym.collect.collection_files import CollectionFiles, CollectionSettings
+from ngym.collect.collection_files import CollectionFiles
+from ngym.collect.run_record import CollectionSettings
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.base.app import load

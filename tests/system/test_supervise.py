@@ -586,7 +586,9 @@ async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losi
         (scaling, "SHRINK_AFTER_S", 0),
     ):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(supervisor, "FOLLOW_S", 0.1)
+    # As by default, callers learn new addresses well before a replica without calls is stopped.
+    monkeypatch.setattr(supervisor, "FOLLOW_S", 1.0)
+    monkeypatch.setattr("ngym.peers.FOLLOW_S", 0.05)
     options = {"max_in_flight": 1, "latency_s": 0.1, "replicas": {"min": 1, "max": 2}}
     project.write({"policy": {"kind": "model", "app": "models/scripted", **options}})
     async with project.supervisor() as stack, stack.peers("test") as peers:

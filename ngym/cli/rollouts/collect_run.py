@@ -16,7 +16,7 @@ import click
 import orjson
 
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_TRY_AGAIN
-from ngym.collect.collection_files import CollectionFiles, CollectionPaths, CollectionSettings, RunRecord, check_places
+from ngym.collect.collection_files import CollectionFiles, CollectionPaths, check_places
 from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
 from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, plan_rollouts
 from ngym.collect.progress_display import (
@@ -30,6 +30,7 @@ from ngym.collect.progress_display import (
 )
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate
+from ngym.collect.run_record import CollectionSettings, RunRecord
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import NgymError, UsageError
