@@ -11,11 +11,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
-{{/* Number of replicas of a stanza; (list NAME STANZA) */}}
+{{/* Number of replicas of a stanza, each of them one pod; (list NAME STANZA) */}}
 {{- define "ngym.replicas" -}}
 {{- $replicas := (index . 1).replicas | default 1 -}}
 {{- if not (regexMatch "^[1-9][0-9]*$" (toString $replicas)) -}}
 {{- fail (printf "config.%s.replicas: must be a number here; got %v" (index . 0) $replicas) -}}
+{{- end -}}
+{{- if gt (int ((index . 1).nodes | default 1)) 1 -}}
+{{- fail (printf "config.%s.nodes: this chart starts one pod for each replica; a replica on several machines needs ng_submit kuberay" (index . 0)) -}}
 {{- end -}}
 {{- $replicas -}}
 {{- end -}}
