@@ -224,6 +224,11 @@ def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
     services = [_planned(config, stanza, slices) for stanza in config.services.values()]
     logs = config.root / FOLDER / "logs"
     head = config.settings.head
+    if on != "local":  # as `RayPlacer.reachable` decides it
+        if "host" not in config.settings.model_fields_set:
+            services = [each._replace(host="the address of its node") for each in services]
+        if "host" not in head.model_fields_set:
+            head = head.model_copy(update={"host": "the address of this node"})
     if as_json:
         plan = {"services": [each.as_json() for each in services], "head": head.model_dump(), "logs": str(logs)}
         click.echo(orjson.dumps({**plan, "config": shown_config(config)}, option=orjson.OPT_INDENT_2))

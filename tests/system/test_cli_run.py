@@ -254,6 +254,12 @@ def test_a_dry_run_prints_the_resolved_config_without_its_secrets_and_starts_not
     assert "sk-123" not in shown.stdout and not (folder / ".ngym").exists()
 
 
+def test_a_dry_run_on_ray_promises_no_address_of_this_machine(folder: Path) -> None:
+    shown = ended(folder, "run", "--on", "ray", "--dry-run", "ngym.head.port=11000")
+    assert shown.returncode == 0 and "the address of its node, a free port" in shown.stderr
+    assert "the head at the address of this node:11000" in shown.stderr and "127.0.0.1" not in shown.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
