@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ngym import ServiceContext
 from ngym.services.base.runner import serve_app
@@ -15,6 +17,22 @@ from .serving.loading_server import LoadingServer
 
 SHARED_STAGE = Path(".ngym", "pushes")  # of the project's folder, which all nodes see
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def preload() -> None:
+    """Import what `serve` imports, in the process from which `ng_run --warm` forks servers."""
+    prepare_environment(Options.model_fields["threads"].default, local=True)
+    from . import engine, routes
+    from .weights import staging
+
+    del engine, routes, staging
+
+
+def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
+    """Whether a server with these options would import with the same variables, which libraries read once."""
+    threads = Options.model_fields["threads"].default
+    local = bool(options.get("model_within_s")) or (root / str(options.get("model"))).is_dir()
+    return local and options.get("threads", threads) == threads and not options.get("node")
 
 
 async def serve(context: ServiceContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,13 +15,14 @@ import orjson
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options, on_option
 from ngym.config.shipped_files import app_file
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, UsageError
 from ngym.extras import require
 from ngym.runtime.live_region import aligned
 from ngym.supervise.head_file import FOLDER
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
+    from ngym.supervise.placement import ProcessPlacer
     from ngym.supervise.status_display import Display
     from ngym.supervise.supervisor import Supervisor
     from ngym.supervise.zygote_client import ZygoteClient
@@ -46,6 +48,11 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
 @click.option(
     "--strict", is_flag=True, help="End the run if a gym server cannot start.  [default: report it, run the rest]"
 )
+@click.option(
+    "--warm/--no-warm",
+    default=None,
+    help="Keep a process with vLLM's imports for later commands / end it.  [default: use one that is there]",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
 @click.option("--plain", is_flag=True, help="Print lines instead of a live display on a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
@@ -55,6 +62,7 @@ def main(
     names: tuple[str, ...],
     on: str,
     strict: bool,
+    warm: bool | None,
     dry_run: bool,
     plain: bool,
     as_json: bool,
@@ -74,6 +82,8 @@ def main(
     if dry_run:
         show_plan(_config(configs, overrides, names), as_json, on)
         return
+    if warm and (on != "local" or sys.platform != "linux"):
+        raise UsageError("--warm works on Linux, and with --on local")
     if on != "local":
         require("ray", "ng_run --on ray", "ray")
         asyncio.run(_run(_config(configs, overrides, names), None, as_json, plain, strict, on))
@@ -84,7 +94,11 @@ def main(
     config = None
     try:
         config = _config(configs, overrides, names)
-        asyncio.run(_run(config, launcher, as_json, plain, strict))
+        if warm is False:
+            from ngym.supervise import warm_zygote
+
+            warm_zygote.end()
+        asyncio.run(_run(config, launcher, as_json, plain, strict, warm=warm or False))
     except ConfigError as error:
         raise ConfigError("\n".join(_all_mistakes(error, config))) from None
     finally:
@@ -120,20 +134,29 @@ def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[
 
 
 async def _run(
-    config: Config, launcher: ZygoteClient | None, as_json: bool, plain: bool, strict: bool, on: str = "local"
+    config: Config,
+    launcher: ZygoteClient | None,
+    as_json: bool,
+    plain: bool,
+    strict: bool,
+    on: str = "local",
+    warm: bool = False,
 ) -> None:
     """Run until a signal, or an error that ends the run."""
+    from ngym.supervise.placement import LocalPlacer
     from ngym.supervise.status_display import display
     from ngym.supervise.supervisor import Supervisor
 
     stop = asyncio.Event()
     async with display(as_json, stop.set, plain) as show:
-        engine = None
+        engine: ProcessPlacer | None = None
         if on != "local":
             from ngym.cluster.ray_placement import RayPlacer
 
-            engine = RayPlacer.connect(on, lambda text: show.say("waiting", text))
-            config = engine.reachable(config)
+            engine = ray = RayPlacer.connect(on, lambda text: show.say("waiting", text))
+            config = ray.reachable(config)
+        elif warm and launcher:
+            engine = LocalPlacer(launcher, warm=True)
         supervisor = Supervisor(config, show.event, launcher, engine, strict)
         _stop_on_signals(supervisor, stop)
         serving = asyncio.create_task(_serve(supervisor, show))
@@ -144,7 +167,13 @@ async def _run(
             serving.cancel()
             await asyncio.wait([serving])
         if serving.cancelled():
-            show.say("stopped", "every service is stopped")
+            kept = ""
+            if warm:
+                from ngym.supervise import warm_zygote
+
+                pids = " and ".join(str(each.pid) for each in warm_zygote.running())
+                kept = f"; process {pids} is kept for later commands (ng_run --no-warm ends it)" if pids else ""
+            show.say("stopped", f"every service is stopped{kept}")
             return
         if as_json:  # without --json the error goes to stderr
             show.say("failed", str(serving.exception()))

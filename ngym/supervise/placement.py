@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
+from ngym.supervise import warm_zygote
 from ngym.supervise.node_group import NodeGroup
 from ngym.supervise.service import ProcessHost, StartedProcess, free_port, listen, url_of
 from ngym.supervise.zygote_client import ZygoteClient
@@ -51,9 +52,9 @@ class _LocalHost:
 
     node = ""
 
-    def __init__(self, launcher: ZygoteClient, sock: socket.socket, tls: bool, environment: Mapping[str, str]) -> None:
+    def __init__(self, placer: LocalPlacer, sock: socket.socket, tls: bool, environment: Mapping[str, str]) -> None:
         self.url = url_of(sock, tls)
-        self._launcher = launcher
+        self._placer = placer
         self._socket = sock
         self._environment = environment
 
@@ -65,15 +66,21 @@ class _LocalHost:
         self._socket.close()
 
     async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
-        return await self._launcher.fork("run", title, spec, log, [self._socket], python, self._environment)
+        launcher = await self._placer.launcher(Path(spec["app_file"]), python)
+        return await launcher.fork("run", title, spec, log, [self._socket], python, self._environment)
 
 
 class LocalPlacer:
-    """The processes of this machine, forked by the zygote."""
+    """The processes of this machine, forked by the zygote, or by one that an earlier command left behind.
 
-    def __init__(self, launcher: ZygoteClient) -> None:
+    warm: leave one behind for each app with a `preload` function (`ng_run --warm`).
+    """
+
+    def __init__(self, launcher: ZygoteClient, warm: bool = False) -> None:
         self.started = launcher.started
         self._launcher = launcher
+        self._warm = warm
+        self._preloaded: dict[Path, asyncio.Task[ZygoteClient | None]] = {}
         self._places: dict[_LocalHost, tuple[Resources, tuple[str, ...]]] = {}
         self._machine: Machine | None = None
 
@@ -93,6 +100,15 @@ class LocalPlacer:
             ]
             for stanza in own
         }
+
+    async def launcher(self, app_file: Path, python: Path | None) -> ZygoteClient:
+        """The zygote for the services of this app. python: that of the service's own packages."""
+        if python is not None:
+            return self._launcher
+        if app_file not in self._preloaded:
+            start = self._warm and warm_zygote.can_preload(app_file)
+            self._preloaded[app_file] = asyncio.create_task(warm_zygote.session(app_file, start))
+        return await asyncio.shield(self._preloaded[app_file]) or self._launcher
 
     async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
         asked, slices = stanza.resources, list[tuple[str, ...] | None]()
@@ -125,11 +141,16 @@ class LocalPlacer:
         remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
         sock = listen(config.settings.host, port, f"service {stanza.name!r}", remedy)
         environment = {} if gpus is None else {VISIBLE: ",".join(gpus)}
-        place = _LocalHost(self._launcher, sock, config.settings.tls is not None, environment)
+        place = _LocalHost(self, sock, config.settings.tls is not None, environment)
         self._places[place] = (stanza.resources or Resources(), gpus or ())
         return place
 
     async def close(self) -> None:
+        for session in self._preloaded.values():
+            session.cancel()
+            (client,) = await asyncio.gather(session, return_exceptions=True)
+            if isinstance(client, ZygoteClient):
+                client.close()
         self._launcher.close()
         for place in self._places:
             await place.shut()

@@ -55,7 +55,8 @@ def _become(python: str, job: ServiceJob) -> NoReturn:
         for fd in fds:
             os.set_inheritable(fd, True)
         try:
-            os.execve(python, [python, "-P", "-m", "ngym.supervise.service_main", *map(str, fds)], own_environment())
+            environment = dict(os.environ) if python == sys.executable else own_environment()
+            os.execve(python, [python, "-P", "-m", "ngym.supervise.service_main", *map(str, fds)], environment)
         except OSError as error:
             print(
                 f"{python}: cannot be run ({error.strerror}); start again to recreate the environment", file=sys.stderr

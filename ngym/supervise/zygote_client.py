@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ngym.errors import NgymError
 
@@ -86,10 +86,21 @@ class Child:
             self._launcher.signal(self._number, number)
 
 
+class ZygoteProcess(Protocol):
+    """What a subprocess.Popen has."""
+
+    @property
+    def returncode(self) -> int | Any: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 class ZygoteClient:
     """Forks services. `start` returns at once, so that the zygote's imports overlap with reading the config."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    def __init__(self, process: ZygoteProcess, control: socket.socket) -> None:
         self._process = process
         self._control = control
         self._children: dict[int, Child] = {}
