@@ -146,6 +146,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer
         from .reporting.metrics import Metrics
 
+        engine.imported()
         gc.freeze()
         gc.enable()
         stack.enter_context(joined(launch))

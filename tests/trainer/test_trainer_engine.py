@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -307,3 +308,12 @@ def test_two_ranks_learn_what_one_learns(
     assert largest_difference(saved, weights_of(one)) < 2e-6
     again = CliRunner().invoke(main, ["sft.yaml", f"output={tmp_path / 'run'}", f"data.path={tmp_path / 'few.jsonl'}"])
     assert again.exit_code == 2 and "holds an earlier run" in again.stderr
+
+
+def test_importing_deepspeed_leaves_out_mlflow_and_does_not_hide_it_afterwards() -> None:
+    program = (
+        "import importlib.util, sys; from ngym.trainer.engine.engine import imported; imported(); "
+        "sys.exit(('mlflow' in sys.modules) or importlib.util.find_spec('mlflow') is None)"
+    )
+    assert importlib.util.find_spec("mlflow") is not None  # it is among the packages of the tests
+    subprocess.run([sys.executable, "-c", program], check=True)
