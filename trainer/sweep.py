@@ -34,8 +34,7 @@ import yaml
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.files import jsonl
-from ngym.files.atomic import write_whole
-from ngym.files.file_lock import held_folder
+from ngym.files.atomic import held_folder, write_whole
 from ngym.runtime.event_loop import await_exit, put_off
 from ngym.schema import Json
 

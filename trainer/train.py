@@ -18,8 +18,7 @@ import yaml
 from ngym.config.service_config import load_config, tracing_from_environment
 from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
-from ngym.files.atomic import whole_folder, write_whole
-from ngym.files.file_lock import held_folder
+from ngym.files.atomic import held_folder, whole_folder, write_whole
 from ngym.telemetry import tracing
 
 from .checkpoints import Checkpoints, resumable

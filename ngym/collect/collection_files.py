@@ -36,8 +36,7 @@ from ngym.collect.rollout_rows import FailedAttempt, Outcome
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.collect.run_record import REMEDY, CollectionSettings, RunRecord
 from ngym.errors import UsageError
-from ngym.files.atomic import WriteFailed, check_output, sync_folder, whole_file, write_whole
-from ngym.files.file_lock import open_held
+from ngym.files.atomic import WriteFailed, check_output, open_held, sync_folder, whole_file, write_whole
 from ngym.files.jsonl import READ_BYTES
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers

@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ngym.errors import NgymError, UsageError
-from ngym.files.atomic import WriteFailed, sync_folder
-from ngym.files.file_lock import open_held
+from ngym.files.atomic import WriteFailed, open_held, sync_folder
 from ngym.files.jsonl import READ_BYTES, Line, read
 from ngym.schema import Json
 

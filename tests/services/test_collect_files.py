@@ -28,7 +28,7 @@ from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import InputCheck
 from ngym.collect.run_record import CollectionSettings
 from ngym.errors import UsageError
-from ngym.files.file_lock import FileLocked
+from ngym.files.atomic import FileLocked
 from ngym.files.jsonl import read
 from ngym.peers import Peers
 from ngym.schema import Json

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
 from ngym.errors import UsageError
-from ngym.files.file_lock import held_folder
+from ngym.files.atomic import held_folder
 from ngym.trainer import run_folder
 from ngym.trainer.data import chat_dataset, samples
 from ngym.trainer.model import packing

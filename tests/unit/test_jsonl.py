@@ -20,8 +20,7 @@ from machine import PATIENCE_S
 
 from ngym.errors import UsageError
 from ngym.files import row_log
-from ngym.files.atomic import WriteFailed, whole_folder, write_whole
-from ngym.files.file_lock import FileLocked
+from ngym.files.atomic import FileLocked, WriteFailed, whole_folder, write_whole
 from ngym.files.jsonl import checked, expanded, read
 from ngym.files.row_log import COMMIT_ROWS, RowLog
 from ngym.schema import Json

@@ -125,9 +125,9 @@ def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions) -> di
         zero["offload_optimizer"] = {"device": options.offload.optimizer, "pin_memory": pinned}
     if options.offload.parameters is not None:
         zero["offload_param"] = {"device": options.offload.parameters, "pin_memory": pinned}
-    parallel = {"tensor_parallel": tensor_parallel_settings(options.tensor_parallel)}
+    ranks = options.tensor_parallel
     return {
-        **(parallel if options.tensor_parallel > 1 else {}),
+        **({"tensor_parallel": tensor_parallel_settings(ranks)} if ranks > 1 else {}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -163,7 +163,7 @@ class Engine:
             policy.group = SequenceParallelGroup.of(options.sequence_parallel)
         if options.tensor_parallel > 1:
             policy.check_shared("engine.tensor_parallel", options.tensor_parallel, *CUT_SIZES)
-        shapes = parameter_shapes(policy)
+            shapes = parameter_shapes(policy)
         self._options = options
         self._optimizing = optimizing
         asked = {checkpoint_layers: options.activation_checkpointing, compile_layers: options.compile}
