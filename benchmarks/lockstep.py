@@ -71,6 +71,10 @@ class Side:
     def __exit__(self, *_: object) -> None:
         self._child.communicate()
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def step(self) -> dict[str, Any]:
         assert self._child.stdin is not None
         self._child.stdin.write("\n")

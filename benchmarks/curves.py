@@ -1,0 +1,225 @@
+"""How time and memory grow, one axis at a time: rollouts in flight, turns, bytes of a row, tasks, replicas, parameters, context.
+
+Rollouts go through agent, gym server and a scripted model (rollouts.py); rows and tasks are collected from a stub agent
+(collector.py); training steps are those of trainer_ours.py. Memory is the largest resident set: of the three services
+together, of the collecting process, or of the trainer.
+
+    python benchmarks/curves.py [--only AXIS ...] [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import collector
+import rollouts
+from bare import Case
+from lockstep import Side
+from memory import of_services, rss, watch
+from parts import shown
+
+from ngym.collect.collection_files import CollectionFiles
+from ngym.collect.plan import CollectionPlan
+from ngym.collect.rollout_scheduler import CollectionLimits
+from ngym.collect.run_record import CollectionSettings
+from ngym.peers import Peers
+from ngym.runtime import event_loop
+from ngym.schema import Json
+
+MB, FIRST, SECONDS = 1e6, 2_000, 3.0
+HERE = Path(__file__).parent
+SHAPES = {  # layers, hidden size, heads of 64
+    "tiny": (2, 128, 2),
+    "middle": (6, 256, 4),
+    "small": (12, 512, 8),
+    "large": (16, 1024, 16),
+    "huge": (24, 1280, 20),
+}
+
+
+def in_flight(quick: bool) -> Iterator[Json]:
+    for level in [1, 64] if quick else [1, 8, 64, 512, 4096, 8192]:
+        yield {"in_flight": level, **event_loop.run(_through_services(Case(1, False), level))}
+
+
+def turns(quick: bool) -> Iterator[Json]:
+    for count in [1, 10] if quick else [1, 10, 100]:
+        yield {"turns": count, **event_loop.run(_through_services(Case(count, False), 64))}
+
+
+def replicas(quick: bool) -> Iterator[Json]:
+    for count in [1, 2] if quick else [1, 2, 4, 8]:
+        yield {"replicas": count, **event_loop.run(_through_services(Case(1, False), 512, count))}
+
+
+async def _through_services(case: Case, level: int, replicas: int = 1) -> Json:
+    config = rollouts.scripted(case).replace(
+        "model: policy}", f"model: policy, max_steps: 1000, replicas: {replicas}}}"
+    )
+    config = config.replace("app: gym_servers/env}", f"app: gym_servers/env, replicas: {replicas}}}")
+    async with rollouts.services(
+        config.replace("models/scripted,", f"models/scripted, replicas: {replicas},")
+    ) as stack:
+        peers = Peers(stack.urls)
+        pids = {"collector": os.getpid()} | {state.label: state.pid for state in stack.states if state.pid}
+        await rollouts.collected(peers, case, 0.5, 64)
+        peak = {name: rss(pid) for name, pid in pids.items()}
+        watching = asyncio.create_task(watch(pids, peak))
+        began = time.perf_counter()
+        taken = sorted(await rollouts.collected(peers, case, SECONDS, level))
+        seconds = time.perf_counter() - began
+        watching.cancel()
+        await peers.close()
+    found = {"rollouts_s": len(taken) / seconds, "p99_s": taken[int(0.99 * len(taken))]}
+    return {**found, "services_mb": of_services(peak), "collector_mb": peak["collector"]}
+
+
+def row_bytes(quick: bool) -> Iterator[Json]:
+    for size, count in {0: 4_000, 10_000: 4_000, 100_000: 1_000, 1_000_000: 200, 10_000_000: 20}.items():
+        if not quick or size <= 100_000:
+            yield _alone(_rows, size, count)
+
+
+def _rows(size: int, count: int) -> Json:
+    def measured(folder: Path, url: str) -> Json:
+        found = collector.measure(folder, url, collector.Case(64, count, size))
+        return {name: found[name] for name in ("row_bytes", "rows_s", "mb_s")}
+
+    return _from_a_stub(measured, size)
+
+
+def tasks(quick: bool) -> Iterator[Json]:
+    for count in [1_000, 100_000] if quick else [1_000, 100_000, 1_000_000, 10_000_000]:
+        yield _alone(_tasks, count)
+
+
+def _tasks(count: int) -> Json:
+    """Of a file with so many tasks, the first 2,000 rollouts."""
+
+    def measured(folder: Path, url: str) -> Json:
+        source = folder / "tasks.jsonl"
+        folder.mkdir()
+        with source.open("w") as lines:
+            for number in range(count):
+                lines.write(f'{{"responses_create_params": {{"input": "What is {number} + 2?"}}, "n": {number}}}\n')
+        began = time.perf_counter()
+        settings = CollectionSettings(source, CollectionPlan(agent="agent", repeats=2))
+        files = CollectionFiles(folder / "out.jsonl", settings)
+        files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=sys.argv)
+        ready = time.perf_counter() - began
+        event_loop.run(_first(files, url))
+        seconds = time.perf_counter() - began
+        files.close()
+        size = source.stat().st_size / MB
+        return {"tasks": count, "file_mb": size, "begins_after_s": ready, f"first_{min(FIRST, 2 * count)}_s": seconds}
+
+    return _from_a_stub(measured, 0)
+
+
+async def _first(files: CollectionFiles, url: str) -> None:
+    peers, left = Peers({"agent": [url]}), FIRST
+    collection = files.run(peers, CollectionLimits(concurrency=64))
+    async with aclosing(collection.outcomes(files.todo(max_attempts=3))) as outcomes:
+        async for _ in outcomes:
+            left -= 1
+            if not left:
+                break
+    await files.flush()
+    await peers.close()
+
+
+def _from_a_stub(measured: Callable[[Path, str], Json], extra_bytes: int) -> Json:
+    command = [sys.executable, str(HERE / "stub_agent.py"), str(extra_bytes)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent,
+    ):
+        assert agent.stdout is not None
+        found = measured(Path(folder, "run"), agent.stdout.readline().strip())
+        agent.communicate()
+    return {**found, "collector_mb": _peak_mb(os.getpid())}
+
+
+def _peak_mb(pid: int) -> float:
+    """The largest resident set that this process has had."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024 / MB
+
+
+def _alone(measured: Callable[..., Json], *arguments: int) -> Json:
+    """In a process of its own, whose peak of memory is that of this figure."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measured, arguments)
+
+
+def parameters(quick: bool) -> Iterator[Json]:
+    for name in ["tiny", "middle"] if quick else SHAPES:
+        yield _steps(name, tokens=128, batch=8)
+
+
+def context(quick: bool) -> Iterator[Json]:
+    for tokens in [1_024, 4_096] if quick else [1_024, 4_096, 16_384, 65_536, 131_072]:
+        yield {"context": tokens, **_steps("tiny", tokens, batch=1)}
+
+
+def _steps(name: str, tokens: int, batch: int) -> Json:
+    """The second of two SFT steps on answers of about so many tokens."""
+    from trainer import new_model  # imports torch, whose memory would be counted above
+
+    layers, hidden, heads = SHAPES[name]
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "head_dim": 64}
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 2 * tokens}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        new_model(folder / "model", shape)
+        draw = random.Random(0)
+        with (folder / "data.jsonl").open("w") as lines:
+            for _ in range(2 * batch):
+                text = "".join(draw.choice("0123456789") for _ in range(tokens - 8))
+                said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+                lines.write(json.dumps({"messages": said}) + "\n")
+        spec = {"algorithm": "sft", "folder": str(folder / "out"), "model": str(folder / "model")}
+        spec |= {"data": str(folder / "data.jsonl"), "batch": batch, "lr": 1e-4, "threads": os.cpu_count() or 1}
+        spec |= {"micro_batch_tokens": max(4096, 2 * tokens), "engine": {"zero_stage": 0, "precision": "fp32"}}
+        command = [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]
+        with Side(command, {**os.environ}, folder / "log") as side:
+            side.step()
+            found = side.step()
+            peak = _peak_mb(side.pid)
+            seconds = found["seconds"]
+            size = {"parameters": side.ready["parameters"], "tokens": found["tokens"]}
+        return {**size, "step_s": seconds, "tokens_s": found["tokens"] / seconds, "trainer_mb": peak}
+
+
+AXES = {each.__name__: each for each in (in_flight, turns, replicas, row_bytes, tasks, parameters, context)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(AXES), default=list(AXES), metavar="AXIS")
+    parser.add_argument("--quick", action="store_true", help="the first sizes of each axis")
+    parser.add_argument("--json", type=Path, help="where the rows go, too")
+    options = parser.parse_args()
+    found: dict[str, list[Json]] = {}
+    for name in options.only:
+        print(f"{name}, load {os.getloadavg()[0]:.1f}", flush=True)
+        for row in AXES[name](options.quick):
+            print("  " + "  ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
+            found.setdefault(name, []).append(row)
+    if options.json:
+        options.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
