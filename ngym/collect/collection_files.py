@@ -15,6 +15,7 @@ import asyncio
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,7 @@ from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutSchedu
 from ngym.collect.run_record import REMEDY, CollectionSettings, RunRecord
 from ngym.errors import UsageError
 from ngym.files.atomic import WriteFailed, check_output, open_held, sync_folder, whole_file, write_whole
-from ngym.files.jsonl import READ_BYTES
+from ngym.files.jsonl import READ_BYTES, Line
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
 from ngym.schema import Json, RolloutKey
@@ -152,6 +153,7 @@ class Progress:
     """Progress of the plan: total rollouts, those finished or given up before this session, and the agents it needs.
 
     complete: whether the input was read to its end; until then `total` grows.
+    replaced: the rows read before the start whose agent_ref names another agent than --agent, by that name.
     """
 
     total: int = 0
@@ -159,6 +161,7 @@ class Progress:
     done: int = 0
     given_up: int = 0
     agents: set[str] = field(default_factory=set)
+    replaced: Counter[str] = field(default_factory=Counter)
 
     @property
     def left(self) -> int:
@@ -379,6 +382,7 @@ class CollectionFiles:
         self._check = InputCheck(self.source.inputs, recipe, agents)
         self._check.first()
         progress.agents = set(self._check.named)
+        progress.replaced = self._check.replaced.copy()
         if starts and not self._check.complete and (agents is None or not progress.agents.issuperset(agents)):
             known = self._check.names_in_rest()
             progress.agents |= known if agents is None else known & set(agents)
@@ -408,6 +412,7 @@ class CollectionFiles:
                     f"{path}:{line.number} (byte {line.start}): a row of another run ({run_id}; this file's run is {self.run_id}); "
                     "remove it, or start again with --overwrite"
                 )
+            self._check_agent(line)
             if "failure" in line.row:
                 self._failed.setdefault(_row_key(line.row), []).append(line.row["failure"]["class"])
                 self.aggregates.add_failure(line.row, final=False)
@@ -417,13 +422,25 @@ class CollectionFiles:
             ticking(f"reading what is done: {line.number}")
         self.duplicates = self._rows.duplicates + self._failures.duplicates
 
+    def _check_agent(self, line: Line) -> None:
+        """
+        Raises:
+            UsageError: an agent made this row that makes none of this plan's.
+        """
+        recipe, name = self.source.recipe, line.row["agent_ref"]["name"]
+        if recipe.agent is not None and name not in (recipe.agent, *recipe.agents.values()):
+            raise UsageError(
+                f"{self.paths.output}: this run has rollouts of agent {name!r}, and --agent {recipe.agent} now runs every "
+                f"row; keep that agent with --map-agent {name}={name} in a new run: {REMEDY}"
+            )
+
     def _materialize(self, agents: Collection[str] | None, max_attempts: int, tick: Callable[[str], None]) -> None:
         """Check every input row, and write the materialized inputs (to a temporary file, then renamed)."""
         path = self.paths.materialized
         beside = path.with_name(path.name + ".tmp")
         ticking = _Ticker(tick)
         self.progress = Progress()
-        rows = input_rows(self.source.inputs, self.source.recipe, agents)
+        rows = input_rows(self.source.inputs, self.source.recipe, agents, self.progress.replaced)
         try:
             with beside.open("wb") as file:
                 for rollout in plan_rollouts(rows, self.source.recipe):

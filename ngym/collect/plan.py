@@ -12,6 +12,7 @@ import hashlib
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,10 +40,10 @@ _NAMED = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*("(?:[^"\\]|\\.)*
 class CollectionPlan:
     """How input rows become rollouts.
 
-    agent: of rows without agent_ref. repeats: rollouts a task, in the order abc -> aabbcc. limit: only the first rows.
+    agent: runs every row; None: each row names its own. repeats: rollouts a task, in the order abc -> aabbcc. limit: only the first rows.
     params: override keys of each row's responses_create_params; a dotted key sets a leaf (`reasoning.effort`).
     seed: rollout i of a task samples with seed + i; None leaves sampling free.
-    agents: an agent that rows name -> the one that runs them instead.
+    agents: an agent that rows name -> the one that runs them; it wins over `agent`.
     """
 
     agent: str | None = None
@@ -65,8 +66,15 @@ class CollectionPlan:
     def reference(self, row: Json) -> AgentRef:
         """The agent of a row that has passed a RowCheck."""
         reference: AgentRef = row.get("agent_ref") or {"type": AGENT_TYPE, "name": self.agent or ""}
-        name = self.agents.get(reference["name"])
-        return {**reference, "name": name} if name else reference
+        return {**reference, "name": self.runner(reference["name"])}
+
+    def runner(self, named: str) -> str:
+        """The agent that runs the rows with this name in their agent_ref."""
+        return self.agents.get(named) or self.agent or named
+
+    def replaced(self, named: str) -> bool:
+        """Whether `agent` runs the rows with this name, instead of the agent of that name."""
+        return self.agent is not None and named != self.agent and named not in self.agents
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +122,20 @@ def plan_rollouts(rows: Iterable[Json], recipe: CollectionPlan) -> Iterator[Plan
             )
 
 
-def input_rows(paths: Sequence[Path], recipe: CollectionPlan, agents: Collection[str] | None = None) -> Iterator[Json]:
+def input_rows(
+    paths: Sequence[Path],
+    recipe: CollectionPlan,
+    agents: Collection[str] | None = None,
+    replaced: Counter[str] | None = None,
+) -> Iterator[Json]:
     """Stream the rows of files; at the end one UsageError names every bad line.
 
     Args:
         agents: the agents that exist; None if that is not known.
+        replaced: counts the rows of each agent that `recipe.agent` replaces.
     """
     check_agent(recipe, agents)
-    check = RowCheck(recipe, agents)
+    check = RowCheck(recipe, agents, replaced)
     return (line.row for line in checked(paths, check, recipe.limit))
 
 
@@ -147,12 +161,26 @@ def checked_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collectio
         yield row
 
 
-class RowCheck:
-    """Returns the mistake of an input row, or None."""
+def replaced_note(agent: str, replaced: Mapping[str, int]) -> str:
+    """The line about rows that name other agents than that of --agent."""
+    named = ", ".join(f"{rows:,} name {name!r}" for name, rows in sorted(replaced.items()))
+    return f"note: --agent {agent} also runs rows that name another agent: {named} (--map-agent NAME=NAME keeps one)"
 
-    def __init__(self, recipe: CollectionPlan, agents: Collection[str] | None) -> None:
+
+class RowCheck:
+    """Returns the mistake of an input row, or None.
+
+    Args:
+        agents: the agents that exist; None if that is not known.
+        replaced: counts the rows of each agent that `recipe.agent` replaces.
+    """
+
+    def __init__(
+        self, recipe: CollectionPlan, agents: Collection[str] | None, replaced: Counter[str] | None = None
+    ) -> None:
         self._recipe = recipe
         self._agents = agents
+        self._replaced = replaced
         self._indexed: bool | None = None  # whether the first row has an _ng_task_index
 
     def __call__(self, row: Json) -> str | None:
@@ -181,12 +209,15 @@ class RowCheck:
                 return "this row names no agent; give it an agent_ref, or name one with --agent"
             name = self._recipe.agent
         elif isinstance(reference, dict) and isinstance(reference.get("name"), str):
-            name = self._recipe.agents.get(reference["name"], reference["name"])
+            name = self._recipe.runner(reference["name"])
+            if self._replaced is not None and self._recipe.replaced(reference["name"]):
+                self._replaced[reference["name"]] += 1
         else:
             return f'agent_ref must be {{"name": ...}}, not {orjson.dumps(reference)[:80].decode()}'
         if self._agents is not None and name not in self._agents:
             meant = did_you_mean(name, self._agents)
-            other = f"; --map-agent {name}=NAME runs its rows with another agent" if reference is not None else ""
+            other = f"; --agent NAME runs all rows with another agent, --map-agent {name}=NAME only its rows"
+            other = other if reference is not None and self._recipe.agent is None else ""
             return f"no agent named {name!r}{meant}{other}"
         return None
 
@@ -237,7 +268,8 @@ class InputCheck:
         agents: the agents that exist; None if that is not known.
 
     Attributes:
-        rows: rows checked so far. named: the agents that they name, or --agent. complete: whether all are checked.
+        rows: rows checked so far. named: the agents that run them. complete: whether all are checked.
+        replaced: the rows so far of each agent that --agent replaces.
         digest: `digest_of` the files; None until it is known.
     """
 
@@ -245,11 +277,12 @@ class InputCheck:
         check_agent(recipe, agents)
         self.rows = 0
         self.named: set[str] = set()
+        self.replaced: Counter[str] = Counter()
         self.complete = False
         self.digest: str | None = None
         self._paths = paths
         self._recipe = recipe
-        self._lines = CheckedLines(paths, RowCheck(recipe, agents), recipe.limit)
+        self._lines = CheckedLines(paths, RowCheck(recipe, agents, self.replaced), recipe.limit)
         self._left = iter(self._lines)
         self._checked = 0  # bytes
         self._end = 0  # of the last checked line, in its file
@@ -304,7 +337,7 @@ class InputCheck:
             self._thread.shutdown(wait=True)
 
     def names_in_rest(self) -> set[str]:
-        """The agents that rows after the first part may name, found without parsing them: 1 s for a GB.
+        """The agents that may run rows after the first part, found without parsing them: 1 s for a GB.
 
         Also finds names in other objects that look like an agent_ref.
         """
@@ -315,7 +348,7 @@ class InputCheck:
             with open_rows(path) as file:
                 found.update(_references(file, 0 if number else self._end))
         names = {orjson.loads(name) for name in found if _is_json(name, str)}
-        return {self._recipe.agents.get(name, name) for name in names}
+        return {self._recipe.runner(name) for name in names}
 
     def _check_rest(self) -> None:
         self._hurry.wait(BEGIN_S)

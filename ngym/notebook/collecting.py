@@ -13,7 +13,7 @@ import orjson
 
 from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.collection_session import CollectionSession, Discovered
-from ngym.collect.plan import CollectionPlan
+from ngym.collect.plan import CollectionPlan, replaced_note
 from ngym.collect.progress_display import drawing
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate
@@ -67,7 +67,7 @@ def collect_rollouts(
 
     Args:
         input: tasks: rows, a file, or a data frame or dataset of rows.
-        agent: for rows without an agent_ref.
+        agent: for all rows; None: the agent that each row's agent_ref names.
         config: start these services, and stop them at the end. overrides: of the config, `key=value`.
         head: use running services: the result of `ngym.run`, or the URL of a head. Neither: those that run in this
         folder.
@@ -178,6 +178,8 @@ class _Call:
             command=COMMAND,
             starts=config is not None,
         )
+        if self._recipe.agent is not None and store.progress.replaced:
+            self.watch.say(replaced_note(self._recipe.agent, store.progress.replaced))
         if not store.progress.left:
             store.finish("done")
             return

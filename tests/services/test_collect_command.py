@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from machine import PATIENCE_S, until
 from stub_agents import head, problem, scored, task
 
 from ngym.cli.rollouts.collect import hint, main, translated
+from ngym.collect.plan import CollectionPlan, input_rows, plan_rollouts
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
 from ngym.schema import Json
@@ -345,21 +347,56 @@ async def test_a_dry_run_shows_what_would_be_sent_and_touches_nothing(tasks: Pat
     assert list(tmp_path.iterdir()) == [tasks]
 
 
+def named(tmp_path: Path, *names: str | None) -> None:
+    """Write `rows.jsonl`, a row for each of these agents."""
+    refs = [{} if name is None else {"agent_ref": {"type": "responses_api_agents", "name": name}} for name in names]
+    lines = [orjson.dumps(task(n, **ref)) + b"\n" for n, ref in enumerate(refs)]
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(lines))
+
+
+def agents_in(path: Path) -> dict[int, str]:
+    """Task index -> the agent of its row."""
+    written = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    return {row["_ng_task_index"]: row["agent_ref"]["name"] for row in written}
+
+
 async def test_rows_that_name_another_agent_run_with_the_one_that_replaces_it(tmp_path: Path) -> None:
-    rows = [task(0, agent_ref={"type": "responses_api_agents", "name": "theirs"}), task(1)]
-    (tmp_path / "rows.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    named(tmp_path, "theirs", "agent")
     async with head(scored) as url:
-        run = ("--head", url, "--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
+        run = ("--head", url, "--input", "rows.jsonl", "--output", "out.jsonl")
         refused = await ended(*run, cwd=tmp_path)
         wrong = await ended(*run, "--map-agent", "theirs=agnt", cwd=tmp_path)
         done = await ended(*run, "--map-agent", "theirs=agent", cwd=tmp_path)
     assert refused.code == wrong.code == 2
     assert "rows.jsonl:1: no agent named 'theirs'" in refused.err
-    assert "--map-agent theirs=NAME runs its rows with another agent" in refused.err
+    assert "--agent NAME runs all rows with another agent, --map-agent theirs=NAME only its rows" in refused.err
     assert "--map-agent: no agent named 'agnt' (did you mean 'agent'?)" in wrong.err
     assert done.code == 0, done.err
-    written = [orjson.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
-    assert {row["agent_ref"]["name"] for row in written} == {"agent"}
+    assert agents_in(tmp_path / "out.jsonl") == {0: "agent", 1: "agent"}
+
+
+async def test_the_agent_of_the_command_runs_every_row_and_says_which_ones_named_another(tmp_path: Path) -> None:
+    named(tmp_path, "theirs", None, "agent", "theirs", "other")
+    run = ("--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
+    async with head(scored) as url:
+        shown = await ended("--head", url, *run, "--dry-run", cwd=tmp_path)
+        first = await ended("--head", url, *run, "--limit", 1, cwd=tmp_path)
+        rest = await ended("--head", url, *run, "--resume", cwd=tmp_path)
+    note = "note: --agent agent also runs rows that name another agent: 1 name 'other', 2 name 'theirs'"
+    assert note in shown.out and note in rest.out
+    assert "1 name 'theirs'" in first.out
+    assert "resumed run" in rest.out and "1 of 5 rollouts are done" in rest.out
+    assert agents_in(tmp_path / "out.jsonl") == dict.fromkeys(range(5), "agent")
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 5
+
+
+async def test_a_mapped_agent_wins_over_the_agent_of_the_command(tmp_path: Path) -> None:
+    named(tmp_path, "theirs", "kept")
+    recipe = CollectionPlan("agent", agents={"kept": "kept"})
+    replaced: Counter[str] = Counter()
+    rows = input_rows([tmp_path / "rows.jsonl"], recipe, {"agent", "kept"}, replaced)
+    assert [rollout.agent for rollout in plan_rollouts(rows, recipe)] == ["agent", "kept"]
+    assert replaced == {"theirs": 1}
 
 
 async def test_bad_lines_are_named_before_anything_is_run(tmp_path: Path) -> None:

@@ -670,9 +670,16 @@ async def test_a_run_that_never_read_its_input_to_the_end_is_resumed_by_its_task
 @pytest.mark.usefixtures("small_first_part")
 def test_agents_that_only_a_later_row_names_are_known_before_services_start(tasks: Path) -> None:
     named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(5)]
-    tricky = [{**task(9), "note": {"agent_ref": {"name": "nobody"}}, "text": '"agent_ref": {"name": "quoted"}'}]
+    tricky = [
+        {
+            **task(9),
+            "agent_ref": {"name": "agent_0"},
+            "note": {"agent_ref": {"name": "nobody"}},
+            "text": '"agent_ref": {"name": "quoted"}',
+        }
+    ]
     written(tasks, named + tricky)
-    files = CollectionFiles(tasks.with_name("out.jsonl"), CollectionSettings(tasks, CollectionPlan("agent_0")))
+    files = CollectionFiles(tasks.with_name("out.jsonl"), CollectionSettings(tasks, CollectionPlan()))
     agents = {f"agent_{n}" for n in range(6)}
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
     assert files.progress.agents == agents - {"agent_5"}
@@ -690,14 +697,22 @@ def test_the_rest_is_not_searched_for_agents_once_all_are_named(tasks: Path, mon
 
 
 @pytest.mark.usefixtures("small_first_part")
+def test_the_agent_of_the_command_is_the_only_one_that_starts(tmp_path: Path) -> None:
+    tasks = written(tmp_path / "tasks.jsonl", [{**task(n), "agent_ref": {"name": f"agent_{n}"}} for n in range(9)])
+    files = CollectionFiles(tmp_path / "out.jsonl", CollectionSettings(tasks, CollectionPlan("agent_8")))
+    agents = {f"agent_{n}" for n in range(9)}
+    files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
+    assert files.progress.agents == {"agent_8"}
+    files.close()
+
+
+@pytest.mark.usefixtures("small_first_part")
 def test_agents_in_later_files_of_an_input_are_known_before_services_start(tmp_path: Path) -> None:
     named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(9)]
     files = [written(tmp_path / f"{n}.jsonl", named[3 * n : 3 * n + 3]) for n in range(3)]
     packed = tmp_path / "2.jsonl.zst"
     packed.write_bytes(zstandard.compress(files[2].read_bytes()))
-    store = CollectionFiles(
-        tmp_path / "out.jsonl", CollectionSettings((files[0], files[1], packed), CollectionPlan("agent_0"))
-    )
+    store = CollectionFiles(tmp_path / "out.jsonl", CollectionSettings((files[0], files[1], packed), CollectionPlan()))
     agents = {f"agent_{n}" for n in range(9)}
     store.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
     assert store.progress.agents == agents
@@ -741,3 +756,17 @@ def test_a_rollout_costs_the_collector_less_than_50_bytes() -> None:
     [told] = json.loads(b"".join(aggregates.as_bytes()))
     assert told == orjson.loads(orjson.dumps(aggregates.as_json()[0]))
     assert len(told["group_level_metrics"]) == counts
+
+
+async def test_a_resumed_run_does_not_mix_the_rows_agents_with_that_of_the_command(tmp_path: Path) -> None:
+    tasks = written(tmp_path / "tasks.jsonl", [task(n, agent_ref={"name": "theirs"}) for n in range(4)])
+    source = CollectionSettings(tasks, CollectionPlan("agent"))
+    await session(source, stop_after=2)
+    done = rows(tmp_path / "out.jsonl")
+    lines = [orjson.dumps({**row, "agent_ref": {"name": "theirs"}}) + b"\n" for row in done]
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(
+        UsageError, match=r"this run has rollouts of agent 'theirs', and --agent agent now runs every row"
+    ):
+        await session(source, resume=True)
+    assert len(rows(tmp_path / "out.jsonl")) == len(done)

@@ -46,14 +46,17 @@ class CollectCommand(Command):
 
 @command("ng_collect_rollouts", epilog=EPILOG, cls=CollectCommand)
 @click.option(
-    "--agent", metavar="NAME", shell_complete=services("agent"), help="The agent of rows without an agent_ref."
+    "--agent",
+    metavar="NAME",
+    shell_complete=services("agent"),
+    help="Run every row with this agent, also rows whose agent_ref names another one.",
 )
 @click.option(
     "--map-agent",
     "mapped",
     multiple=True,
     metavar="OLD=NEW",
-    help="Run the rows whose agent_ref names OLD with the agent NEW; repeat it.",
+    help="Run the rows whose agent_ref names OLD with the agent NEW, also beside --agent; repeat it.",
 )
 @click.option(
     "--input",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ import orjson
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_TRY_AGAIN
 from ngym.collect.collection_files import CollectionFiles, CollectionPaths, check_places
 from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
-from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, plan_rollouts
+from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, plan_rollouts, replaced_note
 from ngym.collect.progress_display import (
     ProgressDisplay,
     ProgressMeter,
@@ -152,13 +152,18 @@ class Earlier:
 
 @dataclass
 class Plan:
-    """agents: rollouts by agent. done, given_up: planned rollouts that an earlier session has finished or given up."""
+    """The rollouts of --dry-run.
+
+    agents: rollouts by agent. done, given_up: planned rollouts that an earlier session has finished or given up.
+    replaced: rows that name another agent than --agent, by that name.
+    """
 
     first: PlannedRollout
     agents: Counter[str]
     tasks: set[tuple[str, int]]
     done: int
     given_up: int
+    replaced: Mapping[str, int]
 
     @property
     def rollouts(self) -> int:
@@ -211,8 +216,10 @@ def _key(row: Json) -> RolloutKey | None:
 
 def _planned(options: Options, known: Discovered, earlier: Earlier) -> Plan:
     plan: Plan | None = None
-    for rollout in plan_rollouts(input_rows(options.inputs, options.recipe, known.agents), options.recipe):
-        plan = plan or Plan(rollout, Counter(), set(), 0, 0)
+    replaced: Counter[str] = Counter()
+    rows = input_rows(options.inputs, options.recipe, known.agents, replaced)
+    for rollout in plan_rollouts(rows, options.recipe):
+        plan = plan or Plan(rollout, Counter(), set(), 0, 0, replaced)
         plan.agents[rollout.agent] += 1
         plan.tasks.add(rollout.key[:2])
         plan.done += rollout.key in earlier.done
@@ -242,6 +249,8 @@ def _print(options: Options, known: Discovered, plan: Plan, needed: list[str] | 
     click.echo(orjson.dumps(plan.first.row, option=orjson.OPT_INDENT_2))
     for agent, rollouts in plan.agents.items():
         click.echo(f"{agent}: {rollouts:,} rollouts")
+    if options.agent and plan.replaced:
+        click.echo(replaced_note(options.agent, plan.replaced))
     click.echo(f"{len(plan.tasks):,} tasks, {options.concurrency:,} rollouts at once")
     if plan.done or plan.given_up:
         left = plan.rollouts - plan.done - plan.given_up
@@ -355,8 +364,8 @@ class Command:
             f"agent {name!r} {self.known.lost[name]}" for name in sorted(before.agents) if name in self.known.lost
         ]:
             raise NgymError("\n".join(lost))
-        if options.agent and before.complete and options.agent not in before.agents:
-            self._echo(f"note: every row names its own agent ({', '.join(sorted(before.agents))}); --agent is not used")
+        if options.agent and before.replaced:
+            self._echo(replaced_note(options.agent, before.replaced))
         if before.done or before.given_up or store.duplicates:
             self._echo(
                 f"resumed run {store.run_id}: {before.done:,} of {before.total:,} rollouts are done"
