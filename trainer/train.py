@@ -19,6 +19,7 @@ from ngym.config.service_config import load_config, tracing_from_environment
 from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import held_folder, whole_folder, write_whole
+from ngym.files.hub_download import hub_model_problem
 from ngym.telemetry import tracing
 
 from .checkpoints import Checkpoints, resumable
@@ -130,6 +131,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         stack.callback(tracing.end)
         if not recipe.live:  # in a live run, the services' config has the destination of spans
             tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
+        _check_hub_models(recipe)
         if recipe.live and launch.rank == 0:
             check_live(recipe, recipe.live)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
@@ -252,6 +254,22 @@ def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
     with whole_folder(folder) as aside:
         load_policy(options, tokenizer, seed).network.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+
+
+def _check_hub_models(recipe: Recipe) -> None:
+    """Check the models that are named as on the Hub, if it cannot be reached.
+
+    Raises:
+        ConfigError: the cache of the Hub does not have one of them.
+    """
+    names = {"model.path": recipe.model.path, "model.tokenizer": recipe.model.tokenizer}
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.teacher:
+        names |= {f"algorithm.teacher.path ({one.path})": one.path for one in recipe.algorithm.teacher.sources}
+    for key, name in names.items():
+        if name is None or os.path.isabs(name):
+            continue
+        if problem := hub_model_problem(name):
+            raise ConfigError(f"{key}: {problem}; name a folder")
 
 
 def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:

@@ -25,6 +25,7 @@ from ngym.chat_codec import ChatCodec, Template, turn_ends
 from ngym.config.service_config import model_problem
 from ngym.convert import check_chat_request
 from ngym.errors import BadRequest, ConfigError
+from ngym.files.hub_download import hub_model_problem
 from ngym.net.json_limits import ROW_BYTES
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
@@ -52,7 +53,7 @@ class Scoring:
 async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
-    folder = _find(options.model, context.root, context.name)
+    folder = await asyncio.to_thread(_find, options.model, context.root, context.name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from .engine import Classifier, Engine, classifies  # torch and transformers take seconds to import
 
@@ -80,7 +81,11 @@ def _find(name: str, root: Path, service: str) -> str:
     if problem := model_problem(name, root):
         raise ConfigError(f"service {service!r}: model {name!r}: {problem}")
     folder = (root / name).resolve()
-    return str(folder) if folder.is_dir() else name
+    if folder.is_dir():
+        return str(folder)
+    if problem := hub_model_problem(name):
+        raise ConfigError(f"service {service!r}: model: {problem}")
+    return name
 
 
 def _codec(state: ChatCodec | Scoring) -> ChatCodec:

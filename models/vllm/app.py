@@ -12,7 +12,7 @@ from ngym import ServiceContext
 from ngym.services.base.runner import serve_app
 
 from .options import Options, PushOptions
-from .serving.environment import find_model, prepare_environment, written
+from .serving.environment import check_hub, find_model, prepare_environment, written
 from .serving.loading_server import LoadingServer
 
 SHARED_STAGE = Path(".ngym", "pushes")  # of the project's folder, which all nodes see
@@ -48,6 +48,7 @@ async def serve(context: ServiceContext) -> None:
     awaited = options.model_within_s > 0
     if not awaited:
         model = find_model(options.model, context.root, context.name)
+        await asyncio.to_thread(check_hub, model, context.name)
     node = options.node
     prepare_environment(options.threads, local=awaited or model.local, address=node.address if node else None)
     _die_at_once_when_told()

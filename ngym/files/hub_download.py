@@ -1,7 +1,8 @@
-"""Files on the Hugging Face Hub, named `hf://datasets/OWNER/NAME/PATH`, or `.../NAME@REVISION/PATH`."""
+"""Files on the Hugging Face Hub, named `hf://datasets/OWNER/NAME/PATH`, or `.../NAME@REVISION/PATH`, and its models."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ngym.errors import UsageError
 
 HUB = "hf:/"  # the beginning of every such path, also as the text of a Path
 # a Path has one slash where the text had two
+CONNECT_S = 3.0  # one attempt to reach the Hub; huggingface_hub itself takes 25 s for each missing file
 FORM = re.compile(r"hf:/{1,2}datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 
 
@@ -31,6 +33,37 @@ def local_copy(path: Path) -> Path:
     except hub_errors() as error:
         raise UsageError(f"{shown}: cannot be downloaded: {first_line(error)}") from None
     return Path(found)
+
+
+def hub_model_problem(name: str) -> str | None:
+    """Why this model or tokenizer cannot be loaded: the Hub cannot be reached, and its cache has no such model.
+
+    Without the Hub, this process only uses the cache from then on, as with HF_HUB_OFFLINE=1. Call it before
+    transformers or vLLM load the model.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    if reason is None:
+        return None
+    os.environ["HF_HUB_OFFLINE"] = "1"  # of child processes
+    constants.HF_HUB_OFFLINE = True  # the variable was read when the module was imported
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "tokenizer_config.json")):
+        return None
+    return (
+        f"{name} is neither a folder nor in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} is not reached: {reason}"
+    )
+
+
+def _unreachable(url: str) -> str | None:
+    """Why nothing answers there, or None. Any answer counts, also an error."""
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(url, timeout=CONNECT_S)
+    except hub_errors() as error:
+        return first_line(error)
+    return None
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

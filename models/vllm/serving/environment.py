@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
+from ngym.files.hub_download import hub_model_problem
 
 LOOK_S = 0.05
 
@@ -28,6 +29,14 @@ def find_model(name: str, root: Path, service: str) -> Model:
         raise ConfigError(f"service {service!r}: model {name!r}: {problem}")
     folder = (root / name).resolve()
     return Model(str(folder), local=True) if folder.is_dir() else Model(name, local=False)
+
+
+def check_hub(model: Model, service: str) -> None:
+    """Raise ConfigError for a model of the Hub that cannot be reached and is not in its cache."""
+    if model.local or "VLLM_USE_MODELSCOPE" in os.environ:
+        return
+    if problem := hub_model_problem(model.name):
+        raise ConfigError(f"service {service!r}: model: {problem}")
 
 
 async def written(name: str, root: Path, service: str, within_s: float) -> Model:
