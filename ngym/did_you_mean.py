@@ -12,11 +12,14 @@ LONGEST = 100  # limit of the characters of a word
 MOST_CHOICES = 1000  # limit of the choices, at some microseconds each
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that the writer most likely meant, or None. A long word does not count as a misspelling."""
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice that the writer most likely meant, or None. A long word does not count as a misspelling.
+
+    cutoff: least similarity, as of difflib; 1 is equality.
+    """
     if len(word) > LONGEST:
         return None
-    found = difflib.get_close_matches(word, islice(choices, MOST_CHOICES), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word, islice(choices, MOST_CHOICES), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

@@ -7,18 +7,22 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ngym.did_you_mean import did_you_mean, near_file
+from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 COMMAND_LINE = "command line"
 MOST_NODES = 100_000  # per YAML file
 MOST_DIGITS = 100
+SURE, LIKELY = 0.85, 0.8  # similarity of a misspelt key: beside other candidates, and in another section
+MOST_SUGGESTED = 2  # keys; a last part that more keys have, such as `name`, says too little
+DEEPEST = 8  # levels of keys
 REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
 
 
@@ -110,13 +114,20 @@ def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:
         del lines[line]
 
 
-def parse(model: type[Model], tree: ConfigTree, prefix: str = "") -> Model:
-    """The tree (or its part under `prefix`) as a frozen record; a ConfigError has a line for each mistake."""
+def parse(
+    model: type[Model], tree: ConfigTree, prefix: str = "", other_names: Mapping[str, Sequence[str]] | None = None
+) -> Model:
+    """The tree (or its part under `prefix`) as a frozen record; a ConfigError has a line for each mistake.
+
+    other_names: names of a key in other programs -> the keys here, for the suggestion at an unknown key.
+    """
     part = subtree(tree, prefix) if prefix else tree
     try:
         return model.model_validate(part.values, context={"root": tree.root})
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(model, part, item) for item in error.errors())) from None
+        raise ConfigError(
+            "\n".join(_describe(model, part, item, other_names or {}) for item in error.errors())
+        ) from None
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -252,13 +263,12 @@ def subtree(tree: ConfigTree, prefix: str) -> ConfigTree:
     return ConfigTree(values if values is not None else {}, lines, tree.root, tree.where(prefix), environment)
 
 
-def _describe(model: type[BaseModel], tree: ConfigTree, item: Any) -> str:
+def _describe(model: type[BaseModel], tree: ConfigTree, item: Any, other_names: Mapping[str, Sequence[str]]) -> str:
     """One pydantic error as `file:line: key: what is wrong`."""
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        fields = _fields_at(model, item["loc"][:-1])
-        return f"{tree.where(key)}: unknown key {key!r}{did_you_mean(path[-1], fields)}"
+        return f"{tree.where(key)}: unknown key {key!r}{_meant(model, tree, item['loc'], other_names)}"
     if item["type"] == "missing":
         return f"{tree.where(key)}: {key!r} is missing"
     message = item["msg"].removeprefix("Value error, ")
@@ -270,6 +280,61 @@ def _describe(model: type[BaseModel], tree: ConfigTree, item: Any) -> str:
         return f"{tree.where(key)}: {key}: {message}"
     shown = tree.environment.get(key) or repr(item["input"])
     return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
+
+
+def _meant(
+    model: type[BaseModel], tree: ConfigTree, loc: Sequence[Any], other_names: Mapping[str, Sequence[str]]
+) -> str:
+    """The suggestion at an unknown key, for did_you_mean: a key of its section, or of another one."""
+    word, beside, known = str(loc[-1]), _fields_at(model, loc[:-1]), list(all_keys(model, tree.values))
+    if nearest(word, beside, SURE):
+        return did_you_mean(word, beside)
+    same = _shallowest([key for key in known if key.rpartition(".")[2] == word])
+    candidates = (
+        other_names.get(".".join(map(str, loc))),
+        other_names.get(word),
+        same if len(same) <= MOST_SUGGESTED else (),
+    )
+    for found in candidates:
+        if keys := [key for key in found or () if key in known]:
+            return f" (did you mean {' or '.join(map(repr, keys))}?)"
+    if nearest(word, beside):
+        return did_you_mean(word, beside)
+    near = nearest(word, {key.rpartition(".")[2] for key in known}, LIKELY)
+    keys = _shallowest([key for key in known if key.rpartition(".")[2] == near])
+    return f" (did you mean {keys[0]!r}?)" if len(keys) == 1 else did_you_mean(word, beside)
+
+
+def _shallowest(keys: list[str]) -> list[str]:
+    least = min((key.count(".") for key in keys), default=0)
+    return [key for key in keys if key.count(".") == least]
+
+
+def all_keys(model: type[BaseModel], values: Any, depth: int = DEEPEST) -> Iterator[str]:
+    """The dotted keys that a model allows, without those in lists and mappings.
+
+    values: what was given. Among models that differ by their `name`, only the given one's keys count.
+    """
+    given = values if isinstance(values, dict) else {}
+    for name, info in model.model_fields.items():
+        yield name
+        for part in _of_this_name(_sections(info.annotation), given.get(name)) if depth else ():
+            yield from (f"{name}.{key}" for key in all_keys(part, given.get(name), depth - 1))
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a key's value may be."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) not in (Union, UnionType, Annotated):
+        return []
+    return [found for part in get_args(annotation) for found in _sections(part)]
+
+
+def _of_this_name(models: list[type[BaseModel]], value: Any) -> list[type[BaseModel]]:
+    name = value.get("name") if isinstance(value, dict) else None
+    own = [each for each in models if "name" in each.model_fields and each.model_fields["name"].default == name]
+    return own if name is not None and own else models
 
 
 def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:

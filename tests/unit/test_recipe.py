@@ -10,11 +10,14 @@ import yaml
 from click.testing import CliRunner
 
 from ngym.cli.train import main
+from ngym.config.yaml_tree import all_keys
 from ngym.errors import ConfigError
 from ngym.trainer.data import samples
 from ngym.trainer.model import policy
 from ngym.trainer.recipe import batch_sizes
 from ngym.trainer.recipe import recipe as config
+from ngym.trainer.recipe.algorithms import ALGORITHMS
+from ngym.trainer.recipe.other_names import OTHER_NAMES
 
 POLICY = "model.path=data/tiny_policy/tokenizer"
 
@@ -55,6 +58,41 @@ def test_every_mistake_is_a_line_with_its_place(tmp_path: Path) -> None:
         "mine.yaml:3: unknown key 'optimizer.beta' (did you mean 'betas'?)",
         "mine.yaml:4: unknown key 'sede' (did you mean 'seed'?)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "suggested"),
+    [
+        ("grpo.yaml", "schedule.steps=5", "'max_steps'"),  # a name of others, in a section that has no such key
+        ("grpo.yaml", "learning_rate=1e-5", "'optimizer.lr'"),
+        ("grpo.yaml", "model.name=a/b", "'model.path'"),
+        ("grpo.yaml", "train_batch_size=8", "'batch_size' or 'rollouts.tasks_per_step'"),
+        ("grpo.yaml", "lr=1e-5", "'optimizer.lr'"),  # the same name in another section, the shallowest one
+        ("grpo.yaml", "group_size=4", "'rollouts.group_size'"),
+        ("grpo.yaml", "algorithm.clip_low=0.1", "'algorithm.loss.clip_low'"),
+        ("grpo.yaml", "clip_hihg=0.1", "'algorithm.loss.clip_high'"),  # misspelt, in another section
+        ("grpo.yaml", "optimizer.beta=0.9", "'betas'"),  # misspelt, in its section
+        ("grpo.yaml", "beta=0.1", "'algorithm.kl.coef'"),  # each algorithm has its own keys
+        ("dpo.yaml", "beta=0.1", "'algorithm.beta'"),
+    ],
+)
+def test_an_unknown_key_names_the_key_that_was_meant(recipe: str, override: str, suggested: str) -> None:
+    result = CliRunner().invoke(main, [recipe, override, "--dry-run"])
+    key = override.partition("=")[0]
+    assert result.exit_code == 2
+    assert f"command line: unknown key {key!r} (did you mean {suggested}?)" in result.stderr.splitlines()
+
+
+@pytest.mark.parametrize("override", ["foo=1", "name=x"])
+def test_an_unknown_key_that_resembles_none_gets_no_suggestion(override: str) -> None:
+    result = CliRunner().invoke(main, ["grpo.yaml", override, "--dry-run"])
+    assert f"command line: unknown key {override.partition('=')[0]!r}" in result.stderr.splitlines()
+
+
+def test_every_suggested_key_exists_and_no_key_is_listed_as_anothers_name() -> None:
+    keys = {key for name in ALGORITHMS for key in all_keys(config.Recipe, {"algorithm": {"name": name}})}
+    assert {key for suggested in OTHER_NAMES.values() for key in suggested} <= keys
+    assert not OTHER_NAMES.keys() & keys
 
 
 def test_what_came_from_the_environment_is_shown_as_it_was_written(

@@ -28,6 +28,7 @@ from ngym.telemetry.log_format import redacted
 from .algorithms import AnyAlgorithm, OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
 from .extensions import MetricSink, SinkPath
 from .objective import UNCOMPARED, FrozenOptions, ModelName, Positive, Refusal, Share, Word, existing, find_path
+from .other_names import OTHER_NAMES
 from .rollout_options import EvaluationOptions, RolloutOptions, evaluation_problem
 
 Value = TypeVar("Value")
@@ -496,7 +497,7 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
         ConfigError: one line per mistake.
     """
     tree = load_tree([_recipe_file(name) for name in files], overrides, named=("algorithm",))
-    recipe = parse(Recipe, tree)
+    recipe = parse(Recipe, tree, other_names=OTHER_NAMES)
     refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals(recipe)]
     if refused:
         raise ConfigError("\n".join(refused))
