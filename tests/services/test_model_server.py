@@ -358,6 +358,18 @@ async def test_a_model_that_is_not_served_is_a_404_where_the_stanza_says_so(path
     assert error["type" if path == "/v1/messages" else "code"] in ("model_not_found", "not_found_error")
 
 
+async def test_a_model_is_described_under_its_name_and_that_of_its_service():
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        return new_response(request, [message_item([output_text("4")], "msg_1")], response_id="resp_1", model="m")
+
+    async with client_of(model_server(respond=respond), model="small") as client:
+        found = [(await client.get(f"/v1/models/{name}")).json()["id"] for name in ("small", "policy")]
+        unknown = await client.get("/v1/models/gpt-5")
+    assert found == ["small", "small"]
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["code"] == "model_not_found"
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_told_to_come_again(streamed: bool):
     begun: list[asyncio.Event] = []

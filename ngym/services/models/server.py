@@ -181,8 +181,9 @@ async def _models(request: Request) -> Response:
 async def _model(request: Request) -> Response:
     model, asked = _described(request), request.path_params["name"]
     with refusals(openai_refusal):
-        if asked != model["id"]:
-            raise NotFound(f"there is no model {asked!r} here; this server has {model['id']!r}")
+        if asked not in (model["id"], context_of(request).name):  # the names that any_model_name: false accepts
+            detail = f"there is no model {asked!r} here; this server has {model['id']!r}"
+            raise NotFound(detail, extra={"code": "model_not_found"})
     return JsonResponse(model)
 
 
