@@ -53,7 +53,9 @@ class Scoring:
 async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
-    folder = await asyncio.to_thread(_find, options.model, context.root, context.name)
+    folder = _find(options.model, context.root, context.name)
+    if not os.path.isabs(folder) and (problem := await asyncio.to_thread(hub_model_problem, folder)):
+        raise ConfigError(f"service {context.name!r}: model: {problem}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from .engine import Classifier, Engine, classifies  # torch and transformers take seconds to import
 
@@ -81,11 +83,7 @@ def _find(name: str, root: Path, service: str) -> str:
     if problem := model_problem(name, root):
         raise ConfigError(f"service {service!r}: model {name!r}: {problem}")
     folder = (root / name).resolve()
-    if folder.is_dir():
-        return str(folder)
-    if problem := hub_model_problem(name):
-        raise ConfigError(f"service {service!r}: model: {problem}")
-    return name
+    return str(folder) if folder.is_dir() else name
 
 
 def _codec(state: ChatCodec | Scoring) -> ChatCodec:
