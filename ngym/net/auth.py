@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from ngym.errors import ServiceError, Unauthorized, UsageError, shorten
+from ngym.net import api_docs
 from ngym.net.request_context import headers_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 MIN_CHARACTERS = 16
 OPEN = ("GET", "/health")
-DOCUMENTS = frozenset({"/docs", "/redoc", "/openapi.json"})  # of the interface; they answer GET and change nothing
+DOCUMENTS = api_docs.PATHS | {"/openapi.json"}  # of the interface; they answer GET and change nothing
 REFUSAL = (
     "this run is locked: send 'Authorization: Bearer TOKEN'; the token is in NGYM_TOKEN, or in .ngym/head.json "
     "next to the config of ng_run"

@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ConfigError, ServiceError, UsageError
+from ngym.net.api_docs import api_docs_routes
 from ngym.net.auth import ADMIN_TOKEN, Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of, wrong_url
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
@@ -340,17 +341,9 @@ def _app(supervisor: SupervisedRun) -> Starlette:
     async def openapi(request: Request) -> Response:
         return JSONResponse(_document(supervisor.run_token is not None))
 
-    async def docs(request: Request) -> Response:
-        from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
-
-        page = get_redoc_html if request.url.path == "/redoc" else get_swagger_ui_html
-        return page(openapi_url="/openapi.json", title=TITLE)
-
     routes = {
         "/": root,
         "/openapi.json": openapi,
-        "/docs": docs,
-        "/redoc": docs,
         "/health": root,
         "/servers": list_servers,
         "/status": show_status,
@@ -364,6 +357,7 @@ def _app(supervisor: SupervisedRun) -> Starlette:
         "/server_instances": nemo_instances,
     }
     served = [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
+    served += api_docs_routes(lambda: TITLE)
     served.append(Route("/servers", join, methods=["POST"]))
     served.append(Route("/servers/{name}/weights", trained, methods=["PUT"]))
     app = Starlette(routes=served, exception_handlers={HTTPException: _problem})

@@ -164,7 +164,7 @@ def test_the_documentation_of_a_locked_service_asks_a_browser_for_the_token(monk
     basic = {"authorization": "Basic " + base64.b64encode(f"any:{TOKEN}".encode()).decode()}
     wrong = {"authorization": "Basic " + base64.b64encode(b"any:another-token-of-length").decode()}
     with TestClient(TokenAuthMiddleware(counter(), TokenAuth([TOKEN]), "gym")) as client:
-        for path in ("/docs", "/redoc", "/openapi.json"):
+        for path in ("/docs", "/docs/swagger-ui-bundle.js", "/redoc", "/openapi.json"):
             asked = client.get(path)
             assert asked.status_code == 401
             assert asked.headers["www-authenticate"].startswith("Basic realm=")

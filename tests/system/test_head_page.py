@@ -15,7 +15,7 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
-from browsing import Page, eventually, findings
+from browsing import Page, eventually, findings, is_elsewhere
 from machine import PATIENCE_S
 from viewing import rollout, viewer, write
 
@@ -118,6 +118,19 @@ def test_the_page_shows_load_failures_logs_and_running_rollouts_in_place(page: P
                 assert page.evaluate("document.documentElement.scrollWidth") <= width
         finally:  # a skipped check, too, leaves the page before the run ends
             page.goto("about:blank")
+
+
+def test_the_interface_is_documented_without_internet(page: Page, browser: Any, tmp_path: Path) -> None:
+    with ng_run(tmp_path, locked=False) as head, browser.new_context() as context:
+        context.route(is_elsewhere, lambda route: route.abort())  # the logo of ReDoc's maker
+        other = context.new_page()
+        named = {head["url"]: ("the head", "/status"), services(head)["counter"]["url"]: ("counter", "/verify")}
+        for url, (title, route) in named.items():
+            page.goto(f"{url}/docs")
+            playwright.expect(page.locator(f".opblock-summary-path[data-path='{route}']")).to_be_visible()
+            other.goto(f"{url}/redoc")
+            playwright.expect(other.locator("h1", has_text=title)).to_be_visible()
+        page.goto("about:blank")
 
 
 def test_the_page_of_a_locked_run_asks_for_the_token(browser: Any, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from ngym.errors import (
     shorten,
 )
 from ngym.net import request_context
+from ngym.net.api_docs import api_docs_routes
 from ngym.net.json_limits import CALL_BYTES
 from ngym.schema import SESSION_HEADER, Json, Kind
 from ngym.services.base.middleware import OF_A_ROLLOUT, Handler, RequestMiddleware, Served, Serving
@@ -144,7 +145,8 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
 
     name = _author()
     serving = Serving()
-    app = _Application(title=name, lifespan=run, redirect_slashes=False)
+    app = _Application(title=name, lifespan=run, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.router.routes += api_docs_routes(lambda: app.title)
     app.state.default_name = name
     app.state.serving = serving
     app.state.starting = None
