@@ -84,6 +84,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
     steps = [{"step": step, "time/elapsed": step, "reward/mean": step / 9, "lr": 0.1} for step in range(1, 9)]
     (folder / "grpo" / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (folder / "grpo" / "recipe.yaml").write_text("seed: 0\n")
+    write(folder / "grpo" / "rollouts.jsonl", rows)
     with viewer(*files, folder / "grpo", cache=folder / "cache") as served:
         yield served
 

@@ -33,7 +33,7 @@ export function trainingStepBar(bar, runs, picked, pick) {
   const move = (text, by, label) => button(text, () => pick(Math.max(0, picked + by)), { class: "button quiet icon", "aria-label": label });
   const ofRuns = runs.map((run) => {
     const [metric, value] = tellingValue(run, picked);
-    return el("span", null, trainingSwatch(run), safeLine(run.name), " ", el("b", { class: "num", title: metric }, value), " ", sampleLink(run, picked, "rollouts"), " ", heldOutLink(run, picked, "held-out"));
+    return el("span", null, trainingSwatch(run), safeLine(run.name), " ", el("span", { class: "muted" }, metric ?? ""), " ", el("b", { class: "num" }, value), " ", sampleLink(run, picked, "rollouts"), " ", heldOutLink(run, picked, "held-out"));
   });
   const close = button("×", () => pick(null), { class: "button quiet icon", "aria-label": "Close" });
   clear(bar).append(move("‹", -1, "The step before"), el("b", { class: "num" }, `step ${formatNumber(picked)}`), move("›", 1, "The next step"), ...ofRuns, el("span", { class: "fill" }), close);

@@ -30,7 +30,7 @@ export function configTable(runs, all, wanted) {
   const keys = [...new Set(known.flatMap((run) => Object.keys(run.config.recipe)))].sort().filter(wanted);
   const differs = (key) => new Set(known.map((run) => JSON.stringify(run.config.recipe[key]))).size > 1;
   const shown = all || known.length < 2 ? keys : keys.filter(differs);
-  const rows = shown.map((key) => el("tr", { class: differs(key) ? "is-different" : null }, el("td", null, el("code", null, safeLine(key))), known.map((run) => configCell(run.config.recipe, key))));
+  const rows = shown.map((key) => el("tr", { class: differs(key) ? "is-different" : null }, el("td", null, el("code", null, brokenAtDots(key))), known.map((run) => configCell(run.config.recipe, key))));
   const texts = known.filter((run) => run.config.text).map((run) => {
     const title = el("span", null, trainingSwatch(run), safeLine(`recipe.yaml of ${run.name}`));
     return folded(title, () => el("pre", { class: "training-recipe" }, safeText(run.config.text)));
@@ -112,6 +112,11 @@ function differenceCell(runs, values = []) {
 
 function timeOf({ data }) {
   return data.count ? trainingDuration(data.seconds[data.count - 1]) : DASH;
+}
+
+/** A key that may break after each dot. */
+function brokenAtDots(key) {
+  return key.split(/(?<=\.)/).flatMap((part) => [el("wbr"), safeLine(part)]);
 }
 
 function configCell(recipe, key) {
