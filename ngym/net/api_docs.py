@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.routing import Route
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
 
 SWAGGER, REDOC = "/docs", "/redoc"
 SCRIPT, STYLE, REDOC_SCRIPT, ICON = (
@@ -22,6 +24,8 @@ PATHS = frozenset({SWAGGER, REDOC, SCRIPT, STYLE, REDOC_SCRIPT, ICON})
 
 def api_docs_routes(title: Callable[[], str]) -> list[Route]:
     """The two pages and their files. title: of the browser's window; read at each request."""
+    from starlette.responses import FileResponse  # not above: every command imports PATHS
+    from starlette.routing import Route
 
     async def page(request: Request) -> Response:
         from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
