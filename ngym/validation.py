@@ -341,7 +341,8 @@ async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
             await session.request("/session", None, method="DELETE")
         except ServiceError as error:
             mistakes.append(f"{tool['name']}: {error.detail}")
-    return Finding("tools", f"{len(tools)} that no case calls", mistakes)
+    told = f"{len(tools)} that no gold case calls, tried with made-up arguments" if tools else "gold cases call all"
+    return Finding("tools", told, mistakes)
 
 
 def _sample(schema: Json) -> Any:

@@ -113,8 +113,8 @@ async def test_a_tool_that_crashes_is_told_though_no_case_calls_it(tmp_path: Pat
     words = gym_server(verify=right, tools=[lookup, listed, refused])
     async with house({}, words=words) as peers:
         findings = await validate_environment(environment(tmp_path), peers["words"], 60.0)
-    [(check, (first, second))] = [(finding.check, finding.mistakes) for finding in findings if finding.mistakes]
-    assert check == "tools"
+    [(check, tried, (first, second))] = [(one.check, one.looked_at, one.mistakes) for one in findings if one.mistakes]
+    assert (check, tried) == ("tools", "3 that no gold case calls, tried with made-up arguments")
     assert first.startswith("lookup: lookup failed: RuntimeError: the database is gone (test_validation.py:")
     assert second.startswith("listed: listed returned a value that is not JSON")
 

@@ -122,6 +122,8 @@ def test_a_services_own_options_are_checked_against_its_record():
         parse_options(Options, {"model": "policy", "judge": "polcy"}, lines, "c.yaml:5", services)
     with pytest.raises(ConfigError, match=r"c.yaml:8: no service named 'polcy' .*\nc.yaml:10: no service named 'nope'"):
         parse_options(Options, {"model": "polcy", "judge": "nope"}, lines, "c.yaml:5", services)
+    with pytest.raises(ConfigError, match=r"c.yaml:9: steps: .*\nc.yaml:8: no service named 'polcy'"):
+        parse_options(Options, {"model": "polcy", "steps": "x"}, lines, "c.yaml:5", services)
     with pytest.raises(ConfigError) as caught:
         parse_options(
             Options,

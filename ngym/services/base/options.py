@@ -105,15 +105,21 @@ def parse_options(
     root: the folder of the config file.
     """
     tree = ConfigTree(dict(values), lines, root, default_where=where)
-    options = parse(model, tree)
     services = list(services)
-    references = {name: getattr(options, name) for name, info in model.model_fields.items() if _is_reference(info)}
-    mistakes = [
-        f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}"
-        for name, value in references.items()
-        if value is not None and value not in services
-    ]
-    if mistakes:
+
+    def unknown_services(given: Mapping[str, Any]) -> list[str]:
+        named = {name: given.get(name) for name, info in model.model_fields.items() if _is_reference(info)}
+        return [
+            f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}"
+            for name, value in named.items()
+            if isinstance(value, str) and value not in services
+        ]
+
+    try:
+        options = parse(model, tree)
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *unknown_services(values)])) from None
+    if mistakes := unknown_services(vars(options)):
         raise ConfigError("\n".join(mistakes))
     return options
 
