@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -38,7 +38,8 @@ REFUSAL = (
     "this run is locked: send 'Authorization: Bearer TOKEN'; the token is in NGYM_TOKEN, or in .ngym/head.json "
     "next to the config of ng_run"
 )
-BASIC = 'Basic realm="ngym: the run\'s token is the password", Bearer'
+# A line each: Chrome ignores Basic where another challenge follows it in the same line, and asks for no password.
+CHALLENGES = ('Basic realm="ngym: the run\'s token is the password"', "Bearer")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_HOST = 80  # shown characters of a host name
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may differ: ssh forwards it
@@ -164,8 +165,7 @@ class TokenAuthMiddleware:
         if scope["type"] == "lifespan" or is_open or accepts(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            challenge = BASIC if is_document else "Bearer"
-            await refuse(send, Unauthorized(REFUSAL), self._service, challenge)
+            await refuse(send, Unauthorized(REFUSAL), self._service, CHALLENGES if is_document else CHALLENGES[1:])
 
 
 class Visitors:
@@ -251,13 +251,13 @@ class Guarded:
             await refuse(send, problem, self._service)
 
 
-async def refuse(send: Send, error: ServiceError, service: str, challenge: str = "Bearer") -> None:
-    """Answer with a problem document, before the body is read. challenge: of a 401."""
+async def refuse(send: Send, error: ServiceError, service: str, challenges: Sequence[str] = ("Bearer",)) -> None:
+    """Answer with a problem document, before the body is read. challenges: of a 401."""
     body = orjson.dumps(error.problem(service))
-    headers = {"content-type": "application/problem+json", "content-length": str(len(body))}
+    headers = [("content-type", "application/problem+json"), ("content-length", str(len(body)))]
     if error.status == 401:
-        headers["www-authenticate"] = challenge
-    start = [(name.encode(), value.encode()) for name, value in headers.items()]
+        headers += [("www-authenticate", challenge) for challenge in challenges]
+    start = [(name.encode(), value.encode()) for name, value in headers]
     await send({"type": "http.response.start", "status": error.status, "headers": start})
     await send({"type": "http.response.body", "body": body})
 

@@ -133,6 +133,15 @@ def test_the_interface_is_documented_without_internet(page: Page, browser: Any, 
         page.goto("about:blank")
 
 
+def test_a_browser_asks_for_the_token_of_a_locked_run_at_its_documentation(browser: Any, tmp_path: Path) -> None:
+    known = {"username": "any", "password": TOKEN}
+    with ng_run(tmp_path, locked=True) as head, browser.new_context(http_credentials=known) as context:
+        page = context.new_page()
+        page.goto(f"{head['url']}/docs")
+        playwright.expect(page.locator(".opblock-summary-path[data-path='/status']")).to_be_visible()
+        page.goto("about:blank")
+
+
 def test_the_page_of_a_locked_run_asks_for_the_token(browser: Any, tmp_path: Path) -> None:
     with ng_run(tmp_path, locked=True) as head, browser.new_context() as context:  # a 401 is logged to its console
         page = context.new_page()
