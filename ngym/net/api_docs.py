@@ -21,6 +21,8 @@ SCRIPT, STYLE, REDOC_SCRIPT, ICON = (
 )
 PATHS = frozenset({SWAGGER, REDOC, SCRIPT, STYLE, REDOC_SCRIPT, ICON})
 
+NO_IMAGES_FROM_ELSEWHERE = "img-src 'self' data:"  # ReDoc fetches the logo of its maker
+
 
 def api_docs_routes(title: Callable[[], str]) -> list[Route]:
     """The two pages and their files. title: of the browser's window; read at each request."""
@@ -32,13 +34,15 @@ def api_docs_routes(title: Callable[[], str]) -> list[Route]:
 
         root: str = request.scope.get("root_path", "")
         if request.url.path.endswith(REDOC):
-            return get_redoc_html(
+            shown = get_redoc_html(
                 openapi_url=f"{root}/openapi.json",
                 title=title(),
                 redoc_js_url=root + REDOC_SCRIPT,
                 redoc_favicon_url=root + ICON,
                 with_google_fonts=False,
             )
+            shown.headers["content-security-policy"] = NO_IMAGES_FROM_ELSEWHERE
+            return shown
         return get_swagger_ui_html(
             openapi_url=f"{root}/openapi.json",
             title=title(),

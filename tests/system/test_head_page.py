@@ -122,14 +122,17 @@ def test_the_page_shows_load_failures_logs_and_running_rollouts_in_place(page: P
 
 def test_the_interface_is_documented_without_internet(page: Page, browser: Any, tmp_path: Path) -> None:
     with ng_run(tmp_path, locked=False) as head, browser.new_context() as context:
-        context.route(is_elsewhere, lambda route: route.abort())  # the logo of ReDoc's maker
-        other = context.new_page()
+        fetched: list[str] = []
+        context.route(is_elsewhere, lambda route: (fetched.append(route.request.url), route.abort()))
+        other = context.new_page()  # the logo of ReDoc's maker, which is not fetched, is logged to its console
         named = {head["url"]: ("the head", "/status"), services(head)["counter"]["url"]: ("counter", "/verify")}
         for url, (title, route) in named.items():
             page.goto(f"{url}/docs")
             playwright.expect(page.locator(f".opblock-summary-path[data-path='{route}']")).to_be_visible()
             other.goto(f"{url}/redoc")
             playwright.expect(other.locator("h1", has_text=title)).to_be_visible()
+            other.wait_for_load_state("networkidle")
+        assert fetched == []
         page.goto("about:blank")
 
 
