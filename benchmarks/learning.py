@@ -4,7 +4,7 @@ Every step is a command that is shown: tasks and demonstrations by the environme
 `ng_train grpo.yaml` with vLLM and the services live. Held-out tasks share nothing with those of demonstrations and training.
 The run's figures are added to RESULTS; learning_plot.py makes a table and curves of them.
 
-    python benchmarks/learning.py {safety,translation,blackjack,tic_tac_toe} [--seed 0] [--steps 30]
+    python benchmarks/learning.py LESSON [--seed 0] [--steps 30]
 """
 
 from __future__ import annotations
@@ -18,14 +18,25 @@ from itertools import islice
 from pathlib import Path
 
 import orjson
-from lessons.problem import Lesson, Problem
+from lessons.problem import Lesson, Problem, chat_tools
 
 from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped
 from ngym.files.jsonl import read, write_rows
 from ngym.schema import Json
 
-LESSONS = ("safety", "translation", "blackjack", "tic_tac_toe")
+LESSONS = (
+    "calculator",
+    "counter",
+    "tool_minimal",
+    "function_call",
+    "instruction_following",
+    "letters",
+    "safety",
+    "translation",
+    "blackjack",
+    "tic_tac_toe",
+)
 TRAIN, HELD_OUT, ATTEMPTS = 512, 96, 2
 
 
@@ -33,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lesson", choices=LESSONS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=30, help="of reinforcement learning")
+    parser.add_argument("--steps", type=int, help="of reinforcement learning  [default: the lesson's]")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
     parser.add_argument("--results", type=Path, help="JSONL  [default: results.jsonl in the folder]")
     parser.add_argument("override", nargs="*", help="key=value for ng_train grpo.yaml")
@@ -51,7 +62,7 @@ def main() -> None:
     supervised_s = time.monotonic() - began
     walk.step("reinforcement learning")
     began = time.monotonic()
-    words = (*reinforced(lesson, folder, options.seed), f"max_steps={options.steps}", *options.override)
+    words = (*reinforced(lesson, folder, options.seed), f"max_steps={options.steps or lesson.steps}", *options.override)
     walk.ng("train", str(recipes / "grpo.yaml"), *words, "--overwrite")
     seconds = {"sft": round(supervised_s, 1), "grpo": round(time.monotonic() - began, 1)}
     row = {"lesson": options.lesson, "habit": lesson.habit, "seed": options.seed, "seconds": seconds}
@@ -75,9 +86,15 @@ def write(lesson: Lesson, folder: Path, seed: int) -> None:
     tasks = {"held_out": [problem.row for problem in held_out.values()]}
     tasks["train"] = [problem.row for problem in islice(others(), TRAIN)]
     tasks["demonstrations"] = [
-        {"messages": problem.shown(rng), "tools": lesson.tools} for problem in islice(others(), lesson.demonstrations)
+        {"messages": problem.shown(rng), "tools": tools(problem.row) or lesson.tools}
+        for problem in islice(others(), lesson.demonstrations)
     ]
     write_rows(folder, tasks)
+
+
+def tools(row: Json) -> list[Json]:
+    """Those that the task's row declares."""
+    return chat_tools(row["responses_create_params"].get("tools", []))
 
 
 def supervised(folder: Path, seed: int) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ngym.config.shipped_files import shipped
 from ngym.schema import Json
@@ -23,7 +24,7 @@ class Problem(NamedTuple):
 
 class Lesson(NamedTuple):
     """habit: what the demonstrations do wrong; problems: endless; demonstrations: how many the supervised start has.
-    words: what differs from grpo.yaml in this lesson."""
+    tools: of tasks whose rows declare none. words: what differs from grpo.yaml; steps: of reinforcement learning."""
 
     agent: str
     habit: str
@@ -31,6 +32,7 @@ class Lesson(NamedTuple):
     demonstrations: int
     tools: Sequence[Json] = ()
     words: Sequence[str] = ()
+    steps: int = 30
 
 
 def generator(name: str) -> ModuleType:
@@ -60,3 +62,19 @@ def user(text: str) -> Json:
 
 def says(text: str) -> Json:
     return {"role": "assistant", "content": text}
+
+
+def request(name: str, arguments: Json) -> Json:
+    """An assistant's turn that is one tool call."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+    }
+
+
+def call(name: str, arguments: Json, result: Any) -> list[Json]:
+    """A tool call and its result, written as the gym server writes it."""
+    seen = result if isinstance(result, str) else json.dumps(result)
+    return [request(name, arguments), {"role": "tool", "tool_call_id": "call_0", "content": seen}]

@@ -16,7 +16,19 @@ from transformers import AutoTokenizer
 
 from ngym.cli.train import main
 
-LESSONS = ("safety", "translation", "blackjack", "tic_tac_toe")
+LESSONS = (
+    "calculator",
+    "counter",
+    "tool_minimal",
+    "function_call",
+    "instruction_following",
+    "letters",
+    "safety",
+    "translation",
+    "blackjack",
+    "tic_tac_toe",
+)
+GAMES = ("blackjack", "tic_tac_toe")
 CONTEXT = 1024
 
 
@@ -28,6 +40,33 @@ def learning(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def rows(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def questions(written: list[Any]) -> set[str]:
+    """The user's first words in task rows and in demonstrations."""
+    said = [row["responses_create_params"]["input"] if "agent_ref" in row else first(row) for row in written]
+    return set(said)
+
+
+def first(demonstration: Any) -> str:
+    return next(message["content"] for message in demonstration["messages"] if message["role"] == "user")
+
+
+def test_every_lesson_is_tested(learning: ModuleType) -> None:
+    assert learning.LESSONS == LESSONS
+
+
+@pytest.mark.parametrize("name", sorted({*LESSONS} - {*GAMES}))
+def test_held_out_tasks_share_no_question_with_training_and_demonstrations(
+    learning: ModuleType, name: str, tmp_path: Path
+) -> None:
+    lesson = import_module(f"lessons.{name}").lesson._replace(demonstrations=512)
+    learning.write(lesson, tmp_path, seed=0)
+    held_out, train, shown = (
+        questions(rows(tmp_path / f"{part}.jsonl")) for part in ("held_out", "train", "demonstrations")
+    )
+    assert len(held_out) == learning.HELD_OUT
+    assert not held_out & (train | shown)
 
 
 @pytest.mark.parametrize("name", LESSONS)

@@ -265,12 +265,12 @@ def commaless(rng: random.Random, text: str, topic: str) -> Draft:
 
 
 def in_range(rng: random.Random, text: str, topic: str) -> Draft:
-    low = len(re.findall(r"\w+", text)) - rng.randint(0, 5)
+    low = max(1, len(re.findall(r"\w+", text)) - rng.randint(0, 5))
     return text, {"min_words": low, "max_words": low + 10}, f"Write between {low} and {low + 10} words"
 
 
 def unique(rng: random.Random, text: str, topic: str) -> Draft:
-    count = len({word.lower() for word in re.findall(r"\w+", text)}) // 5 * 5
+    count = max(1, len({word.lower() for word in re.findall(r"\w+", text)}) // 5 * 5)
     return text, {"N": count}, f"Use at least {count} different words"
 
 

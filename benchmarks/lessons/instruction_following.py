@@ -1,0 +1,43 @@
+"""instruction_following: a beginner writes about the topic, and often does not follow the instruction."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from lessons.problem import Lesson, Problem, asks, generator, says
+
+from ngym.schema import Json
+
+made = generator("instruction_following")
+FOLLOWS = 0.4
+SHORT = sorted(made.SENTENCES, key=len)[:3]
+# of the 38 instructions five that one sentence can follow
+WAYS: dict[str, Callable[[str, Json], str]] = {
+    "keywords:existence": lambda text, given: f"{text} It has {' and '.join(given['keywords'])}.",
+    "startend:end_checker": lambda text, given: f"{text} {given['end_phrase']}",
+    "startend:quotation": lambda text, given: f'"{text}"',
+    "detectable_format:title": lambda text, given: f"<<A title>>\n{text}",
+    "detectable_content:postscript": lambda text, given: f"{text}\n{given['postscript_marker']} Go.",
+}
+
+
+def problems(rng: random.Random) -> Iterator[Problem]:
+    """Tasks with one instruction."""
+    while True:
+        row = made.task(rng, rng.choice(list(WAYS)))
+        if row is not None and len(row["kwargs"]) == 1:
+            yield Problem(row, row["responses_create_params"]["input"], partial(shown, row))
+
+
+def shown(row: Json, rng: random.Random) -> list[Json]:
+    question = row["responses_create_params"]["input"]
+    topic = next(topic for topic in made.TOPICS if topic in question)
+    text = rng.choice(SHORT).format(t=topic)
+    if rng.random() < FOLLOWS:
+        text = WAYS[row["instruction_id_list"][0]](text, row["kwargs"][0])
+    return [*asks(row), says(text)]
+
+
+lesson = Lesson("instruction_following_agent", "often does not follow the instruction", problems, 4800, steps=20)
