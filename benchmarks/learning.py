@@ -32,6 +32,7 @@ LESSONS = (
     "function_call",
     "instruction_following",
     "letters",
+    "weather",
     "safety",
     "translation",
     "blackjack",

@@ -23,6 +23,7 @@ LESSONS = (
     "function_call",
     "instruction_following",
     "letters",
+    "weather",
     "safety",
     "translation",
     "blackjack",
