@@ -9,6 +9,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import orjson
+
 from ngym.config.shipped_files import shipped
 from ngym.schema import Json
 
@@ -75,6 +77,6 @@ def request(name: str, arguments: Json) -> Json:
 
 
 def call(name: str, arguments: Json, result: Any) -> list[Json]:
-    """A tool call and its result, written as the gym server writes it."""
-    seen = result if isinstance(result, str) else json.dumps(result)
+    """A tool call and its result. JSON has no spaces: so gym servers answer, and the policy reads it in rollouts."""
+    seen = result if isinstance(result, str) else orjson.dumps(result).decode()
     return [request(name, arguments), {"role": "tool", "tool_call_id": "call_0", "content": seen}]

@@ -1,4 +1,4 @@
-"""tool_minimal: two or three tools in one rollout. A beginner often guesses, and reads reviews that nobody asked for."""
+"""tool_minimal: two tools in one rollout. A beginner often guesses, and reads reviews that nobody asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lessons.problem import Lesson, Problem, asks, call, chat_tools, generator, 
 from ngym.schema import Json
 
 made = generator("tool_minimal")
-GUESSES, READS_REVIEWS = 0.5, 0.5
+GUESSES, READS_REVIEWS = 0.35, 0.5
 TOOLS = [
     {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
     for name, key in made.server.TOOLS.items()
@@ -20,10 +20,10 @@ TOOLS = [
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
-    """What the supplier of a ware needs: two tools, or three. Wares are named by their number, so that no text repeats."""
+    """City or lead time of a ware's supplier: two tools. Wares are named by their number, so that no text repeats."""
     while True:
         world = rng.randrange(10**9)
-        question = rng.choice((made.supplier, made.freight))(rng, made.server.world(world))
+        question = made.supplier(rng, made.server.world(world))
         if question.calls[0][0] == "get_ware":
             yield Problem(made.row(question, world), question.text, partial(shown, question, world))
 
@@ -42,4 +42,4 @@ def shown(question: Any, world: int, rng: random.Random) -> list[Json]:
     return [*messages, says(f"It is {question.answer}.")]
 
 
-lesson = Lesson("tool_minimal_agent", "guesses, or reads reviews, too", problems, 4800, chat_tools(TOOLS), steps=20)
+lesson = Lesson("tool_minimal_agent", "guesses, or reads reviews, too", problems, 6400, chat_tools(TOOLS), steps=20)
