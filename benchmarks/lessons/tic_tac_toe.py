@@ -20,4 +20,5 @@ lesson = Lesson(
     partial(problems, "tic_tac_toe", any_square),
     2400,
     words=("rollouts.tasks_per_step=32",),
+    steps=60,
 )
