@@ -1,4 +1,4 @@
-"""tool_minimal: two tools in one rollout. A beginner often guesses, and reads reviews that nobody asked for."""
+"""tool_minimal: two tools in one rollout. A beginner often guesses, or reads reviews without need."""
 
 from __future__ import annotations
 
