@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from ngym.errors import UsageError
@@ -41,6 +42,8 @@ def hub_model_problem(name: str) -> str | None:
     Without the Hub, this process only uses the cache from then on, as with HF_HUB_OFFLINE=1. Call it before
     transformers or vLLM load the model.
     """
+    if find_spec("huggingface_hub") is None:
+        return None  # the import of transformers or vLLM, which need it, says what is missing
     from huggingface_hub import constants, try_to_load_from_cache
 
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
