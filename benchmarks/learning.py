@@ -25,19 +25,8 @@ from ngym.config.shipped_files import RECIPES, shipped
 from ngym.files.jsonl import read, write_rows
 from ngym.schema import Json
 
-LESSONS = (
-    "calculator",
-    "counter",
-    "tool_minimal",
-    "function_call",
-    "instruction_following",
-    "letters",
-    "weather",
-    "safety",
-    "translation",
-    "blackjack",
-    "tic_tac_toe",
-)
+HELPERS = {"problem", "turns"}
+LESSONS = sorted({path.stem for path in Path(__file__).with_name("lessons").glob("*.py")} - HELPERS)
 TRAIN, HELD_OUT, ATTEMPTS = 512, 96, 2
 
 

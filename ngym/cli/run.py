@@ -172,7 +172,9 @@ async def _run(
                 from ngym.supervise import warm_zygote
 
                 pids = " and ".join(str(each.pid) for each in warm_zygote.running())
-                kept = f"; process {pids} is kept for later commands (ng_run --no-warm ends it)" if pids else ""
+                kept = f"; process {pids} is kept for later commands (ng_run --no-warm ends it)"
+                if not pids:
+                    kept = f"; no process is kept: no app has a `preload`, or {warm_zygote.folder()}/*.log says why"
             show.say("stopped", f"every service is stopped{kept}")
             return
         if as_json:  # without --json the error goes to stderr

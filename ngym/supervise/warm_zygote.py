@@ -38,6 +38,8 @@ from ngym.errors import ConfigError
 from ngym.supervise.zygote_client import ZygoteClient, receive, send
 
 IDLE_S = 1800.0  # seconds
+IMPORTED_S = 60.0  # a command waits so long for the imports, and then starts its services as usual
+MESSAGE_S = 10.0  # for the message of a command that has connected
 BACKLOG = 16
 PRELOAD = re.compile(r"^def preload\(", re.MULTILINE)
 READ_ONCE = re.compile(
@@ -78,7 +80,11 @@ class Session:
 
 
 async def session(app_file: Path, start: bool) -> ZygoteClient | None:
-    """A zygote that has imported this app; None: there is none. start: start one that outlives this command."""
+    """The connection to a zygote of this command that has imported the app, or None if the usual start is needed.
+
+    Args:
+        start: whether to start a process that outlives this command, if none is running.
+    """
     if not start and not _is_used():
         return None
     sock = _connection(app_file, start)
@@ -88,11 +94,12 @@ async def session(app_file: Path, start: bool) -> ZygoteClient | None:
     os.umask(umask)
     try:
         send(sock, {"environment": dict(os.environ), "folder": os.getcwd(), "umask": umask}, [1, 2])
-        await _readable(sock)  # after its imports
+        async with asyncio.timeout(IMPORTED_S):
+            await _readable(sock)
         hello = receive(sock)
         if hello is not None:
             return ZygoteClient(Session(hello.content["pid"]), sock)
-    except OSError:
+    except OSError:  # also TimeoutError: it hangs or has ended, and its log says why
         pass
     except BaseException:
         sock.close()
@@ -286,10 +293,15 @@ def _commands(listener: socket.socket, lock: int) -> socket.socket | None:
                 continue
             return None
         control, _ = listener.accept()
-        message = receive(control) if _uid(control) == os.getuid() else None
+        control.settimeout(MESSAGE_S)
+        try:
+            message = receive(control) if _uid(control) == os.getuid() else None
+        except TimeoutError:
+            message = None
         if message is None:
             control.close()
             continue
+        control.settimeout(None)
         if os.fork() == 0:
             listener.close()
             os.close(lock)
@@ -302,7 +314,8 @@ def _commands(listener: socket.socket, lock: int) -> socket.socket | None:
             os.environ.update(message.content["environment"])
             os.umask(message.content["umask"])
             os.chdir(message.content["folder"])
-            send(control, {"pid": os.getpid()})
+            with contextlib.suppress(OSError):  # the command is gone: its zygote sees that next, and ends
+                send(control, {"pid": os.getpid()})
             return control
         control.close()
         for descriptor in message.fds:

@@ -150,7 +150,7 @@ async def test_a_preload_that_fails_or_starts_threads_is_not_used(tmp_path: Path
     assert not warm_zygote.running()
 
 
-async def test_services_go_on_when_it_ends_and_end_when_their_command_is_gone(tmp_path: Path) -> None:
+async def test_services_go_on_when_it_ends_and_end_with_their_command(tmp_path: Path) -> None:
     async with command(config(tmp_path), warm=True) as stack:
         kept = [psutil.Process(each.pid) for each in warm_zygote.running()]
         warm_zygote.end()

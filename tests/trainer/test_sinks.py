@@ -227,8 +227,13 @@ def test_what_goes_wrong_in_the_process_of_a_sink_is_said(
     assert remote._process.returncode is not None, "the process is gone"
 
 
-def test_wandb_keeps_an_offline_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = log(tmp_path, {"wandb": {"project": "p", "mode": "offline"}}, capsys)
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_wandb_keeps_an_offline_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    if by_variable:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    said = log(tmp_path, {"wandb": {"project": "p"} | ({} if by_variable else {"mode": "offline"})}, capsys)
     assert "logging" not in said
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     content = kept.read_bytes()

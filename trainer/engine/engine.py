@@ -102,10 +102,11 @@ def imported() -> Any:
     hides = "mlflow" not in sys.modules
     if hides:
         sys.modules["mlflow"] = None  # type: ignore[assignment]
-    import deepspeed
-
-    if hides:
-        del sys.modules["mlflow"]
+    try:
+        import deepspeed
+    finally:
+        if hides:
+            del sys.modules["mlflow"]
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a bug in DeepSpeed

@@ -52,8 +52,9 @@ class WandbOptions(FrozenOptions):
 
     project: str = Field(description="Where the run is listed.")
     name: str | None = Field(default=None, description="Name of the run; null: the output folder's.")
-    mode: Literal["online", "offline"] = Field(
-        default="online", description="Offline runs are kept in the output folder, for `wandb sync`."
+    mode: Literal["online", "offline"] | None = Field(
+        default=None,
+        description="Offline runs are kept in the output folder, for `wandb sync`; null: WANDB_MODE, else online.",
     )
 
 
