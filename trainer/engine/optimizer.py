@@ -35,6 +35,7 @@ ITERATIONS = 5
 MASTER = "master"
 STEP = "step"
 FILE_BYTES = 2 << 30
+GROUP_ELEMENTS = 1 << 29  # ZeRO 1 and 2 convert the gradient of a group at once to float32
 
 
 def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork | None = None) -> torch.optim.Optimizer:
@@ -67,7 +68,9 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
         wide, narrow = ([one for one in trained if (one.dim() < 2) is flat] for flat in (False, True))
         groups.append({"params": wide, "lr": lr, "muon": False})
         groups.append({"params": narrow, "lr": lr, "muon": False, "weight_decay": 0.0})
-    groups = [{**group, "base_lr": group["lr"]} for group in groups if group["params"]]
+    groups = [
+        {**group, "params": part, "base_lr": group["lr"]} for group in groups for part in _in_parts(group["params"])
+    ]
     if options.name == "sgd":
         momentum, decay = options.momentum, options.weight_decay
         return torch.optim.SGD(groups, lr=options.lr, momentum=momentum, weight_decay=decay)
@@ -81,6 +84,21 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     if muon:
         return Muon(groups, momentum=options.muon_momentum, **adam)
     return torch.optim.Adam(groups, **adam) if options.name == "adam" else torch.optim.AdamW(groups, **adam)
+
+
+def _in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters in groups of at most GROUP_ELEMENTS, or of one."""
+    part: list[nn.Parameter] = []
+    elements = 0
+    for parameter in parameters:
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        if part and elements + size > GROUP_ELEMENTS:
+            yield part
+            part, elements = [], 0
+        part.append(parameter)
+        elements += size
+    if part:
+        yield part
 
 
 def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
