@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable
@@ -83,11 +84,16 @@ def largest(work: Callable[[], object]) -> int:
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("rows", [1, 7, 50, 1000])
+@pytest.mark.parametrize(
+    ("rows", "temperature", "bias", "compiled"),
+    [
+        *itertools.product([1, 7, 50, 1000], [1.0, 0.7], [False, True], [False]),
+        (7, 0.7, True, True),
+        (1000, 1.0, False, True),
+    ],
+)
 def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
-    rows: int, temperature: float, bias: bool
+    rows: int, temperature: float, bias: bool, compiled: bool
 ) -> None:
     torch.manual_seed(0)
     head, token_ids = nn.Linear(16, 300, bias=bias), torch.randint(300, (50,))
@@ -106,16 +112,18 @@ def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
     of_full = gradients(expected, leaf)
 
     leaf = hidden.clone().requires_grad_()
+    scorer = chunked_logprobs.Scorer()
+    scorer.compiled = compiled
     asked = {"head": head, "temperature": temperature, "logits_bytes": rows * 300 * 4}
-    found = chunked_logprobs.Scorer()(leaf, token_ids, entropy=True, **asked)
+    found = scorer(leaf, token_ids, entropy=True, **asked)
     torch.testing.assert_close(found.logprobs_N, expected.logprobs_N, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(found.entropy_N, expected.entropy_N, atol=1e-6, rtol=1e-6)
     for got, right in zip(gradients(found, leaf), of_full, strict=True):
         torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
-    just_logprobs = chunked_logprobs.Scorer()(hidden, token_ids, entropy=False, **asked)
+    just_logprobs = scorer(hidden, token_ids, entropy=False, **asked)
     assert just_logprobs.entropy_N is None and torch.equal(just_logprobs.logprobs_N, found.logprobs_N)
     leaf = hidden.clone().requires_grad_()
-    both = chunked_logprobs.Scorer()(leaf, token_ids, entropy=True, collision=True, **asked)
+    both = scorer(leaf, token_ids, entropy=True, collision=True, **asked)
     torch.testing.assert_close(both.collision_N, logprobs.detach().exp().square().sum(-1).log(), atol=1e-6, rtol=1e-6)
     assert not both.collision_N.requires_grad
     for got, right in zip(gradients(both, leaf), of_full, strict=True):

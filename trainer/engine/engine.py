@@ -34,6 +34,7 @@ from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed, pack, plan
 from ..model.policy import (
     CheckpointTensor,
+    Policy,
     Trained,
     adapter_off,
     adapter_tensors,
@@ -172,6 +173,8 @@ class Engine:
             change(policy.network)
             if policy.critic is not None:
                 change(policy.critic.backbone)
+        if options.compile and isinstance(policy, Policy):
+            policy.scorer.compiled = True
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),

@@ -7,6 +7,10 @@ reads it here.
 
         rows    [ s s s | a a a | b ]                what the network computes: b shares the prefix of a
         places  [ s s s a a a   s s s b b b ]        what attention computes; the last two of b are padding
+
+With `engine.compile` on a GPU, FlexAttention computes rows themselves: without padding, and a shared row once. Sequences
+follow each other as in a depth-first walk through the tree of their prefixes, so row q sees row k if k <= q < end_T[k],
+one past the last row of the sequences that contain k.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +27,13 @@ from torch import Tensor
 
 from .sequence_parallel import SequenceParallelGroup
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 NAME = "ngym_packed"
+COMPILED_NAME = "ngym_packed_compiled"  # of models whose layers are compiled
 SIMILAR = 0.8
+FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ class Layout:
 
     row_P: the row that each place reads; padding reads a row of its own sequence and is behind every real token, where
     the causal mask hides it. place_T: the place from which each row takes its output. shared: whether some row has more
-    than one place.
+    than one place. rows: those of each sequence, in order, on the CPU.
     """
 
     tokens: int
@@ -108,6 +118,7 @@ class Layout:
     row_P: Tensor | None
     place_T: Tensor | None
     shared: bool
+    rows: Sequence[Tensor] = ()
 
     @classmethod
     def of(cls, rows: Sequence[Tensor], device: torch.device) -> Layout:
@@ -129,7 +140,57 @@ class Layout:
         # padding comes after the token that it repeats, so the first place of a row is not padding
         place_T = torch.full((tokens,), len(row_P)).scatter_reduce_(0, row_P, places, "amin")
         shared = sum(map(len, rows)) > tokens
-        return cls(tokens, tuple(buckets), row_P.to(device), place_T.to(device), shared)
+        return cls(tokens, tuple(buckets), row_P.to(device), place_T.to(device), shared, rows)
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """FlexAttention's mask. Whether rows see each other is known for whole blocks without looking into them."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        assert self.row_P is not None
+        device, blocks = self.row_P.device, math.ceil(self.tokens / FLEX_BLOCK)
+        ends_T = torch.zeros(self.tokens, dtype=torch.int64)
+        for each in self.rows:
+            ends_T[each] = int(each[-1]) + 1  # later sequences end later
+        end_BR = F.pad(ends_T, (0, blocks * FLEX_BLOCK - self.tokens), value=self.tokens).view(blocks, FLEX_BLOCK)
+        end_T = ends_T.to(device)
+        first_B1 = torch.arange(blocks).unsqueeze(1) * FLEX_BLOCK
+        last_B1 = torch.clamp(first_B1 + FLEX_BLOCK, max=self.tokens) - 1
+        seen_BB = (end_BR.amax(1) > first_B1).tril()
+        whole_BB = (end_BR.amin(1) > last_B1).tril(-1)
+
+        def listed(mask_BB: Tensor) -> tuple[Tensor, Tensor]:
+            """How many blocks each block of rows sees, and which, those first."""
+            order_BB = mask_BB.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+            counts_B = mask_BB.sum(1, dtype=torch.int32)
+            return counts_B.view(1, 1, -1).to(device), order_BB.to(torch.int32)[None, None].contiguous().to(device)
+
+        def sees(batch: Tensor, head: Tensor, row: Tensor, other: Tensor) -> Tensor:
+            return (other <= row) & (row < end_T[other])
+
+        mask: BlockMask = BlockMask.from_kv_blocks(
+            *listed(seen_BB & ~whole_BB),
+            *listed(whole_BB),
+            BLOCK_SIZE=FLEX_BLOCK,
+            mask_mod=sees,
+            seq_lengths=(self.tokens, self.tokens),
+        )
+        return mask
+
+
+@cache
+def _compiled_flex() -> Any:
+    """At first use: importing the compiler takes a second."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _flex_takes(query: Tensor, layout: Layout, kind: AttentionKind) -> bool:
+    """Padding is left to it, too, because each shape of a padded batch costs cuDNN a plan of its own."""
+    plain = not kind.dropout and kind.window is None and kind.softcap is None and kind.sinks_H is None
+    fits = query.device.type == "cuda" and query.element_size() == 2 and query.shape[-1] >= 16
+    return plain and fits and layout.row_P is not None
 
 
 class _Spread(torch.autograd.Function):
@@ -181,12 +242,13 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    flex: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     group: ranks that share the tokens, T of which are this rank's; it attends with its share of the heads to all
-    tokens.
+    tokens. flex: whether FlexAttention may compute it; its kernel is compiled.
     """
     assert layout is not None, "the model was called without a layout"
     if s_aux is not None and group is not None:
@@ -195,6 +257,12 @@ def packed_attention(
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
+    if flex and _flex_takes(query, layout, kind):
+        inputs = (x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_TKD, value_TKD))
+        grouped = query_THD.shape[1] != key_TKD.shape[1]
+        attended_HTD = _compiled_flex()(*inputs, block_mask=layout.block_mask, scale=scaling, enable_gqa=grouped)[0]
+        attended_THD = attended_HTD.transpose(0, 1)
+        return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
     # every place has the key and value of its row; only the query at the row's output place counts
     query_PHD, key_PKD, value_PKD = (
         _spread(query_THD, layout, summed=False),

@@ -5,11 +5,16 @@
 Logits are by far the largest tensor of a step: 8,192 tokens x 150,000 words x 4 bytes = 5 GB, several times over. A
 single chunk keeps its logprobs for the backward, which turns them into the gradient in place. Several chunks keep
 nothing: the backward computes each again, at the cost of one more matrix product.
+
+With `engine.compile`, two generated kernels read and write the logits in the head's own precision: no float32 logits
+are stored, and a single chunk keeps its logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +25,8 @@ from . import teacher_divergence
 from .packing import Packed
 from .sequence_parallel import SequenceParallelGroup
 
-LOGITS_BYTES = (
-    256 << 20
-)  # with less, chunks have so few rows that adding up the head's gradient costs more than computing it
+# With less, chunks have so few rows that adding up the head's gradient costs more than computing it.
+LOGITS_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 
 
 def states(decoder: nn.Module, packed: Packed, group: SequenceParallelGroup | None = None) -> Tensor:
@@ -78,7 +82,13 @@ class Scorer(nn.Module):
     """The requested values of the distributions softmax(head(hidden) / temperature).
 
     A module, so that ZeRO-3 gathers the head's weights around it: once, for any number of chunks.
+
+    compiled: whether torch.compile makes the kernels between the head's matrix products.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = False
 
     def forward(
         self,
@@ -93,7 +103,7 @@ class Scorer(nn.Module):
     ) -> Scores:
         """logits_bytes: memory limit of the float32 logits of a chunk."""
         rows = max(1, logits_bytes // (4 * head.out_features))
-        asked = _Asked(rows, temperature, entropy, collision)
+        asked = _Asked(rows, temperature, entropy, collision, self.compiled)
         return Scores(*_Scored.apply(hidden_NH, head.weight, head.bias, token_ids_N, asked))  # type: ignore[no-untyped-call]
 
 
@@ -105,6 +115,7 @@ class _Asked:
     temperature: float
     entropy: bool
     collision: bool
+    compiled: bool
 
 
 def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
@@ -121,26 +132,31 @@ class _Scored(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_N: Tensor, asked: _Asked
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        logprobs_N, entropy_N, collision_N, logprobs_NV = [], [], [], None
+        of_chunks: list[_RowScores] = []
+        kept_CV = None
         for hidden_CH, token_ids_C in zip(hidden_NH.split(asked.rows), token_ids_N.split(asked.rows), strict=True):
-            logprobs_NV = _log_softmax(hidden_CH, weight_VH, bias_V, asked.temperature)
-            logprobs_N.append(logprobs_NV.gather(1, token_ids_C.unsqueeze(1)).squeeze(1))
-            if asked.entropy:
-                entropy_N.append(-(logprobs_NV.exp().mul_(logprobs_NV)).sum(-1))
-            if asked.collision:
-                collision_N.append((2 * logprobs_NV).logsumexp(-1))
-        whole = logprobs_NV if len(logprobs_N) == 1 else None
-        entropies = torch.cat(entropy_N) if entropy_N else None
-        collisions = torch.cat(collision_N) if collision_N else None
-        if collisions is not None:
-            ctx.mark_non_differentiable(collisions)
+            if asked.compiled:
+                kept_CV = F.linear(hidden_CH, weight_VH, bias_V)
+                of_chunks.append(
+                    _compiled().row_scores(kept_CV, token_ids_C, asked.temperature, asked.entropy, asked.collision)
+                )
+            else:
+                kept_CV = _log_softmax(hidden_CH, weight_VH, bias_V, asked.temperature)
+                of_chunks.append(_row_scores(kept_CV, token_ids_C, asked))
+        logprobs_N, entropy_N, collision_N, normalizer_N = (
+            None if column[0] is None else torch.cat(column) for column in zip(*of_chunks, strict=True)
+        )
+        if collision_N is not None:
+            ctx.mark_non_differentiable(collision_N)
         ctx.asked = asked
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, token_ids_N, entropies, whole)
-        return torch.cat(logprobs_N), entropies, collisions
+        whole = kept_CV if len(of_chunks) == 1 else None
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, normalizer_N, whole)
+        assert logprobs_N is not None
+        return logprobs_N, entropy_N, collision_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, whole = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, normalizer_N, whole = ctx.saved_tensors
         asked: _Asked = ctx.asked
         _, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_NH = torch.empty_like(hidden_NH)
@@ -148,24 +164,93 @@ class _Scored(torch.autograd.Function):
         grad_V: Tensor | None = None
         for start in range(0, max(1, len(token_ids_N)), asked.rows):
             rows = slice(start, start + asked.rows)
-            logprobs_CV = whole
-            if logprobs_CV is None:
-                logprobs_CV = _log_softmax(hidden_NH[rows], weight_VH, bias_V, asked.temperature)
-            grad_CV = _of_logits(
-                logprobs_CV,
-                token_ids_N[rows],
-                None if entropy_N is None else entropy_N[rows],
-                [gradient[rows] for gradient in gradients[:2] if gradient is not None],
-            )
-            if asked.temperature != 1:
-                grad_CV.div_(asked.temperature)
-            grad_CV = grad_CV.to(weight_VH.dtype)
+            entropy_C = None if entropy_N is None else entropy_N[rows]
+            of_rows = [gradient[rows] for gradient in gradients[:2] if gradient is not None]
+            if asked.compiled:
+                logits_CV = F.linear(hidden_NH[rows], weight_VH, bias_V) if whole is None else whole
+                grad_CV = _compiled().of_logits(
+                    logits_CV, normalizer_N[rows], token_ids_N[rows], entropy_C, of_rows, asked.temperature
+                )
+            else:
+                logprobs_CV = whole
+                if logprobs_CV is None:
+                    logprobs_CV = _log_softmax(hidden_NH[rows], weight_VH, bias_V, asked.temperature)
+                grad_CV = _of_logits(logprobs_CV, token_ids_N[rows], entropy_C, of_rows)
+                if asked.temperature != 1:
+                    grad_CV.div_(asked.temperature)
+                grad_CV = grad_CV.to(weight_VH.dtype)
             torch.mm(grad_CV, weight_VH, out=grad_NH[rows])
             if of_weight:
                 grad_VH = _added(grad_VH, grad_CV.T, hidden_NH[rows])
             if of_bias:
                 grad_V = grad_CV.sum(0) if grad_V is None else grad_V.add_(grad_CV.sum(0))
         return grad_NH, grad_VH, grad_V, None, None
+
+
+class _Kernels(NamedTuple):
+    row_scores: Callable[[Tensor, Tensor, float, bool, bool], _RowScores]
+    of_logits: Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor], float], Tensor]
+
+
+@cache
+def _compiled() -> _Kernels:
+    """At first use: importing the compiler takes a second."""
+    return _Kernels(torch.compile(_fused_row_scores), torch.compile(_fused_of_logits))
+
+
+class _RowScores(NamedTuple):
+    """normalizer_C: log of the sum of exp(logits / temperature), for the backward of the compiled kernels."""
+
+    logprobs_C: Tensor
+    entropy_C: Tensor | None
+    collision_C: Tensor | None
+    normalizer_C: Tensor | None
+
+
+def _row_scores(logprobs_CV: Tensor, token_ids_C: Tensor, asked: _Asked) -> _RowScores:
+    return _RowScores(
+        logprobs_CV.gather(1, token_ids_C.unsqueeze(1)).squeeze(1),
+        -(logprobs_CV.exp().mul_(logprobs_CV)).sum(-1) if asked.entropy else None,
+        (2 * logprobs_CV).logsumexp(-1) if asked.collision else None,
+        None,
+    )
+
+
+def _fused_row_scores(
+    logits_CV: Tensor, token_ids_C: Tensor, temperature: float, entropy: bool, collision: bool
+) -> _RowScores:
+    """As `_row_scores`, in two passes over the logits."""
+    scaled_CV = logits_CV.float() / temperature
+    most_C1 = scaled_CV.amax(-1, keepdim=True)
+    below_CV = scaled_CV - most_C1
+    exp_CV = below_CV.exp()
+    total_C = exp_CV.sum(-1)
+    normalizer_C = most_C1.squeeze(1) + total_C.log()
+    return _RowScores(
+        logits_CV.gather(1, token_ids_C.unsqueeze(1)).squeeze(1).float() / temperature - normalizer_C,
+        total_C.log() - (exp_CV * below_CV).sum(-1) / total_C if entropy else None,
+        exp_CV.square().sum(-1).log() - 2 * total_C.log() if collision else None,
+        normalizer_C,
+    )
+
+
+def _fused_of_logits(
+    logits_CV: Tensor,
+    normalizer_C: Tensor,
+    token_ids_C: Tensor,
+    entropy_C: Tensor | None,
+    gradients: list[Tensor],
+    temperature: float,
+) -> Tensor:
+    """The gradient of the unscaled logits in their precision; formulas: `_of_logits`."""
+    logprobs_CV = logits_CV.float() / temperature - normalizer_C.unsqueeze(1)
+    p_CV = logprobs_CV.exp()
+    of_logprob_C1 = gradients[0].unsqueeze(1)
+    places_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    grad_CV = torch.where(places_V == token_ids_C.unsqueeze(1), of_logprob_C1, 0.0) - of_logprob_C1 * p_CV
+    if entropy_C is not None:
+        grad_CV = grad_CV - gradients[1].unsqueeze(1) * p_CV * (logprobs_CV + entropy_C.unsqueeze(1))
+    return (grad_CV / temperature).to(logits_CV.dtype)
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# A fused kernel rounds where separate ones would: otherwise the pass without a gradient and the one with it differ in
+# bf16 by what they keep, and the ratios of an unchanged policy are not 1.
+ROUND_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 COMPILERS = ("g++", "clang++")
 ADAPTER = "default"  # of the only adapter; PEFT omits it from the names in a file
 PEFT_PREFIX = "base_model.model."
@@ -59,7 +62,8 @@ SAFE = {"use_safetensors": True, "trust_remote_code": False}
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the model's layers on their first call, separately with and without a gradient.
+    """Compile the model's layers on their first call, separately with and without a gradient. On a GPU, attention in half
+    precision becomes FlexAttention where sequences share prefixes or differ in length.
 
     Raises:
         ConfigError: there is no C++ compiler.
@@ -71,10 +75,12 @@ def compile_layers(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"engine.compile: there is no C++ compiler ({' or '.join(COMPILERS)}); install one, or set it to false"
         )
-    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    # A name of its own: loading another model registers the plain function again.
+    ALL_ATTENTION_FUNCTIONS.register(attention.COMPILED_NAME, torch.compiler.disable(partial(attention.packed_attention, flex=True)))
+    model.set_attn_implementation(attention.COMPILED_NAME)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, options=ROUND_AS_EAGER)
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -279,7 +285,7 @@ class Policy(Trained):
     """A causal language model that returns logprobs and other requested values of the trained tokens.
 
     temperature: divides the logits, as when its rollouts were sampled. scale: factor of the head's outputs before that,
-    in models that have one (Granite, Cohere). logits_bytes: memory limit of its float32 logits.
+    in models that have one (Granite, Cohere). logits_bytes: memory limit of its float32 logits; None: that of the device.
     """
 
     def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
@@ -288,7 +294,7 @@ class Policy(Trained):
         self.scale = logit_scale(network)
         self.scorer = Scorer()
         self.divergence = DivergenceScorer()
-        self.logits_bytes = LOGITS_BYTES
+        self.logits_bytes: int | None = None
 
     def forward(
         self, packed: Packed, asks: RequestedScores = JUST_LOGPROBS, temperature: float | None = None
@@ -299,6 +305,7 @@ class Policy(Trained):
             token_ids_N = packed.token_ids_T[packed.trained_N]
             hidden_NH = states(self.network.get_decoder(), packed, self.group)
             head = self.network.get_output_embeddings()
+            logits_bytes = self.logits_bytes or LOGITS_BYTES.get(hidden_NH.device.type, LOGITS_BYTES["cpu"])
             divided = (self.temperature if temperature is None else temperature) / self.scale
             scores = self.scorer(
                 hidden_NH,
@@ -308,7 +315,7 @@ class Policy(Trained):
                 head=head,
                 temperature=divided,
                 entropy=asks.entropy,
-                logits_bytes=self.logits_bytes,
+                logits_bytes=logits_bytes,
                 collision=asks.collision,
             )
             if self.group is not None:
@@ -322,7 +329,7 @@ class Policy(Trained):
                     head=head,
                     temperature=divided,
                     beta=asks.divergence.beta,
-                    logits_bytes=self.logits_bytes,
+                    logits_bytes=logits_bytes,
                 )
                 scores = scores._replace(divergence_N=divergence_N)
         if asks.values:
