@@ -72,6 +72,8 @@ WAYS: dict[str, list[Row]] = {
         *({"dtype": "float32", "checkpointed": again} for again in (False, True)),
         {"dtype": "bfloat16", "checkpointed": True},
     ],
+    # without float32 master weights: less memory and time, and small updates round away
+    "TRL, Liger, bf16": [{"dtype": "bfloat16", "checkpointed": again, "liger": True} for again in (False, True)],
 }
 LARGE = ("4B", "8B")  # their activations do not fit without checkpointing: the first way is left out
 SEQUENCES, LENGTH, MICRO_BATCH = 16, 2048, 8192  # of an SFT step; tokens computed at once
@@ -86,9 +88,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="in this order")
+    parser.add_argument("--sides", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
     parser.add_argument("--seconds", type=float, default=1500, help="begin no measurement after these")
     parser.add_argument("--json", type=Path, help="where the rows go, too, after each of them")
+    parser.add_argument("--profile", type=Path, help="a folder for the kernels of one more step of each of our rows")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # a spec: this process is a measurement
     options = parser.parse_args()
@@ -97,7 +101,10 @@ def main() -> None:
         print(MARK + json.dumps(PARTS[spec["part"]](spec)), flush=True)
         return
     deadline, rows = time.monotonic() + options.seconds, []
-    for specs in measurements(options.parts, ["tiny"] if options.tiny else options.shapes):
+    for specs in measurements(options.parts, ["tiny"] if options.tiny else options.shapes, options.sides):
+        if options.profile:
+            options.profile.mkdir(parents=True, exist_ok=True)
+            specs = [{**spec, "profile": str(options.profile.resolve())} for spec in specs]
         row = first_that_fits(specs, deadline)
         print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         rows.append(row)
@@ -109,15 +116,23 @@ def main() -> None:
         write(text)
 
 
-def measurements(parts: Sequence[str], shapes: Sequence[str]) -> Iterator[list[Row]]:
+def measurements(parts: Sequence[str], shapes: Sequence[str], wanted: Sequence[str] = ()) -> Iterator[list[Row]]:
     """The specs of each row: its ways, of which the first that fits is measured."""
     for part in ("ipc", "attention"):
         if part in parts:
             yield [{"part": part, "shape": "tiny" if shapes == ["tiny"] else "8B", "side": ""}]
-    sides = [("sft", "ours"), ("sft", "TRL"), ("grpo", "ours"), ("sft", "ours, compiled")]
+    sides = [
+        ("sft", "ours, compiled"),
+        ("sft", "TRL, Liger, bf16"),
+        ("grpo", "ours, compiled"),
+        ("grpo", "TRL, Liger, bf16"),
+    ]
+    sides += [("sft", "TRL"), ("sft", "ours"), ("grpo", "ours")]
     for shape in shapes:
         for part, side in sides:
             if part in parts:
+                if wanted and side not in wanted:
+                    continue
                 ways = WAYS[side][1:] if shape in LARGE else WAYS[side]
                 yield [{"part": part, "shape": shape, "side": side, **way} for way in ways]
 
@@ -219,16 +234,30 @@ def ours(spec: Row) -> tuple[Any, int]:
     return engine.Engine(Policy(network).eval(), launch, options, adamw), parameters
 
 
-def timed(step: Callable[[], float]) -> tuple[list[float], list[float]]:
+def timed(step: Callable[[], float], warm: int = WARM, measured: int = MEASURED) -> tuple[list[float], list[float]]:
     """The seconds of the measured steps, and the losses of all."""
     seconds, losses = [], []
-    for _ in range(WARM + MEASURED):
+    for _ in range(warm + measured):
         began = time.perf_counter()
         losses.append(step())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return seconds[WARM:], losses
+    return seconds[warm:], losses
+
+
+def profiled(spec: Row, step: Callable[[], float]) -> None:
+    """With --profile: the kernels of one more step by their time, and the step's time beside theirs."""
+    if "profile" not in spec:
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        timed(step, warm=0, measured=1)
+    name = f"{spec['part']}-{spec['shape']}-{spec['side'].replace(', ', '-')}.txt"
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    table = seen.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
+    (Path(spec["profile"]) / name).write_text(table)
 
 
 def in_group(measure: Callable[[Row], Row]) -> Callable[[Row], Row]:
@@ -255,7 +284,7 @@ def way(spec: Row) -> str:
 
 def sft(spec: Row) -> Row:
     """SFT: sequences of equal length, so that neither side pads."""
-    if spec["side"] == "TRL":
+    if spec["side"].startswith("TRL"):
         return sft_by_trl(spec)
     return in_group(sft_by_us)(spec)
 
@@ -268,8 +297,13 @@ def sft_by_us(spec: Row) -> Row:
     learner, parameters = ours(spec)
     batch = [Sample((Segment(ids, [(1, len(ids))]),)) for ids in sequences(spec)]
     budget = scaled(spec, MICRO_BATCH)
-    seconds, losses = timed(lambda: loop.take_step(learner, Sft(), batch, budget, 1.0).means["loss"])
+
+    def step() -> float:
+        return loop.take_step(learner, Sft(), batch, budget, 1.0).means["loss"]
+
+    seconds, losses = timed(step)
     found = figures(spec, seconds, sum(sample.tokens for sample in batch), parameters, scaled(spec, LENGTH))
+    profiled(spec, step)
     return {**found, "loss": losses[0], "way": way(spec)}
 
 
@@ -280,6 +314,44 @@ def sft_by_trl(spec: Row) -> Row:
     except ImportError as error:
         return {"problem": f"TRL is not installed: {error}"}
     from datasets import Dataset
+
+    rows = sequences(spec)
+    options = trl.SFTConfig(
+        **told_to_trl(spec, SEQUENCES), adam_beta2=0.95, max_length=None, train_sampling_strategy="sequential"
+    )
+    data = Dataset.from_dict({"input_ids": rows * (WARM + MEASURED)})
+    found = run_of_trl(spec, lambda network, **more: trl.SFTTrainer(network, args=options, train_dataset=data, **more))
+    watch, parameters = found
+    tokens = sum(map(len, rows))
+    measured = figures(spec, watch.seconds[WARM:], tokens, parameters, scaled(spec, LENGTH))
+    return {**measured, "loss": watch.losses[0], "way": way(spec)}
+
+
+def told_to_trl(spec: Row, batch: int) -> Row:
+    """What its trainers are told; `batch` sequences make a step."""
+    micro = scaled(spec, MICRO_BATCH) // scaled(spec, LENGTH)
+    return {
+        "output_dir": os.environ.get("TMPDIR", "/tmp") + "/trl",
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": batch // micro,
+        "max_steps": WARM + MEASURED,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "bf16": True,
+        "gradient_checkpointing": spec["checkpointed"],
+        "use_liger_kernel": spec.get("liger", False),
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def run_of_trl(spec: Row, trainer: Callable[..., Any]) -> tuple[Any, int]:
+    """The seconds and losses of the steps of a trainer of TRL, and the number of parameters."""
     from transformers import AutoTokenizer, TrainerCallback
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -298,44 +370,64 @@ def sft_by_trl(spec: Row) -> Row:
         def on_log(self, args: Any, state: Any, control: Any, logs: Row, **_: Any) -> None:
             self.losses += [logs["loss"]] if "loss" in logs else []
 
-    rows, micro = sequences(spec), scaled(spec, MICRO_BATCH) // scaled(spec, LENGTH)
-    network = network_of(shape_of(spec), getattr(torch, spec["dtype"]), "sdpa")
-    parameters, watch = sum(one.numel() for one in network.parameters()), Watch()
-    options = trl.SFTConfig(
-        output_dir=os.environ.get("TMPDIR", "/tmp") + "/trl",
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=SEQUENCES // micro,
-        max_steps=WARM + MEASURED,
-        learning_rate=1e-5,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_length=None,
-        bf16=True,
-        gradient_checkpointing=spec["checkpointed"],
-        use_cpu=not torch.cuda.is_available(),
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+    network, watch = network_of(shape_of(spec), getattr(torch, spec["dtype"]), "sdpa"), Watch()
+    parameters = sum(one.numel() for one in network.parameters())
+    tokenizer = AutoTokenizer.from_pretrained(HERE.parent / "data" / "tiny_policy" / "tokenizer")
+    trainer(network, processing_class=tokenizer, callbacks=[watch]).train()
+    return watch, parameters
+
+
+def grpo_by_trl(spec: Row) -> Row:
+    """TRL's GRPOTrainer on the same finished rollouts, brought by its `rollout_func`."""
+    try:
+        import trl
+    except ImportError as error:
+        return {"problem": f"TRL is not installed: {error}"}
+    from datasets import Dataset
+
+    groups: dict[str, list[Any]] = {}
+    for rollout in drawn_rollouts(spec):
+        groups.setdefault(rollout.group, []).append(rollout)
+
+    def rollouts(prompts: list[str], _: Any) -> dict[str, Any]:
+        """prompts: each group's name, as often as it has rollouts."""
+        rows = [one for name in prompts[::ATTEMPTS] for one in groups[name]]
+        parts = [(one.segments[0], one.segments[0].spans[0][0]) for one in rows]
+        return {
+            "prompt_ids": [segment.token_ids[:first] for segment, first in parts],
+            "completion_ids": [segment.token_ids[first:] for segment, first in parts],
+            "logprobs": [segment.sampler for segment, _ in parts],
+            "reward": [one.reward for one in rows],
+        }
+
+    def rewards(completions: list[str], reward: list[float], **_: Any) -> list[float]:
+        return reward
+
+    options = trl.GRPOConfig(
+        **told_to_trl(spec, GROUPS * ATTEMPTS),
+        num_generations=ATTEMPTS,
+        steps_per_generation=GROUPS * ATTEMPTS // (scaled(spec, MICRO_BATCH) // scaled(spec, LENGTH)),
+        max_completion_length=scaled(spec, ANSWER),
+        beta=0.0,
+        loss_type="dapo",
+        shuffle_dataset=False,
     )
-    trainer = trl.SFTTrainer(
-        network,
-        args=options,
-        train_dataset=Dataset.from_dict({"input_ids": rows * (WARM + MEASURED)}),
-        processing_class=AutoTokenizer.from_pretrained(HERE.parent / "data" / "tiny_policy" / "tokenizer"),
-        callbacks=[watch],
+    data = Dataset.from_dict({"prompt": list(groups) * (WARM + MEASURED)})
+    watch, parameters = run_of_trl(
+        spec,
+        lambda network, **more: trl.GRPOTrainer(
+            network, reward_funcs=rewards, args=options, train_dataset=data, rollout_func=rollouts, **more
+        ),
     )
-    trainer.train()
-    tokens = sum(map(len, rows))
-    found = figures(spec, watch.seconds[WARM:], tokens, parameters, scaled(spec, LENGTH))
-    return {**found, "loss": watch.losses[0], "way": way(spec)}
+    drawn = [one for rows in groups.values() for one in rows]
+    tokens = sum(one.tokens for one in drawn)
+    return {**figures(spec, watch.seconds[WARM:], tokens, parameters, tokens / len(drawn)), "way": way(spec)}
 
 
 def grpo(spec: Row) -> Row:
     """GRPO: from finished rollouts with rewards to changed weights. Tokens count each rollout's prompt."""
+    if spec["side"].startswith("TRL"):
+        return grpo_by_trl(spec)
     return in_group(grpo_by_us)(spec)
 
 
@@ -355,7 +447,9 @@ def grpo_by_us(spec: Row) -> Row:
 
     seconds, _ = timed(step)
     tokens = sum(rollout.tokens for rollout in rollouts)
-    return {**figures(spec, seconds, tokens, parameters, tokens / len(rollouts)), "way": way(spec)}
+    found = figures(spec, seconds, tokens, parameters, tokens / len(rollouts))
+    profiled(spec, step)
+    return {**found, "way": way(spec)}
 
 
 def drawn_rollouts(spec: Row) -> list[Any]:

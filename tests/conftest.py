@@ -80,6 +80,9 @@ def only_rank() -> Iterator[None]:
         yield
 
 
+HELPERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left_behind() -> Iterator[None]:
     """Fails the last test of a file whose tests started a process that still runs."""
@@ -87,12 +90,12 @@ def no_process_is_left_behind() -> Iterator[None]:
     before = set(this.children(recursive=True))
     yield
     started = {process: _command(process) for process in this.children(recursive=True) if process not in before}
-    # multiprocessing keeps its helpers until the interpreter ends.
+    # multiprocessing and torch.compile keep their helpers until the interpreter ends.
     kept = forked.server_pids()
     ours = [
         process
         for process, command in started.items()
-        if "multiprocessing.resource_tracker" not in command and process.pid not in kept
+        if not any(helper in command for helper in HELPERS) and process.pid not in kept
     ]
     with suppress(AssertionError):
         wait_until(lambda: not running(ours))

@@ -31,7 +31,7 @@ from ngym.trainer import loop
 from ngym.trainer.algorithms import Setup, dpo, kto, reward_model, sft
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine, optimizer, sanity_checks
-from ngym.trainer.model import packing
+from ngym.trainer.model import attention, packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 from ngym.trainer.weights.colocated_phases import ColocatedPhases
@@ -69,7 +69,8 @@ def start(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathF
     """Folders of a policy and of a teacher."""
     folder = tmp_path_factory.mktemp("start")
     for seed, name in enumerate(("policy", "teacher")):
-        options = recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER)
+        shape = {**SHAPE, "head_dim": 16}  # the least that FlexAttention takes
+        options = recipe.ModelOptions(from_scratch=shape, tokenizer=TOKENIZER)
         model.load_policy(options, tokenizer, seed).network.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder
@@ -230,6 +231,37 @@ def test_a_loss_and_its_gradient_are_those_of_plain_torch(
     assert of_device == pytest.approx(loss, rel=1e-4 if exact else 0.02, abs=1e-5 if exact else 0.02)
     error = float((of_device_gradient - gradient).norm() / gradient.norm())
     assert gradient.norm() > 1e-5 and error < (2e-3 if exact else 0.06), error
+
+
+@pytest.mark.parametrize("family", ["sft", "grpo, entropy and KL", "gspo", "distillation"])
+def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
+    family: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes are shared, lengths differ, and the head's kernels are compiled, too."""
+    if device.type == "cpu" and family != "gspo":
+        pytest.skip("FlexAttention has no backward on a CPU; tests/trainer/test_scores.py has the rest")
+    used: list[int] = []
+    flex = attention._compiled_flex()
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: used.append(1) or flex)
+    told = described(
+        start,
+        family,
+        engine={"zero_stage": 1, "precision": "bf16", "compile": True},
+        optimizer={"name": "adamw", "lr": 1e-3, "max_grad_norm": None},
+    )
+    found = []
+    for made in (plain, lambda *given: trained(*given, device)):
+        learner: Any = made(told, tokenizer)
+        algorithm = told.algorithm.create(Setup(told, learner, tokenizer))
+        batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
+        (step,) = steps(learner, algorithm, [batch])
+        moments = state(learner, "exp_avg")
+        found.append((step[0], torch.cat([moments[name].flatten() for name in sorted(moments)])))
+    (loss, gradient), (of_device, of_device_gradient) = found
+    assert used or device.type == "cpu"
+    assert of_device == pytest.approx(loss, rel=0.02, abs=0.02)
+    error = float((of_device_gradient - gradient).norm() / gradient.norm())
+    assert error < 0.06, error
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -487,7 +519,10 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     monkeypatch.setattr(gpu, "in_group", lambda measure: measure)  # this process is in one
     rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in made]
     assert rows[0]["gb"] == (1 << 20) / 1e9
-    assert min(rows[1]["kernels_ms"].values()) > 0 and min(row["tokens_s"] for row in rows[2:]) > 0
+    measured = [
+        ms for ms in rows[1]["kernels_ms"].values() if not isinstance(ms, str)
+    ]  # a kernel may refuse the shapes
+    assert len(measured) >= 3 and min(measured) > 0 and min(row["tokens_s"] for row in rows[2:]) > 0
     assert rows[2]["loss"] == pytest.approx(math.log(1024), abs=0.3)
     text = gpu.rendered(rows, "this machine")
     assert "| sft | tiny | ours |" in text and "| padded, math |" in text and "by IPC: 0.00 GB" in text
