@@ -449,6 +449,43 @@ def test_a_resumed_engine_is_the_stored_one_bit_for_bit(
         assert steps(second, sft.Sft(), batches[2:]) == expected
 
 
+@pytest.fixture(scope="module")
+def wide(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy whose matrices are large enough for 8-bit states, and for blocks of 4-bit weights."""
+    folder = tmp_path_factory.mktemp("wide")
+    shape = SHAPE | {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "initializer_range": 0.05}
+    options = recipe.ModelOptions(from_scratch=shape, tokenizer=TOKENIZER)
+    model.load_policy(options, tokenizer, 0).network.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
+def test_8_bit_states_take_the_steps_of_adamw_and_resume_bit_for_bit(
+    name: str, device: torch.device, wide: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    batches = [demonstrations(seed) for seed in range(6)]
+    whole = trained(described(wide, "sft", optimizer={"lr": 1e-3}), tokenizer, device)
+    right = steps(whole, sft.Sft(), batches)
+    told = described(wide, "sft", optimizer={"name": name, "lr": 1e-3})
+    with in_one_order(device):
+        first = trained(told, tokenizer, device)
+        got = steps(first, sft.Sft(), batches[:3])
+        stored = first.save_state(tmp_path)
+        written = dict(optimizer.gather_state(first._deepspeed, first.policy))
+        expected = steps(first, sft.Sft(), batches[3:])
+        second = trained(told, tokenizer, device)
+        second.load_state(tmp_path, stored)
+        loaded = dict(optimizer.gather_state(second._deepspeed, second.policy))
+        assert set(loaded) == set(written) and any(one.dtype is torch.uint8 for one in written.values())
+        assert all(torch.equal(loaded[key], one) for key, one in written.items())
+        assert steps(second, sft.Sft(), batches[3:]) == expected
+    assert [loss for loss, _ in (*got, *expected)] == pytest.approx([loss for loss, _ in right], rel=0.01)
+    held = sum(one.nbytes for key, one in written.items() if not key.startswith("master/"))
+    assert held < 0.75 * sum(one.nbytes for key, one in optimizer.gather_state(whole._deepspeed, whole.policy)) * 2 / 3
+
+
 @pytest.mark.parametrize("way", ["zero 0", "zero 1", "bf16, zero 2", "zero 3"])
 def test_a_step_that_is_not_finite_changes_nothing(
     way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

@@ -65,6 +65,7 @@ def losses(learner: Any, first: int, last: int) -> list[float]:
     [
         (0, "fp32", "adamw"),
         (0, "fp32", "muon"),
+        (0, "fp32", "adamw_8bit"),
         (0, "fp32", "sgd"),
         (1, "fp32", "adam"),
         (1, "fp32", "adamw"),

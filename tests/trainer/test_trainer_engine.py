@@ -154,7 +154,8 @@ def test_weight_decay_spares_norms_and_muon_takes_the_matrices_only(tokenizer: P
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("AdamW", "AdamW"), ("adamw_torch", "AdamW"), ("Adam", "Adam"), ("SGD", "SGD"), ("Muon", "Muon")],
+    [("AdamW", "AdamW"), ("adamw_torch", "AdamW"), ("Adam", "Adam"), ("SGD", "SGD"), ("Muon", "Muon")]
+    + [(name, "AdamW8bit") for name in ("adamw_8bit", "AdamW8bit", "adamw_bnb_8bit", "paged_adamw_8bit")],
 )
 def test_an_optimizer_has_the_names_of_torch_and_transformers(
     tokenizer: PreTrainedTokenizerBase, name: str, kind: str

@@ -3,6 +3,9 @@
 In checkpoints, each trainable weight has its float32 master value and the optimizer's tensors (AdamW: exp_avg, exp_avg_sq), all in the
 weight's own shape. The format does not depend on the ZeRO stage, the number of ranks or the precision that wrote it, so
 a run may resume with others (DeepSpeed's universal checkpoint, without its pickles).
+
+8-bit states are stored as they are: bytes (state1, state2) and their scales (absmax1, absmax2). They exist without ZeRO
+only, where each rank has whole weights.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from ngym.errors import NgymError
 from ngym.schema import Json
 
-from ..recipe.recipe import OptimizerOptions, ScheduleOptions
+from ..recipe.recipe import EIGHT_BIT, OptimizerOptions, ScheduleOptions
 from .tensor_parallel import own_part, whole_shape, whole_tensor
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MASTER = "master"
 STEP = "step"
+TABLES = {"qmap1", "qmap2"}  # of 8-bit states: constants, the same for all weights
 FILE_BYTES = 2 << 30
 GROUP_ELEMENTS = 1 << 29  # ZeRO 1 and 2 convert the gradient of a group at once to float32
 
@@ -83,6 +87,8 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     }
     if muon:
         return Muon(groups, momentum=options.muon_momentum, **adam)
+    if options.name in EIGHT_BIT:
+        return _eight_bit(groups, embeddings, options)
     return torch.optim.Adam(groups, **adam) if options.name == "adam" else torch.optim.AdamW(groups, **adam)
 
 
@@ -99,6 +105,17 @@ def _in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]
         elements += size
     if part:
         yield part
+
+
+def _eight_bit(groups: list[dict[str, Any]], embeddings: set[int], options: OptimizerOptions) -> torch.optim.Optimizer:
+    """embeddings: the ids of the weights whose states stay in float32."""
+    from .eight_bit import BITS, AdamW8bit
+
+    for group in groups:
+        if any(id(parameter) in embeddings for parameter in group["params"]):
+            group[BITS] = 32
+    adam = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+    return AdamW8bit(groups, paged=options.name.startswith("paged"), **adam)
 
 
 def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
@@ -197,8 +214,8 @@ class StateMissing(NgymError):
 
 
 def gather_state(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(key, float32 tensor on the CPU) of every trainable weight, one after another; every rank must iterate to the
-    end.
+    """(key, tensor on the CPU: float32, or bytes of 8-bit states) of every trainable weight, one after another; every
+    rank must iterate to the end.
 
     A key is `kind/name`; the kind is `master`, or the optimizer's own name for the tensor.
 
@@ -212,7 +229,8 @@ def gather_state(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]
             value = _read(engine, parameter, kind)
             if value is not None:
                 whole = whole_tensor(parameter, value.detach())
-                yield f"{kind}/{name}", whole.to("cpu", torch.float32, copy=True)
+                dtype = torch.uint8 if whole.dtype == torch.uint8 else torch.float32
+                yield f"{kind}/{name}", whole.to("cpu", dtype, copy=True)
 
 
 def steps_of(engine: Any, network: nn.Module) -> dict[str, float]:
@@ -249,10 +267,22 @@ def scatter(
     for name, parameter in trainable.items():
         for kind in stored[name]:
             value = read(f"{kind}/{name}")
-            shape = whole_shape(parameter)
-            if tuple(value.shape) != shape:
-                raise StateMissing(f"{name} has the shape {list(value.shape)} in the checkpoint and {list(shape)} here")
+            _check_fits(name, kind, value, engine, parameter)
             _write(engine, parameter, kind, own_part(parameter, value))
+
+
+def _check_fits(name: str, kind: str, value: Tensor, engine: Any, parameter: nn.Parameter) -> None:
+    """Raise StateMissing unless the stored value has the shape that it has here; 8-bit states also their dtype."""
+    shape = whole_shape(parameter)
+    if kind != MASTER and not _sharded(engine):
+        place = engine.optimizer.state[parameter].get(kind)
+        if place is None or (torch.uint8 in (place.dtype, value.dtype) and place.dtype != value.dtype):
+            raise StateMissing(
+                f"{name} has other states of the optimizer in the checkpoint; resume with its bitsandbytes"
+            )
+        shape = tuple(place.shape)
+    if tuple(value.shape) != shape:
+        raise StateMissing(f"{name} has the shape {list(value.shape)} in the checkpoint and {list(shape)} here")
 
 
 def write_state(folder: Path | None, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -310,7 +340,7 @@ def _kinds(engine: Any) -> list[str]:
     """The names of the optimizer's tensors."""
     state = (_base(engine) if _sharded(engine) else engine.optimizer).state
     found = {kind for each in state.values() for kind, value in each.items() if torch.is_tensor(value)}
-    return sorted(found - {STEP})
+    return sorted(found - {STEP} - TABLES)
 
 
 def _read(engine: Any, parameter: nn.Parameter, kind: str) -> Tensor | None:
@@ -369,6 +399,9 @@ def _make_room(
 ) -> None:
     """Empty tensors of the optimizer to write into: it makes its own only in its first step."""
     if not _sharded(engine):
+        if hasattr(engine.optimizer, "make_room"):  # AdamW8bit; its module cannot be imported without bitsandbytes
+            engine.optimizer.make_room({trainable[name]: int(steps[name]) for name in stored if name in steps})
+            return
         for name, parameter in trainable.items():
             made: dict[str, Any] = {kind: torch.zeros_like(parameter) for kind in stored[name] if kind != MASTER}
             if name in steps:

@@ -24,6 +24,7 @@ import copy
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -122,8 +123,6 @@ def add_adapter(network: PreTrainedModel, options: LoraOptions) -> None:
     Raises:
         ConfigError: a target is not a linear layer of the decoder.
     """
-    import peft
-
     linear = (name for name, module in network.get_decoder().named_modules() if isinstance(module, nn.Linear))
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     targets = list(options.targets or known)
@@ -131,13 +130,30 @@ def add_adapter(network: PreTrainedModel, options: LoraOptions) -> None:
         if target not in known:
             where = f"model.lora.targets: the decoder has no linear layer {target!r}"
             raise ConfigError(f"{where}{did_you_mean(target, known)}; it has {', '.join(known)}")
-    peft.inject_adapter_in_model(
-        peft.LoraConfig(
-            r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=targets, bias="none"
-        ),
-        network,
-        ADAPTER,
-    )
+    sizes = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout}
+    with _light_peft() as peft:
+        peft.inject_adapter_in_model(peft.LoraConfig(**sizes, target_modules=targets, bias="none"), network, ADAPTER)
+
+
+@contextmanager
+def _light_peft() -> Iterator[Any]:
+    """peft, which does not see an installed bitsandbytes within this block, unless that is imported already: its import
+    takes a second of CPU time, and PEFT's layers for it are not used.
+    """
+    hides = not {"peft", "bitsandbytes"} & sys.modules.keys()
+    if hides:
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    try:
+        import peft
+
+        yield peft
+    finally:
+        if hides:
+            del sys.modules["bitsandbytes"]
+            from peft import import_utils
+
+            import_utils.is_bnb_available.cache_clear()
+            import_utils.is_bnb_4bit_available.cache_clear()
 
 
 @contextmanager

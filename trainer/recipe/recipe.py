@@ -23,6 +23,7 @@ from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import ConfigTree, load_tree, parse
 from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
+from ngym.extras import needs
 from ngym.telemetry.log_format import redacted
 
 from .algorithms import AnyAlgorithm, OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
@@ -294,18 +295,24 @@ class DataOptions(FrozenOptions):
 
 
 # names of torch and transformers -> ours
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"} | {
-    name: name for name in ("adamw", "adam", "sgd", "muon")
-}
+EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw8bit": "adamw_8bit",
+    "pagedadamw8bit": "paged_adamw_8bit",
+} | {name: name for name in ("adamw", "adam", "sgd", "muon", *EIGHT_BIT)}
 
 
 class OptimizerOptions(FrozenOptions):
     """One optimizer for all weights, or Muon for matrices and AdamW for the rest. No weight decay on norms and biases."""
 
-    name: Literal["adamw", "adam", "sgd", "muon"] = Field(
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adam", "sgd", "muon"] = Field(
         default="adamw",
-        description="Which optimizer; muon trains matrices with Muon and the rest with AdamW. torch's and transformers' "
-        "names (AdamW, adamw_torch) mean the same.",
+        description="Which optimizer; muon trains matrices with Muon and the rest with AdamW; adamw_8bit keeps the states "
+        "of AdamW in 8 bits, and the paged one moves them to the host when the GPU is full. The names of torch, "
+        "transformers and bitsandbytes (AdamW, adamw_torch, adamw_bnb_8bit) mean the same.",
     )
     lr: float = Field(gt=0, description="The full learning rate, with muon that of AdamW.")
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="Decay rates of Adam's and AdamW's moments.")
@@ -323,17 +330,19 @@ class OptimizerOptions(FrozenOptions):
     @field_validator("name", mode="before")
     @classmethod
     def _by_other_names(cls, value: Any) -> Any:
-        if isinstance(value, str) and ("8bit" in value.lower() or "bnb" in value.lower()):
-            raise ValueError(
-                "8-bit states cannot be resumed under another ZeRO stage, which checkpoints promise; use adamw, and "
-                "engine.offload.optimizer=cpu if its states do not fit"
-            )
         return OPTIMIZERS.get(value.lower(), value) if isinstance(value, str) else value
+
+    @field_validator("name")
+    @classmethod
+    def _has_bitsandbytes(cls, value: str) -> str:
+        if value in EIGHT_BIT and find_spec("bitsandbytes") is None:
+            raise ValueError(f"{needs('quantized', value)}, or use adamw")
+        return value
 
     @field_validator("momentum")
     @classmethod
     def _of_sgd(cls, value: float, info: ValidationInfo) -> float:
-        if value and info.data.get("name") in ("adamw", "adam", "muon"):
+        if value and info.data.get("name", "sgd") != "sgd":
             raise ValueError(f"{info.data['name']} does not use it; use betas or muon_momentum, or optimizer.name=sgd")
         return value
 
@@ -470,6 +479,11 @@ class Recipe(FrozenOptions):
             )
         if optimizer is not None and optimizer.name == "sgd" and value.zero_stage > 0:
             raise ValueError("DeepSpeed's ZeRO does not shard sgd: set zero_stage 0, or optimizer.name=adamw")
+        if optimizer is not None and optimizer.name in EIGHT_BIT and value.zero_stage > 0:
+            raise ValueError(
+                f"{optimizer.name} has blocks of 8-bit states, which ZeRO would cut: set zero_stage 0 and precision fp32, "
+                "or optimizer.name=adamw"
+            )
         return value
 
 
