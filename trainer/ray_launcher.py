@@ -82,6 +82,11 @@ def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: 
     recipe, _ = checked(files, overrides)
     if recipe.live and recipe.live.colocated:
         raise UsageError("rollouts.colocated: trainer and policy have GPUs of their own on Ray; remove this key")
+    if recipe.served_base is not None:
+        raise UsageError(
+            "rollouts.transport: on Ray the services start before the run can write the dequantized base of "
+            "model.lora.base_4bit; set http"
+        )
     connect(to)
     try:
         return asyncio.run(_Run(recipe, [*files, *overrides], overwrite, resume).run())

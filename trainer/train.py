@@ -26,7 +26,7 @@ from .checkpoints import Checkpoints, resumable
 from .data import file_batches
 from .recipe import batch_sizes
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
-from .recipe.recipe import Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
+from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
 from .recipe.rollout_options import RolloutOptions
 from .reporting import sinks
 from .run_folder import (
@@ -124,6 +124,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
     new = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
     if new is not None:
         recipe = _to_be_saved(recipe, launch, resume)
+    if recipe.served_base is not None and launch.rank == 0 and not resume:
+        set_aside(recipe.output, [BASE])  # an earlier run's must not be served
     with ExitStack() as stack:
         if launch.rank == 0:  # so that services are stopped and the terminal is restored
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -144,7 +146,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .engine.sanity_checks import NanGuard, NoSignalMonitor
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
-        from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer
+        from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer, write_base
         from .reporting.metrics import Metrics
 
         engine.imported()
@@ -167,6 +169,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             if recipe.algorithm.critic is not None:
                 policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
             policy.eval()  # no dropout: the ratio to the sampling policy must come from the weights alone
+        if launch.rank == 0 and (base := recipe.served_base) is not None and not base.exists():
+            write_base(base, policy.network, tokenizer, recipe.engine.dtype)
+            _say(f"the policy's servers load the dequantized base from {base}")
         if recipe.live and recipe.live.colocated:
             make_room(recipe, services)
             barrier()

@@ -486,6 +486,58 @@ def test_8_bit_states_take_the_steps_of_adamw_and_resume_bit_for_bit(
     assert held < 0.75 * sum(one.nbytes for key, one in optimizer.gather_state(whole._deepspeed, whole.policy)) * 2 / 3
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("way", ["zero 0", "bf16, zero 1", "bf16, zero 2", "bf16, checkpointed"])
+def test_qlora_is_lora_on_the_dequantized_weights(
+    way: str, kind: str, device: torch.device, wide: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The same steps, and the saved policy says what was trained."""
+    pytest.importorskip("bitsandbytes")
+    lora, batches = {"rank": 8, "alpha": 16}, [demonstrations()] * 4
+    options = {"engine": WAYS[way], "optimizer": ADAMW}
+    on_packed = {"path": str(wide / "policy"), "lora": {**lora, "base_4bit": kind}}
+    quantized = described(wide, "sft", model=on_packed, **options)
+    policy = network(quantized, tokenizer)
+    model.write_base(tmp_path / "base", policy.network, tokenizer, quantized.engine.dtype)
+    packed = [one for one in policy.network.parameters() if one.dtype is torch.uint8]
+    assert len(packed) == 14 and all(one.device.type == device.type for one in packed)
+    learner = engine.Engine(policy, LAUNCH, quantized.engine, quantized.optimizer)
+    (tmp_path / "state").mkdir()
+    stored = learner.save_state(tmp_path / "state")
+    plain_lora = described(wide, "sft", model={"path": str(tmp_path / "base"), "lora": lora}, **options)
+    other = trained(plain_lora, tokenizer, device)
+    other.load_state(tmp_path / "state", stored)
+    exact = quantized.engine.precision == "fp32"
+    right, got = steps(other, sft.Sft(), batches), steps(learner, sft.Sft(), batches)
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in right], rel=1e-4 if exact else 0.02)
+    assert [norm for _, norm in got] == pytest.approx([norm for _, norm in right], rel=1e-3 if exact else 0.1)
+    assert got[-1][0] < got[0][0]
+    learner.save(tmp_path / "policy", tokenizer)
+    whole = trained(described(wide, "sft", model={"path": str(tmp_path / "policy")}, **options), tokenizer, device)
+    data = packing.pack(batches[0], device)
+    with torch.no_grad():
+        error = float((whole.logprobs(data) - learner.logprobs(data)).abs().mean())
+    assert error < (1e-4 if exact else 0.02), error
+
+
+@pytest.mark.parametrize("way", ["zero 0", "bf16, zero 2"])
+def test_qlora_resumes_bit_for_bit(
+    way: str, device: torch.device, wide: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    lora = {"path": str(wide / "policy"), "lora": {"rank": 8, "base_4bit": "nf4"}}
+    told = described(wide, "sft", model=lora, engine=WAYS[way], optimizer=ADAMW)
+    batches = [demonstrations(seed) for seed in range(4)]
+    with in_one_order(device):
+        first = trained(told, tokenizer, device)
+        steps(first, sft.Sft(), batches[:2])
+        stored = first.save_state(tmp_path)
+        expected = steps(first, sft.Sft(), batches[2:])
+        second = trained(told, tokenizer, device)
+        second.load_state(tmp_path, stored)
+        assert steps(second, sft.Sft(), batches[2:]) == expected
+
+
 @pytest.mark.parametrize("way", ["zero 0", "zero 1", "bf16, zero 2", "zero 3"])
 def test_a_step_that_is_not_finite_changes_nothing(
     way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

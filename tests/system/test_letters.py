@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 from pathlib import Path
 
@@ -48,12 +49,16 @@ def test_live_training_begins_with_random_weights(tmp_path: Path) -> None:
 
 
 def test_in_bf16_every_transport_is_proved_and_apart_or_on_shared_gpus_it_learns_the_same(tmp_path: Path) -> None:
-    """The trainer in bf16, the server in float32: over HTTP, in turns on one machine, and as an adapter."""
+    """The trainer in bf16, the server in float32: over HTTP, in turns on one machine, and as an adapter, also
+    of a 4-bit base.
+    """
     words = ["letters.yaml", "output=run", "max_steps=3", "rollouts.max_output_tokens=16", "engine.zero_stage=1"]
     words.append("engine.precision=bf16")
     beginning = tmp_path / "http" / "run" / "initial"
     adapter = ["model.from_scratch=null", "model.tokenizer=null", f"model.path={beginning}", "model.lora.rank=8"]
     ways = {"http": [], "colocated": ["rollouts.colocated=true"], "lora": [*adapter, "rollouts.transport=lora"]}
+    if importlib.util.find_spec("bitsandbytes"):  # the server has the dequantized base
+        ways["qlora"] = [*ways["lora"], "model.lora.base_4bit=nf4"]
     steps, weights = {}, {}
     for name, more in ways.items():
         (tmp_path / name).mkdir()

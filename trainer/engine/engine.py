@@ -194,7 +194,7 @@ class Engine:
     @property
     def dtype(self) -> str:
         """The dtype of the compute weights, in torch's name."""
-        return "bfloat16" if self._options.precision == "bf16" else "float32"
+        return self._options.dtype
 
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         """This rank's micro-batches. Each rank has the same number, some may be empty; ranks that compute together

@@ -9,6 +9,7 @@ add_adapter(network, options)      # before the engine: only lora_A and lora_B o
 with adapter_off(network): ...     # the network before training: the reference of KL
 checkpoint_tensors(network)        # W + alpha / rank * B A under the name of W: a checkpoint like any other
 adapter_tensors(network)           # A and B under PEFT's names
+write_base(folder, network, ...)   # of a 4-bit base: the dequantized weights, for servers that get only the adapter
 
 torch.compile leaves attention out: its layout is Python that differs between micro-batches, and each recompilation
 would take longer than the steps that it serves. Attention is one fused kernel anyway.
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
+from ngym.files.atomic import whole_folder
 
 from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
@@ -170,14 +172,22 @@ def adapter_off(network: nn.Module) -> Iterator[None]:
 
 
 def checkpoint_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
-    """The network's tensors by their names in transformers, with adapters merged into copies; a tied tensor comes once."""
+    """The network's tensors by their names in transformers, with adapters merged into copies; a tied tensor comes once.
+
+    4-bit weights come dequantized, on the CPU: whole ones might not fit where they are.
+    """
     adapted = _adapted(network)
+    packed = {name: module for name, module in network.named_modules() if hasattr(module, "dequantized")}
     seen = set()
     for name, tensor in network.state_dict(keep_vars=True).items():
         if id(tensor) in seen or any(matrix in name for matrix in LORA_MATRICES):
             continue
         seen.add(id(tensor))
         layer_name, base, field = name.rpartition(BASE_LAYER)
+        if not base and name.removesuffix(".weight") in packed:
+            layer, dtype = packed[name.removesuffix(".weight")], network.dtype
+            yield CheckpointTensor(name, [tensor], lambda layer=layer, dtype=dtype: layer.dequantized(dtype).cpu())  # type: ignore[misc]
+            continue
         if not base or field != "weight":
             gathered = [tensor] if isinstance(tensor, nn.Parameter) else []  # buffers are never sharded
             yield CheckpointTensor(name.replace(BASE_LAYER, "."), gathered, tensor.detach)
@@ -217,10 +227,34 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], options: LoraOptions
 
 
 def _merged(layer: Any) -> Tensor:
-    """The merged weight, computed in float32 and rounded once; the layer's own weights do not change."""
-    weight = layer.get_base_layer().weight.detach()
-    low_rank = layer.lora_B[ADAPTER].weight.detach().float() @ layer.lora_A[ADAPTER].weight.detach().float()
-    return torch.add(weight.float(), low_rank, alpha=layer.scaling[ADAPTER]).to(weight.dtype)
+    """The merged weight, computed in float32 and rounded once; the layer's own weights do not change. With a 4-bit base
+    on the CPU.
+    """
+    base, up, down = (
+        layer.get_base_layer(),
+        layer.lora_B[ADAPTER].weight.detach(),
+        layer.lora_A[ADAPTER].weight.detach(),
+    )
+    quantized = hasattr(base, "dequantized")
+    weight = base.dequantized(up.dtype) if quantized else base.weight.detach()
+    merged = torch.add(weight.float(), up.float() @ down.float(), alpha=layer.scaling[ADAPTER]).to(weight.dtype)
+    return merged.cpu() if quantized else merged
+
+
+def write_base(folder: Path, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: str) -> None:
+    """Commit a Hugging Face folder of a network with a new adapter, dequantized: for servers that will get the adapter.
+
+    dtype: of the trainer's arithmetic, in torch's name, so that both compute with the same weights.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # A new adapter adds exact zeros.
+    tensors = {name: compute().to("cpu", getattr(torch, dtype)) for name, _, compute in checkpoint_tensors(network)}
+    with whole_folder(folder) as aside:
+        network.save_pretrained(
+            aside, state_dict=revert_weight_conversion(network, tensors), save_original_format=False
+        )
+        tokenizer.save_pretrained(aside)
 
 
 def _adapted(network: nn.Module) -> dict[str, Any]:
@@ -501,7 +535,9 @@ def _network(
     logging.disable_progress_bar()
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
     torch.manual_seed(seed)
-    how = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+    base_4bit = options.lora.base_4bit if options.lora else None
+    # A base that is quantized need not exist in float32, which is twice the size of most files.
+    how: dict[str, Any] = {"dtype": "auto" if base_4bit else torch.float32, "attn_implementation": attention.NAME}
     network: PreTrainedModel
     if options.from_scratch is not None:
         network = kind.from_config(_qwen3(options.from_scratch, tokenizer, **config), **how)
@@ -511,12 +547,19 @@ def _network(
         network = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
+    if base_4bit is not None:
+        from .quantized import quantize_base
+
+        gpu = torch.cuda.is_available()
+        quantize_base(
+            network, base_4bit, torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        )
     return network
 
 
 def _check_whole(name: str) -> None:
-    """Raise ConfigError if the weights of this folder or model are quantized, as for QLoRA. transformers turns those of
-    gpt-oss into whole ones.
+    """Raise ConfigError if the weights of this folder or model are quantized. transformers turns those of gpt-oss into
+    whole ones.
     """
     from transformers import AutoConfig
 
@@ -527,8 +570,8 @@ def _check_whole(name: str) -> None:
     method = told.get("quant_method", "an unknown method")
     if method != "mxfp4":
         raise ConfigError(
-            f"model.path: the weights of {name} are quantized ({method}), and ng_train trains whole ones or adapters on "
-            "them (no QLoRA); name the model that it was made from, and set model.lora and engine.precision=bf16"
+            f"model.path: the weights of {name} are quantized ({method}), and ng_train quantizes whole ones itself; name "
+            "the model that it was made from, and set model.lora.base_4bit=nf4"
         )
 
 

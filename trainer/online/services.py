@@ -207,9 +207,9 @@ def serving_options(recipe: Recipe) -> list[str]:
     """
     if recipe.model.path is None:
         raise UsageError("live rollouts need an existing policy; set model.path")
-    options, transport = [f"model={recipe.model.path}"], recipe.live.transport if recipe.live else "http"
-    path = Path(recipe.model.path)
-    if path.is_absolute() and not path.exists():  # a new policy, written while its server starts
+    path, transport = recipe.served_base or Path(recipe.model.path), recipe.live.transport if recipe.live else "http"
+    options = [f"model={recipe.served_base or recipe.model.path}"]
+    if path.is_absolute() and not path.exists():  # a new policy or a dequantized one, written while its server starts
         options.append(f"model_within_s={NEW_POLICY_WITHIN_S}")
     if recipe.live is not None and recipe.live.colocated:
         options.append("engine.enable_sleep_mode=true")

@@ -21,6 +21,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ppo_micro_batch_size_per_gpu", "max_tokens_per_mb"), ("micro_batch_tokens",)),
     **dict.fromkeys(("ppo_mini_batch_size", "ppo_n_minibatches", "num_iterations"), ("rollouts.updates_per_step",)),
     # optimizer
+    **dict.fromkeys(("optim", "optimizer_type", "optimizer_name"), ("optimizer.name",)),
     **dict.fromkeys(("learning_rate", "actor_learning_rate"), ("optimizer.lr",)),
     **dict.fromkeys(("adam_betas", "beta1", "beta2"), ("optimizer.betas",)),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm", "gradient_clipping"), ("optimizer.max_grad_norm",)),
@@ -32,7 +33,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lora_rank", "lora_r"), ("model.lora.rank",)),
     **dict.fromkeys(("lora_alpha",), ("model.lora.alpha",)),
     **dict.fromkeys(("lora_target_modules", "target_modules"), ("model.lora.targets",)),
-    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), ("engine.precision",)),
+    **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type", "quant_type", "qlora"), ("model.lora.base_4bit",)),
+    **dict.fromkeys(("quantization", "quantization_config", "quantize", "quantization_bit"), ("model.lora.base_4bit",)),
+    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "bnb_4bit_compute_dtype"), ("engine.precision",)),
     **dict.fromkeys(("gradient_checkpointing",), ("engine.activation_checkpointing",)),
     **dict.fromkeys(("zero", "stage"), ("engine.zero_stage",)),
     # objective

@@ -40,6 +40,7 @@ OF_A_FILE = {
 }
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 """How the `uri` of MLflow begins if it is a database, which needs SQLAlchemy."""
+BASE = "base"
 SWEEP = "NGYM_SWEEP"  # environment variable: the folder of the sweep that a run belongs to
 
 
@@ -152,6 +153,18 @@ class LoraOptions(FrozenOptions):
     dropout: Share = Field(
         default=0.0, description="Dropout on the adapter's input; must be 0 in reinforcement learning."
     )
+    base_4bit: Literal["nf4", "fp4"] | None = Field(
+        default=None,
+        description="QLoRA: the decoder's linear layers in 4 bits (bitsandbytes), with double quantization; they compute "
+        "in engine.precision. null: not quantized.",
+    )
+
+    @field_validator("base_4bit")
+    @classmethod
+    def _has_bitsandbytes(cls, value: str | None) -> str | None:
+        if value is not None and find_spec("bitsandbytes") is None:
+            raise ValueError(f"{needs('quantized', 'a 4-bit base')}, or use null")
+        return value
 
 
 class ModelOptions(FrozenOptions):
@@ -240,6 +253,11 @@ class EngineOptions(FrozenOptions):
         if value == "bf16" and info.data.get("zero_stage") == 0:
             raise ValueError("the float32 master weights of bf16 need ZeRO; set engine.zero_stage to 1, 2 or 3")
         return value
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the compute weights, in torch's name."""
+        return "bfloat16" if self.precision == "bf16" else "float32"
 
     @property
     def together(self) -> int:
@@ -424,6 +442,16 @@ class Recipe(FrozenOptions):
         """The options of live rollouts; None for a run on a file."""
         return self.rollouts if self.data is None else None
 
+    @property
+    def served_base(self) -> Path | None:
+        """The folder of the dequantized base, which this run writes and its servers load: if the base is quantized and
+        only the adapter is pushed. None: they load the model itself.
+        """
+        lora = self.model.lora
+        if self.live is None or self.live.transport != "lora" or lora is None or lora.base_4bit is None:
+            return None
+        return self.output.resolve() / BASE
+
     @field_validator("epochs", "batch_size")
     @classmethod
     def _of_a_file(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -579,6 +607,21 @@ def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:
         yield Refusal("model.lora.dropout", reason)
     if recipe.engine.tensor_parallel > 1:
         yield Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
+    if lora.base_4bit is None:
+        return
+    if recipe.engine.offload.parameters is not None:
+        yield Refusal(
+            "engine.offload.parameters", "a 4-bit base (model.lora.base_4bit) stays on the GPU; set it to null"
+        )
+    if recipe.engine.zero_stage == 3:
+        reason = "ZeRO 3 would cut the packed weights of model.lora.base_4bit; set it to 0, 1 or 2"
+        yield Refusal("engine.zero_stage", reason)
+    if recipe.served_base is not None and recipe.live is not None and recipe.live.config is None:
+        reason = "the running services do not serve the dequantized model.lora.base_4bit, to which the adapter belongs; set http"
+        yield Refusal("rollouts.transport", reason)
+    if recipe.live is not None and recipe.live.colocated:
+        reason = "a 4-bit base (model.lora.base_4bit) is made on the GPU before servers sleep; set it to false"
+        yield Refusal("rollouts.colocated", reason)
 
 
 def _of_heads(recipe: Recipe) -> Iterator[Refusal]:

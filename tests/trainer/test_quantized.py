@@ -1,0 +1,303 @@
+"""QLoRA on the real bitsandbytes, PEFT and DeepSpeed: the adapter learns on 4-bit weights, and what is saved says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from steps_on_ranks import TOKENIZER
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ngym.errors import ConfigError
+from ngym.trainer.data import samples
+from ngym.trainer.engine import engine
+from ngym.trainer.model import packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.online import services
+from ngym.trainer.recipe import recipe as config
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+LAUNCH = config.Launch(rank=0, local_rank=0, ranks=1)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+}
+LAYERS = 2 * 7
+QLORA = {"rank": 4, "alpha": 8, "base_4bit": "nf4"}
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+
+
+@pytest.fixture(scope="module")
+def base(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = AutoTokenizer.from_pretrained(root / TOKENIZER)
+    options = config.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER)
+    model.load_policy(options, tokenizer, 0).network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, lora: dict[str, Any] | None = QLORA) -> Any:
+    return model.load_policy(
+        config.ModelOptions(path=str(folder), lora=lora), AutoTokenizer.from_pretrained(folder), 0
+    ).eval()
+
+
+def learner(
+    folder: Path, stage: int = 0, precision: str = "fp32", lora: dict[str, Any] | None = QLORA, **options: Any
+) -> Any:
+    engineering = config.EngineOptions(zero_stage=stage, precision=precision, **options)
+    return engine.Engine(loaded(folder, lora), LAUNCH, engineering, config.OptimizerOptions(lr=1e-2))
+
+
+def packed() -> Any:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (20, 30, 44, 12)]
+    return packing.pack([samples.Sample((samples.Segment(one, [(1, len(one))]),)) for one in ids], torch.device("cpu"))
+
+
+def step(of: Any, data: Any, count: int = 1) -> list[float]:
+    """The gradient norms."""
+    norms = []
+    for _ in range(count):
+        logprobs_N = of.logprobs(data)
+        of.backward(-logprobs_N.sum(), len(logprobs_N), last=True)
+        norms.append(of.step(1.0).grad_norm)
+    return norms
+
+
+@torch.no_grad()
+def said(logprobs: Any, data: Any) -> torch.Tensor:
+    result: torch.Tensor = logprobs(data)
+    return result
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_the_base_has_four_bits_a_weight_and_the_rest_is_as_it_was(base: Path, kind: str) -> None:
+    from ngym.trainer.model.quantized import Linear4bit
+
+    whole = loaded(base, None).network
+    network = loaded(base, {**QLORA, "base_4bit": kind}).network
+    layers = [module for module in network.modules() if isinstance(module, Linear4bit)]
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    scales = sum(layer.scales.absmax.nbytes + layer.scales.state2.absmax.nbytes for layer in layers)
+    assert len(layers) == LAYERS and all(layer.weight.dtype == torch.uint8 for layer in layers)
+    assert sum(layer.weight.nbytes for layer in layers) == weights / 2
+    assert 8 * (weights / 2 + scales) / weights == pytest.approx(4.13, abs=0.01)
+    kept = dict(network.named_parameters())
+    for name, parameter in whole.named_parameters():
+        if "proj" not in name:
+            assert torch.equal(kept[name], parameter) and kept[name].dtype == torch.float32
+
+
+def test_a_product_and_its_gradient_are_those_of_the_dequantized_weights() -> None:
+    from ngym.trainer.model.quantized import Linear4bit
+
+    torch.manual_seed(0)
+    plain = nn.Linear(96, 80)
+    layer = Linear4bit(plain, "nf4", torch.device("cpu"))
+    assert 0 < difference(layer.dequantized(torch.float32), plain.weight.detach()) < 0.03
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = layer.dequantized(torch.float32).to(dtype)
+        assert torch.equal(layer.dequantized(dtype), weight), "rounded once"
+        one, other = (torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2))
+        got, right = (
+            layer(one.requires_grad_()),
+            nn.functional.linear(other.requires_grad_(), weight, plain.bias.to(dtype)),
+        )
+        (got.float().square().sum() + right.float().square().sum()).backward()
+        assert got.dtype == dtype and torch.equal(got, right) and torch.equal(one.grad, other.grad)
+
+
+def test_only_the_adapter_learns(base: Path) -> None:
+    trained, data = learner(base), packed()
+    names = {name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad}
+    assert len(names) == LAYERS * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
+    first = said(trained.logprobs, data)
+    with trained.gradients_seen() as seen:
+        step(trained, data, 3)
+    assert seen == names and difference(said(trained.logprobs, data), first) > 0.1
+    assert torch.equal(said(trained.base_logprobs, data), first), "the reference of KL is the quantized base"
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(1, {}), (2, {}), (2, {"offload": {"optimizer": "cpu"}}), (0, {"activation_checkpointing": True})],
+)
+def test_each_way_learns_the_same(base: Path, stage: int, options: dict[str, Any]) -> None:
+    data, plain, trained = packed(), learner(base), learner(base, stage, **options)
+    assert step(trained, data, 3) == pytest.approx(step(plain, data, 3), rel=1e-4)
+    assert difference(said(trained.logprobs, data), said(plain.logprobs, data)) < 1e-4
+
+
+@pytest.mark.parametrize(("stage", "precision", "bound"), [(0, "fp32", 1e-5), (2, "bf16", 0.05)])
+def test_the_saved_policy_is_whole_and_says_what_was_trained(
+    base: Path, tmp_path: Path, stage: int, precision: str, bound: float
+) -> None:
+    data, trained = packed(), learner(base, stage, precision)
+    step(trained, data, 3)
+    learned = said(trained.logprobs, data)
+    trained.save(tmp_path / "policy", AutoTokenizer.from_pretrained(base))
+    merged = learner(tmp_path / "policy", stage, precision, None)
+    assert difference(said(merged.logprobs, data), learned) < bound
+    assert set(load_file(tmp_path / "policy" / "model.safetensors")) == set(load_file(base / "model.safetensors"))
+    assert "quantization_config" not in json.loads((tmp_path / "policy" / "config.json").read_text())
+
+
+def test_the_written_base_with_the_adapter_is_what_was_trained_and_the_unquantized_one_is_not(
+    base: Path, tmp_path: Path
+) -> None:
+    import peft
+
+    data, policy = packed(), loaded(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model.write_base(tmp_path / "base", policy.network, tokenizer, "float32")
+    trained = engine.Engine(policy, LAUNCH, config.EngineOptions(), config.OptimizerOptions(lr=1e-2))
+    step(trained, data, 3)
+    trained.save_adapter(tmp_path / "adapter", config.LoraOptions(**QLORA), str(base))
+    policy.network.set_attn_implementation("sdpa")
+    ids = torch.tensor([data.segments[0].token_ids])
+    found = []
+    for folder in (tmp_path / "base", base):
+        served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            found.append(
+                difference(
+                    peft.PeftModel.from_pretrained(served, tmp_path / "adapter")(ids).logits, policy.network(ids).logits
+                )
+            )
+    assert found[0] < 1e-4 and found[1] > 0.01, found
+    again = loaded(tmp_path / "base", {**QLORA, "base_4bit": None})
+    assert difference(said(again.logprobs, data), said(trained.base_logprobs, data)) < 0.2
+
+
+@pytest.mark.parametrize(("stage", "precision", "then"), [(0, "fp32", 2), (2, "bf16", 2)])
+def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: str, then: int) -> None:
+    data, first = packed(), learner(base, stage, precision)
+    step(first, data, 2)
+    told = json.loads(json.dumps(first.save_state(tmp_path)))
+    assert all("lora" in key for key in load_file(tmp_path / "training-00001.safetensors"))
+    expected = step(first, data, 2)
+    for other in {stage, then}:
+        second = learner(base, other, precision)
+        second.load_state(tmp_path, told)
+        assert step(second, data, 2) == pytest.approx(expected, rel=1e-5 if other != stage else 0)
+
+
+def test_a_critic_has_a_base_of_its_own(base: Path) -> None:
+    policy, data = loaded(base), packed()
+    policy.critic = model.CriticNetwork(policy.network, 1e-3)
+    nn.init.normal_(policy.critic.head.weight, std=0.1)
+    trained = engine.Engine(policy, LAUNCH, config.EngineOptions(), config.OptimizerOptions(lr=1e-2))
+    before = said(trained.logprobs, data)
+    errors = []
+    for _ in range(4):
+        values_N = trained.values(data)
+        loss = (values_N - 1).square().sum()
+        trained.backward(loss, len(values_N), last=True)
+        trained.step(1.0)
+        errors.append(float(loss.detach()))
+    assert errors[-1] < 0.8 * errors[0]
+    assert torch.equal(said(trained.logprobs, data), before)
+
+
+def test_a_reward_model_keeps_its_head(base: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    options = config.ModelOptions(path=str(base), lora=QLORA)
+    network = model.load_reward_model(options, tokenizer, 0).network
+    assert type(network.score) is nn.Linear and network.score.weight.requires_grad
+
+
+def test_other_linear_layers_are_quantized_too(base: Path) -> None:
+    trained, data = learner(base, lora={**QLORA, "targets": ["q_proj"]}), packed()
+    step(trained, data)
+    weights, first = trained.weights(), load_file(base / "model.safetensors")
+    assert set(weights) - {"lm_head.weight"} == set(first) - {"lm_head.weight"}
+    changed = {name.rsplit(".", 2)[1] for name in first if difference(weights[name], first[name]) > 0}
+    assert {"gate_proj", "o_proj", "q_proj"} <= changed and "embed_tokens" not in changed
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+
+
+@pytest.fixture
+def without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: Callable[..., Any] = config.find_spec
+    monkeypatch.setattr(config, "find_spec", lambda name: None if name == "bitsandbytes" else known(name))
+
+
+def problem(base: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.read_recipe(["grpo.yaml"], [f"model.path={base}", "model.lora.base_4bit=nf4", *overrides])
+    return str(caught.value)
+
+
+def test_without_the_package_the_extra_is_named(base: Path, without_bitsandbytes: None) -> None:
+    assert problem(base) == (
+        'command line: model.lora.base_4bit: a 4-bit base needs ngym[quantized]: pip install "ngym[quantized]", or use '
+        "null; got 'nf4'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["engine.zero_stage=3"], "engine.zero_stage: ZeRO 3 would cut the packed weights"),
+        (
+            ["engine.zero_stage=3", "engine.offload.optimizer=cpu", "engine.offload.parameters=cpu"],
+            "engine.offload.parameters: a 4-bit base (model.lora.base_4bit) stays on the GPU",
+        ),
+        (
+            ["engine.zero_stage=1", "engine.tensor_parallel=2"],
+            "engine.tensor_parallel: a layer with an adapter is not cut",
+        ),
+        (["engine.zero_stage=1", "rollouts.colocated=true"], "rollouts.colocated: a 4-bit base"),
+        (["rollouts.services=.", "rollouts.transport=lora"], "rollouts.transport: the running services do not serve"),
+    ],
+)
+def test_what_cannot_work_is_refused(base: Path, overrides: list[str], says: str) -> None:
+    assert says in problem(base, *overrides)
+
+
+@pytest.mark.parametrize("key", ["load_in_4bit", "model.bnb_4bit_quant_type", "model.quantization"])
+def test_the_names_of_other_trainers_lead_to_ours(base: Path, key: str) -> None:
+    assert "did you mean 'model.lora.base_4bit'?" in problem(base, f"{key}=true")
+
+
+def test_a_device_that_bitsandbytes_cannot_use_is_one_line(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngym.trainer.model import quantized
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("\nlibbitsandbytes_cuda999.so: cannot open shared object file\nand a page of advice")
+
+    monkeypatch.setattr(quantized, "quantize_4bit", fails)
+    with pytest.raises(ConfigError) as caught:
+        loaded(base)
+    told = str(caught.value)
+    assert told.startswith("model.lora.base_4bit: bitsandbytes 0.") and "\n" not in told
+    assert "does not work on cpu: libbitsandbytes_cuda999.so: cannot open" in told
+
+
+def test_servers_that_get_the_adapter_load_the_dequantized_base(base: Path) -> None:
+    words = [f"model.path={base}", "model.lora.base_4bit=nf4", "output=runs/q"]
+    recipe, _ = config.read_recipe(["grpo.yaml"], [*words, "rollouts.transport=lora"])
+    folder = Path("runs/q/base").resolve()
+    assert services.serving_options(recipe)[:2] == [f"model={folder}", "model_within_s=600"]
+    recipe, _ = config.read_recipe(["grpo.yaml"], words)
+    assert services.serving_options(recipe) == [f"model={base}"]
