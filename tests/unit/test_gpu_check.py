@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import zipfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_each_stage_has_a_row_whatever_the_others_did(
     assert report in capsys.readouterr().out
     monkeypatch.setattr(gpu_check, "stages", lambda *_: iter(made[-1:]))
     assert gpu_check.check(options(tmp_path)) == 0
+
+
+def test_only_some_builds_of_bitsandbytes_travel(gpu_check: Any, tmp_path: Path) -> None:
+    wheel, record = tmp_path / "bitsandbytes-1-py3-none-any.whl", "bitsandbytes-1.dist-info/RECORD"
+    names = [f"bitsandbytes/libbitsandbytes_{build}.so" for build in ("cpu", "cuda118", "cuda128", "cuda130", "rocm64")]
+    files = ["bitsandbytes/__init__.py", *names, record]
+    with zipfile.ZipFile(wheel, "w") as written:
+        for name in files:
+            written.writestr(name, "".join(f"{one},,\n" for one in files) if name == record else name)
+    gpu_check.strip(wheel)
+    with zipfile.ZipFile(wheel) as read:
+        assert read.namelist() == [name for name in files if "118" not in name and "rocm" not in name]
+        assert read.read(record).decode().splitlines() == [f"{name},," for name in read.namelist()]
+        assert all(read.read(name) == name.encode() for name in read.namelist() if name != record)
+    assert list(tmp_path.iterdir()) == [wheel]
 
 
 def test_the_stages_are_those_that_were_chosen(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
