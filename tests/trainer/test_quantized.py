@@ -108,6 +108,22 @@ def test_the_base_has_four_bits_a_weight_and_the_rest_is_as_it_was(base: Path, k
             assert torch.equal(kept[name], parameter) and kept[name].dtype == torch.float32
 
 
+def test_the_bytes_are_those_of_transformers(base: Path) -> None:
+    """So an adapter belongs to the model that transformers loads in 4 bits."""
+    from transformers import BitsAndBytesConfig
+
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    asked = BitsAndBytesConfig(load_in_4bit=True, **options)
+    theirs = AutoModelForCausalLM.from_pretrained(base, quantization_config=asked, dtype=torch.float32)
+    ours = loaded(base).network
+    ours.set_attn_implementation("sdpa")
+    packed = {name.replace(".base_layer", ""): one for name, one in ours.named_parameters() if one.dtype is torch.uint8}
+    assert len(packed) == LAYERS
+    assert all(torch.equal(one, theirs.get_parameter(name)) for name, one in packed.items())
+    ids = torch.arange(20, 50)[None]
+    assert difference(theirs.train()(ids).logits.detach(), ours(ids).logits.detach()) < 1e-6
+
+
 def test_a_product_and_its_gradient_are_those_of_the_dequantized_weights() -> None:
     from ngym.trainer.model.quantized import Linear4bit
 

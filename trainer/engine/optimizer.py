@@ -109,8 +109,10 @@ def _in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]
 
 def _eight_bit(groups: list[dict[str, Any]], embeddings: set[int], options: OptimizerOptions) -> torch.optim.Optimizer:
     """embeddings: the ids of the weights whose states stay in float32."""
+    from ..model.quantized import working_device
     from .eight_bit import BITS, AdamW8bit
 
+    working_device("optimizer.name", "adamw")
     for group in groups:
         if any(id(parameter) in embeddings for parameter in group["params"]):
             group[BITS] = 32

@@ -550,10 +550,7 @@ def _network(
     if base_4bit is not None:
         from .quantized import quantize_base
 
-        gpu = torch.cuda.is_available()
-        quantize_base(
-            network, base_4bit, torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        )
+        quantize_base(network, base_4bit)
     return network
 
 

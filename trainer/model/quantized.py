@@ -1,7 +1,7 @@
 """QLoRA (arXiv 2305.14314): the linear layers under an adapter in 4 bits, by bitsandbytes. A module of its own, because
 the package is optional.
 
-quantize_base(network, "nf4", device)    # the decoder's linear layers; embeddings, norms and the head keep their weights
+quantize_base(network, "nf4")            # the decoder's linear layers; embeddings, norms and the head keep their weights
 layer.dequantized(torch.bfloat16)        # the weights that the layer computes with
 
 Each 64 weights share a scale, and 256 scales share another (double quantization): 4.13 bits for each weight. A product
@@ -54,16 +54,16 @@ class Linear4bit(nn.Linear):
         return self
 
 
-def quantize_base(network: Any, kind: str, device: torch.device) -> None:
-    """Replace the linear layers of the decoder by 4-bit ones, one at a time, and move everything to the device. The rest
-    is float32, as the master weights of an engine are.
+def quantize_base(network: Any, kind: str) -> None:
+    """Replace the linear layers of the decoder by 4-bit ones, one at a time, and move everything to this rank's device.
+    The rest is float32, as the master weights of an engine are.
 
     kind: nf4 or fp4.
 
     Raises:
         ConfigError: bitsandbytes does not work on this device.
     """
-    check_device(device, KEY, "null")
+    device = working_device(KEY, "null")
     for parent in list(network.get_decoder().modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, nn.Linear):
@@ -71,8 +71,16 @@ def quantize_base(network: Any, kind: str, device: torch.device) -> None:
     network.float().to(device)
 
 
-def check_device(device: torch.device, key: str, instead: str) -> None:
-    """Raise ConfigError unless bitsandbytes works on this device. key: of the recipe; instead: the value without it."""
+def working_device(key: str, instead: str) -> torch.device:
+    """The device that this rank trains on; bitsandbytes is tried there.
+
+    key: of the recipe. instead: its value without bitsandbytes.
+
+    Raises:
+        ConfigError: it does not work there.
+    """
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     try:
         probe = torch.linspace(-1, 1, 4096, device=device).view(64, 64)
         error = (dequantize_4bit(*quantize_4bit(probe, compress_statistics=True, quant_type="nf4")) - probe).abs()
@@ -84,3 +92,4 @@ def check_device(device: torch.device, key: str, instead: str) -> None:
             f"{key}: bitsandbytes {bitsandbytes.__version__} does not work on {device}: {problem}; set it to {instead}, or "
             "see `python -m bitsandbytes`"
         )
+    return device
