@@ -287,15 +287,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def compiles(device: torch.device) -> None:
+    """Skip where compilation takes too long or is impossible."""
+    if device.type == "cpu":
+        pytest.skip("tests/trainer/test_scores.py compiles for a CPU; it takes half a minute")
+    if not any(map(shutil.which, model.COMPILERS)):
+        pytest.skip("there is no C++ compiler")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_takes_the_steps_of_plain_torch(
     way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     if WAYS[way].get("compile"):
-        if device.type == "cpu":
-            pytest.skip("tests/trainer/test_scores.py compiles for a CPU; it takes half a minute")
-        if not any(map(shutil.which, model.COMPILERS)):
-            pytest.skip("there is no C++ compiler")
+        compiles(device)
     told = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(3)]
     expected = plain(told, tokenizer)
@@ -486,13 +491,18 @@ def test_8_bit_states_take_the_steps_of_adamw_and_resume_bit_for_bit(
     assert held < 0.75 * sum(one.nbytes for key, one in optimizer.gather_state(whole._deepspeed, whole.policy)) * 2 / 3
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("way", ["zero 0", "bf16, zero 1", "bf16, zero 2", "bf16, checkpointed"])
+QLORA_WAYS = [("zero 0", "nf4"), ("zero 0", "fp4"), ("bf16, zero 1", "nf4"), ("bf16, zero 2", "fp4")]
+QLORA_WAYS += [("bf16, checkpointed", "nf4"), ("bf16, compiled, checkpointed", "nf4")]
+
+
+@pytest.mark.parametrize(("way", "kind"), QLORA_WAYS)
 def test_qlora_is_lora_on_the_dequantized_weights(
     way: str, kind: str, device: torch.device, wide: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """The same steps, and the saved policy says what was trained."""
     pytest.importorskip("bitsandbytes")
+    if WAYS[way].get("compile"):
+        compiles(device)
     lora, batches = {"rank": 8, "alpha": 16}, [demonstrations()] * 4
     options = {"engine": WAYS[way], "optimizer": ADAMW}
     on_packed = {"path": str(wide / "policy"), "lora": {**lora, "base_4bit": kind}}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from steps_on_ranks import TOKENIZER
 from torch import nn
+from trainer_service import metrics_of, on_two_ranks, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ngym.errors import ConfigError
@@ -250,6 +254,33 @@ def test_other_linear_layers_are_quantized_too(base: Path) -> None:
     changed = {name.rsplit(".", 2)[1] for name in first if difference(weights[name], first[name]) > 0}
     assert {"gate_proj", "o_proj", "q_proj"} <= changed and "embed_tokens" not in changed
     assert all(weight.dtype == torch.float32 for weight in weights.values())
+
+
+def test_a_run_on_two_ranks_is_that_on_one_and_resumes(root: Path, base: Path, tmp_path: Path) -> None:
+    words = ["sft.yaml", "model.from_scratch=null", f"model.path={base}", "model.tokenizer=null", "output=run"]
+    words += ["model.lora.rank=4", "model.lora.base_4bit=nf4", "optimizer.name=adamw", "optimizer.lr=1e-2"]
+    words += ["max_steps=4", "checkpoint.every=2", "data.path=data.jsonl"]
+    script = root / "data" / "calculator" / "generate.py"
+    rows = {}
+    for name, start in (
+        ("one", lambda folder: [train(folder, words)]),
+        ("two", lambda folder: on_two_ranks(folder, ["train", *words])),
+    ):
+        (folder := tmp_path / name).mkdir()
+        data = ["demonstrations", "--output", str(folder / "data.jsonl"), "--count", "256"]
+        subprocess.run([sys.executable, script, *data], check=True)
+        ranks = start(folder)
+        output = [process.communicate(timeout=600)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0] * len(ranks), output
+        rows[name] = [(row["loss"], row["grad_norm"]) for row in metrics_of(folder)]
+    assert len(rows["one"]) == 4
+    for one, two in zip(rows["one"], rows["two"], strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    folder = tmp_path / "one"
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-000004")
+    said, _ = (process := train(folder, [*words, "--resume"])).communicate(timeout=600)
+    assert process.returncode == 0 and "resuming after step 2" in said
+    assert [(row["loss"], row["grad_norm"]) for row in metrics_of(folder)] == rows["one"]
 
 
 @pytest.fixture
