@@ -209,6 +209,18 @@ def test_the_written_base_with_the_adapter_is_what_was_trained_and_the_unquantiz
     assert difference(said(again.logprobs, data), said(trained.base_logprobs, data)) < 0.2
 
 
+def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, tmp_path: Path) -> None:
+    policy = loaded(base)
+    model.write_base(tmp_path / "base", policy.network, AutoTokenizer.from_pretrained(base), "bfloat16")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
+    assert served.dtype == torch.bfloat16 == served.config.dtype
+    trained = engine.Engine(
+        policy, LAUNCH, config.EngineOptions(zero_stage=1, precision="bf16"), config.OptimizerOptions(lr=1e-2)
+    )
+    computed = trained.weights()
+    assert all(torch.equal(one, computed[name]) for name, one in served.named_parameters())
+
+
 @pytest.mark.parametrize(("stage", "precision", "then"), [(0, "fp32", 2), (2, "bf16", 2)])
 def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: str, then: int) -> None:
     data, first = packed(), learner(base, stage, precision)

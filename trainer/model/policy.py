@@ -255,6 +255,9 @@ def write_base(folder: Path, network: PreTrainedModel, tokenizer: PreTrainedToke
             aside, state_dict=revert_weight_conversion(network, tensors), save_original_format=False
         )
         tokenizer.save_pretrained(aside)
+        config = aside / "config.json"  # with the dtype of the network, which is still float32
+        told = json.loads(config.read_bytes()) | {"dtype": dtype}
+        config.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def _adapted(network: nn.Module) -> dict[str, Any]:
