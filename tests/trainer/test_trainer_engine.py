@@ -172,7 +172,7 @@ def test_quantized_weights_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_p
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"are quantized \(bitsandbytes\), and ng_train trains whole ones"):
+    with pytest.raises(ConfigError, match=r"are quantized \(bitsandbytes\), and ng_train quantizes whole ones itself"):
         model.load_policy(recipe.ModelOptions(path=str(tmp_path)), tokenizer, 0)
 
 
