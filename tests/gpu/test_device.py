@@ -456,9 +456,9 @@ def test_a_resumed_engine_is_the_stored_one_bit_for_bit(
 
 @pytest.fixture(scope="module")
 def wide(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a policy whose matrices are large enough for 8-bit states, and for blocks of 4-bit weights."""
+    """A folder with a policy whose matrices are large enough for 8-bit states, some of them (1e5) for paged ones."""
     folder = tmp_path_factory.mktemp("wide")
-    shape = SHAPE | {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "initializer_range": 0.05}
+    shape = SHAPE | {"hidden_size": 128, "intermediate_size": 1024, "head_dim": 32, "initializer_range": 0.05}
     options = recipe.ModelOptions(from_scratch=shape, tokenizer=TOKENIZER)
     model.load_policy(options, tokenizer, 0).network.save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
