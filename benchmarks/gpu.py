@@ -89,6 +89,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="in this order")
     parser.add_argument("--sides", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument(
+        "--steps", type=int, default=MEASURED, help=f"measured ones, after {WARM}  [default: {MEASURED}]"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
     parser.add_argument("--seconds", type=float, default=1500, help="begin no measurement after these")
     parser.add_argument("--json", type=Path, help="where the rows go, too, after each of them")
@@ -98,6 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         spec = json.loads(options.measure)
+        globals()["MEASURED"] = options.steps
         print(MARK + json.dumps(PARTS[spec["part"]](spec)), flush=True)
         return
     deadline, rows = time.monotonic() + options.seconds, []
@@ -105,7 +109,7 @@ def main() -> None:
         if options.profile:
             options.profile.mkdir(parents=True, exist_ok=True)
             specs = [{**spec, "profile": str(options.profile.resolve())} for spec in specs]
-        row = first_that_fits(specs, deadline)
+        row = first_that_fits(specs, deadline, options.steps)
         print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         rows.append(row)
         if options.json:
@@ -137,21 +141,21 @@ def measurements(parts: Sequence[str], shapes: Sequence[str], wanted: Sequence[s
                 yield [{"part": part, "shape": shape, "side": side, **way} for way in ways]
 
 
-def first_that_fits(specs: Sequence[Row], deadline: float) -> Row:
+def first_that_fits(specs: Sequence[Row], deadline: float, steps: int = MEASURED) -> Row:
     row: Row = {}
     for spec in specs:
-        row = {name: spec[name] for name in ("part", "shape", "side")} | measured(spec, deadline)
+        row = {name: spec[name] for name in ("part", "shape", "side")} | measured(spec, deadline, steps)
         if row.get("problem") != "out of memory":
             break
     return row
 
 
-def measured(spec: Row, deadline: float) -> Row:
+def measured(spec: Row, deadline: float, steps: int = MEASURED) -> Row:
     """Its figures, or its `problem`."""
     left = deadline - time.monotonic()
     if left < 5:
         return {"problem": "not begun: no time was left"}
-    command = [sys.executable, str(HERE / "gpu.py"), "--measure", json.dumps(spec)]
+    command = [sys.executable, str(HERE / "gpu.py"), "--measure", json.dumps(spec), "--steps", str(steps)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT_S, left), check=False)
     except subprocess.TimeoutExpired:
@@ -237,7 +241,7 @@ def ours(spec: Row) -> tuple[Any, int]:
 def timed(step: Callable[[], float], warm: int = WARM, measured: int = MEASURED) -> tuple[list[float], list[float]]:
     """The seconds of the measured steps, and the losses of all."""
     seconds, losses = [], []
-    for _ in range(warm + measured):
+    for _ in range(warm + (MEASURED if measured is None else measured)):
         began = time.perf_counter()
         losses.append(step())
         if torch.cuda.is_available():
