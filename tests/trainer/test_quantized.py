@@ -18,7 +18,7 @@ from torch import nn
 from trainer_service import metrics_of, on_two_ranks, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, UsageError
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.model import packing
@@ -332,6 +332,15 @@ def test_without_the_package_the_extra_is_named(base: Path, without_bitsandbytes
 )
 def test_what_cannot_work_is_refused(base: Path, overrides: list[str], says: str) -> None:
     assert says in problem(base, *overrides)
+
+
+def test_on_ray_servers_cannot_wait_for_the_base(base: Path) -> None:
+    pytest.importorskip("ray")
+    from ngym.trainer import ray_launcher
+
+    words = [f"model.path={base}", "model.lora.base_4bit=nf4", "rollouts.transport=lora"]
+    with pytest.raises(UsageError, match=r"rollouts\.transport: on Ray the services start before .*; set http"):
+        ray_launcher.main(["grpo.yaml"], words, "auto", overwrite=False, resume=False)
 
 
 @pytest.mark.parametrize("key", ["load_in_4bit", "model.bnb_4bit_quant_type", "model.quantization"])
