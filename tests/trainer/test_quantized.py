@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -332,6 +333,24 @@ def test_without_the_package_the_extra_is_named(base: Path, without_bitsandbytes
 )
 def test_what_cannot_work_is_refused(base: Path, overrides: list[str], says: str) -> None:
     assert says in problem(base, *overrides)
+
+
+def test_the_import_of_bitsandbytes_loads_no_kernel_from_the_hub(tmp_path: Path) -> None:
+    """It would, where the CPU has bfloat16 instructions and `kernels` is installed."""
+    (tmp_path / "kernels.py").write_text(
+        "def get_kernel(*_, **__):\n    print('downloaded')\n    raise OSError('no network')\n"
+    )
+    code = (
+        "import kernels; from ngym.trainer.model import quantized; import sys; print(sys.modules['kernels'] is kernels)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["True"] and "kernels" not in done.stderr, done.stderr
 
 
 def test_on_ray_servers_cannot_wait_for_the_base(base: Path) -> None:

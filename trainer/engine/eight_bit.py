@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import bitsandbytes
 import torch
 from torch import nn
 
+from ..model.bitsandbytes_import import imported
+
+bitsandbytes = imported()
 BITS = "state_bits"  # key of a parameter group: 32 for float32 states
 
 
-class AdamW8bit(bitsandbytes.optim.AdamW8bit):
+class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
     """AdamW with 8-bit states, except in groups with `state_bits: 32`. The updates are those of torch's AdamW on the
     dequantized states.
 

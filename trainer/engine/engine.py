@@ -110,8 +110,6 @@ def imported() -> Any:
             del sys.modules["mlflow"]
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On some CPUs it reports that an optional package for faster inference is missing.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a bug in DeepSpeed
     # On a CPU it would compile an operator here, and a killed build leaves a lock that blocks it forever. Through
     # sys.modules, because the attribute `deepspeed.comm.torch` is torch itself.

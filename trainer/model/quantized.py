@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
-import bitsandbytes
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
 
 from ngym.errors import ConfigError
 
+from .bitsandbytes_import import imported
+
+bitsandbytes = imported()
+quantize_4bit, dequantize_4bit = bitsandbytes.functional.quantize_4bit, bitsandbytes.functional.dequantize_4bit
 KEY = "model.lora.base_4bit"
 
 
