@@ -119,6 +119,16 @@ def test_a_matrix_has_two_bytes_a_weight_and_embeddings_keep_float32(
     assert sum(state["state1"].dtype == torch.uint8 for state in held.values()) == 10
 
 
+def test_the_embeddings_of_a_critic_keep_float32_too(tokenizer: PreTrainedTokenizerBase) -> None:
+    policy = model.load_policy(recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
+    critic = model.CriticNetwork(policy.network, None)
+    built: Any = optimizer.build(policy.network, recipe.OptimizerOptions(name="adamw_8bit", lr=1e-3), critic)
+    built.make_room({parameter: 1 for parameter in (*policy.network.parameters(), *critic.parameters())})
+    for name, parameter in critic.named_parameters():
+        small = "embed" in name or parameter.numel() < 4096
+        assert built.state[parameter]["state1"].dtype == (torch.float32 if small else torch.uint8), name
+
+
 def test_it_learns_the_demonstrations_as_adamw_does(tokenizer: PreTrainedTokenizerBase, samples: list[Any]) -> None:
     expected = losses(learner(tokenizer, "adamw"), samples, 24)
     got = losses(learner(tokenizer), samples, 24)

@@ -1,7 +1,7 @@
 """AdamW with 8-bit states, by bitsandbytes (arXiv 2110.02861). A module of its own, because the package is optional.
 
-A weight has two bytes of states instead of eight, and for each 256 values two float32 scales. Weights with fewer than
-4,096 values, embeddings and output heads keep float32 states, as the paper advises.
+A weight has two bytes of states instead of eight, and each 256 weights have two float32 scales. Embeddings keep float32
+states, as the paper advises; so do output heads, often the same weights, and tensors with fewer than 4,096 values.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from torch import nn
 from ..model.bitsandbytes_import import imported
 
 bitsandbytes = imported()
-BITS = "state_bits"  # key of a parameter group: 32 for float32 states
 
 
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
-    """AdamW with 8-bit states, except in groups with `state_bits: 32`. The updates are those of torch's AdamW on the
-    dequantized states.
+    """AdamW with 8-bit states. The updates are those of torch's AdamW on the dequantized states.
 
-    paged: on a GPU, the states are in memory that CUDA moves to the host when the GPU is full.
+    Args:
+        whole: the ids of the parameters whose states stay in float32.
+        paged: on a GPU, the states are in memory that CUDA moves to the host when the GPU is full.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, paged: bool, **adamw: Any) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, whole: set[int], paged: bool, **adamw: Any) -> None:
         super().__init__(groups, is_paged=paged and torch.cuda.is_available(), **adamw)
+        self._whole = whole
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
-        return config | {"optim_bits": group.get(BITS, 8)}
+        return config | {"optim_bits": 32 if id(group["params"][pindex]) in self._whole else 8}
 
     def make_room(self, steps: Mapping[nn.Parameter, int]) -> None:
         """Empty states of these parameters after that many steps, to write stored ones into."""

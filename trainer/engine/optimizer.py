@@ -88,7 +88,7 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     if muon:
         return Muon(groups, momentum=options.muon_momentum, **adam)
     if options.name in EIGHT_BIT:
-        return _eight_bit(groups, embeddings, options)
+        return _eight_bit(groups, embeddings, options, critic)
     return torch.optim.Adam(groups, **adam) if options.name == "adam" else torch.optim.AdamW(groups, **adam)
 
 
@@ -107,17 +107,18 @@ def _in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]
         yield part
 
 
-def _eight_bit(groups: list[dict[str, Any]], embeddings: set[int], options: OptimizerOptions) -> torch.optim.Optimizer:
-    """embeddings: the ids of the weights whose states stay in float32."""
+def _eight_bit(
+    groups: list[dict[str, Any]], embeddings: set[int], options: OptimizerOptions, critic: CriticNetwork | None
+) -> torch.optim.Optimizer:
+    """embeddings: the ids of the network's, and of its head."""
     from ..model.quantized import working_device
-    from .eight_bit import BITS, AdamW8bit
+    from .eight_bit import AdamW8bit
 
     working_device("optimizer.name", "adamw")
-    for group in groups:
-        if any(id(parameter) in embeddings for parameter in group["params"]):
-            group[BITS] = 32
+    of_critic = () if critic is None else critic.modules()
+    whole = embeddings | {id(module.weight) for module in of_critic if isinstance(module, nn.Embedding)}
     adam = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
-    return AdamW8bit(groups, paged=options.name.startswith("paged"), **adam)
+    return AdamW8bit(groups, whole=whole, paged=options.name.startswith("paged"), **adam)
 
 
 def schedule(step: int, steps: int, options: ScheduleOptions) -> float:

@@ -79,7 +79,9 @@ def compile_layers(model: PreTrainedModel) -> None:
             f"engine.compile: there is no C++ compiler ({' or '.join(COMPILERS)}); install one, or set it to false"
         )
     # A name of its own: loading another model registers the plain function again.
-    ALL_ATTENTION_FUNCTIONS.register(attention.COMPILED_NAME, torch.compiler.disable(partial(attention.packed_attention, flex=True)))
+    ALL_ATTENTION_FUNCTIONS.register(
+        attention.COMPILED_NAME, torch.compiler.disable(partial(attention.packed_attention, flex=True))
+    )
     model.set_attn_implementation(attention.COMPILED_NAME)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
