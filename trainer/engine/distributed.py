@@ -266,4 +266,6 @@ def _leave() -> None:
 
 def barrier() -> None:
     """Return when every rank has called this."""
-    distributed.barrier()
+    on_gpus = distributed.get_backend() == "nccl"
+    # Without its device, PyTorch warns on the screen that it guesses one.
+    distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpus else None)
