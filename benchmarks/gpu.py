@@ -332,7 +332,7 @@ def sft_by_trl(spec: Row) -> Row:
 
 
 def told_to_trl(spec: Row, batch: int) -> Row:
-    """What its trainers are told; `batch` sequences make a step."""
+    """The options of its trainers; `batch` sequences make a step."""
     micro = scaled(spec, MICRO_BATCH) // scaled(spec, LENGTH)
     return {
         "output_dir": os.environ.get("TMPDIR", "/tmp") + "/trl",

@@ -272,6 +272,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16, zero 1": {"zero_stage": 1, "precision": "bf16"},
     "bf16, zero 2": {"zero_stage": 2, "precision": "bf16"},
     "bf16, zero 3": {"zero_stage": 3, "precision": "bf16"},
+    "zero 1, optimizer on the CPU": {"zero_stage": 1, "offload": {"optimizer": "cpu"}},
     "optimizer on the CPU": {"zero_stage": 2, "offload": {"optimizer": "cpu"}},
     "weights on the CPU": {"zero_stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
     "bf16, optimizer on the CPU": {"zero_stage": 2, "precision": "bf16", "offload": {"optimizer": "cpu"}},

@@ -118,18 +118,21 @@ def imported() -> Any:
     return deepspeed
 
 
-def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, Any]:
+def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions, ranks: int) -> dict[str, Any]:
     """DeepSpeed's config. We handle micro-batches and their weights: for DeepSpeed each micro-batch is a batch."""
     clips_itself = options.zero_stage > 0
     pinned = torch.cuda.is_available()
     zero: dict[str, Any] = {"stage": options.zero_stage, "overlap_comm": torch.cuda.is_available()}
+    if ranks == 1 and options.zero_stage == 1 and options.offload.optimizer is None:
+        # nothing to reduce, so no second copy of the gradient to reduce it in
+        zero |= {"overlap_comm": False, "contiguous_gradients": False}
     if options.offload.optimizer is not None:
         zero["offload_optimizer"] = {"device": options.offload.optimizer, "pin_memory": pinned}
     if options.offload.parameters is not None:
         zero["offload_param"] = {"device": options.offload.parameters, "pin_memory": pinned}
-    ranks = options.tensor_parallel
+    shared = options.tensor_parallel
     return {
-        **({"tensor_parallel": tensor_parallel_settings(ranks)} if ranks > 1 else {}),
+        **({"tensor_parallel": tensor_parallel_settings(shared)} if shared > 1 else {}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -178,7 +181,7 @@ class Engine:
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),
-            config=deepspeed_config(options, optimizing),
+            config=deepspeed_config(options, optimizing, launch.ranks),
             dist_init_required=False,
         )
         if options.tensor_parallel > 1:
