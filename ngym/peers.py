@@ -558,9 +558,14 @@ class Peers:
         now = time.monotonic()
         if self.head_url is not None and now - self._asked_at > FOLLOW_S:
             self._asked_at = now
-            self._asking = asyncio.get_running_loop().create_task(self._follow())
+            self._asking = asyncio.get_running_loop().create_task(self.follow_now())
 
-    async def _follow(self) -> None:
+    async def follow_now(self) -> None:
+        """Ask the head for the current addresses; keeps the known ones if it does not answer. Its records of services, as
+        in `refresh`, cost it more: each has the memory of its processes.
+        """
+        if self.head_url is None:
+            return
         with suppress(OSError, ValueError):
             url, opener = f"{self.head_url}/addresses", self.authorization(None)
             reply = await self.send("GET", url, None, opener, CONNECT_TIMEOUT_S)

@@ -124,7 +124,7 @@ class Services:
 
     def addresses(self, name: str) -> list[str]:
         """The current addresses of a service's replicas, which the head knows."""
-        self.call(self.reached.peers.refresh())
+        self.call(self.reached.peers.follow_now())
         return self.reached.peers.urls[name]
 
     async def _live(self) -> None:
