@@ -193,7 +193,10 @@ class Engine(AsyncLLM):
             return
         try:
             async with asyncio.timeout(patience_s):
-                await self.pause_generation(mode=mode, clear_cache=True)
+                # AsyncLLM.pause_generation, without its last 20 ms: they let a caller see outputs before the end of the
+                # pause, and every output here says which weights sampled it.
+                await self.renderer.clear_mm_cache_async()
+                await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
         except BaseException as error:
             await self.resume_generation()
             if isinstance(error, TimeoutError):
