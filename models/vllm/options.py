@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -56,9 +56,10 @@ class Options(ModelOptions):
     threads: int = Field(
         default=1, ge=1, description="CPU only: more help a large model, but make a tiny one much slower."
     )
-    bundle_tokens: bool = Field(
+    bundle_tokens: bool | Literal["auto"] = Field(
         default=False,
-        description="CPU only, vLLM 0.32: send the tokens of an answer in bundles, for more tokens/s of a tiny model.",
+        description="CPU only, vLLM 0.32: send the tokens of an answer in bundles, for more tokens/s of a tiny model; "
+        "auto: unless this is another vLLM.",
     )
     lora_rank: int | None = Field(
         default=None,

@@ -74,8 +74,10 @@ import vllm
 scheduler = part("cpu")
 vllm.__version__ = "0.33.0"
 other = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None), speculative_config=None)
+scheduler.bundle(other, "policy", required=False)
+assert other.scheduler_config.scheduler_cls is None
 try:
-    scheduler.bundle(other, "policy")
+    scheduler.bundle(other, "policy", required=True)
 except ConfigError as error:
     refused = str(error)
 print(json.dumps([told, sorted(unknown), refused]))

@@ -89,8 +89,21 @@ def test_a_policy_app_replaces_the_stanza_and_its_options(here: Path) -> None:
     config = config_for(Path("global_config.yaml"), "policy", "models/vllm", options)
     policy = config.services["policy"]
     assert policy.app == "models/vllm"
-    assert policy.options == {"model": "/a/policy", "engine": {"enable_sleep_mode": True}}
-    assert config_for(Path("global_config.yaml"), "policy", None, ["latency_s=1"]).services["policy"].options["replies"]
+    assert policy.options == {"model": "/a/policy", "engine": {"enable_sleep_mode": True}, "bundle_tokens": "auto"}
+    scripted = config_for(Path("global_config.yaml"), "policy", None, ["latency_s=1"]).services["policy"].options
+    assert scripted["replies"] and "bundle_tokens" not in scripted
+
+
+@pytest.mark.parametrize(("written", "bundles"), [("", "auto"), ("bundle_tokens: false", False)])
+def test_the_policy_of_a_run_bundles_tokens_unless_its_stanza_decides(
+    tmp_path: Path, written: str, bundles: object
+) -> None:
+    file = tmp_path / "global_config.yaml"
+    file.write_text(f"policy: {{kind: model, app: models/vllm, model: a, {written}}}\n")
+    assert config_for(file, "policy", None, ["model=/b"]).services["policy"].options == {
+        "model": "/b",
+        "bundle_tokens": bundles,
+    }
 
 
 def test_ng_init_names_the_files_that_it_wrote_or_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def serving_options(recipe: Recipe) -> list[str]:
 def config_for(file: Path, policy: str, app: str | None, options: Sequence[str]) -> Config:
     """The config with these options of the policy. app: replaces the policy's stanza, whose own options are dropped."""
     if app is None:
-        return load_config([file], [f"{policy}.{option}" for option in options])
+        return _bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
     config = load_config([file])
     config.stanza(policy)
     written: dict[str, Any] = {}
@@ -235,7 +235,16 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
             place = place.setdefault(parent, {})
         place[leaf] = yaml.safe_load(value)
     stanza = Stanza(name=policy, kind="model", app=app, options=written, where="rollouts.policy_app")
-    return config.model_copy(update={"services": {**config.services, policy: stanza}})
+    return _bundling(config.model_copy(update={"services": {**config.services, policy: stanza}}), policy)
+
+
+def _bundling(config: Config, policy: str) -> Config:
+    """The config with tokens in bundles where vLLM runs on a CPU, unless the stanza decides."""
+    stanza = config.stanza(policy)
+    if stanza.app != "models/vllm" or "bundle_tokens" in stanza.options:
+        return config
+    bundling = stanza.model_copy(update={"options": {**stanza.options, "bundle_tokens": "auto"}})
+    return config.model_copy(update={"services": {**config.services, policy: bundling}})
 
 
 @asynccontextmanager
