@@ -1,33 +1,68 @@
-"""The application: the three APIs of every model server over this engine, and the routes of a policy.
+"""The application: the three APIs of every model server over this engine, the routes of a policy, and those for token ids.
 
 vLLM's own application is not built, so its control routes (sleep, LoRA, profiler, collective RPC ...) do not exist.
+
+vLLM's own handlers answer /tokenize, /detokenize and /inference/v1/generate (ids in, ids and logprobs out). The last one
+always returns the logprobs of the sampled tokens, and `ng.policy_version` as in the other APIs. It refuses what would
+make the server fetch something (`content_parts`) or read from another engine (`kv_transfer_params`), and streams.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from argparse import Namespace
 from dataclasses import replace
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from ngym import ServiceContext, model_server
-from ngym.errors import ConfigError, NotReady
+from ngym.convert.request_validation import (
+    COUNT,
+    FLAG,
+    LIST,
+    NUMBER_OF,
+    OBJECT,
+    SAMPLING,
+    TEXT,
+    Check,
+    known,
+    number,
+    object_of,
+    one_of,
+)
+from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError
 from ngym.net.json_limits import CALL_BYTES, ROW_BYTES
-from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, object_of
+from ngym.schema import Json
+from ngym.services.base.app import OBJECT as OBJECT_SCHEMA
+from ngym.services.base.app import STRING, JsonResponse, add_route
+from ngym.services.base.app import object_of as schema_of
+from ngym.services.base.request_bodies import json_body, off_loop
+from ngym.services.models.api_dialects import openai_refusal
+from ngym.services.models.request_handler import refusals
 
 from .engine import Engine
 from .options import PushOptions
-from .serving.chat import ChatHandler, turn_ends
+from .serving.chat import CUT_OFF, ChatHandler, Tokens, recorded, refusal, turn_ends
 from .serving.loading_server import Keys
-from .serving.token_routes import GENERATED, TOKENIZED, TokenRoutes
 from .weights.push_routes import BODIES, FILES, WeightPush
 from .weights.staging import Adapter, beside
 
@@ -59,10 +94,10 @@ async def build_application(
     tokens = TokenRoutes(vllms)
     for path, handler, summary, answer in (
         ("/tokenize", tokens.tokenize, "The token ids of a text or a conversation", TOKENIZED),
-        ("/detokenize", tokens.detokenize, "The text of token ids", object_of({"prompt": STRING})),
+        ("/detokenize", tokens.detokenize, "The text of token ids", schema_of({"prompt": STRING})),
         ("/inference/v1/generate", tokens.generate, "Sample from a prompt of token ids", GENERATED),
     ):
-        add_route(app, "POST", path, handler, summary=summary, body=OBJECT, answer=answer, most_bytes=ROW_BYTES)
+        add_route(app, "POST", path, handler, summary=summary, body=OBJECT_SCHEMA, answer=answer, most_bytes=ROW_BYTES)
     _add_a_policys(app, engine, WeightPush(engine, ours, matrices, push))
     if keys := api_keys(arguments):
         app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)
@@ -98,3 +133,116 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
         asked = BODIES.get(path) if method == "POST" else None
         body = asked.model_json_schema() if asked else None
         add_route(app, method, path, handler, summary=summary, body=body, most_bytes=most_bytes, finishes=True)
+
+
+# Token ids
+
+LOGPROBS = number(0, 20, whole=True)
+# Without those that a chat handler applies.
+_NOT_OF_TOKENS = ("beam_width", "chat_template_kwargs", "length_penalty", "priority")
+_PARAMS: dict[str, Check] = {
+    **{name: check for name, check in SAMPLING.items() if name not in _NOT_OF_TOKENS},
+    **NUMBER_OF,
+    "detokenize": FLAG,
+    "logprobs": LOGPROBS,
+    "max_tokens": COUNT,
+    "n": one_of(1),
+    "prompt_logprobs": LOGPROBS,
+    "skip_special_tokens": FLAG,
+    "spaces_between_special_tokens": FLAG,
+}
+_GENERATE: dict[str, Check] = {
+    "cache_salt": TEXT,
+    "model": TEXT,
+    "output_mode": one_of("tokens", "text"),
+    "priority": number(-(2**31), 2**31, whole=True),
+    "request_id": TEXT,
+    "return_token_ids": FLAG,
+    "sampling_params": object_of(**_PARAMS),
+    "stream": one_of(False),
+    "token_ids": LIST,
+}
+_TOKENIZE: dict[str, Check] = {
+    "add_generation_prompt": FLAG,
+    "add_special_tokens": FLAG,
+    "chat_template_kwargs": OBJECT,
+    "continue_final_message": FLAG,
+    "messages": LIST,
+    "model": TEXT,
+    "prompt": TEXT,
+    "return_token_strs": FLAG,
+    "tools": LIST,
+}
+_DETOKENIZE: dict[str, Check] = {"model": TEXT, "tokens": LIST}
+_INTEGER: Json = {"type": "integer"}
+TOKENIZED = schema_of({"tokens": {"type": "array", "items": _INTEGER}, "count": _INTEGER, "max_model_len": _INTEGER})
+GENERATED = schema_of({"choices": {"type": "array", "items": OBJECT_SCHEMA}, "ng": OBJECT_SCHEMA})
+
+
+class TokenRoutes:
+    """The handlers of the routes. state: vLLM's, after init_app_state."""
+
+    def __init__(self, state: State) -> None:
+        self._tokenization = state.serving_tokenization
+        self._generation = state.serving_tokens
+        self._models = state.openai_serving_models
+
+    async def generate(self, request: Request) -> Response:
+        """Sampled ids and logprobs for a prompt of ids."""
+        with refusals(openai_refusal):
+            body = await self._body(request, _GENERATE)
+            body.pop("request_id", None)  # a client must not choose the engine's key of the request
+            body["sampling_params"] = {"logprobs": 0} | (body.get("sampling_params") or {})
+            asked = await off_loop(request, _parsed, GenerateRequest, body)
+            tokens = Tokens()
+            recorded.set(tokens)
+            try:
+                answer = _checked(await self._generation.serve_tokens(asked))
+            except (ServiceError, asyncio.CancelledError):
+                raise
+            except Exception as error:  # vLLM's own table says whose fault it is
+                raise refusal(create_error_response(error).error) from error
+            if tokens.aborted:
+                raise NotReady(CUT_OFF)
+            return await off_loop(request, JsonResponse, answer | tokens.trace)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a text (`prompt`), or of a conversation as the chat template renders it (`messages`)."""
+        with refusals(openai_refusal):
+            body = await self._body(request, _TOKENIZE)
+            if ("prompt" in body) == ("messages" in body):
+                raise BadRequest("send either 'prompt' or 'messages'")
+            kind = TokenizeCompletionRequest if "prompt" in body else TokenizeChatRequest
+            asked = await off_loop(request, _parsed, kind, body)
+            return JsonResponse(_checked(await self._tokenization.create_tokenize(asked, request)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids."""
+        with refusals(openai_refusal):
+            body = await self._body(request, _DETOKENIZE)
+            asked = await off_loop(request, _parsed, DetokenizeRequest, body)
+            return JsonResponse(_checked(await self._tokenization.create_detokenize(asked, request)))
+
+    async def _body(self, request: Request, checks: dict[str, Check]) -> Json:
+        body = known(await json_body(request), checks, {})
+        if body.get("model") not in self._models.lora_requests:
+            body["model"] = self._models.model_name()  # as in chat: any other name means the policy
+        return body
+
+
+def _parsed(kind: type[BaseModel], body: Json) -> Any:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        wrong = [f"field {'.'.join(map(str, one['loc']))!r}: {one['msg']}" for one in error.errors()]
+        raise BadRequest("; ".join(wrong[:3])) from None
+    except (VLLMValidationError, ValueError) as error:
+        raise BadRequest(" ".join(str(error).split())[:600]) from None
+
+
+def _checked(answer: Any) -> Json:
+    """The answer as JSON. Raises vLLM's error as ours."""
+    if isinstance(answer, ErrorResponse):
+        raise refusal(answer.error)
+    told: Json = answer.model_dump(mode="json", exclude_none=True)
+    return told
