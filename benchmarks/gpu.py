@@ -85,6 +85,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 
 
 def main() -> None:
+    global MEASURED  # of this process, which is one measurement
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="in this order")
@@ -101,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         spec = json.loads(options.measure)
-        globals()["MEASURED"] = options.steps
+        MEASURED = options.steps
         print(MARK + json.dumps(PARTS[spec["part"]](spec)), flush=True)
         return
     deadline, rows = time.monotonic() + options.seconds, []
@@ -238,7 +239,7 @@ def ours(spec: Row) -> tuple[Any, int]:
     return engine.Engine(Policy(network).eval(), launch, options, adamw), parameters
 
 
-def timed(step: Callable[[], float], warm: int = WARM, measured: int = MEASURED) -> tuple[list[float], list[float]]:
+def timed(step: Callable[[], float], warm: int = WARM, measured: int | None = None) -> tuple[list[float], list[float]]:
     """The seconds of the measured steps, and the losses of all."""
     seconds, losses = [], []
     for _ in range(warm + (MEASURED if measured is None else measured)):
@@ -324,8 +325,9 @@ def sft_by_trl(spec: Row) -> Row:
         **told_to_trl(spec, SEQUENCES), adam_beta2=0.95, max_length=None, train_sampling_strategy="sequential"
     )
     data = Dataset.from_dict({"input_ids": rows * (WARM + MEASURED)})
-    found = run_of_trl(spec, lambda network, **more: trl.SFTTrainer(network, args=options, train_dataset=data, **more))
-    watch, parameters = found
+    watch, parameters = run_of_trl(
+        spec, lambda network, **more: trl.SFTTrainer(network, args=options, train_dataset=data, **more)
+    )
     tokens = sum(map(len, rows))
     measured = figures(spec, watch.seconds[WARM:], tokens, parameters, scaled(spec, LENGTH))
     return {**measured, "loss": watch.losses[0], "way": way(spec)}
