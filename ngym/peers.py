@@ -561,9 +561,7 @@ class Peers:
             self._asking = asyncio.get_running_loop().create_task(self.follow_now())
 
     async def follow_now(self) -> None:
-        """Ask the head for the current addresses; keeps the known ones if it does not answer. Its records of services, as
-        in `refresh`, cost it more: each has the memory of its processes.
-        """
+        """As `refresh`, from an answer that costs the head less: without the memory of each process."""
         if self.head_url is None:
             return
         with suppress(OSError, ValueError):

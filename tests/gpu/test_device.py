@@ -206,6 +206,21 @@ def steps(learner: Any, algorithm: Any, batches: Sequence[Sequence[Any]]) -> lis
 # Losses and gradients
 
 
+def first_steps(
+    told: recipe.Recipe, family: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> list[tuple[float, Tensor]]:
+    """The loss of a step, and Adam's first moment after it: of plain torch on the CPU, and of the engine on the device."""
+    found = []
+    for made in (plain, lambda *given, **more: trained(*given, device, **more)):
+        learner: Any = made(told, tokenizer, critic=family == "ppo")
+        algorithm = told.algorithm.create(Setup(told, learner, tokenizer))
+        batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
+        (step,) = steps(learner, algorithm, [batch])
+        moments = state(learner, "exp_avg")
+        found.append((step[0], torch.cat([moments[name].flatten() for name in sorted(moments)])))
+    return found
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loss_and_its_gradient_are_those_of_plain_torch(
@@ -218,15 +233,7 @@ def test_a_loss_and_its_gradient_are_those_of_plain_torch(
         engine={"zero_stage": int(precision == "bf16"), "precision": precision},
         optimizer={"name": "adamw", "lr": 1e-3, "max_grad_norm": None},
     )
-    found = []
-    for made in (plain, lambda *given, **more: trained(*given, device, **more)):
-        learner: Any = made(told, tokenizer, critic=family == "ppo")
-        algorithm = told.algorithm.create(Setup(told, learner, tokenizer))
-        batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
-        (step,) = steps(learner, algorithm, [batch])
-        moments = state(learner, "exp_avg")
-        found.append((step[0], torch.cat([moments[name].flatten() for name in sorted(moments)])))
-    (loss, gradient), (of_device, of_device_gradient) = found
+    (loss, gradient), (of_device, of_device_gradient) = first_steps(told, family, tokenizer, device)
     exact = precision == "fp32"
     assert of_device == pytest.approx(loss, rel=1e-4 if exact else 0.02, abs=1e-5 if exact else 0.02)
     error = float((of_device_gradient - gradient).norm() / gradient.norm())
@@ -240,6 +247,8 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     """Prefixes are shared, lengths differ, and the head's kernels are compiled, too."""
     if device.type == "cpu" and family != "gspo":
         pytest.skip("FlexAttention has no backward on a CPU; tests/trainer/test_scores.py has the rest")
+    if not any(map(shutil.which, model.COMPILERS)):
+        pytest.skip("there is no C++ compiler")
     used: list[int] = []
     flex = attention._compiled_flex()
     monkeypatch.setattr(attention, "_compiled_flex", lambda: used.append(1) or flex)
@@ -249,15 +258,7 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
         engine={"zero_stage": 1, "precision": "bf16", "compile": True},
         optimizer={"name": "adamw", "lr": 1e-3, "max_grad_norm": None},
     )
-    found = []
-    for made in (plain, lambda *given: trained(*given, device)):
-        learner: Any = made(told, tokenizer)
-        algorithm = told.algorithm.create(Setup(told, learner, tokenizer))
-        batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
-        (step,) = steps(learner, algorithm, [batch])
-        moments = state(learner, "exp_avg")
-        found.append((step[0], torch.cat([moments[name].flatten() for name in sorted(moments)])))
-    (loss, gradient), (of_device, of_device_gradient) = found
+    (loss, gradient), (of_device, of_device_gradient) = first_steps(told, family, tokenizer, device)
     assert used or device.type == "cpu"
     assert of_device == pytest.approx(loss, rel=0.02, abs=0.02)
     error = float((of_device_gradient - gradient).norm() / gradient.norm())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_steps import difference, packed, said, step
 from safetensors.torch import load_file
 from trainer_service import SHAPE, new_policy
 from transformers import (
@@ -18,9 +19,7 @@ from transformers import (
 )
 
 from ngym.errors import ConfigError
-from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
-from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import services
 from ngym.trainer.recipe import recipe as config
@@ -62,33 +61,6 @@ def learner(folder: Path, stage: int = 0, precision: str = "fp32", lora: dict[st
 
 def adapter(folder: Path, stage: int = 0, precision: str = "fp32", **lora: Any) -> Any:
     return learner(folder, stage, precision, {"rank": RANK, "alpha": 8, **lora})
-
-
-def packed() -> Any:
-    """Sequences of several lengths, which our attention packs."""
-    generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (20, 30, 44, 12)]
-    return packing.pack([samples.Sample((samples.Segment(one, [(1, len(one))]),)) for one in ids], torch.device("cpu"))
-
-
-def step(of: Any, data: Any, count: int = 1) -> list[float]:
-    """The gradient norms."""
-    norms = []
-    for _ in range(count):
-        logprobs_N = of.logprobs(data)
-        of.backward(-logprobs_N.sum(), len(logprobs_N), last=True)
-        norms.append(of.step(1.0).grad_norm)
-    return norms
-
-
-@torch.no_grad()
-def said(logprobs: Any, data: Any) -> torch.Tensor:
-    result: torch.Tensor = logprobs(data)
-    return result
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max())
 
 
 def test_before_the_first_step_an_adapter_changes_nothing(base: Path) -> None:

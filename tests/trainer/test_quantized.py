@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_steps import difference, packed, said, step
 from safetensors.torch import load_file
 from steps_on_ranks import TOKENIZER
 from torch import nn
@@ -20,9 +21,7 @@ from trainer_service import metrics_of, on_two_ranks, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ngym.errors import ConfigError, UsageError
-from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
-from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import services
 from ngym.trainer.recipe import recipe as config
@@ -67,32 +66,6 @@ def learner(
 ) -> Any:
     engineering = config.EngineOptions(zero_stage=stage, precision=precision, **options)
     return engine.Engine(loaded(folder, lora), LAUNCH, engineering, config.OptimizerOptions(lr=1e-2))
-
-
-def packed() -> Any:
-    generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (20, 30, 44, 12)]
-    return packing.pack([samples.Sample((samples.Segment(one, [(1, len(one))]),)) for one in ids], torch.device("cpu"))
-
-
-def step(of: Any, data: Any, count: int = 1) -> list[float]:
-    """The gradient norms."""
-    norms = []
-    for _ in range(count):
-        logprobs_N = of.logprobs(data)
-        of.backward(-logprobs_N.sum(), len(logprobs_N), last=True)
-        norms.append(of.step(1.0).grad_norm)
-    return norms
-
-
-@torch.no_grad()
-def said(logprobs: Any, data: Any) -> torch.Tensor:
-    result: torch.Tensor = logprobs(data)
-    return result
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max())
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

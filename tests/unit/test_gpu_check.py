@@ -6,26 +6,18 @@ import argparse
 import sys
 import time
 import zipfile
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
+from script_module import script_module
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture
 def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
-    loader = SourceFileLoader("gpu_check", str(ROOT / "scripts" / "gpu_check"))
-    spec = spec_from_loader("gpu_check", loader)
-    assert spec is not None
-    made = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", made)
-    loader.exec_module(made)
-    return made
+    return script_module("gpu_check", monkeypatch)
 
 
 def options(out: Path, **more: Any) -> argparse.Namespace:

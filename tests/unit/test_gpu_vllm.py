@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import struct
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from typing import Any
 
 import pytest
-from paths import ROOT
+from script_module import script_module
 
 PTX, CUBIN = 1, 2
 KERNEL = b".text._ZN5flash8MainloopILi%dENS_%bEfNS_4arch4Sm90ELb1ELb0ELb%dELb1EEE"
@@ -17,13 +14,7 @@ KERNEL = b".text._ZN5flash8MainloopILi%dENS_%bEfNS_4arch4Sm90ELb1ELb0ELb%dELb1EE
 
 @pytest.fixture
 def gpu_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    loader = SourceFileLoader("gpu_vllm", str(ROOT / "scripts" / "gpu_vllm"))
-    spec = spec_from_loader("gpu_vllm", loader)
-    assert spec is not None
-    made = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_vllm", made)
-    loader.exec_module(made)
-    return made
+    return script_module("gpu_vllm", monkeypatch)
 
 
 def entry(kind: int, capability: int, code: bytes) -> bytes:

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.bitsandbytes_import import imported
-
-bitsandbytes = imported()
+from ..model.quantized import bitsandbytes
 
 
-class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
+class AdamW8bit(bitsandbytes.optim.AdamW8bit):
     """AdamW with 8-bit states. The updates are those of torch's AdamW on the dequantized states.
 
     Args:

@@ -11,6 +11,8 @@ can be saved, pushed and served as a model that is not quantized.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -19,9 +21,23 @@ from torch import Tensor, nn
 
 from ngym.errors import ConfigError
 
-from .bitsandbytes_import import imported
 
-bitsandbytes = imported()
+def _imported() -> Any:
+    """bitsandbytes, without the package `kernels`: on CPUs with bfloat16 instructions, its import would download a kernel
+    for inference from the Hub and load it, or log that it could not.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    before = {"kernels": sys.modules["kernels"]} if "kernels" in sys.modules else {}
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    try:
+        import bitsandbytes
+    finally:
+        del sys.modules["kernels"]
+        sys.modules.update(before)
+    return bitsandbytes
+
+
+bitsandbytes = _imported()
 quantize_4bit, dequantize_4bit = bitsandbytes.functional.quantize_4bit, bitsandbytes.functional.dequantize_4bit
 KEY = "model.lora.base_4bit"
 
