@@ -3,9 +3,8 @@
     KERNELS[name](query_THD, key_TKD, value_TKD, batch) -> [T, H, D]
 
 The trainer's own pads groups of similar sequences and calls `scaled_dot_product_attention` (trainer/model/attention.py).
-FlexAttention needs neither padding nor copies of a shared prefix: rows are in the order of a depth-first walk through
-the tree of prefixes, so a row sees an earlier one if it is before the end of the latter's subtree. Varlen attention
-(FlashAttention in torch) copies shared keys and values, and pads nothing.
+With `engine.compile` on a GPU it calls FlexAttention, which needs neither padding nor copies of a shared prefix. Varlen
+attention (FlashAttention in torch) copies shared keys and values, and pads nothing.
 
 tests/gpu compares each with `reference`, and benchmarks/gpu.py measures them.
 """
@@ -20,9 +19,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ngym.trainer.model.attention import Layout, packed_attention
+from ngym.trainer.model.attention import Layout, flex_attended, packed_attention
 
 
 @dataclass
@@ -52,23 +50,6 @@ class PackedRows:
     @cached_property
     def layout(self) -> Layout:
         return Layout.of(self.rows, self.device)
-
-    @cached_property
-    def end_T(self) -> Tensor:
-        """One past the last row of each row's subtree."""
-        end_T = torch.zeros(self.tokens, dtype=torch.int64)
-        for sequence in self.rows:
-            end_T[sequence] = torch.maximum(end_T[sequence], sequence[-1] + 1)
-        return end_T.to(self.device)
-
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        end_T = self.end_T
-
-        def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < end_T[key])
-
-        return create_block_mask(seen, None, None, self.tokens, self.tokens, device=str(self.device))
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -108,16 +89,9 @@ def padded(
         return packed_attention(module, *inputs, None, layout=batch.layout)[0][0]
 
 
-_compiled_flex = torch.compile(flex_attention, dynamic=False)
-
-
 def flex(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: PackedRows) -> Tensor:
-    """FlexAttention; on a CPU uncompiled, and without a backward."""
-    call = _compiled_flex if batch.device.type == "cuda" else flex_attention
-    inputs = (one.transpose(0, 1).unsqueeze(0) for one in (query_THD, key_TKD, value_TKD))
-    grouped = query_THD.shape[1] != key_TKD.shape[1]
-    attended: Tensor = call(*inputs, block_mask=batch.block_mask, enable_gqa=grouped)  # type: ignore[assignment]
-    return attended[0].transpose(0, 1)
+    """The trainer's own with `engine.compile` on a GPU; on a CPU uncompiled, and without a backward."""
+    return flex_attended(query_THD, key_TKD, value_TKD, batch.layout)
 
 
 def varlen(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: PackedRows) -> Tensor:

@@ -371,6 +371,35 @@ def test_an_attention_kernel_shares_prefixes_as_the_reference_does(
         assert error < (1e-4 if dtype is torch.float32 else 2e-2), error
 
 
+@pytest.mark.parametrize(("groups", "size", "prompt", "answer"), [(2, 3, 40, 60), (3, 4, 300, 500), (5, 2, 1, 400)])
+def test_a_mask_of_blocks_is_that_of_its_rows(
+    groups: int, size: int, prompt: int, answer: int, device: torch.device
+) -> None:
+    """Blocks that are called whole are, those that are left out have no row that sees another, and each block counts once."""
+    batch = kernels().PackedRows.drawn(groups, size, prompt, answer, device)
+    mask, block = batch.layout.block_mask, attention.FLEX_BLOCK
+    sees = torch.zeros(batch.tokens, batch.tokens, dtype=torch.bool)
+    for rows in batch.rows:
+        sees[rows[:, None], rows] = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+    places = torch.arange(batch.tokens, device=device)
+    said = mask.mask_mod(None, None, places[:, None], places[None])
+    assert torch.equal(said.cpu(), sees)
+    listed = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+    partly, wholly = (
+        {
+            (row, other)
+            for row, count in enumerate(counts[0, 0].tolist())
+            for other in indices[0, 0, row, :count].tolist()
+        }
+        for counts, indices in listed
+    )
+    assert not partly & wholly and (wholly or prompt < 128)
+    for row, other in itertools.product(range(len(mask.kv_num_blocks[0, 0])), repeat=2):
+        part = sees[row * block : (row + 1) * block, other * block : (other + 1) * block]
+        assert part.any() == ((row, other) in partly | wholly), (row, other)
+        assert part.all() or (row, other) not in wholly, (row, other)
+
+
 def test_varlen_attention_gets_each_sequence_with_its_prefix(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,21 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
+def flex_attended(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scaling: float | None = None
+) -> Tensor:
+    """FlexAttention over the rows of a layout that has places, [T, H, D]. On a CPU its kernel is not compiled, and has no
+    backward.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel: Any = _compiled_flex() if query_THD.device.type == "cuda" else flex_attention
+    inputs = (x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_TKD, value_TKD))
+    grouped = query_THD.shape[1] != key_TKD.shape[1]
+    attended_HTD: Tensor = kernel(*inputs, block_mask=layout.block_mask, scale=scaling, enable_gqa=grouped)[0]
+    return attended_HTD.transpose(0, 1)
+
+
 def _flex_takes(query: Tensor, layout: Layout, kind: AttentionKind) -> bool:
     """Padding is left to it, too, because each shape of a padded batch costs cuDNN a plan of its own."""
     plain = not kind.dropout and kind.window is None and kind.softcap is None and kind.sinks_H is None
@@ -258,10 +273,7 @@ def packed_attention(
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
     if flex and _flex_takes(query, layout, kind):
-        inputs = (x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_TKD, value_TKD))
-        grouped = query_THD.shape[1] != key_TKD.shape[1]
-        attended_HTD = _compiled_flex()(*inputs, block_mask=layout.block_mask, scale=scaling, enable_gqa=grouped)[0]
-        attended_THD = attended_HTD.transpose(0, 1)
+        attended_THD = flex_attended(query_THD, key_TKD, value_TKD, layout, scaling)
         return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
     # every place has the key and value of its row; only the query at the row's output place counts
     query_PHD, key_PKD, value_PKD = (
