@@ -28,7 +28,7 @@ from .engine import sanity_checks
 from .engine.engine import Engine, Update
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
-from .recipe.checks import of_file, of_live
+from .recipe.batch_sizes import of_file, of_live
 from .recipe.recipe import DataOptions, Recipe, read_launch
 
 if TYPE_CHECKING:
