@@ -159,17 +159,23 @@ def measured(spec: Row, deadline: float, steps: int = MEASURED) -> Row:
     command = [sys.executable, str(HERE / "gpu.py"), "--measure", json.dumps(spec), "--steps", str(steps)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT_S, left), check=False)
-    except subprocess.TimeoutExpired:
-        return {"problem": f"not done after {min(LIMIT_S, left):.0f} s"}
-    found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if found:
-        row: Row = json.loads(found[-1].removeprefix(MARK))
+    except subprocess.TimeoutExpired as error:  # it may have measured, and not have profiled
+        late = {"problem": f"not done after {min(LIMIT_S, left):.0f} s"}
+        return row_of((error.stdout or b"").decode(errors="replace")) or late
+    if row := row_of(done.stdout):
         return row
     sys.stderr.write(done.stderr[-4000:])
     if "OutOfMemoryError" in done.stderr or "out of memory" in done.stderr or done.returncode == -9:
         return {"problem": "out of memory"}
     said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return {"problem": said[-1][:200]}
+
+
+def row_of(output: str) -> Row:
+    """The last row of a measurement's output; empty without one."""
+    found = [line for line in output.splitlines() if line.startswith(MARK)]
+    row: Row = json.loads(found[-1].removeprefix(MARK)) if found else {}
+    return row
 
 
 # Measurements, each in a process of its own
@@ -186,6 +192,11 @@ def shape_of(spec: Row) -> Row:
 def scaled(spec: Row, tokens: int) -> int:
     """A number of tokens; a 32nd of it for the tiny shape."""
     return max(2, tokens // 32) if spec["shape"] == "tiny" else tokens
+
+
+def at_once(spec: Row) -> int:
+    """Tokens of a micro-batch."""
+    return scaled(spec, spec.get("micro_batch", MICRO_BATCH))
 
 
 def network_of(shape: Row, dtype: torch.dtype, attention: str) -> Any:
@@ -251,10 +262,11 @@ def timed(step: Callable[[], float], warm: int = WARM, measured: int | None = No
     return seconds[warm:], losses
 
 
-def profiled(spec: Row, step: Callable[[], float]) -> None:
-    """With --profile: the kernels of one more step by their time, and the step's time beside theirs."""
+def profiled(spec: Row, row: Row, step: Callable[[], float]) -> Row:
+    """The row. With --profile, after it: the kernels of one more step by their time, and the step's time beside theirs."""
     if "profile" not in spec:
-        return
+        return row
+    print(MARK + json.dumps(row), flush=True)  # the profile may take too long
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
@@ -263,6 +275,7 @@ def profiled(spec: Row, step: Callable[[], float]) -> None:
     by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = seen.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
     (Path(spec["profile"]) / name).write_text(table)
+    return row
 
 
 def in_group(measure: Callable[[Row], Row]) -> Callable[[Row], Row]:
@@ -283,7 +296,9 @@ def way(spec: Row) -> str:
     how = spec.get("engine", spec)
     said = [f"ZeRO {how['zero_stage']}" if "zero_stage" in how else f"{spec['dtype']} weights"]
     said += ["optimizer on the CPU"] if "offload" in how else []
-    said += ["checkpointed"] if how.get("activation_checkpointing") or how.get("checkpointed") else []
+    again = how.get("activation_checkpointing", False) or how.get("checkpointed", False)
+    said += ["checkpointed" if again is True else f"{again} layers checkpointed"] if again else []
+    said += [f"{spec['micro_batch']:,} tokens at once"] if "micro_batch" in spec else []
     return ", ".join(said)
 
 
@@ -301,15 +316,14 @@ def sft_by_us(spec: Row) -> Row:
 
     learner, parameters = ours(spec)
     batch = [Sample((Segment(ids, [(1, len(ids))]),)) for ids in sequences(spec)]
-    budget = scaled(spec, MICRO_BATCH)
+    budget = at_once(spec)
 
     def step() -> float:
         return loop.take_step(learner, Sft(), batch, budget, 1.0).means["loss"]
 
     seconds, losses = timed(step)
     found = figures(spec, seconds, sum(sample.tokens for sample in batch), parameters, scaled(spec, LENGTH))
-    profiled(spec, step)
-    return {**found, "loss": losses[0], "way": way(spec)}
+    return profiled(spec, {**found, "loss": losses[0], "way": way(spec)}, step)
 
 
 def sft_by_trl(spec: Row) -> Row:
@@ -335,7 +349,7 @@ def sft_by_trl(spec: Row) -> Row:
 
 def told_to_trl(spec: Row, batch: int) -> Row:
     """The options of its trainers; `batch` sequences make a step."""
-    micro = scaled(spec, MICRO_BATCH) // scaled(spec, LENGTH)
+    micro = at_once(spec) // scaled(spec, LENGTH)
     return {
         "output_dir": os.environ.get("TMPDIR", "/tmp") + "/trl",
         "per_device_train_batch_size": micro,
@@ -412,7 +426,7 @@ def grpo_by_trl(spec: Row) -> Row:
     options = trl.GRPOConfig(
         **told_to_trl(spec, GROUPS * ATTEMPTS),
         num_generations=ATTEMPTS,
-        steps_per_generation=GROUPS * ATTEMPTS // (scaled(spec, MICRO_BATCH) // scaled(spec, LENGTH)),
+        steps_per_generation=GROUPS * ATTEMPTS // (at_once(spec) // scaled(spec, LENGTH)),
         max_completion_length=scaled(spec, ANSWER),
         beta=0.0,
         loss_type="dapo",
@@ -443,8 +457,8 @@ def grpo_by_us(spec: Row) -> Row:
     from ngym.trainer.recipe.algorithms import GrpoOptions
 
     learner, parameters = ours(spec)
-    rollouts, budget = drawn_rollouts(spec), scaled(spec, MICRO_BATCH)
-    algorithm = PolicyGradient(GrpoOptions(), None, None)
+    rollouts, budget = drawn_rollouts(spec), at_once(spec)
+    algorithm = PolicyGradient(GrpoOptions(), 1, None)  # an update a batch, as `ng_train` and TRL have by default
 
     def step() -> float:
         return loop.take_step(learner, algorithm, algorithm.prepare(rollouts, learner, budget), budget, 1.0).means[
@@ -454,8 +468,7 @@ def grpo_by_us(spec: Row) -> Row:
     seconds, _ = timed(step)
     tokens = sum(rollout.tokens for rollout in rollouts)
     found = figures(spec, seconds, tokens, parameters, tokens / len(rollouts))
-    profiled(spec, step)
-    return {**found, "way": way(spec)}
+    return profiled(spec, {**found, "way": way(spec)}, step)
 
 
 def drawn_rollouts(spec: Row) -> list[Any]:

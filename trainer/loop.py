@@ -16,6 +16,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ngym.errors import NgymError, UsageError
 from ngym.schema import Json
 from ngym.telemetry import tracing
@@ -26,6 +28,7 @@ from .data import file_batches
 from .data.samples import Batch, Sample
 from .engine import sanity_checks
 from .engine.engine import Engine, Update
+from .losses.policy_loss import Totals, detached, measured
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
 from .recipe.batch_sizes import of_file, of_live
@@ -95,24 +98,29 @@ def take_step(
     """One optimizer step. Every rank gets all samples and computes its share of them."""
     step_loss = algorithm.step_loss(samples)
     micro_batches = engine.micro_batches(samples, budget)
-    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    done: list[tuple[float, Totals]] = []
     for index, mine in enumerate(micro_batches):
         # A rank without work computes something with count 0: the ranks' collectives must match.
         counted = 1.0 if mine else 0.0
         packed = pack(mine or samples[:1], engine.device)
         loss = step_loss.loss(engine.scores(packed, algorithm.asks), packed)
         # A loss that is not finite on one rank must make the gradient not finite on all ranks.
-        poison = 1.0 if loss.sum.isfinite() else math.nan
+        poison = torch.where(loss.sum.detach().isfinite(), 1.0, math.nan)
         engine.backward(counted * poison * loss.sum, step_loss.divisor, last=index == len(micro_batches) - 1)
-        for name, mean in loss.metrics.items():
+        done.append((counted, detached(loss.totals)))
+    update = engine.step(lr_multiplier)
+    return Step(step_loss.derived(_means(engine, done), bins=False), update)
+
+
+def _means(engine: Engine, micro_batches: Sequence[tuple[float, Totals]]) -> dict[str, float]:
+    """Each metric over all micro-batches and ranks; the names are the same on every rank. Read only now, because a GPU
+    would be idle between a micro-batch's forward and its backward.
+    """
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for counted, totals in micro_batches:
+        for name, mean in measured(totals).items():
             sums[name][0] += counted * mean.total
             sums[name][1] += counted * mean.count
-    update = engine.step(lr_multiplier)
-    return Step(step_loss.derived(_means(engine, sums), bins=False), update)
-
-
-def _means(engine: Engine, sums: dict[str, list[float]]) -> dict[str, float]:
-    """Each metric over all micro-batches and ranks; the names are the same on every rank."""
     names = sorted(sums)
     added = engine.all_reduce([value for name in names for value in sums[name]])
     return {name: total / max(count, 1.0) for name, total, count in zip(names, added[::2], added[1::2], strict=True)}

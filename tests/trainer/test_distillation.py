@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -147,15 +147,27 @@ def said(prompt: list[int], token: int, logprob: float) -> Any:
 
 @contextmanager
 def served(
-    folder: Path, change: Change = lambda said, ids: said, tokens: Callable[[list[int]], list[int]] = list
+    folder: Path,
+    change: Change = lambda said, ids: said,
+    tokens: Callable[[list[int]], list[int]] = list,
+    problems: Sequence[int | type[Exception] | None] = (),
 ) -> Iterator[tuple[str, list[int]]]:
-    """vLLM's two routes over a network in this folder; `change` alters its prompt_logprobs. Yields url and calls."""
+    """vLLM's two routes over a network in this folder; `change` alters its prompt_logprobs. Yields url and calls.
+
+    problems: of the first requests in turn: a status, an exception after which the connection is closed, or none.
+    """
+    ahead = iter(problems)
     network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     calls: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            problem = next(ahead, None)
+            if isinstance(problem, int):
+                return self.send_error(problem)
+            if problem is not None:
+                return None
             if self.path == "/tokenize":
                 answer: Any = {"tokens": tokens(tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"])}
             else:
@@ -178,7 +190,10 @@ def served(
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # all calls of a micro-batch come at once
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -266,6 +281,22 @@ def test_a_server_is_compared_on_its_likeliest_tokens_and_all_others_together(se
         expected = logits_of(network, packed.segments).log_softmax(-1).topk(5)
     torch.testing.assert_close(logprobs_NK, expected.values, atol=1e-4, rtol=0)
     assert token_ids_NK is not None and torch.equal(token_ids_NK, expected.indices)
+
+
+def test_a_call_that_a_server_drops_or_is_too_busy_for_is_made_again(
+    setup: Setup, master: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(teacher.time, "sleep", pauses.append)
+    packed = packing.pack([rollout(1.0, "a", list(ROLLOUTS[0]))], setup.engine.device)
+    problems = [None, 503, ConnectionResetError, None, 400]
+    with served(master, problems=problems) as (url, calls):
+        remote = teacher.Server(url, None, None)
+        first, second = remote.logprobs(packed), (remote.ask_again(), remote.logprobs(packed))[1]
+        assert torch.equal(first, second) and len(calls) == 2 and pauses == list(teacher.PAUSES_S[:2])
+        remote.ask_again()
+        with pytest.raises(UsageError, match="answered 400"):
+            remote.logprobs(packed)
 
 
 def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> None:

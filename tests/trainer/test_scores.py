@@ -216,19 +216,21 @@ def test_layers_that_keep_only_their_inputs_have_the_same_gradients(
 ) -> None:
     packed = packing.pack(batch(), CPU)
     found = []
-    for checkpointed in (False, True):
+    for checkpointed in (0, 3, None):
         trained = policy(tokenizer, num_hidden_layers=6).train(training)
-        if checkpointed:
-            layers.checkpoint_layers(trained.network)
+        if checkpointed != 0:
+            layers.checkpoint_layers(trained.network, checkpointed)
         kept = kept_for_backward(lambda trained=trained: trained.logprobs(packed))
         logprobs = trained.logprobs(packed)
         logprobs.sum().backward()
         found.append((logprobs, [parameter.grad for parameter in trained.parameters()], kept))
-    (logprobs, gradients, everything), (same_logprobs, same_gradients, inputs) = found
-    torch.testing.assert_close(same_logprobs, logprobs, atol=1e-6, rtol=0)
-    for got, right in zip(same_gradients, gradients, strict=True):
-        torch.testing.assert_close(got, right, atol=1e-6, rtol=1e-6)
-    assert inputs < 0.6 * everything
+    (logprobs, gradients, everything), *others = found
+    for same_logprobs, same_gradients, _ in others:
+        torch.testing.assert_close(same_logprobs, logprobs, atol=1e-6, rtol=0)
+        for got, right in zip(same_gradients, gradients, strict=True):
+            torch.testing.assert_close(got, right, atol=1e-6, rtol=1e-6)
+    half, inputs = (kept for *_, kept in others)
+    assert inputs < 0.6 * everything and (inputs + everything) / 2 == pytest.approx(half, rel=0.05)
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

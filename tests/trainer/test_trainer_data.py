@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -239,10 +241,20 @@ def test_neither_padding_nor_a_beginning_that_is_there_already_is_computed() -> 
 def test_rollouts_of_a_task_share_a_micro_batch_as_far_as_they_fit() -> None:
     tasks = [[task] * 30 for task in range(8)]
     group = [samples.Sample((samples.Segment([*task, answer], [(30, 31)]),)) for answer in range(4) for task in tasks]
-    micro_batches = packing.plan(group, budget=8 * 31)
-    assert [len(micro_batch) for micro_batch in micro_batches] == [8] * 4
-    for micro_batch in micro_batches:
-        assert len({sample.segments[0].token_ids[0] for sample in micro_batch}) == 2
+    for budget, in_one in ((248, 16), (62, 4), (34, 2)):  # attention reads at most twice as many tokens
+        micro_batches = packing.plan(group, budget)
+        assert [len(micro_batch) for micro_batch in micro_batches] == [in_one] * (32 // in_one)
+        for micro_batch in micro_batches:
+            assert len({sample.segments[0].token_ids[0] for sample in micro_batch}) == math.ceil(in_one / 4)
+            assert len(packing.pack(micro_batch, torch.device("cpu")).token_ids_T) <= budget
+
+
+def test_the_estimate_of_a_plan_is_never_below_what_is_computed() -> None:
+    batch = [samples.Sample((one.segments[0], two.segments[0])) for one, two in pairwise(beginning_alike())]
+    for budget in (60, 200, 1000):
+        for micro_batch in packing.plan(batch, budget):
+            computed = len(packing.pack(micro_batch, torch.device("cpu")).token_ids_T)
+            assert computed <= budget or len(micro_batch) == 1
 
 
 @pytest.mark.parametrize(

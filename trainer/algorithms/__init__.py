@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..data.samples import Sample
-from ..losses.policy_loss import Loss, Mean
+from ..losses.policy_loss import Loss
 from ..model.chunked_logprobs import RequestedScores, Scores
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..model.packing import Packed
     from ..recipe.recipe import Recipe
 
-__all__ = ["Algorithm", "Loss", "Mean", "Setup", "StepLoss"]
+__all__ = ["Algorithm", "Loss", "Setup", "StepLoss"]
 
 
 class Setup(NamedTuple):

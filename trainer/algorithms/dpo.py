@@ -23,7 +23,7 @@ import torch
 from ..data.chat_dataset import Pair, read_pairs
 from ..data.samples import Sample, Segment
 from ..engine.engine import score
-from ..losses.policy_loss import Loss, TokenRows, measured
+from ..losses.policy_loss import Loss, TokenRows
 from ..losses.preference_loss import preference_loss
 from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import Packed
@@ -89,7 +89,7 @@ class Dpo:
         loss = preference_loss(self._options, logprobs_N, rows, reference_R, weight_P, scores.collision_N)
         sums_R, count = rows.sum(logprobs_N), float(len(pairs))
         logps = {"logps/chosen": (sums_R[0::2].sum(), count), "logps/rejected": (sums_R[1::2].sum(), count)}
-        return Loss(loss.sum, loss.metrics | measured(logps))
+        return Loss(loss.sum, {**loss.totals, **logps})
 
 
 def create(setup: Setup) -> Dpo:

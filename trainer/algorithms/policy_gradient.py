@@ -29,8 +29,9 @@ from ..losses.advantages import (
     soft_overlong,
 )
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
-from ..losses.policy_loss import Loss, Mean, TokenRows, Tokens, kl_estimate, loss_weights, policy_loss
+from ..losses.policy_loss import Loss, TokenRows, Tokens, Totals, kl_estimate, loss_weights, policy_loss
 from ..losses.value_loss import Values, value_loss
+from ..model.attention import on_device
 from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.policy import load_policy
 from ..model.teacher_divergence import TeacherDivergence
@@ -262,9 +263,10 @@ class PolicyGradient:
         if teacher_N is not None:
             said_N = tokens.sampler_N if tokens.old_N is None else tokens.old_N
             assert said_N is not None
-            kl = Mean(float((said_N - teacher_N).sum()), float(len(teacher_N)))
+            kl = (said_N - teacher_N).sum(), float(len(teacher_N))
             # without a count, the sum of all micro-batches is logged
-            of_policy.metrics.update({"teacher_kl": kl, "teacher_tokens": Mean(micro.tokens, 0.0)})
+            taught: Totals = {"teacher_kl": kl, "teacher_tokens": (micro.tokens, 0.0)}
+            of_policy = of_policy._replace(totals={**of_policy.totals, **taught})
         if scores.divergence_N is not None:
             of_policy = self._with_divergence(of_policy, scores.divergence_N, micro)
         return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro, explained)
@@ -274,10 +276,9 @@ class PolicyGradient:
         options = self._options.teacher
         assert options is not None
         total = options.coef * (micro.rows.spread(micro.weight_R) * divergence_N).sum()
-        mean = Mean(float(divergence_N.detach().sum()), float(len(divergence_N)))
-        both = of_policy.metrics["loss"].total + float(total.detach())
-        metrics = {**of_policy.metrics, "loss": Mean(both, micro.share), "teacher_divergence": mean}
-        return Loss(of_policy.sum + total, metrics)
+        both = of_policy.sum + total
+        mean = divergence_N.sum(), float(len(divergence_N))
+        return Loss(both, {**of_policy.totals, "loss": (both, micro.share), "teacher_divergence": mean})
 
     def _with_critic(self, of_policy: Loss, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
         old_N, returns_N, critic = micro.said("values"), micro.said("returns"), self._objective.critic
@@ -291,20 +292,20 @@ class PolicyGradient:
             share=micro.share,
         )
         of_critic, count = value_loss(critic, values), float(len(returns_N))
-        both = of_policy.metrics["loss"].total + critic.loss_coef * of_critic.metrics["value_loss"].total
-        metrics = {
-            **of_policy.metrics,
-            **of_critic.metrics,
-            "loss": Mean(both, micro.share),
-            "explained_variance": Mean(explained * count, count),
+        both = of_policy.sum + critic.loss_coef * of_critic.sum
+        totals = {
+            **of_policy.totals,
+            **of_critic.totals,
+            "loss": (both, micro.share),
+            "explained_variance": (explained * count, count),
         }
-        return Loss(of_policy.sum + critic.loss_coef * of_critic.sum, metrics)
+        return Loss(both, totals)
 
     def sampler_N(self, packed: Packed) -> Tensor:
         """The sampler's logprobs of a micro-batch's tokens."""
         segments = cast(Sequence[SampledSegment], packed.segments)
         said = [value for segment in segments for value in segment.sampler]
-        return torch.tensor(said, device=packed.token_ids_T.device)
+        return on_device(torch.tensor(said), packed.token_ids_T.device)
 
     @property
     def _asks_trainer(self) -> bool:
@@ -332,7 +333,8 @@ class _MicroBatch:
 
     def __init__(self, packed: Packed, counted: Sequence[Counted], like: Tensor) -> None:
         self.rows = TokenRows(packed.sample_N, len(packed.samples))
-        self.weight_R = like.new_tensor([each.token for each in counted])
+        self._like = like
+        self.weight_R = self._tensor([each.token for each in counted])
         self.share = sum(each.share for each in counted)
         self.tokens = float(sum(len(segment.token_ids) for segment in packed.segments))
         self._segments = packed.segments
@@ -340,4 +342,7 @@ class _MicroBatch:
     def said(self, name: str) -> Tensor | None:
         """A field of the segments, [N]; None if they do not have it."""
         known = [each for segment in self._segments if (each := getattr(segment, name)) is not None]
-        return self.weight_R.new_tensor([value for each in known for value in each]) if known else None
+        return self._tensor([value for each in known for value in each]) if known else None
+
+    def _tensor(self, values: list[float]) -> Tensor:
+        return on_device(torch.tensor(values, dtype=self._like.dtype), self._like.device)

@@ -86,7 +86,7 @@ class RewardModelTraining:
         else:
             loss = label_loss(values_N, labels_N)
         lengths_N = torch.tensor([segment.length for segment in segments], device=values_N.device)
-        return Loss(loss.sum, loss.metrics | moments(values_N, lengths_N))
+        return Loss(loss.sum, {**loss.totals, **moments(values_N, lengths_N)})
 
 
 def create(setup: Setup) -> RewardModelTraining:

@@ -13,11 +13,13 @@ value of that token changes, and no other.
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -47,6 +49,8 @@ TOLERANCE = 0.2
 QUESTION = {"role": "user", "content": "Q"}
 CALLS = 32  # at the same time
 TIMEOUT_S = 600.0
+PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # between the attempts of a call: asking twice changes nothing
+OVERLOADED = frozenset({429, 502, 503, 504})
 KEPT = 4096  # answers for segments that are scored again
 
 
@@ -335,15 +339,20 @@ class Server:
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = Request(self._url + path, orjson.dumps(self._model | body), self._headers)
         context = client_context() if self._url.startswith("https") else None
-        try:
-            with urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
-                said: dict[str, Any] = orjson.loads(answer.read())
-        except HTTPError as error:
-            detail = f"{error.code} {error.read()[:300].decode(errors='replace')}"
-            raise UsageError(f"{self._url}{path} answered {detail}") from error
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{self._url}{path} cannot be used: {error}") from error
-        return said
+        for pause_s in (*PAUSES_S, None):
+            try:
+                with urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+                    said: dict[str, Any] = orjson.loads(answer.read())
+                    return said
+            except HTTPError as error:
+                if pause_s is None or error.code not in OVERLOADED:
+                    detail = f"{error.code} {error.read()[:300].decode(errors='replace')}"
+                    raise UsageError(f"{self._url}{path} answered {detail}") from error
+            except (OSError, HTTPException, ValueError) as error:
+                if pause_s is None or isinstance(error, ValueError):
+                    raise UsageError(f"{self._url}{path} cannot be used: {error}") from error
+            time.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
 
 
 def _digest(segment: Segment) -> bytes:

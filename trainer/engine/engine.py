@@ -171,11 +171,13 @@ class Engine:
             shapes = parameter_shapes(policy)
         self._options = options
         self._optimizing = optimizing
-        asked = {checkpoint_layers: options.activation_checkpointing, compile_layers: options.compile}
-        for change in (change for change, wanted in asked.items() if wanted):
-            change(policy.network)
-            if policy.critic is not None:
-                change(policy.critic.backbone)
+        decoders = [policy.network] if policy.critic is None else [policy.network, policy.critic.backbone]
+        again = options.activation_checkpointing
+        for decoder in decoders:
+            if again:
+                checkpoint_layers(decoder, None if again is True else again)
+            if options.compile:
+                compile_layers(decoder)
         if options.compile and isinstance(policy, Policy):
             policy.scorer.compiled = True
         self._deepspeed, *_ = deepspeed.initialize(
@@ -184,6 +186,9 @@ class Engine:
             config=deepspeed_config(options, optimizing, launch.ranks),
             dist_init_required=False,
         )
+        if options.zero_stage in (1, 2) and options.offload.optimizer is None:
+            # it looks into each gradient for what its norm shows next: on a GPU, hundreds of kernels
+            self._deepspeed.optimizer.check_overflow = lambda **_: None
         if options.tensor_parallel > 1:
             # it compares the first arguments across ranks, which works only for tensors, lists and dicts
             self._deepspeed.first_dataloader_check.remove()

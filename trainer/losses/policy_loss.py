@@ -43,7 +43,7 @@ from ..recipe.objective import Aggregation, Correction, Kl, KlEstimator, Objecti
 
 CAP = 10.0  # limit of an estimate and of the ratio: one token must not outweigh a batch
 EXPONENT = 20.0  # exp of it is finite in float32
-Totals = Mapping[str, tuple[Tensor, float]]  # a metric as a scalar on the device, and its count
+Totals = Mapping[str, tuple[Tensor | float, float]]  # a metric as a sum, a scalar on the device, and its divisor
 
 
 def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator, cap: float = CAP) -> Tensor:
@@ -78,10 +78,15 @@ class Mean:
 
 
 class Loss(NamedTuple):
-    """sum: the scalar to minimize, not yet divided. metrics: by name."""
+    """sum: the scalar to minimize, not yet divided. totals: of the metrics, by name."""
 
     sum: Tensor
-    metrics: dict[str, Mean]
+    totals: Totals
+
+    @property
+    def metrics(self) -> dict[str, Mean]:
+        """The metrics as numbers. On a GPU, it waits for them."""
+        return measured(self.totals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +159,20 @@ def loss_weights(
     return Weights(token_B, [weight * length for weight, length in zip(token_B, lengths_B, strict=True)])
 
 
+def detached(totals: Totals) -> Totals:
+    """The totals without their graph, so that they can be read after the backward."""
+    return {
+        name: (total.detach() if isinstance(total, Tensor) else total, count) for name, (total, count) in totals.items()
+    }
+
+
 def measured(totals: Totals) -> dict[str, Mean]:
     """Metrics of a micro-batch; one transfer from the device for all of them."""
-    if not totals:
-        return {}
-    values = torch.stack([total.detach().float() for total, _ in totals.values()]).tolist()
-    return {name: Mean(value, count) for (name, (_, count)), value in zip(totals.items(), values, strict=True)}
+    on_device = {name: total.detach().double() for name, (total, _) in totals.items() if isinstance(total, Tensor)}
+    values = dict(zip(on_device, torch.stack([*on_device.values()]).tolist(), strict=True)) if on_device else {}
+    return {
+        name: Mean(values[name] if name in values else float(total), count) for name, (total, count) in totals.items()
+    }
 
 
 class Corrected(NamedTuple):
@@ -249,7 +262,8 @@ def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
     weight_N, count = tokens.rows.spread(tokens.weight_R), float(len(tokens.logprobs_N))
     trainer_N = tokens.logprobs_N.detach() if tokens.old_N is None else tokens.old_N
     anchor_N = trainer_N if objective.loss.anchor == "trainer" else _given(tokens.sampler_N, "sampler_N")
-    terms_N, totals = _surrogate(objective.loss, tokens, anchor_N)
+    terms_N, of_surrogate = _surrogate(objective.loss, tokens, anchor_N)
+    totals = dict(of_surrogate)
     if tokens.sampler_N is not None:
         totals |= mismatch(trainer_N, tokens.sampler_N)
     if objective.correction.kind != "none":
@@ -270,18 +284,18 @@ def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
     if tokens.entropy_N is not None:
         totals["entropy"] = (tokens.entropy_N.sum(), count)
     total = (weight_N * terms_N).sum()
-    return Loss(total, measured(totals | {"loss": (total, tokens.share)}))
+    return Loss(total, totals | {"loss": (total, tokens.share)})
 
 
 def nll_loss(logprobs_N: Tensor) -> Loss:
     """Supervised fine-tuning: minus the sum of log p; the loop divides by the step's trained tokens."""
     total = -logprobs_N.sum()
-    return Loss(total, measured({"loss": (total, float(len(logprobs_N)))}))
+    return Loss(total, {"loss": (total, float(len(logprobs_N)))})
 
 
 class _Surrogate(NamedTuple):
     terms_N: Tensor
-    totals: dict[str, tuple[Tensor, float]]
+    totals: Totals
 
 
 def _surrogate(options: PolicyLoss, tokens: Tokens, anchor_N: Tensor) -> _Surrogate:

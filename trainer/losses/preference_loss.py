@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..recipe.objective import Preference
-from .policy_loss import Loss, TokenRows, measured
+from .policy_loss import Loss, TokenRows
 
 NEARLY_SURE = -1e-9  # largest log p of an answer: the odds of a certain one are infinite
 
@@ -68,7 +68,7 @@ def preference_loss(
         "rewards/margins": (options.beta * (chosen_P - rejected_P).sum(), pairs),
         "rewards/accuracies": ((chosen_P > rejected_P).sum(), pairs),
     }
-    return Loss(total, measured(totals))
+    return Loss(total, totals)
 
 
 def _losses(options: Preference, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
@@ -110,4 +110,4 @@ def kto_loss(beta: float, gains_R: Tensor, labels_R: Tensor, weights_R: Tensor, 
         "rewards/chosen": (rewards_R[labels_R].sum(), good),
         "rewards/rejected": (rewards_R[~labels_R].sum(), rows - good),
     }
-    return Loss(total, measured(totals))
+    return Loss(total, totals)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from .policy_loss import Loss, Mean, measured
+from .policy_loss import Loss
 
 if TYPE_CHECKING:
     from ..recipe.algorithms import RewardModelOptions
@@ -45,7 +45,7 @@ def pair_loss(options: RewardModelOptions, scores_R: Tensor, margins_P: Tensor) 
         "rewards/margins": (apart_P.sum(), pairs),
         "rewards/accuracies": ((apart_P > 0).sum(), pairs),
     }
-    return Loss(total, measured(totals) | _calibration(apart_P))
+    return Loss(total, totals | _calibration(apart_P))
 
 
 def label_loss(scores_N: Tensor, labels_N: Tensor) -> Loss:
@@ -58,28 +58,28 @@ def label_loss(scores_N: Tensor, labels_N: Tensor) -> Loss:
         "rewards/rejected": (scores_N[~labels_N].sum(), count - good),
         "rewards/accuracies": ((signed_N > 0).sum(), count),
     }
-    return Loss(total, measured(totals) | _calibration(signed_N))
+    return Loss(total, totals | _calibration(signed_N))
 
 
-def _calibration(right_K: Tensor) -> dict[str, Mean]:
+def _calibration(right_K: Tensor) -> dict[str, tuple[Tensor | float, float]]:
     """For each bin of confidence its share of all, and its mean accuracy and confidence. right_K: above 0 if right."""
     confidence_K, right_K = right_K.detach().abs().double().sigmoid(), right_K.detach() > 0
     bin_K = ((confidence_K - 0.5) * 10).long().clamp(0, len(BINS) - 1)
-    means: dict[str, Mean] = {}
+    means: dict[str, tuple[Tensor | float, float]] = {}
     for number, low in enumerate(BINS):
         mine_K = bin_K == number
         count = float(mine_K.sum())
-        means[f"{CALIBRATION}{low}/share"] = Mean(count, float(len(bin_K)))
-        means[f"{CALIBRATION}{low}/accuracy"] = Mean(float(right_K[mine_K].sum()), count)
-        means[f"{CALIBRATION}{low}/confidence"] = Mean(float(confidence_K[mine_K].sum()), count)
+        means[f"{CALIBRATION}{low}/share"] = (count, float(len(bin_K)))
+        means[f"{CALIBRATION}{low}/accuracy"] = (right_K[mine_K].sum(), count)
+        means[f"{CALIBRATION}{low}/confidence"] = (confidence_K[mine_K].sum(), count)
     return means
 
 
-def moments(scores_N: Tensor, lengths_N: Tensor) -> dict[str, Mean]:
+def moments(scores_N: Tensor, lengths_N: Tensor) -> dict[str, tuple[Tensor | float, float]]:
     """The parts of the correlation between score and length."""
     x_N, y_N = scores_N.detach().double(), lengths_N.double()
     parts = {"x": x_N, "y": y_N, "xx": x_N * x_N, "yy": y_N * y_N, "xy": x_N * y_N}
-    return {f"{MOMENTS}{name}": Mean(float(part_N.sum()), float(len(x_N))) for name, part_N in parts.items()}
+    return {f"{MOMENTS}{name}": (part_N.sum(), float(len(x_N))) for name, part_N in parts.items()}
 
 
 def derived(means: dict[str, float], *, bins: bool) -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..recipe.objective import Critic
-from .policy_loss import Loss, TokenRows, measured
+from .policy_loss import Loss, TokenRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,4 +42,4 @@ def value_loss(critic: Critic, values: Values) -> Loss:
         "values": (values_N.sum(), count),
         "returns": (values.returns_N.sum(), count),
     }
-    return Loss(total, measured(totals))
+    return Loss(total, totals)

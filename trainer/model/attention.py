@@ -36,6 +36,11 @@ SIMILAR = 0.8
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor of the CPU, for which the CPU does not wait until a GPU has computed what it was given before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class AttentionKind:
     """The kind of attention of a layer.
@@ -140,7 +145,7 @@ class Layout:
         # padding comes after the token that it repeats, so the first place of a row is not padding
         place_T = torch.full((tokens,), len(row_P)).scatter_reduce_(0, row_P, places, "amin")
         shared = sum(map(len, rows)) > tokens
-        return cls(tokens, tuple(buckets), row_P.to(device), place_T.to(device), shared, rows)
+        return cls(tokens, tuple(buckets), on_device(row_P, device), on_device(place_T, device), shared, rows)
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -153,7 +158,7 @@ class Layout:
         for each in self.rows:
             ends_T[each] = int(each[-1]) + 1  # later sequences end later
         end_BR = F.pad(ends_T, (0, blocks * FLEX_BLOCK - self.tokens), value=self.tokens).view(blocks, FLEX_BLOCK)
-        end_T = ends_T.to(device)
+        end_T = on_device(ends_T, device)
         first_B1 = torch.arange(blocks).unsqueeze(1) * FLEX_BLOCK
         last_B1 = torch.clamp(first_B1 + FLEX_BLOCK, max=self.tokens) - 1
         seen_BB = (end_BR.amax(1) > first_B1).tril()
@@ -163,7 +168,8 @@ class Layout:
             """How many blocks each block of rows sees, and which, those first."""
             order_BB = mask_BB.to(torch.int8).argsort(dim=1, descending=True, stable=True)
             counts_B = mask_BB.sum(1, dtype=torch.int32)
-            return counts_B.view(1, 1, -1).to(device), order_BB.to(torch.int32)[None, None].contiguous().to(device)
+            order_11BB = order_BB.to(torch.int32)[None, None].contiguous()
+            return on_device(counts_B.view(1, 1, -1), device), on_device(order_11BB, device)
 
         def sees(batch: Tensor, head: Tensor, row: Tensor, other: Tensor) -> Tensor:
             return (other <= row) & (row < end_T[other])

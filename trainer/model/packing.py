@@ -1,7 +1,8 @@
 """Packs a batch into micro-batches of flat tensors, without padding, and with common prefixes computed once.
 
-`plan` cuts a batch into micro-batches of about equal size within a token budget, the same number for every rank; `pack`
-lays one micro-batch out. Rollouts of a task share its prompt, tasks of an environment its instructions and tools:
+`plan` cuts a batch into micro-batches of about equal size within a budget of computed tokens, the same number for every
+rank; `pack` lays one micro-batch out. Rollouts of a task share its prompt, tasks of an environment its instructions and
+tools:
 
     tokens     [ p p p q q a a a a | b b b | r r c c ]      prompt pppqq, answers aaaa and bbb; prompt ppprr, answer cc
     positions  [ 0 1 2 3 4 5 6 7 8 | 5 6 7 | 3 4 5 6 ]
@@ -16,12 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..data.samples import Sample, Segment
-from .attention import Layout
+from .attention import Layout, on_device
+
+ATTENDED = 2  # padded attention keeps keys and values of each sequence
 
 
 @dataclass(frozen=True)
@@ -43,35 +48,62 @@ class Packed:
 
 
 def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sample]]:
-    """Micro-batches of at most `budget` tokens, a multiple of `ranks` of them; rank r takes every ranks-th from r.
+    """Micro-batches that compute at most `budget` tokens, a multiple of `ranks` of them; rank r takes every ranks-th
+    from r.
 
-    Samples with a common prefix are neighbors. Every rank plans the whole batch and gets the same plan. A sample longer
-    than the budget is alone; with fewer samples than ranks some micro-batches are empty.
+    Samples with a common prefix are neighbors, and the prefix counts once. As attention may read it once for each of
+    them, at most ATTENDED * budget tokens are attended to. Every rank plans the whole batch and gets the same plan. A sample
+    longer than the budget is alone; with fewer samples than ranks some micro-batches are empty.
     """
     alike = sorted(samples, key=lambda sample: sample.segments[0].token_ids)
-    total = sum(sample.tokens for sample in samples)
-    count = math.ceil(math.ceil(total / budget) / ranks) * ranks
-    parts: list[list[Sample]] = [[] for _ in range(count)]
-    before = 0
-    for sample in alike:  # goes where its middle is when the total is cut into equal parts
-        parts[(2 * before + sample.tokens) * count // (2 * total)].append(sample)
-        before += sample.tokens
-    micro_batches = [piece for part in parts for piece in _within(budget, part)]
-    return micro_batches + [[] for _ in range(-len(micro_batches) % ranks)]
+    costs = list(_costs(alike))
+    micro_batches = _cut(alike, costs, budget)
+    count = math.ceil(len(micro_batches) / ranks) * ranks
+    low, high = (
+        sum(cost.after for cost in costs) // count,
+        budget,
+    )  # the smallest limit that makes no more micro-batches
+    while low < high:
+        limit = (low + high) // 2
+        smaller = _cut(alike, costs, limit)
+        if len(smaller) <= count:
+            micro_batches, high = smaller, limit
+        else:
+            low = limit + 1
+    return micro_batches + [[] for _ in range(count - len(micro_batches))]
 
 
-def _within(budget: int, part: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Cut a part into pieces within the budget."""
-    piece: list[Sample] = []
-    filled = 0
-    for sample in part:
-        if piece and filled + sample.tokens > budget:
-            yield piece
-            piece, filled = [], 0
-        piece.append(sample)
-        filled += sample.tokens
-    if piece:
-        yield piece
+class _Cost(NamedTuple):
+    """Tokens of a sample that are computed: if it is the first of its micro-batch, or if it follows its neighbor. attended:
+    those of all its segments.
+    """
+
+    first: int
+    after: int
+    attended: int
+
+
+def _costs(alike: Sequence[Sample]) -> Iterator[_Cost]:
+    """Upper bounds: `pack` finds more in common among several segments."""
+    before: list[int] = []
+    for sample in alike:
+        own = sample.segments
+        within = sum(_in_common(one.token_ids, next_) for one, next_ in pairwise(own))
+        yield _Cost(sample.tokens - within, sample.tokens - within - _in_common(before, own[0]), sample.tokens)
+        before = own[0].token_ids
+
+
+def _cut(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[list[Sample]]:
+    """Pieces within the limit, as long as possible."""
+    pieces: list[list[Sample]] = []
+    computed = attended = 0
+    for sample, cost in zip(alike, costs, strict=True):
+        computed, attended = computed + cost.after, attended + cost.attended
+        if not pieces or computed > limit or attended > ATTENDED * limit:
+            pieces.append([])
+            computed, attended = cost.first, cost.attended
+        pieces[-1].append(sample)
+    return pieces
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
@@ -96,11 +128,11 @@ def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
     return Packed(
         samples=tuple(samples),
         segments=segments,
-        token_ids_T=torch.tensor(token_ids, device=device),
-        positions_T=torch.tensor(positions, device=device),
-        trained_N=torch.tensor(trained, dtype=torch.int64, device=device),
-        sample_S=sample_S.to(device),
-        sample_N=sample_S.repeat_interleave(torch.tensor([segment.trained for segment in segments])).to(device),
+        token_ids_T=on_device(torch.tensor(token_ids), device),
+        positions_T=on_device(torch.tensor(positions), device),
+        trained_N=on_device(torch.tensor(trained, dtype=torch.int64), device),
+        sample_S=on_device(sample_S, device),
+        sample_N=on_device(sample_S.repeat_interleave(torch.tensor([each.trained for each in segments])), device),
         layout=Layout.of(rows, device),
     )
 

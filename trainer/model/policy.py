@@ -88,8 +88,9 @@ def compile_layers(model: PreTrainedModel) -> None:
             layer.compile(dynamic=True, options=ROUND_AS_EAGER)
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the layers keep only their inputs and recompute the rest in the backward; gradients stay the same.
+def checkpoint_layers(model: PreTrainedModel, most: int | None = None) -> None:
+    """Make the layers, or the first `most` of them, keep only their inputs and recompute the rest in the backward;
+    gradients stay the same.
 
     Raises:
         ConfigError: the layers do not support it.
@@ -102,8 +103,10 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
             f"engine.activation_checkpointing: the layers of {type(model).__name__} cannot be checkpointed; set it to false"
         )
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in layers:
-        if not layer.training:
+    for number, layer in enumerate(layers):
+        if most is not None and number >= most:
+            layer.gradient_checkpointing = False
+        elif not layer.training:
             for name, value in vars(layer).items():  # some layers (OPT's) have the probability of their own dropout
                 if "drop" in name and isinstance(value, float):
                     setattr(layer, name, 0.0)

@@ -232,9 +232,10 @@ class EngineOptions(FrozenOptions):
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Precision of weights and arithmetic; bf16 keeps float32 master weights."
     )
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: bool | Positive = Field(
         default=False,
-        description="Layers keep only their inputs and are recomputed in the backward: less memory, more time.",
+        description="Layers keep only their inputs and are recomputed in the backward: less memory, more time. A number: "
+        "so many of the layers.",
     )
     compile: bool = Field(
         default=False,
