@@ -11,7 +11,7 @@ from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import without_reasoning
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.schema import Json
-from ngym.stats.score_summary import means_by
+from ngym.stats import means_by
 from ngym.workers import WorkerPool
 
 from .matching import COMPARISONS, EXTRACTORS, WITH_ARGUMENT, check_extractor

@@ -17,7 +17,7 @@ from ngym.grading.number_match import close
 from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.gym.server import ReferenceText
-from ngym.stats.score_summary import means_by
+from ngym.stats import means_by
 
 RELATIVE_TOLERANCE = 1e-6
 Schema = Mapping[str, Any]

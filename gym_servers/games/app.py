@@ -11,7 +11,7 @@ from ngym import Session, VerifyRequest
 from ngym.grading.answers import move
 from ngym.schema import Json
 from ngym.services.gym.step_server import Step, step_server
-from ngym.stats.score_summary import means_by
+from ngym.stats import means_by
 
 from .blackjack import Blackjack
 from .game import Game, IllegalMove

@@ -23,7 +23,7 @@ from ngym.grading.answers import short
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.grading.text_match import exact
 from ngym.schema import Json
-from ngym.stats.score_summary import means_by
+from ngym.stats import means_by
 
 Kind = Literal["needle", "variables", "counting", "state"]
 KINDS: tuple[Kind, ...] = ("needle", "variables", "counting", "state")

@@ -18,7 +18,7 @@ from ngym.grading.reward_parts import Shaping, shaped
 from ngym.grading.text_match import apart, exact, f1, normal, signed
 from ngym.schema import Json
 from ngym.services.gym.server import ReferenceText
-from ngym.stats.score_summary import means_by
+from ngym.stats import means_by
 
 Kind = Literal["text", "number", "date"]
 MAX_CHARS = 300

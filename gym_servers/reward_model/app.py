@@ -16,7 +16,7 @@ from ngym.grading.reward_parts import Shaping, shaped, weighted
 from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.services.base.options import ServiceName
-from ngym.stats.score_summary import correlation
+from ngym.stats import correlation
 
 MODEL, PROGRAM = "reward_model", "programmatic"
 QUARTER = 4

@@ -18,8 +18,7 @@ from ngym.files.jsonl import read
 from ngym.net.json_limits import BULK_WEIGHT, NODE_WEIGHT, ROW_BYTES, json_weight
 from ngym.peers import Peer
 from ngym.schema import Json
-from ngym.stats.pass_at_k import Rewards, Values
-from ngym.stats.score_summary import Scores, Subsets, parts_of
+from ngym.stats import Rewards, Scores, Subsets, Values, parts_of
 
 MOST_WEIGHT = BULK_WEIGHT * 9 // 10  # the rest is for the object around the rows
 ROW_WEIGHT = 16  # of the object itself and its comma

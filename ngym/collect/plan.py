@@ -26,7 +26,7 @@ from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import BadRequest, UsageError
 from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, open_rows
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
-from ngym.stats.pass_at_k import DenseInts
+from ngym.stats import DenseInts
 
 AGENT_TYPE = "responses_api_agents"  # NeMo Gym's name, kept in agent_ref so that its tools can read these rows
 FIRST_BYTES = 16 << 20

@@ -18,8 +18,7 @@ from ngym.collect.collection_files import CollectionPaths, Progress
 from ngym.files.jsonl import read
 from ngym.runtime.live_region import Screen, Size, bar, captured, clock, harmless, is_live, packed
 from ngym.schema import Json
-from ngym.stats.pass_at_k import Interval
-from ngym.stats.score_summary import Subsets
+from ngym.stats import Interval, Subsets
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,7 +17,7 @@ from ngym.grading.answers import last_text
 from ngym.plot.runs import METRICS, read_history
 from ngym.rollout import headline, printable, transcript, turns
 from ngym.schema import Json
-from ngym.stats.score_summary import parts_of
+from ngym.stats import parts_of
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]

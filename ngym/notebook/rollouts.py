@@ -23,7 +23,7 @@ from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, READ_BYTES, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
 from ngym.schema import Json
-from ngym.stats.pass_at_k import Interval, Rewards, best_at_k
+from ngym.stats import Interval, Rewards, best_at_k
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]

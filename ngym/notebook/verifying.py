@@ -20,7 +20,7 @@ from ngym.notebook.services import Files, RunningServices, ServiceTarget
 from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
 from ngym.schema import Json, is_pending
-from ngym.stats.score_summary import parts_of
+from ngym.stats import parts_of
 from ngym.validation import config_for_scoring, says
 
 REMEDY = "start it with models=True"

@@ -258,8 +258,6 @@ class JsonLines:
     def say(self, kind: str, text: str, **details: Any) -> None:
         self._print({"event": kind, "text": text, **details})
 
-    def refresh(self) -> None: ...
-
     def _print(self, record: dict[str, Any]) -> None:
         line = json.dumps({"time": datetime.now(UTC).isoformat(), **record}, default=datetime.isoformat)
         self._output.write(lambda: print(line))
@@ -306,8 +304,11 @@ class LiveBoard:
 async def display(as_json: bool, lost: Callable[[], None], plain: bool = False) -> AsyncIterator[Display]:
     """The display that suits the output: JSON lines on request, a live board on a terminal, else plain lines."""
     output = Output(lost)
-    if as_json or plain or not is_live(sys.stdout):
-        lines = JsonLines(output) if as_json else PlainLines(output)
+    if as_json:
+        yield JsonLines(output)
+        return
+    if plain or not is_live(sys.stdout):
+        lines = PlainLines(output)
         async with _every(PLAIN_TICK_S, lines.refresh):
             yield lines
         return

@@ -1,6 +1,6 @@
 """A run in numbers (the mean with its interval, pass@k, rewards as a histogram, failures), and two runs task by task.
 
-The arithmetic is that of ngym.stats.pass_at_k.
+The arithmetic is that of ngym.stats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from ngym.schema import Json
-from ngym.stats.pass_at_k import Interval, Rewards, bootstrap
+from ngym.stats import Interval, Rewards, bootstrap
 from ngym.view.filter_query import FROM, WrongFilter
 from ngym.view.growing_index import row_name
 from ngym.view.rows import RunRows, Selection

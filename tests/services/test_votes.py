@@ -22,7 +22,7 @@ from ngym.collect.progress_display import subset_table, tables
 from ngym.errors import ServiceError
 from ngym.schema import Json
 from ngym.services.gym.server import MOST_ROWS, aggregate
-from ngym.stats.score_summary import EXACT_ROLLOUTS, MOST_VALUES, OTHER, Scores, Subsets, Votes, label_scores, means_by
+from ngym.stats import EXACT_ROLLOUTS, MOST_VALUES, OTHER, Scores, Subsets, Votes, label_scores, means_by
 
 
 def votes(*cast: tuple[Any, float]) -> Votes:

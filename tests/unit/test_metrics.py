@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from ngym.stats.pass_at_k import Rewards, best_at_k, bootstrap, spread_of_k, student_t
+from ngym.stats import Rewards, best_at_k, bootstrap, spread_of_k, student_t
 
 
 @pytest.mark.parametrize("successes", range(9))

@@ -35,7 +35,7 @@ from ngym.collect.plan import PlannedRollout, plan_rollouts
 from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.files.row_log import RowLog
 from ngym.schema import Json
-from ngym.stats.pass_at_k import Interval, Rewards
+from ngym.stats import Interval, Rewards
 
 from ..online.rollout_stream import OURS
 from ..online.services import Services

@@ -16,7 +16,7 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 if TYPE_CHECKING:
-    from ngym.stats.score_summary import Task
+    from ngym.stats import Task
 
 FILE = click.Path(path_type=Path)
 BARS = 10
@@ -57,7 +57,7 @@ def main(sources: tuple[str, ...], solved: float, by: str | None, output: Path |
     """
     from ngym.files.atomic import write_whole
     from ngym.files.jsonl import checked, expanded
-    from ngym.stats.score_summary import profile
+    from ngym.stats import profile
 
     tasks = profile((line.row for line in checked(expanded(sources, ""), _problem)), by)
     if not tasks:

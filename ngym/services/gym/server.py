@@ -39,7 +39,7 @@ from ngym.services.gym.sessions import (
     set_task,
 )
 from ngym.services.gym.tools import Author, check_reward_type, inspected, of_function, register_tool
-from ngym.stats.score_summary import ANSWER, Scores, Subsets, parts_of
+from ngym.stats import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
 MOST_ROWS = 100_000

@@ -24,7 +24,7 @@ MODULES = (
     "ngym.grading.reward_parts",
     "ngym.grading.llm_judge",
     "ngym.grading.reward_model",
-    "ngym.stats.score_summary",
+    "ngym.stats",
     "ngym.sandbox",
     "ngym.workers",
     "ngym.trl",
