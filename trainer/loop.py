@@ -31,8 +31,8 @@ from .engine.engine import Engine, Update
 from .losses.policy_loss import Totals, detached, measured
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
-from .recipe.batch_sizes import of_file, of_live
 from .recipe.recipe import DataOptions, Recipe, read_launch
+from .recipe.recipe_reader import of_file, of_live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

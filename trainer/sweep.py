@@ -39,7 +39,8 @@ from ngym.runtime.event_loop import await_exit, put_off
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
-from .recipe.recipe import SWEEP, as_yaml, read_launch
+from .recipe.recipe import SWEEP, read_launch
+from .recipe.recipe_reader import as_yaml
 from .run_folder import METRICS, POLICY, RESOLVED
 from .train import OTHERWISE, checked
 

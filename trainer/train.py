@@ -24,9 +24,9 @@ from ngym.telemetry import tracing
 
 from .checkpoints import Checkpoints, resumable
 from .data import file_batches
-from .recipe import batch_sizes
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
-from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
+from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, read_launch
+from .recipe.recipe_reader import as_yaml, impossible, of_live, read_recipe
 from .recipe.rollout_options import RolloutOptions
 from .reporting import sinks
 from .run_folder import (
@@ -84,7 +84,7 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, ove
     taken = holds_a_run(recipe.output)
     if resume:
         resumable(recipe.output, text)
-    sizes = batch_sizes.of_live(recipe, read_launch()) if recipe.live else []
+    sizes = of_live(recipe, read_launch()) if recipe.live else []
     if as_json:
         told = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
         print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
@@ -108,9 +108,9 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Con
         raise UsageError(f"{there} is not a folder; {OTHERWISE}")
     if recipe.data is not None:
         file_batches.check(recipe.data, tree)
-    impossible = batch_sizes.impossible(recipe, read_launch())
-    if impossible:
-        raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in impossible))
+    refused = impossible(recipe, read_launch())
+    if refused:
+        raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in refused))
     return recipe, tree
 
 

@@ -20,7 +20,7 @@ from ngym.peers import Peers
 from ngym.supervise.head_file import find_running
 from ngym.supervise.supervisor import Supervisor
 from ngym.trainer.online import services
-from ngym.trainer.recipe.recipe import read_recipe
+from ngym.trainer.recipe.recipe_reader import read_recipe
 
 TOKEN, ADMIN = "the-token-of-this-run", "the-token-of-the-trainer"
 SERVICES = {

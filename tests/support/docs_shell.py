@@ -191,12 +191,12 @@ def _deeper(name: str, context: click.Context) -> None:
     given = context.params
     if name == "train" and not given.get("sweeps"):
         words = given["recipe"]
-        from ngym.trainer.recipe import recipe
+        from ngym.trainer.recipe import recipe_reader
 
         if given.get("environment"):
             words = ("grpo.yaml", *words)  # the rest comes from the config of a project
 
-        recipe.read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
+        recipe_reader.read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
     if name in ("run", "validate", "collect_rollouts") and given.get("configs"):
         config = load_config(given["configs"], given["overrides"])
         for service in given.get("only") or given.get("names") or filter(None, [given.get("agent")]):

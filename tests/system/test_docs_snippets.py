@@ -270,9 +270,9 @@ def _recipe(base: str | None, text: str, values: dict[str, Any], scratch: Path) 
     without = "evaluation" not in values and (short or base == "reward_model.yaml")
     several = [*short, "evaluation=null"] if without else short
     try:
-        from ngym.trainer.recipe import recipe as trainer_recipe
+        from ngym.trainer.recipe import recipe_reader
 
-        trainer_recipe.read_recipe([base, str(scratch / "part.yaml")], several)
+        recipe_reader.read_recipe([base, str(scratch / "part.yaml")], several)
     except ConfigError as error:  # of sinks that the tests have no package for
         if rest := [line for line in str(error).splitlines() if not NO_PACKAGE.search(line)]:
             raise ConfigError("\n".join(rest)) from None

@@ -26,7 +26,7 @@ from ngym.trainer.engine import engine
 from ngym.trainer.engine.engine import score
 from ngym.trainer.model import packing, teacher_divergence
 from ngym.trainer.model import policy as model
-from ngym.trainer.recipe import algorithms, objective, recipe
+from ngym.trainer.recipe import algorithms, objective, recipe, recipe_reader
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 Change = Callable[[list[Any], list[int]], list[Any]]
@@ -68,7 +68,7 @@ def setup(student: Path, tokenizer: PreTrainedTokenizerBase) -> Setup:
         f"algorithm.teacher.path={student}",
         "algorithm.teacher.beta=null",
     ]
-    return Setup(recipe.read_recipe(["distillation.yaml"], words)[0], learner, tokenizer)
+    return Setup(recipe_reader.read_recipe(["distillation.yaml"], words)[0], learner, tokenizer)
 
 
 def rollout(reward: float, group: str, *spans: list[tuple[int, int]]) -> Any:
@@ -433,7 +433,7 @@ def test_combinations_that_make_no_sense_are_refused(student: Path, words: list[
         "algorithm.teacher.beta=null",
     ]
     with pytest.raises(ConfigError) as refused:
-        recipe.read_recipe(["distillation.yaml"], [*fixed, *words])
+        recipe_reader.read_recipe(["distillation.yaml"], [*fixed, *words])
     assert key in str(refused.value)
 
 

@@ -22,7 +22,7 @@ from ngym.trainer.algorithms import sft
 from ngym.trainer.data import file_batches
 from ngym.trainer.engine import engine, optimizer
 from ngym.trainer.model import policy as model
-from ngym.trainer.recipe import recipe
+from ngym.trainer.recipe import recipe, recipe_reader
 
 pytest.importorskip("bitsandbytes")
 LAUNCH = recipe.Launch(rank=0, local_rank=0, ranks=1)
@@ -182,7 +182,7 @@ def without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
 def test_without_the_package_the_extra_is_named(without_bitsandbytes: None, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        recipe.read_recipe(["sft.yaml"], [f"optimizer.name={name}"])
+        recipe_reader.read_recipe(["sft.yaml"], [f"optimizer.name={name}"])
     assert str(caught.value) == (
         f'command line: optimizer.name: {name} needs ngym[quantized]: pip install "ngym[quantized]", or use adamw; '
         f"got {name!r}"
@@ -192,4 +192,4 @@ def test_without_the_package_the_extra_is_named(without_bitsandbytes: None, name
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_is_refused(stage: int) -> None:
     with pytest.raises(ConfigError, match=r"engine: .*8-bit states, which ZeRO would cut: set zero_stage 0"):
-        recipe.read_recipe(["sft.yaml"], ["optimizer.name=adamw_8bit", f"engine.zero_stage={stage}"])
+        recipe_reader.read_recipe(["sft.yaml"], ["optimizer.name=adamw_8bit", f"engine.zero_stage={stage}"])

@@ -23,6 +23,7 @@ from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import services
 from ngym.trainer.recipe import recipe as config
+from ngym.trainer.recipe import recipe_reader
 
 pytest.importorskip("peft")
 NAMES = ("recipe.recipe", "engine.engine", "model.policy", "recipe.recipe", "model.packing", "data.samples")
@@ -161,7 +162,7 @@ def test_a_target_that_is_no_linear_layer_is_refused_with_those_that_are(base: P
 def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:
     def problem(*overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            config.read_recipe(["grpo.yaml"], [f"model.path={base}", *overrides])
+            recipe_reader.read_recipe(["grpo.yaml"], [f"model.path={base}", *overrides])
         return str(caught.value)
 
     assert "rollouts.transport: lora sends an adapter, but the recipe trains no adapter" in problem(
@@ -173,7 +174,7 @@ def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:
     assert "the transport filesystem needs the folder" in problem("rollouts.transport=filesystem")
     assert "push_folder is only for the transport filesystem" in problem("rollouts.push_folder=x")
     assert "rollouts.transport: Input should be 'http', 'filesystem'" in problem("rollouts.transport=pigeon")
-    recipe, _ = config.read_recipe(
+    recipe, _ = recipe_reader.read_recipe(
         ["grpo.yaml"],
         [f"model.path={base}", "model.lora.rank=4", "rollouts.transport=lora", "rollouts.push_mode=abort"],
     )
@@ -193,5 +194,5 @@ def test_a_policy_that_ng_train_starts_takes_weights_as_the_recipe_says(
     base: Path, transport: str, needs: list[str]
 ) -> None:
     overrides = [f"model.path={base}", "model.lora.rank=16", f"rollouts.transport={transport}"]
-    recipe, _ = config.read_recipe(["grpo.yaml"], overrides)
+    recipe, _ = recipe_reader.read_recipe(["grpo.yaml"], overrides)
     assert services.serving_options(recipe) == [f"model={base}", *needs]

@@ -17,7 +17,7 @@ from ngym.trainer.algorithms import Setup, online_dpo
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
-from ngym.trainer.recipe import recipe
+from ngym.trainer.recipe import recipe, recipe_reader
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -49,7 +49,7 @@ def test_the_best_of_each_group_is_preferred_to_its_worst_and_the_first_loss_is_
     optimizing = recipe.OptimizerOptions(lr=1e-2)
     learner = engine.Engine(policy, recipe.Launch(0, 0, 1), recipe.EngineOptions(zero_stage=0), optimizing)
     words = [f"model.path={start}", "evaluation=null", "algorithm.preference.sft_weight=0"]
-    read = recipe.read_recipe(["online_dpo.yaml"], words)[0]
+    read = recipe_reader.read_recipe(["online_dpo.yaml"], words)[0]
     algorithm = online_dpo.create(Setup(read, learner, tokenizer))
     groups = [
         rollout(0.2, "a", 100), rollout(0.9, "a", 200, turns=2), rollout(0.1, "a", 300), rollout(0.9, "a", 400),
@@ -90,4 +90,4 @@ def test_a_live_run_prefers_its_better_rollouts(start: Path, tmp_path: Path) -> 
 )
 def test_keys_that_have_no_effect_are_refused(start: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        recipe.read_recipe(["online_dpo.yaml"], [f"model.path={start}", "evaluation=null", *words])
+        recipe_reader.read_recipe(["online_dpo.yaml"], [f"model.path={start}", "evaluation=null", *words])

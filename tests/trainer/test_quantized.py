@@ -25,6 +25,7 @@ from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import services
 from ngym.trainer.recipe import recipe as config
+from ngym.trainer.recipe import recipe_reader
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -277,7 +278,7 @@ def without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def problem(base: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        config.read_recipe(["grpo.yaml"], [f"model.path={base}", "model.lora.base_4bit=nf4", *overrides])
+        recipe_reader.read_recipe(["grpo.yaml"], [f"model.path={base}", "model.lora.base_4bit=nf4", *overrides])
     return str(caught.value)
 
 
@@ -356,8 +357,8 @@ def test_a_device_that_bitsandbytes_cannot_use_is_one_line(base: Path, monkeypat
 
 def test_servers_that_get_the_adapter_load_the_dequantized_base(base: Path) -> None:
     words = [f"model.path={base}", "model.lora.base_4bit=nf4", "output=runs/q"]
-    recipe, _ = config.read_recipe(["grpo.yaml"], [*words, "rollouts.transport=lora"])
+    recipe, _ = recipe_reader.read_recipe(["grpo.yaml"], [*words, "rollouts.transport=lora"])
     folder = Path("runs/q/base").resolve()
     assert services.serving_options(recipe)[:2] == [f"model={folder}", "model_within_s=600"]
-    recipe, _ = config.read_recipe(["grpo.yaml"], words)
+    recipe, _ = recipe_reader.read_recipe(["grpo.yaml"], words)
     assert services.serving_options(recipe) == [f"model={base}"]

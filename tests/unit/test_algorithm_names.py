@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from ngym.errors import ConfigError
-from ngym.trainer.recipe import algorithms
-from ngym.trainer.recipe import recipe as trainer_recipe
+from ngym.trainer.recipe import algorithms, recipe_reader
 
 FILE = ["model.path=data/letters/tokenizer", "evaluation=null"]
 
 
 def recipe(*words: str, files: tuple[str, ...] = ("grpo.yaml",)) -> Any:
-    return trainer_recipe.read_recipe(files, [*FILE, *words])[0]
+    return recipe_reader.read_recipe(files, [*FILE, *words])[0]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ngym.trainer.engine import engine, sanity_checks
 from ngym.trainer.engine.engine import score
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
-from ngym.trainer.recipe import algorithms
+from ngym.trainer.recipe import algorithms, recipe_reader
 from ngym.trainer.recipe import recipe as config
 
 SHAPE = {
@@ -428,7 +428,7 @@ def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
     path = write(tmp_path / "out.jsonl", rows())  # of anybody's logprobs
     words = [f"data.path={path}", "rollouts=null", "evaluation=null", "batch_size=7"]
     words += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer"]
-    recipe, _ = config.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
+    recipe, _ = recipe_reader.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
     trained = learner(tokenizer)
     algorithm = policy_gradient.PolicyGradient(recipe.algorithm, None, None)
     parts = loop.Parts(recipe, trained, algorithm, tokenizer)

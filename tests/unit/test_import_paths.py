@@ -16,7 +16,7 @@ from ngym.sandbox import SandboxOptions, choose_sandbox
 from ngym.sandbox.providers import CustomOptions
 from ngym.services.base.options import ServiceOptions, parse_options
 from ngym.trainer.losses.advantages import advantages
-from ngym.trainer.recipe import recipe as config
+from ngym.trainer.recipe import recipe_reader
 from ngym.trainer.recipe.objective import Advantage
 from ngym.trainer.reporting import metrics, sinks
 
@@ -79,7 +79,7 @@ def folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def recipe(*words: str) -> Any:
     given = ["model.path=data/letters/tokenizer", "evaluation=null", *words]
-    return config.read_recipe(["grpo.yaml"], given)[0]
+    return recipe_reader.read_recipe(["grpo.yaml"], given)[0]
 
 
 def refused(*words: str) -> str:

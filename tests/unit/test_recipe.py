@@ -14,8 +14,8 @@ from ngym.config.yaml_tree import all_keys
 from ngym.errors import ConfigError
 from ngym.trainer.data import samples
 from ngym.trainer.model import policy
-from ngym.trainer.recipe import batch_sizes
 from ngym.trainer.recipe import recipe as config
+from ngym.trainer.recipe import recipe_reader
 from ngym.trainer.recipe.algorithms import ALGORITHMS
 from ngym.trainer.recipe.other_names import OTHER_NAMES
 
@@ -27,7 +27,7 @@ def launch(ranks: int) -> Any:
 
 
 def recipe(*words: str) -> Any:
-    return config.read_recipe([words[0]], words[1:])[0]
+    return recipe_reader.read_recipe([words[0]], words[1:])[0]
 
 
 def lengths(*tokens: int) -> list[Any]:
@@ -106,12 +106,12 @@ def test_what_came_from_the_environment_is_shown_as_it_was_written(
         "optimizer.lr=${oc.env:RATE}",
         "optimizer.muon_lr=${optimizer.lr}",
     ]
-    read, tree = config.read_recipe(words[:1], words[1:])
+    read, tree = recipe_reader.read_recipe(words[:1], words[1:])
     assert read.optimizer.muon_lr == 0.25 and read.data.path == "s3cret/run/demonstrations.jsonl"
-    text = config.as_yaml(read, tree)
+    text = recipe_reader.as_yaml(read, tree)
     assert "s3cret" not in text and "0.25" not in text
     (tmp_path / "recipe.yaml").write_text(text)
-    assert config.read_recipe([str(tmp_path / "recipe.yaml")], [])[0] == read
+    assert recipe_reader.read_recipe([str(tmp_path / "recipe.yaml")], [])[0] == read
     wrong = CliRunner().invoke(main, ["sft.yaml", "optimizer.name=${oc.env:WHERE}"])
     assert "s3cret" not in wrong.stderr and "got ${oc.env:WHERE}" in wrong.stderr
 
@@ -123,7 +123,7 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None
 
 
 def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
-    said = batch_sizes.of_file(
+    said = recipe_reader.of_file(
         recipe("sft.yaml", "batch_size=4", "epochs=2", "micro_batch_tokens=10", "schedule.warmup_steps=0"),
         lengths(5, 5, 5, 5, 5, 15),
         4,
@@ -140,7 +140,7 @@ def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
 
 
 def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> None:
-    said = batch_sizes.of_file(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
+    said = recipe_reader.of_file(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
     assert said[1:2] + said[3:] == [
         "step         32 samples",
         "run          3 steps (max_steps, of 5): 96 samples, about 960 tokens",
@@ -151,7 +151,7 @@ def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> No
 
 def test_the_sizes_of_a_live_run_are_told() -> None:
     words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
-    said = batch_sizes.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
+    said = recipe_reader.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
     assert said == [
         "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimizer steps of 28, 9 or 10 on each of 3 ranks",
         "micro-batch  at most 4,096 tokens on a rank, as many as the rollouts need",
@@ -169,7 +169,7 @@ def test_the_sizes_of_a_live_run_are_told() -> None:
     ],
 )
 def test_sizes_that_cannot_work_are_refused(words: list[str], ranks: int, key: str, reason: str) -> None:
-    ((found, why),) = batch_sizes.impossible(recipe(*words), launch(ranks))
+    ((found, why),) = recipe_reader.impossible(recipe(*words), launch(ranks))
     assert found == key and reason in why
 
 

@@ -1,5 +1,4 @@
-"""The recipe: YAML files and `key=value` overrides become one frozen record. Each mistake is one line with its file,
-value and remedy.
+"""The options of a training run, as one frozen record. recipe_reader.py makes it of YAML files and overrides.
 
 A path that is read (data, tokenizer, model) is searched in the working directory first, then among the files that ship
 with ngym; a path that is written is relative to the working directory.
@@ -9,27 +8,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ngym.config.import_path import check_arguments, imported_class, refusal
 from ngym.config.service_config import Resources
-from ngym.config.shipped_files import RECIPES
-from ngym.config.yaml_tree import ConfigTree, load_tree, parse
-from ngym.did_you_mean import did_you_mean, near_file, nearest
-from ngym.errors import ConfigError
 from ngym.extras import needs
-from ngym.telemetry.log_format import redacted
 
-from .algorithms import AnyAlgorithm, OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
+from .algorithms import AnyAlgorithm, PolicyGradientOptions
 from .extensions import MetricSink, SinkPath
-from .objective import UNCOMPARED, FrozenOptions, ModelName, Positive, Refusal, Share, Word, existing, find_path
-from .other_names import OTHER_NAMES
+from .objective import FrozenOptions, ModelName, Positive, Share, Word, existing
 from .rollout_options import EvaluationOptions, RolloutOptions, evaluation_problem
 
 Value = TypeVar("Value")
@@ -532,153 +523,3 @@ class Launch(NamedTuple):
 def read_launch() -> Launch:
     said = os.environ.get
     return Launch(rank=int(said("RANK", 0)), local_rank=int(said("LOCAL_RANK", 0)), ranks=int(said("WORLD_SIZE", 1)))
-
-
-def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
-    """The recipe from these files; a bare `sft.yaml` is also found among the shipped recipes.
-
-    Raises:
-        ConfigError: one line per mistake.
-    """
-    tree = load_tree([_recipe_file(name) for name in files], overrides, named=("algorithm",))
-    recipe = parse(Recipe, tree, other_names=OTHER_NAMES)
-    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals(recipe)]
-    if refused:
-        raise ConfigError("\n".join(refused))
-    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.live and recipe.live.max_lag:
-        recipe = recipe.model_copy(update={"algorithm": corrected(recipe.algorithm)})
-    return recipe, tree
-
-
-def refusals(recipe: Recipe) -> list[Refusal]:
-    """All invalid combinations of a recipe."""
-    found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
-    parts = (_of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
-    return [*found, *(refusal for part in parts for refusal in part(recipe))]
-
-
-def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
-    if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, PolicyGradientOptions):
-        return
-    advantage, teacher = recipe.algorithm.advantage, recipe.algorithm.teacher
-    if teacher is not None and teacher.reward_coef == 0:
-        return
-    if advantage.imported and recipe.algorithm.shaping.skip_equal_groups:
-        reason = "every group of one is a group of equal rewards, and would be left out; set it to false"
-        yield Refusal("algorithm.shaping.skip_equal_groups", reason)
-    elif advantage.estimator not in UNCOMPARED and not advantage.imported:
-        remedy = f"set at least 2, or advantage.estimator {' or '.join(UNCOMPARED)}"
-        yield Refusal("rollouts.group_size", f"{advantage.estimator} compares the attempts at a task: {remedy}")
-    elif recipe.live.dynamic_sampling > 1:
-        reason = "a group of one has no other attempts to compare, so every group would be left out; set it to 1"
-        yield Refusal("rollouts.dynamic_sampling", reason)
-
-
-def _of_teacher(recipe: Recipe) -> Iterator[Refusal]:
-    if not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
-        return
-    if recipe.algorithm.teacher.beta is not None and recipe.engine.together > 1:
-        key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
-        yield Refusal(key, "whole distributions are not shared between ranks; set it to 1, or teacher.beta to null")
-    if recipe.live is None:
-        return
-    agents = {each.agent for each in recipe.live.sources}
-    taught = {name for share in recipe.algorithm.teacher.sources for name in share.agents or agents}
-    for name in sorted(taught - agents):
-        yield Refusal("algorithm.teacher.several", f"no tasks are for an agent {name!r}{did_you_mean(name, agents)}")
-    for name in sorted(agents - taught):
-        yield Refusal("algorithm.teacher.several", f"no teacher scores the rollouts of {name!r}; add it to agents")
-    if recipe.live.dynamic_sampling > 1:
-        reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
-        yield Refusal("rollouts.dynamic_sampling", reason)
-    if recipe.live.colocated and any(each.path for each in recipe.algorithm.teacher.sources):
-        reason = "a teacher would stay on the GPU while colocated servers sample; use teacher.url"
-        yield Refusal("algorithm.teacher.path", reason)
-
-
-def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:
-    lora = recipe.model.lora
-    if lora is None:
-        if recipe.rollouts is not None and recipe.rollouts.transport == "lora":
-            reason = "lora sends an adapter, but the recipe trains no adapter; set model.lora, or http"
-            yield Refusal("rollouts.transport", reason)
-        return
-    if lora.dropout > 0 and isinstance(recipe.algorithm, PolicyGradientOptions):
-        reason = "the ratio to the policy that sampled must come from the weights alone; set it to 0"
-        yield Refusal("model.lora.dropout", reason)
-    if recipe.engine.tensor_parallel > 1:
-        yield Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
-    if lora.base_4bit is None:
-        return
-    if recipe.engine.offload.parameters is not None:
-        yield Refusal(
-            "engine.offload.parameters", "a 4-bit base (model.lora.base_4bit) stays on the GPU; set it to null"
-        )
-    if recipe.engine.zero_stage == 3:
-        reason = "ZeRO 3 would cut the packed weights of model.lora.base_4bit; set it to 0, 1 or 2"
-        yield Refusal("engine.zero_stage", reason)
-    if recipe.served_base is not None and recipe.live is not None and recipe.live.config is None:
-        reason = "the running services do not serve the dequantized model.lora.base_4bit, to which the adapter belongs; set http"
-        yield Refusal("rollouts.transport", reason)
-    if recipe.live is not None and recipe.live.colocated:
-        reason = "a 4-bit base (model.lora.base_4bit) is made on the GPU before servers sleep; set it to false"
-        yield Refusal("rollouts.colocated", reason)
-
-
-def _of_heads(recipe: Recipe) -> Iterator[Refusal]:
-    if isinstance(recipe.algorithm, RewardModelOptions) and recipe.engine.tensor_parallel > 1:
-        yield Refusal("engine.tensor_parallel", "the head of a reward model is not cut; set it to 1")
-
-
-def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
-    if recipe.live is None or not recipe.live.colocated:
-        return
-    algorithm = recipe.algorithm
-    if recipe.live.max_lag > 0:
-        yield Refusal("rollouts.max_lag", "colocated servers sleep while the trainer works; set it to 0")
-    if recipe.engine.zero_stage not in (1, 2):
-        reason = "DeepSpeed moves the states of ZeRO 1 and 2 out of the GPU for colocated servers; set it to 1 or 2"
-        yield Refusal("engine.zero_stage", reason)
-    if recipe.engine.offload.optimizer is not None:
-        reason = "rollouts.colocated moves the states for the time of sampling; keep one of the two"
-        yield Refusal("engine.offload.optimizer", reason)
-    if isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coef > 0 and recipe.model.lora is None:
-        reason = "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set 0"
-        yield Refusal("algorithm.kl.coef", reason)
-    if (
-        isinstance(algorithm, OnlineDpoOptions)
-        and not algorithm.preference.reference_free
-        and recipe.model.lora is None
-    ):
-        reason = (
-            "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set true"
-        )
-        yield Refusal("algorithm.preference.reference_free", reason)
-
-
-def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
-    """The resolved recipe as YAML, in the form that users write.
-
-    A value from an environment variable is written as its `${oc.env:...}`, so that no secret reaches the disk.
-    """
-    shown = redacted(recipe.model_dump(mode="json"))
-    for key, text in tree.environment.items():
-        _put(shown, key.split("."), text)
-    return yaml.safe_dump(shown, sort_keys=False)
-
-
-def _put(values: Any, path: Sequence[str], text: str) -> None:
-    """Replace the value at a path of keys and list indices."""
-    for part in path[:-1]:
-        values = values[int(part) if isinstance(values, list) else part]
-    values[int(path[-1]) if isinstance(values, list) else path[-1]] = text
-
-
-def _recipe_file(name: str) -> Path:
-    found = find_path(name) or find_path(f"{RECIPES}/{name}")
-    if found is None:
-        known = sorted(path.name for path in RECIPES.glob("*.yaml"))
-        near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")
-        remedy = f"give a YAML file, or one that ships with ngym: {', '.join(known)}"
-        raise ConfigError(f"{name}: no such recipe{near}; {remedy}")
-    return found

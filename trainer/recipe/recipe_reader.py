@@ -1,0 +1,264 @@
+"""Reads a whole recipe: files and overrides, combinations of options that are refused, and the sizes of its batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ngym.config.shipped_files import RECIPES
+from ngym.config.yaml_tree import ConfigTree, load_tree, parse
+from ngym.did_you_mean import did_you_mean, near_file, nearest
+from ngym.errors import ConfigError
+from ngym.telemetry.log_format import redacted
+
+from .algorithms import OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
+from .objective import UNCOMPARED, Refusal, find_path
+from .other_names import OTHER_NAMES
+from .recipe import Launch, Recipe
+
+if TYPE_CHECKING:
+    from ..data.samples import Sample
+
+
+def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
+    """The recipe from these files; a bare `sft.yaml` is also found among the shipped recipes.
+
+    Raises:
+        ConfigError: one line per mistake.
+    """
+    tree = load_tree([_recipe_file(name) for name in files], overrides, named=("algorithm",))
+    recipe = parse(Recipe, tree, other_names=OTHER_NAMES)
+    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals(recipe)]
+    if refused:
+        raise ConfigError("\n".join(refused))
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.live and recipe.live.max_lag:
+        recipe = recipe.model_copy(update={"algorithm": corrected(recipe.algorithm)})
+    return recipe, tree
+
+
+def refusals(recipe: Recipe) -> list[Refusal]:
+    """All invalid combinations of a recipe."""
+    found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
+    parts = (_of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
+    return [*found, *(refusal for part in parts for refusal in part(recipe))]
+
+
+def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
+    if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, PolicyGradientOptions):
+        return
+    advantage, teacher = recipe.algorithm.advantage, recipe.algorithm.teacher
+    if teacher is not None and teacher.reward_coef == 0:
+        return
+    if advantage.imported and recipe.algorithm.shaping.skip_equal_groups:
+        reason = "every group of one is a group of equal rewards, and would be left out; set it to false"
+        yield Refusal("algorithm.shaping.skip_equal_groups", reason)
+    elif advantage.estimator not in UNCOMPARED and not advantage.imported:
+        remedy = f"set at least 2, or advantage.estimator {' or '.join(UNCOMPARED)}"
+        yield Refusal("rollouts.group_size", f"{advantage.estimator} compares the attempts at a task: {remedy}")
+    elif recipe.live.dynamic_sampling > 1:
+        reason = "a group of one has no other attempts to compare, so every group would be left out; set it to 1"
+        yield Refusal("rollouts.dynamic_sampling", reason)
+
+
+def _of_teacher(recipe: Recipe) -> Iterator[Refusal]:
+    if not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
+        return
+    if recipe.algorithm.teacher.beta is not None and recipe.engine.together > 1:
+        key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
+        yield Refusal(key, "whole distributions are not shared between ranks; set it to 1, or teacher.beta to null")
+    if recipe.live is None:
+        return
+    agents = {each.agent for each in recipe.live.sources}
+    taught = {name for share in recipe.algorithm.teacher.sources for name in share.agents or agents}
+    for name in sorted(taught - agents):
+        yield Refusal("algorithm.teacher.several", f"no tasks are for an agent {name!r}{did_you_mean(name, agents)}")
+    for name in sorted(agents - taught):
+        yield Refusal("algorithm.teacher.several", f"no teacher scores the rollouts of {name!r}; add it to agents")
+    if recipe.live.dynamic_sampling > 1:
+        reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
+        yield Refusal("rollouts.dynamic_sampling", reason)
+    if recipe.live.colocated and any(each.path for each in recipe.algorithm.teacher.sources):
+        reason = "a teacher would stay on the GPU while colocated servers sample; use teacher.url"
+        yield Refusal("algorithm.teacher.path", reason)
+
+
+def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:
+    lora = recipe.model.lora
+    if lora is None:
+        if recipe.rollouts is not None and recipe.rollouts.transport == "lora":
+            reason = "lora sends an adapter, but the recipe trains no adapter; set model.lora, or http"
+            yield Refusal("rollouts.transport", reason)
+        return
+    if lora.dropout > 0 and isinstance(recipe.algorithm, PolicyGradientOptions):
+        reason = "the ratio to the policy that sampled must come from the weights alone; set it to 0"
+        yield Refusal("model.lora.dropout", reason)
+    if recipe.engine.tensor_parallel > 1:
+        yield Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
+    if lora.base_4bit is None:
+        return
+    if recipe.engine.offload.parameters is not None:
+        yield Refusal(
+            "engine.offload.parameters", "a 4-bit base (model.lora.base_4bit) stays on the GPU; set it to null"
+        )
+    if recipe.engine.zero_stage == 3:
+        reason = "ZeRO 3 would cut the packed weights of model.lora.base_4bit; set it to 0, 1 or 2"
+        yield Refusal("engine.zero_stage", reason)
+    if recipe.served_base is not None and recipe.live is not None and recipe.live.config is None:
+        reason = "the running services do not serve the dequantized model.lora.base_4bit, to which the adapter belongs; set http"
+        yield Refusal("rollouts.transport", reason)
+    if recipe.live is not None and recipe.live.colocated:
+        reason = "a 4-bit base (model.lora.base_4bit) is made on the GPU before servers sleep; set it to false"
+        yield Refusal("rollouts.colocated", reason)
+
+
+def _of_heads(recipe: Recipe) -> Iterator[Refusal]:
+    if isinstance(recipe.algorithm, RewardModelOptions) and recipe.engine.tensor_parallel > 1:
+        yield Refusal("engine.tensor_parallel", "the head of a reward model is not cut; set it to 1")
+
+
+def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
+    if recipe.live is None or not recipe.live.colocated:
+        return
+    algorithm = recipe.algorithm
+    if recipe.live.max_lag > 0:
+        yield Refusal("rollouts.max_lag", "colocated servers sleep while the trainer works; set it to 0")
+    if recipe.engine.zero_stage not in (1, 2):
+        reason = "DeepSpeed moves the states of ZeRO 1 and 2 out of the GPU for colocated servers; set it to 1 or 2"
+        yield Refusal("engine.zero_stage", reason)
+    if recipe.engine.offload.optimizer is not None:
+        reason = "rollouts.colocated moves the states for the time of sampling; keep one of the two"
+        yield Refusal("engine.offload.optimizer", reason)
+    if isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coef > 0 and recipe.model.lora is None:
+        reason = "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set 0"
+        yield Refusal("algorithm.kl.coef", reason)
+    if (
+        isinstance(algorithm, OnlineDpoOptions)
+        and not algorithm.preference.reference_free
+        and recipe.model.lora is None
+    ):
+        reason = (
+            "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set true"
+        )
+        yield Refusal("algorithm.preference.reference_free", reason)
+
+
+def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
+    """The resolved recipe as YAML, in the form that users write.
+
+    A value from an environment variable is written as its `${oc.env:...}`, so that no secret reaches the disk.
+    """
+    shown = redacted(recipe.model_dump(mode="json"))
+    for key, text in tree.environment.items():
+        _put(shown, key.split("."), text)
+    return yaml.safe_dump(shown, sort_keys=False)
+
+
+def _put(values: Any, path: Sequence[str], text: str) -> None:
+    """Replace the value at a path of keys and list indices."""
+    for part in path[:-1]:
+        values = values[int(part) if isinstance(values, list) else part]
+    values[int(path[-1]) if isinstance(values, list) else path[-1]] = text
+
+
+def _recipe_file(name: str) -> Path:
+    found = find_path(name) or find_path(f"{RECIPES}/{name}")
+    if found is None:
+        known = sorted(path.name for path in RECIPES.glob("*.yaml"))
+        near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")
+        remedy = f"give a YAML file, or one that ships with ngym: {', '.join(known)}"
+        raise ConfigError(f"{name}: no such recipe{near}; {remedy}")
+    return found
+
+
+def impossible(recipe: Recipe, launch: Launch) -> list[Refusal]:
+    """Settings that cannot work, each with its key in the recipe."""
+    together = recipe.engine.together
+    if launch.ranks % together:
+        key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
+        return [Refusal(key, f"{launch.ranks} ranks cannot form groups of {together}; start a multiple of {together}")]
+    live = recipe.live
+    if live is None:
+        assert recipe.batch_size is not None
+        key, samples = "batch_size", recipe.batch_size
+    else:
+        rollouts, updates = live.tasks_per_step * live.group_size, live.updates_per_step
+        if updates > rollouts:
+            reason = f"{updates} optimizer steps cannot split {rollouts} rollouts; set it to {rollouts} or less"
+            return [Refusal("rollouts.updates_per_step", reason)]
+        key, samples = "rollouts.tasks_per_step", rollouts // updates
+    ranks = launch.ranks // together
+    if samples >= ranks:
+        return []
+    reason = f"an optimizer step has {samples} samples for {ranks} ranks, and some ranks would be idle; raise it"
+    return [Refusal(key, f"{reason}, or start fewer ranks")]
+
+
+def of_file(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launch) -> list[str]:
+    """The sizes of a run on these samples, one per line. steps: optimizer steps."""
+    assert recipe.batch_size is not None and recipe.epochs is not None
+    tokens = [sample.tokens for sample in samples]
+    mean, count = sum(tokens) / len(tokens), min(recipe.batch_size, len(tokens))
+    each_epoch = math.ceil(len(tokens) / recipe.batch_size)
+    seen = steps // each_epoch * len(tokens) + min(steps % each_epoch * recipe.batch_size, len(tokens))
+    every = each_epoch * recipe.epochs
+    run = f"{recipe.epochs:,} x {each_epoch:,}" if steps == every else f"max_steps, of {every:,}"
+    return [
+        f"data         {len(tokens):,} samples, {sum(tokens):,} tokens: {mean:,.0f} each, at most {max(tokens):,}",
+        f"step         {count:,} samples{_shared(count, recipe, launch)}",
+        *_micro_batches(recipe, count * mean, max(tokens), launch),
+        f"run          {steps:,} steps ({run}): {seen:,} samples, about {seen * mean:,.0f} tokens",
+        *_rates(recipe, steps),
+    ]
+
+
+def of_live(recipe: Recipe, launch: Launch) -> list[str]:
+    """The sizes of a live run, one per line."""
+    live, steps = recipe.live, recipe.max_steps
+    assert live is not None and steps is not None
+    rollouts, updates = live.tasks_per_step * live.group_size, live.updates_per_step
+    part = math.ceil(rollouts / updates)
+    collected = f"{live.tasks_per_step:,} tasks x {live.group_size:,} rollouts = {rollouts:,} rollouts"
+    trained = f"{updates:,} optimizer step{'s' if updates > 1 else ''} of {part:,}{_shared(part, recipe, launch)}"
+    return [
+        f"step         {collected}, in {trained}",
+        f"micro-batch  at most {recipe.micro_batch_tokens:,} tokens on a rank, as many as the rollouts need",
+        f"run          {steps:,} steps: {steps * updates:,} optimizer steps, {steps * rollouts:,} rollouts",
+        *_rates(recipe, steps),
+    ]
+
+
+def _shared(samples: int, recipe: Recipe, launch: Launch) -> str:
+    if launch.ranks == 1:
+        return ""
+    together = recipe.engine.together
+    groups = launch.ranks // together
+    each = (
+        f"{samples / groups:,.0f}" if samples % groups == 0 else f"{samples // groups:,} or {samples // groups + 1:,}"
+    )
+    return f", {each} on each of {groups} " + ("ranks" if together == 1 else f"groups of {together} ranks")
+
+
+def _micro_batches(recipe: Recipe, tokens: float, longest: int, launch: Launch) -> Iterator[str]:
+    """tokens: of an optimizer step, on average."""
+    budget, mine = recipe.micro_batch_tokens, tokens * recipe.engine.tensor_parallel / launch.ranks
+    count = math.ceil(mine / budget)
+    yield f"micro-batch  at most {budget:,} tokens on a rank: about {count:,} in a step, of {mine / count:,.0f} tokens"
+    if longest > budget * recipe.engine.sequence_parallel:
+        yield f"             micro_batch_tokens is below the longest sample: one of more, up to {longest:,}, is alone"
+
+
+def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
+    schedule, optimizer = recipe.schedule, recipe.optimizer
+    rates = f"{optimizer.name} {optimizer.lr:.3g}"
+    if optimizer.name == "muon":
+        rates = f"muon {optimizer.muon_lr:.3g} for matrices, adamw {optimizer.lr:.3g} for the rest"
+    warm = schedule.warmup(steps)
+    up = f", up to it in {warm:,} steps" if warm else ""
+    after = "constant" if schedule.name == "constant" else f"{schedule.name}, down to {schedule.final:.3g} of it"
+    yield f"rate         {rates}{up}; {after}"
+    if warm > steps:
+        yield f"             the run ends in its warm-up: schedule.warmup_steps is {warm:,}"
