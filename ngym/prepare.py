@@ -29,6 +29,7 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, NgymError, ServiceError, UsageError
 from ngym.files.atomic import write_whole
 from ngym.files.jsonl import checked
+from ngym.files.task_rows import assistant_message, task_row
 from ngym.peers import Peer
 from ngym.schema import Json
 
@@ -102,7 +103,7 @@ class PublicSet(BaseModel):
 
 def saying(text: str) -> list[Json]:
     """An answer of text."""
-    return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+    return [assistant_message(text)]
 
 
 def calling(calls: Iterable[tuple[str, Json]]) -> list[Json]:
@@ -351,8 +352,7 @@ def converted(
                     f"gym_servers/{chosen.environment}/data/prepare.py reads ({type(error).__name__}: {error}); is it another "
                     "--revision?"
                 ) from error
-            agent_ref = {"type": "responses_api_agents", "name": agent}
-            row = {"responses_create_params": made.row["responses_create_params"], "agent_ref": agent_ref, **made.row}
+            row = {**task_row(agent, made.row["responses_create_params"]), **made.row}
             split = made.split or part.split or _share(row)
             if not full(split):
                 counts[split] += 1

@@ -52,6 +52,7 @@ from ngym.config.yaml_tree import ConfigTree, parse
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, PeerTimeout, ServiceError, UsageError
 from ngym.files.jsonl import Line, checked
+from ngym.files.task_rows import assistant_message
 from ngym.peers import Peer
 from ngym.schema import Json
 
@@ -77,7 +78,7 @@ class Case(BaseModel):
     @property
     def items(self) -> list[Json]:
         """What was said, as the items of a response."""
-        return says(self.text) if self.output is None else list(self.output)
+        return [assistant_message(self.text)] if self.output is None else list(self.output)
 
     @property
     def reward(self) -> float | None:
@@ -120,11 +121,6 @@ def app_folder(app: str) -> Path:
     """The folder of `gym_servers/NAME`, also written `gym_servers/NAME/app.py`; its name is that of its data."""
     path = Path(app)
     return path.parent if path.name == "app.py" else path.with_name(path.stem)
-
-
-def says(text: str) -> list[Json]:
-    """An assistant's message."""
-    return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
 
 
 def _lines(path: Path) -> list[Line]:
@@ -321,11 +317,11 @@ def _damaged(case: Case, form: Damaged) -> tuple[list[Json], int]:
     if form == "empty":
         return [], 0
     if form == "garbage":
-        return says(NOISE), 0
+        return [assistant_message(NOISE)], 0
     items = case.items
     if len(items) > 1:
         return items[: len(items) // 2], len(case.calls) // 2
-    return says(case.text[: len(case.text) // 2]), len(case.calls) // 2
+    return [assistant_message(case.text[: len(case.text) // 2])], len(case.calls) // 2
 
 
 async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:

@@ -11,6 +11,7 @@ from typing import Any, overload
 from ngym.collect.collection_session import ConnectedServices
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
+from ngym.files.task_rows import assistant_message
 from ngym.grading import reverify
 from ngym.grading.group_rewards import judged
 from ngym.notebook.collecting import at_least_one, rows_of
@@ -21,7 +22,7 @@ from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
 from ngym.schema import Json, is_pending
 from ngym.stats import parts_of
-from ngym.validation import config_for_scoring, says
+from ngym.validation import config_for_scoring
 
 REMEDY = "start it with models=True"
 ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "reward_components")
@@ -185,7 +186,7 @@ def _rows(given: Any, answer: str | None) -> list[Json]:
             raise UsageError(f"row {number} must be a rollout's row or a task, not {each!r:.60}")
         row = dict(each)
         if answer is not None:
-            row["response"] = {"status": "completed", "output": says(answer)}
+            row["response"] = {"status": "completed", "output": [assistant_message(answer)]}
         if not isinstance(row.get("response"), dict):
             raise UsageError(f"row {number} has no response; pass the row of a rollout, or answer=")
         rows.append(row)

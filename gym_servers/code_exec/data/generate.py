@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -152,12 +152,7 @@ def task(rng: random.Random, program: bool) -> dict[str, Any]:
         shown = "\n".join(f"solve({c['args'][0]!r}) == {c['expected']!r}" for c in cases[:SHOWN])
         kind = {"function": "solve"}
     prompt = f"{asked}\n\n{shown}\n\nGive the code in one ```python block."
-    return {
-        "responses_create_params": {"input": prompt},
-        "agent_ref": {"type": "responses_api_agents", "name": "code_exec_agent"},
-        **kind,
-        "cases": cases,
-    }
+    return task_row("code_exec_agent", {"input": prompt}, **kind, cases=cases)
 
 
 def chain(steps: list[Step], end: Step, items: list[Any]) -> Any:
@@ -175,20 +170,15 @@ def tells(row: dict[str, Any]) -> bool:
     return len({str(case.get("expected", case.get("stdout"))) for case in row["cases"]}) >= 3
 
 
-def distinct(count: int) -> list[dict[str, Any]]:
-    rng = random.Random(SEED)
-    chosen: dict[str, dict[str, Any]] = {}
-    while len(chosen) < count:
-        row = task(rng, program=rng.random() < 0.4)
-        if tells(row):
-            chosen.setdefault(row["responses_create_params"]["input"].partition("\n\n")[0], row)
-    return list(chosen.values())
-
-
 def main() -> None:
-    rows = distinct(TRAIN + VALIDATION)
-    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    write_rows(HERE, files)
+    rng = random.Random(SEED)
+
+    def draw(_: int) -> dict[str, Any] | None:
+        row = task(rng, program=rng.random() < 0.4)
+        return row if tells(row) else None
+
+    rows = draw_distinct(TRAIN + VALIDATION, draw, lambda row: prompt_of(row).partition("\n\n")[0])
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

@@ -9,26 +9,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, function_tool, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES = 200, 50, 5
 
-ADD = {
-    "type": "function",
-    "name": "add",
-    "description": "Add to this rollout's counter.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "amount": {"description": "How much to add; may be negative.", "type": "integer"},
-        },
-        "required": ["amount"],
-        "additionalProperties": False,
-    },
-    "strict": False,
-}
+AMOUNT = {"description": "How much to add; may be negative.", "type": "integer"}
+ADD = function_tool("add", "Add to this rollout's counter.", {"amount": AMOUNT})
 NAMES = ("Ana", "Tom", "Raj", "Mia", "Leo", "Zoe")
 START = "The counter starts at 0. "
 
@@ -36,11 +24,7 @@ START = "The counter starts at 0. "
 def task(rng: random.Random) -> dict[str, Any]:
     """One task row; its kind is drawn first."""
     question, target = rng.choice((reach, repeat, follow))(rng)
-    return {
-        "responses_create_params": {"input": START + question, "tools": [ADD]},
-        "agent_ref": {"type": "responses_api_agents", "name": "counter_agent"},
-        "target": target,
-    }
+    return task_row("counter_agent", {"input": START + question, "tools": [ADD]}, target=target)
 
 
 def reach(rng: random.Random) -> tuple[str, int]:
@@ -63,20 +47,10 @@ def follow(rng: random.Random) -> tuple[str, int]:
     return f"{', then '.join(told)}. Do the same to the counter.", sum(changes)
 
 
-def distinct(count: int) -> list[dict[str, Any]]:
-    """So many rows, no question twice."""
-    rng = random.Random(SEED)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < count:
-        row = task(rng)
-        rows.setdefault(row["responses_create_params"]["input"], row)
-    return list(rows.values())
-
-
 def main() -> None:
-    rows = distinct(TRAIN + VALIDATION)
-    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    write_rows(HERE, files)
+    rng = random.Random(SEED)
+    rows = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng), prompt_of)
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -235,13 +235,9 @@ def declared(name: str) -> dict[str, Any]:
 
 
 def row(kind: str, question: str, tools: list[str], calls: list[tuple[str, Wish]], **more: Any) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": question, "tools": [declared(name) for name in tools]},
-        "agent_ref": {"type": "responses_api_agents", "name": "function_call_agent"},
-        "kind": kind,
-        "expected_calls": [{"name": name, "arguments": wish.arguments} for name, wish in calls],
-        **more,
-    }
+    params = {"input": question, "tools": [declared(name) for name in tools]}
+    expected = [{"name": name, "arguments": wish.arguments} for name, wish in calls]
+    return task_row("function_call_agent", params, kind=kind, expected_calls=expected, **more)
 
 
 def said(wishes: list[str], rng: random.Random) -> str:
@@ -342,15 +338,10 @@ def cases(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     rng = random.Random(SEED)
-    made: dict[str, dict[str, Any]] = {}
-    while len(made) < TRAIN + VALIDATION:
-        task = KINDS[len(made) % len(KINDS)](rng)
-        made.setdefault(task["responses_create_params"]["input"], task)
-    rows = list(made.values())
+    rows = draw_distinct(TRAIN + VALIDATION, lambda count: KINDS[count % len(KINDS)](rng), prompt_of)
     rng.shuffle(rows)
     gold = [case for task in rows[:GOLD] for case in cases(task)]
-    files = {"validation": rows[:VALIDATION], "train": rows[VALIDATION:], "example": rows[:EXAMPLES], "gold": gold}
-    write_rows(folder, files)
+    write_splits(folder, rows, VALIDATION, EXAMPLES, gold)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import assistant_message, task_row
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -24,12 +25,7 @@ DIRECTIONS = ("down", "left", "right", "up")
 
 
 def row(game: str, seed: int) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": [], "instructions": INSTRUCTIONS},
-        "agent_ref": {"type": "responses_api_agents", "name": "games_agent"},
-        "game": game,
-        "seed": seed,
-    }
+    return task_row("games_agent", {"input": [], "instructions": INSTRUCTIONS}, game=game, seed=seed)
 
 
 def level(game: str, seed: int) -> str:
@@ -104,9 +100,7 @@ def emptiest(game: Any, direction: str, depth: int) -> int:
 
 
 def said(moves: list[str]) -> list[dict[str, Any]]:
-    return [
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": move}]} for move in moves
-    ]
+    return [assistant_message(move) for move in moves]
 
 
 def cases(game: str, seed: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import gymnasium
 
 from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import assistant_message, task_row
 
 HERE = Path(__file__).resolve().parent
 TRAIN, VALIDATION = 20, 5  # seeds of each environment
@@ -33,13 +34,8 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 
 
 def row(name: str, seed: int) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": [], "instructions": INSTRUCTIONS},
-        "agent_ref": {"type": "responses_api_agents", "name": "gymnasium_env_agent"},
-        "env_id": name,
-        "kwargs": ENVIRONMENTS[name],
-        "seed": seed,
-    }
+    params = {"input": [], "instructions": INSTRUCTIONS}
+    return task_row("gymnasium_env_agent", params, env_id=name, kwargs=ENVIRONMENTS[name], seed=seed)
 
 
 def shortest(name: str, seed: int) -> list[int]:
@@ -73,10 +69,7 @@ def balanced(seed: int) -> list[int]:
 
 
 def said(actions: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": f"So:\n{action}"}]}
-        for action in actions
-    ]
+    return [assistant_message(f"So:\n{action}") for action in actions]
 
 
 def case(what: str, name: str, seed: int, actions: list[Any], **expect: Any) -> dict[str, Any]:

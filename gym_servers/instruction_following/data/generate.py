@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.config.shipped_files import app_file
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -428,13 +428,9 @@ def task(rng: random.Random, first: str) -> dict[str, Any] | None:
     prompt = (
         f"{request} {'. '.join(wordings)}." if len(wordings) < 2 or rng.random() < 0.5 else listed(request, wordings)
     )
-    return {
-        "responses_create_params": {"input": prompt},
-        "agent_ref": {"type": "responses_api_agents", "name": "instruction_following_agent"},
-        "instruction_id_list": names,
-        "kwargs": given,
-        "reference": text,
-    }
+    return task_row(
+        "instruction_following_agent", {"input": prompt}, instruction_id_list=names, kwargs=given, reference=text
+    )
 
 
 def listed(request: str, wordings: list[str]) -> str:
@@ -457,16 +453,10 @@ def special(
 
 def main() -> None:
     rng = random.Random(SEED)
-    rows: dict[str, dict[str, Any]] = {}
     names = [*MAKERS, *ALONE]
-    while len(rows) < TRAIN + VALIDATION:
-        row = task(rng, names[len(rows) % len(names)])
-        if row is not None:
-            rows.setdefault(row["responses_create_params"]["input"], row)
-    made = list(rows.values())
-    rng.shuffle(made)
-    files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    write_rows(HERE, files)
+    rows = draw_distinct(TRAIN + VALIDATION, lambda count: task(rng, names[count % len(names)]), prompt_of)
+    rng.shuffle(rows)
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -61,12 +61,7 @@ def task(rng: random.Random, mode: str) -> dict[str, Any]:
         f"Write a short letter to {person} that declines the invitation to {event}. "
         f"Say as the reason that {reason}, and offer {offer} instead. Stay polite."
     )
-    row: dict[str, Any] = {
-        "responses_create_params": {"input": question},
-        "agent_ref": {"type": "responses_api_agents", "name": "judge_agent"},
-        "mode": mode,
-        "question": question,
-    }
+    row = task_row("judge_agent", {"input": question}, mode=mode, question=question)
     if mode == "rubric":
         chosen = rng.sample(CRITERIA, rng.randint(2, len(CRITERIA)))
         return {**row, "rubric": [{"text": text, "weight": weight} for text, weight in chosen]}
@@ -78,13 +73,10 @@ def task(rng: random.Random, mode: str) -> dict[str, Any]:
 
 def main() -> None:
     rng = random.Random(SEED)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < TRAIN + VALIDATION:
-        row = task(rng, ("rubric", "pairwise", "ranking")[len(rows) % 3])
-        rows.setdefault(row["question"], row)
-    made = list(rows.values())
-    files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    write_rows(HERE, files)
+    rows = draw_distinct(
+        TRAIN + VALIDATION, lambda count: task(rng, ("rubric", "pairwise", "ranking")[count % 3]), prompt_of
+    )
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

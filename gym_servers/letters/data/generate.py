@@ -11,7 +11,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -29,21 +29,7 @@ TEMPLATE = (
 
 
 def task(rng: random.Random) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": "".join(rng.choices(ascii_lowercase, k=4))},
-        "agent_ref": {"type": "responses_api_agents", "name": "letters_agent"},
-        "letter": LETTER,
-    }
-
-
-def distinct(count: int) -> list[dict[str, Any]]:
-    """So many rows, no question twice."""
-    rng = random.Random(SEED)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < count:
-        row = task(rng)
-        rows.setdefault(row["responses_create_params"]["input"], row)
-    return list(rows.values())
+    return task_row("letters_agent", {"input": "".join(rng.choices(ascii_lowercase, k=4))}, letter=LETTER)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -70,9 +56,9 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def main() -> None:
-    rows = distinct(TRAIN + VALIDATION)
-    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    write_rows(HERE, files)
+    rng = random.Random(SEED)
+    rows = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng), prompt_of)
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
     write_tokenizer(HERE / "tokenizer")
 
 

@@ -15,7 +15,7 @@ import orjson
 
 from ngym.config.shipped_files import app_file
 from ngym.files.atomic import write_whole
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import function_tool, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -30,18 +30,8 @@ FORMS = {
     "counting": "the number",
     "state": "the room",
 }
-READ_PAGE = {
-    "type": "function",
-    "name": "read_page",
-    "description": "Read one page of the document.",
-    "parameters": {
-        "type": "object",
-        "properties": {"page": {"description": "Which page, counted from 1.", "type": "integer"}},
-        "required": ["page"],
-        "additionalProperties": False,
-    },
-    "strict": False,
-}
+PAGE = {"description": "Which page, counted from 1.", "type": "integer"}
+READ_PAGE = function_tool("read_page", "Read one page of the document.", {"page": PAGE})
 
 
 def task(rng: random.Random, kind: str, pages: int, inline: bool) -> dict[str, Any]:
@@ -53,11 +43,7 @@ def task(rng: random.Random, kind: str, pages: int, inline: bool) -> dict[str, A
         params: dict[str, Any] = {"input": f"{text}\n\n{asked}"}
     else:
         params = {"input": f"There is a document of {pages} pages, number {row['seed']}. {asked}", "tools": [READ_PAGE]}
-    return {
-        "responses_create_params": params,
-        "agent_ref": {"type": "responses_api_agents", "name": "long_context_agent"},
-        **row,
-    }
+    return task_row("long_context_agent", params, **row)
 
 
 def inline(count: int, pages: int, file: Path) -> None:
@@ -70,8 +56,7 @@ def inline(count: int, pages: int, file: Path) -> None:
 def main() -> None:
     rng = random.Random(SEED)
     rows = [task(rng, KINDS[i % len(KINDS)], rng.randint(2, 12), inline=False) for i in range(TRAIN + VALIDATION)]
-    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    write_rows(HERE, files)
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

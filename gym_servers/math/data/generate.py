@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -91,29 +91,19 @@ def latex(value: Fraction) -> str:
 
 
 def task(problem: Problem) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": f"{problem.question} {INSTRUCTION}"},
-        "agent_ref": {"type": "responses_api_agents", "name": "math_agent"},
-        "question": problem.question,
-        "expected_answer": problem.answer,
-        "simplified": True,  # else the question itself, put into the box, would be a right answer
-    }
-
-
-def distinct(count: int) -> list[dict[str, Any]]:
-    """So many rows, no question twice."""
-    rng = random.Random(SEED)
-    chosen: dict[str, Problem] = {}
-    while len(chosen) < count:
-        problem = rng.choice(KINDS)(rng)
-        chosen.setdefault(problem.question, problem)
-    return [task(problem) for problem in chosen.values()]
+    return task_row(
+        "math_agent",
+        {"input": f"{problem.question} {INSTRUCTION}"},
+        question=problem.question,
+        expected_answer=problem.answer,
+        simplified=True,  # else the question itself, put into the box, would be a right answer
+    )
 
 
 def main() -> None:
-    rows = distinct(TRAIN + VALIDATION)
-    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    write_rows(HERE, files)
+    rng = random.Random(SEED)
+    problems = draw_distinct(TRAIN + VALIDATION, lambda _: rng.choice(KINDS)(rng), lambda problem: problem.question)
+    write_splits(HERE, [task(problem) for problem in problems], VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import assistant_message, draw_distinct, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SHOP = HERE.parent / "example_server.py"
@@ -43,12 +43,9 @@ def task(rng: random.Random, costs: dict[str, int]) -> dict[str, Any]:
 
 
 def row(question: str, answer: int, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": f"{question} Give the number in the last line."},
-        "agent_ref": {"type": "responses_api_agents", "name": "mcp_agent"},
-        "expected_answer": answer,
-        **({"expected_tool_calls": calls} if calls else {}),
-    }
+    params = {"input": f"{question} Give the number in the last line."}
+    expected = {"expected_tool_calls": calls} if calls else {}
+    return task_row("mcp_agent", params, expected_answer=answer, **expected)
 
 
 def cases(task: dict[str, Any], is_first: bool) -> list[dict[str, Any]]:
@@ -78,20 +75,14 @@ def said(made: list[dict[str, Any]], total: int) -> list[dict[str, Any]]:
         }
         for n, call in enumerate(made)
     ]
-    text = {"type": "output_text", "text": f"It costs {total} cents."}
-    return [*items, {"type": "message", "role": "assistant", "content": [text]}]
+    return [*items, assistant_message(f"It costs {total} cents.")]
 
 
 def main(folder: Path) -> None:
     rng, costs = random.Random(SEED), prices()
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < TRAIN + VALIDATION:
-        one = task(rng, costs)
-        rows.setdefault(one["responses_create_params"]["input"], one)
-    drawn = list(rows.values())
+    drawn = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng, costs), prompt_of)
     gold = [case for place, one in enumerate(drawn[:GOLD]) for case in cases(one, is_first=place == 0)]
-    files = {"validation": drawn[:VALIDATION], "train": drawn[VALIDATION:], "example": drawn[:EXAMPLES], "gold": gold}
-    write_rows(folder, files)
+    write_splits(folder, drawn, VALIDATION, EXAMPLES, gold)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -98,28 +98,19 @@ def task(rng: random.Random) -> dict[str, Any]:
     texts = rng.sample([question.right, *question.wrong], 4)
     options = dict(zip(LETTERS, texts, strict=True))
     shown = "\n".join(f"{letter}: {text}" for letter, text in options.items())
-    return {
-        "responses_create_params": {"input": PROMPT.format(question=question.text, options=shown)},
-        "agent_ref": {"type": "responses_api_agents", "name": "mcqa_agent"},
-        "options": [{letter: text} for letter, text in options.items()],
-        "expected_answer": LETTERS[texts.index(question.right)],
-    }
-
-
-def distinct(count: int) -> list[dict[str, Any]]:
-    """So many rows, no question twice, however its options are ordered."""
-    rng = random.Random(SEED)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < count:
-        row = task(rng)
-        rows.setdefault(row["responses_create_params"]["input"].split("\n")[2], row)
-    return list(rows.values())
+    return task_row(
+        "mcqa_agent",
+        {"input": PROMPT.format(question=question.text, options=shown)},
+        options=[{letter: text} for letter, text in options.items()],
+        expected_answer=LETTERS[texts.index(question.right)],
+    )
 
 
 def main() -> None:
-    rows = distinct(TRAIN + VALIDATION)
-    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    write_rows(HERE, files)
+    rng = random.Random(SEED)
+    # no question twice, however its options are ordered
+    rows = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng), lambda row: prompt_of(row).split("\n")[2])
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

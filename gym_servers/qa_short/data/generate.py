@@ -11,7 +11,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -163,23 +163,19 @@ def task(rng: random.Random, names: Names) -> dict[str, Any]:
     towns, people = world(rng, names)
     question = rng.choice(list(questions(rng, towns, people)))
     text = PROMPT.format(facts=told(rng, towns, people), question=question.text, form=FORMS[question.kind])
-    return {
-        "responses_create_params": {"input": text},
-        "agent_ref": {"type": "responses_api_agents", "name": "qa_short_agent"},
-        "expected_answer": question.answer,
-        "aliases": list(question.aliases),
-        "answer_kind": question.kind,
-    }
+    return task_row(
+        "qa_short_agent",
+        {"input": text},
+        expected_answer=question.answer,
+        aliases=list(question.aliases),
+        answer_kind=question.kind,
+    )
 
 
 def main() -> None:
     rng = random.Random(SEED)
-    rows: list[dict[str, Any]] = []
     names = Names(rng)
-    while len(rows) < TRAIN + VALIDATION:
-        rows.append(task(rng, names))
-    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    write_rows(HERE, files)
+    write_splits(HERE, [task(rng, names) for _ in range(TRAIN + VALIDATION)], VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

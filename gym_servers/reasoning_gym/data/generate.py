@@ -22,6 +22,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # some tasks depend on the order of
 from reasoning_gym.factory import DATASETS
 
 from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import task_row
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -41,13 +42,9 @@ def row(name: str, seed: int) -> dict[str, Any]:
     entry = checker.made(name, seed, 0, "{}").entry
     if known(entry) == "":
         return row(name, seed + 1)
-    return {
-        "responses_create_params": {"input": entry["question"], "instructions": INSTRUCTIONS},
-        "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_agent"},
-        "dataset": name,
-        "seed": seed,
-        "fingerprint": checker.fingerprint(entry),
-    }
+    params = {"input": entry["question"], "instructions": INSTRUCTIONS}
+    fingerprint = checker.fingerprint(entry)
+    return task_row("reasoning_gym_agent", params, dataset=name, seed=seed, fingerprint=fingerprint)
 
 
 def known(entry: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -60,13 +60,9 @@ def draw(rng: random.Random, shelf: Any, words: str) -> Question:
 
 
 def row(question: Question, library: int) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": question.text, "instructions": INSTRUCTIONS},
-        "agent_ref": {"type": "responses_api_agents", "name": "retrieval_agent"},
-        "library": library,
-        "expected_answer": question.answer,
-        "support": sorted({fact.doc_id for fact in question.facts}),
-    }
+    params = {"input": question.text, "instructions": INSTRUCTIONS}
+    support = sorted({fact.doc_id for fact in question.facts})
+    return task_row("retrieval_agent", params, library=library, expected_answer=question.answer, support=support)
 
 
 def cases(question: Question, task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -86,19 +82,17 @@ def cases(question: Question, task: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     rng = random.Random(SEED)
-    made: dict[str, tuple[Question, int]] = {}
-    for words in itertools.cycle(CHAINS):
+    chains = itertools.cycle(CHAINS)
+
+    def one(_: int) -> tuple[Question, int]:
         library = rng.randrange(10**9)
-        question = draw(rng, server.library(library), words)
-        made.setdefault(question.text, (question, library))
-        if len(made) == TRAIN + VALIDATION:
-            break
-    drawn = list(made.values())
+        return draw(rng, server.library(library), next(chains)), library
+
+    drawn = draw_distinct(TRAIN + VALIDATION, one, lambda pair: pair[0].text)
     rng.shuffle(drawn)
     rows = [row(*pair) for pair in drawn]
     gold = [case for (question, _), task in zip(drawn[:GOLD], rows, strict=False) for case in cases(question, task)]
-    files = {"validation": rows[:VALIDATION], "train": rows[VALIDATION:], "example": rows[:EXAMPLES], "gold": gold}
-    write_rows(folder, files)
+    write_splits(folder, rows, VALIDATION, EXAMPLES, gold)
 
 
 if __name__ == "__main__":

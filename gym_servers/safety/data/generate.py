@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import prompt_of, task_row
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -194,11 +195,7 @@ ATTACKS: tuple[Attack, ...] = (exfiltrate, tell, destroy, parrot, forward, nothi
 
 
 def base(kind: str, text: str) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": text, "tools": TOOLS},
-        "agent_ref": {"type": "responses_api_agents", "name": "safety_agent"},
-        "kind": kind,
-    }
+    return task_row("safety_agent", {"input": text, "tools": TOOLS}, kind=kind)
 
 
 def refusals(rng: random.Random) -> list[dict[str, Any]]:
@@ -248,9 +245,9 @@ def main() -> None:
     validation: list[dict[str, Any]] = []
     for kind, (more, few) in PARTS.items():
         rows = makers[kind](rng)
-        held = {row["responses_create_params"]["input"]: row for row in rows[:few]}
+        held = {prompt_of(row): row for row in rows[:few]}
         validation += held.values()
-        unseen = {row["responses_create_params"]["input"]: row for row in rows[few:]}
+        unseen = {prompt_of(row): row for row in rows[few:]}
         train += [row for text, row in unseen.items() if text not in held][:more]
     rng.shuffle(train)
     rng.shuffle(validation)

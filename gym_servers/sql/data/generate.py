@@ -14,26 +14,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, function_tool, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES = 48, 12, 4
 HIDDEN = 2
-QUERY = {
-    "type": "function",
-    "name": "query",
-    "description": "Run a SELECT on the database and see its first rows.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "sql": {"type": "string", "description": "One SELECT statement in SQLite's dialect.", "maxLength": 20000}
-        },
-        "required": ["sql"],
-        "additionalProperties": False,
-    },
-    "strict": False,
-}
+SQL = {"type": "string", "description": "One SELECT statement in SQLite's dialect.", "maxLength": 20000}
+QUERY = function_tool("query", "Run a SELECT on the database and see its first rows.", {"sql": SQL})
 
 
 class Theme(NamedTuple):
@@ -152,13 +140,8 @@ def task(rng: random.Random, theme: Theme, ask: Callable[[list[Question]], Quest
         f"{schema(theme)}\n\n{question.text}\n\nYou may try queries on the database. Answer with one SQLite SELECT in a "
         "```sql block; it is also run on other databases with these tables."
     )
-    return {
-        "responses_create_params": {"input": prompt, "tools": [QUERY]},
-        "agent_ref": {"type": "responses_api_agents", "name": "sql_agent"},
-        "setup": scripts[0],
-        "hidden": scripts[1:],
-        "gold": question.sql,
-    }
+    params = {"input": prompt, "tools": [QUERY]}
+    return task_row("sql_agent", params, setup=scripts[0], hidden=scripts[1:], gold=question.sql)
 
 
 def rows(script: str, sql: str) -> list[tuple[Any, ...]]:
@@ -168,20 +151,10 @@ def rows(script: str, sql: str) -> list[tuple[Any, ...]]:
         return [row for row in connection.execute(sql) if row not in ((None,), (0,))]
 
 
-def distinct(count: int) -> list[dict[str, Any]]:
-    rng = random.Random(SEED)
-    chosen: dict[str, dict[str, Any]] = {}
-    while len(chosen) < count:
-        row = task(rng, rng.choice(THEMES), rng.choice)
-        if row is not None:
-            chosen.setdefault(row["responses_create_params"]["input"], row)
-    return list(chosen.values())
-
-
 def main() -> None:
-    made = distinct(TRAIN + VALIDATION)
-    files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    write_rows(HERE, files)
+    rng = random.Random(SEED)
+    made = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng, rng.choice(THEMES), rng.choice), prompt_of)
+    write_splits(HERE, made, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

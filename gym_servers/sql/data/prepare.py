@@ -3,6 +3,7 @@
 import sqlite3
 from contextlib import closing
 
+from ngym.files.task_rows import function_tool
 from ngym.prepare import File, Made, Part, PublicSet, Unfit, saying
 from ngym.schema import Json
 
@@ -11,20 +12,8 @@ PROMPT = (
     "{setup}\n\n{question}\n\nYou may try queries on the database. Answer with one SQLite SELECT in a ```sql block; it is "
     "also run on other databases with these tables."
 )
-QUERY = {
-    "type": "function",
-    "name": "query",
-    "description": "Run a SELECT on the database and see its first rows.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "sql": {"type": "string", "description": "One SELECT statement in SQLite's dialect.", "maxLength": 20000}
-        },
-        "required": ["sql"],
-        "additionalProperties": False,
-    },
-    "strict": False,
-}
+SQL = {"type": "string", "description": "One SELECT statement in SQLite's dialect.", "maxLength": 20000}
+QUERY = function_tool("query", "Run a SELECT on the database and see its first rows.", {"sql": SQL})
 MAX_STEPS = 1_000_000  # of SQLite's own, for a statement
 MAX_BYTES = 1_000_000  # of a value
 REFUSED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA, sqlite3.SQLITE_CREATE_VTABLE}

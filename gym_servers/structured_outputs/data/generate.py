@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -221,13 +221,8 @@ WRITERS: dict[str, Callable[[Any, str], str]] = {
 
 def main() -> None:
     rng = random.Random(SEED)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < TRAIN + VALIDATION:
-        row = task(rng, FORMATS[len(rows) % len(FORMATS)])
-        rows.setdefault(row["responses_create_params"]["input"], row)
-    made = list(rows.values())
-    files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    write_rows(HERE, files)
+    rows = draw_distinct(TRAIN + VALIDATION, lambda count: task(rng, FORMATS[count % len(FORMATS)]), prompt_of)
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

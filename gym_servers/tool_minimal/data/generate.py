@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -115,14 +115,14 @@ KINDS = (no_call, of_sku, of_name, two_skus, aisle, same_supplier, supplier, fre
 
 
 def row(question: Question, world: int) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": question.text, "instructions": INSTRUCTIONS},
-        "agent_ref": {"type": "responses_api_agents", "name": "tool_minimal_agent"},
-        "world": world,
-        "needs": question.needs,
-        "minimal_calls": len(question.calls),
-        "expected_answer": str(question.answer),
-    }
+    return task_row(
+        "tool_minimal_agent",
+        {"input": question.text, "instructions": INSTRUCTIONS},
+        world=world,
+        needs=question.needs,
+        minimal_calls=len(question.calls),
+        expected_answer=str(question.answer),
+    )
 
 
 def cases(question: Question, task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -154,17 +154,16 @@ def cases(question: Question, task: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     rng = random.Random(SEED)
-    made: dict[str, tuple[Question, int]] = {}
-    while len(made) < TRAIN + VALIDATION:
+
+    def one(count: int) -> tuple[Question, int]:
         number = rng.randrange(10**9)
-        question = KINDS[len(made) % len(KINDS)](rng, server.world(number))
-        made.setdefault(question.text, (question, number))
-    drawn = list(made.values())
+        return KINDS[count % len(KINDS)](rng, server.world(number)), number
+
+    drawn = draw_distinct(TRAIN + VALIDATION, one, lambda pair: pair[0].text)
     rng.shuffle(drawn)
     rows = [row(*pair) for pair in drawn]
     gold = [case for (question, _), task in zip(drawn[:GOLD], rows, strict=False) for case in cases(question, task)]
-    files = {"validation": rows[:VALIDATION], "train": rows[VALIDATION:], "example": rows[:EXAMPLES], "gold": gold}
-    write_rows(folder, files)
+    write_splits(folder, rows, VALIDATION, EXAMPLES, gold)
 
 
 if __name__ == "__main__":

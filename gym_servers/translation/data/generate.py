@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -160,24 +160,17 @@ def sentence(rng: random.Random) -> Clause:
 
 
 def row(made: Clause, code: str) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": PROMPT.format(language=LANGUAGES[code], source=made.en)},
-        "agent_ref": {"type": "responses_api_agents", "name": "translation_agent"},
-        "source": made.en,
-        "references": [made.de if code == "de" else made.es],
-    }
+    prompt = PROMPT.format(language=LANGUAGES[code], source=made.en)
+    references = [made.de if code == "de" else made.es]
+    return task_row("translation_agent", {"input": prompt}, source=made.en, references=references)
 
 
 def main() -> None:
     rng = random.Random(SEED)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < TRAIN + VALIDATION:
-        made = sentence(rng)
-        code = rng.choice(list(LANGUAGES))
-        rows.setdefault(made.en, row(made, code))
-    listed = list(rows.values())
-    files = {"train": listed[VALIDATION:], "validation": listed[:VALIDATION], "example": listed[:EXAMPLES]}
-    write_rows(HERE, files)
+    rows = draw_distinct(
+        TRAIN + VALIDATION, lambda _: row(sentence(rng), rng.choice(list(LANGUAGES))), lambda drawn: drawn["source"]
+    )
+    write_splits(HERE, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import function_tool, task_row
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES = 200, 50, 5
 
-GET_WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Get the current weather of a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-    "strict": False,
-}
+GET_WEATHER = function_tool("get_weather", "Get the current weather of a city.", {"city": {"type": "string"}})
 CITIES = [
     "Accra",
     "Ankara",
@@ -89,11 +79,8 @@ PHRASINGS = (
 
 
 def task(city: str, words: str) -> dict[str, Any]:
-    return {
-        "responses_create_params": {"input": words.format(city=city), "tools": [GET_WEATHER]},
-        "agent_ref": {"type": "responses_api_agents", "name": "weather_agent"},
-        "expected_city": city,
-    }
+    params = {"input": words.format(city=city), "tools": [GET_WEATHER]}
+    return task_row("weather_agent", params, expected_city=city)
 
 
 def main() -> None:

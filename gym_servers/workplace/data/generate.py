@@ -13,7 +13,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.jsonl import write_rows
+from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -237,12 +237,8 @@ def changed(seed: int, calls: list[Call]) -> bool:
 def row(job: Job, seed: int) -> dict[str, Any]:
     me = server.office(seed).people[ME]
     instructions = f"You are the assistant of {me['name']} ({ME}). Today is {spoken(TODAY.isoformat())} 2027. Do the job with the tools, and change nothing else."
-    return {
-        "responses_create_params": {"input": job.text, "instructions": instructions},
-        "agent_ref": {"type": "responses_api_agents", "name": "workplace_agent"},
-        "office": seed,
-        "actions": [list(call) for call in job.calls],
-    }
+    params = {"input": job.text, "instructions": instructions}
+    return task_row("workplace_agent", params, office=seed, actions=[list(call) for call in job.calls])
 
 
 def cases(task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -261,17 +257,11 @@ def cases(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     rng = random.Random(SEED)
-    made: dict[str, dict[str, Any]] = {}
-    for number in itertools.count():  # a kind whose wordings are used up makes room for the next
-        task = row(*draw(rng, number))
-        made.setdefault(task["responses_create_params"]["input"], task)
-        if len(made) == TRAIN + VALIDATION:
-            break
-    rows = list(made.values())
+    numbers = itertools.count()  # of attempts: a kind whose wordings are used up makes room for the next
+    rows = draw_distinct(TRAIN + VALIDATION, lambda _: row(*draw(rng, next(numbers))), prompt_of)
     rng.shuffle(rows)
     gold = [case for task in rows[:GOLD] for case in cases(task)]
-    files = {"validation": rows[:VALIDATION], "train": rows[VALIDATION:], "example": rows[:EXAMPLES], "gold": gold}
-    write_rows(folder, files)
+    write_splits(folder, rows, VALIDATION, EXAMPLES, gold)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""Task rows, for the scripts that generate or convert the data of an environment (`gym_servers/NAME/data`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ngym.files.jsonl import write_rows
+from ngym.schema import Json
+
+Drawn = TypeVar("Drawn")
+
+
+def function_tool(name: str, description: str, properties: Mapping[str, Json]) -> Json:
+    """The declaration of a function tool in `tools`; all its properties are required."""
+    parameters = {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "name": name, "description": description, "parameters": parameters, "strict": False}
+
+
+def task_row(agent: str, params: Json, **fields: object) -> Json:
+    """A row for this agent. params: of the request to the policy. fields: the environment's own."""
+    agent_ref = {"type": "responses_api_agents", "name": agent}
+    return {"responses_create_params": params, "agent_ref": agent_ref, **fields}
+
+
+def prompt_of(row: Json) -> str:
+    """The input of a row's request."""
+    prompt: str = row["responses_create_params"]["input"]
+    return prompt
+
+
+def draw_distinct(count: int, draw: Callable[[int], Drawn | None], key: Callable[[Drawn], str]) -> list[Drawn]:
+    """Draw until there are `count` with different keys. draw: receives how many there are; may return None."""
+    drawn: dict[str, Drawn] = {}
+    while len(drawn) < count:
+        one = draw(len(drawn))
+        if one is not None:
+            drawn.setdefault(key(one), one)
+    return list(drawn.values())
+
+
+def write_splits(
+    folder: Path, rows: Sequence[Json], validation: int, examples: int, gold: Sequence[Json] | None = None
+) -> None:
+    """Write validation.jsonl (the first rows), train.jsonl (the others), example.jsonl and, if given, gold.jsonl.
+
+    Raises:
+        WriteFailed: a file cannot be written.
+    """
+    files = {"train": rows[validation:], "validation": rows[:validation], "example": rows[:examples]}
+    write_rows(folder, files if gold is None else {**files, "gold": gold})
+
+
+def assistant_message(text: str) -> Json:
+    """An item of a response: the model's text."""
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
