@@ -48,20 +48,9 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{6,})")
 # What may change on resume: the run's length, and how it is computed and shown, but not what is learned.
 FREE = (
-    "checkpoint",
-    "engine",
-    "evaluation",
-    "logging",
-    "max_skipped",
-    "max_steps",
-    "epochs",
-    "micro_batch_tokens",
-    "output",
-    "rollouts.concurrency",
-    "rollouts.services",
-    "rollouts.timeout_s",
-    "trainer",
-)
+    "checkpoint", "engine", "evaluation", "logging", "max_skipped", "max_steps", "epochs", "micro_batch_tokens",
+    "output", "rollouts.concurrency", "rollouts.services", "rollouts.timeout_s", "trainer",
+)  # fmt: skip
 
 
 class CheckpointUnusable(NgymError):

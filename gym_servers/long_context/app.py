@@ -29,42 +29,15 @@ Kind = Literal["needle", "variables", "counting", "state"]
 KINDS: tuple[Kind, ...] = ("needle", "variables", "counting", "state")
 SENTENCES_A_PAGE = 16
 COLOURS = [
-    "amber",
-    "azure",
-    "black",
-    "blue",
-    "bronze",
-    "brown",
-    "copper",
-    "crimson",
-    "golden",
-    "green",
-    "grey",
-    "indigo",
-    "ivory",
-    "olive",
-    "orange",
-    "purple",
-    "red",
-    "silver",
-    "violet",
-    "white",
-]
+    "amber", "azure", "black", "blue", "bronze", "brown", "copper", "crimson", "golden", "green", "grey", "indigo",
+    "ivory", "olive", "orange", "purple", "red", "silver", "violet", "white",
+]  # fmt: skip
 THINGS = ["gate", "tower", "bridge", "door", "vault", "tunnel", "stair", "lift", "hatch", "bunker"]
 TOWNS = ["Lima", "Oslo", "Kyoto", "Accra", "Quito", "Turin", "Perth", "Hanoi", "Leeds", "Izmir"]
 ROOMS = [
-    "attic",
-    "cellar",
-    "kitchen",
-    "library",
-    "stable",
-    "pantry",
-    "workshop",
-    "chapel",
-    "laundry",
-    "study",
+    "attic", "cellar", "kitchen", "library", "stable", "pantry", "workshop", "chapel", "laundry", "study",
     "greenhouse",
-]
+]  # fmt: skip
 WHO = (
     "The gardener",
     "A neighbour",
@@ -77,17 +50,9 @@ WHO = (
 )
 DID = ("looked at", "painted", "forgot", "described", "bought", "repaired", "carried", "sold", "measured", "cleaned")
 WHAT = (
-    "a bench",
-    "two chairs",
-    "the fence",
-    "a lantern",
-    "some rope",
-    "a clock",
-    "the old map",
-    "a kettle",
-    "three boxes",
-    "a drum",
-)
+    "a bench", "two chairs", "the fence", "a lantern", "some rope", "a clock", "the old map", "a kettle",
+    "three boxes", "a drum",
+)  # fmt: skip
 WHEN = (
     "in the morning",
     "before lunch",

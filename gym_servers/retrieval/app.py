@@ -19,55 +19,19 @@ from ngym.services.gym.server import ReferenceText
 
 _WORD = re.compile(r"\w+")
 FIRST = [
-    "Alva",
-    "Borin",
-    "Celia",
-    "Dorek",
-    "Elwin",
-    "Fara",
-    "Gidon",
-    "Hesta",
-    "Ivo",
-    "Jorun",
-    "Kessa",
-    "Lorn",
-    "Mirel",
-    "Noll",
-    "Orla",
-    "Pell",
-]
+    "Alva", "Borin", "Celia", "Dorek", "Elwin", "Fara", "Gidon", "Hesta", "Ivo", "Jorun", "Kessa", "Lorn", "Mirel",
+    "Noll", "Orla", "Pell",
+]  # fmt: skip
 LAST = [
-    "Ashdown",
-    "Brack",
-    "Corley",
-    "Dunmere",
-    "Ettrick",
-    "Farrow",
-    "Gant",
-    "Holloway",
-    "Ingram",
-    "Jessop",
-    "Kerr",
-    "Lowell",
-    "Marsh",
-    "Norwood",
-]
+    "Ashdown", "Brack", "Corley", "Dunmere", "Ettrick", "Farrow", "Gant", "Holloway", "Ingram", "Jessop", "Kerr",
+    "Lowell", "Marsh", "Norwood",
+]  # fmt: skip
 STEMS = ["Ald", "Bren", "Cor", "Dun", "Esk", "Fal", "Gar", "Hol", "Ister", "Kel", "Lor", "Mar"]
 ENDS = ["burgh", "ford", "ham", "mouth", "wick", "stead"]
 FIRMS = [
-    "Northlight",
-    "Bluestone",
-    "Cardinal",
-    "Fernwood",
-    "Granite",
-    "Helio",
-    "Juniper",
-    "Keystone",
-    "Lantern",
-    "Meridian",
-    "Orchard",
-    "Pinnacle",
-]
+    "Northlight", "Bluestone", "Cardinal", "Fernwood", "Granite", "Helio", "Juniper", "Keystone", "Lantern",
+    "Meridian", "Orchard", "Pinnacle",
+]  # fmt: skip
 TRADES = ["Optics", "Textiles", "Shipping", "Foods", "Instruments", "Paper", "Ceramics", "Bicycles"]
 RIVERS = ["Ane", "Brede", "Calder", "Dorn", "Elve", "Farn", "Gweir", "Hodder", "Isk", "Lune", "Meer", "Nith"]
 INJECTIONS = (

@@ -17,47 +17,13 @@ from ngym import ToolError
 TODAY = date(2027, 3, 15)
 ME = "p00"
 FIRST = [
-    "Ada",
-    "Bruno",
-    "Clara",
-    "Deniz",
-    "Elif",
-    "Farid",
-    "Greta",
-    "Hugo",
-    "Ivana",
-    "Jonas",
-    "Kira",
-    "Luca",
-    "Mona",
-    "Nadia",
-    "Otto",
-    "Petra",
-    "Quinn",
-    "Rosa",
-    "Sami",
-    "Tilda",
-]
+    "Ada", "Bruno", "Clara", "Deniz", "Elif", "Farid", "Greta", "Hugo", "Ivana", "Jonas", "Kira", "Luca", "Mona",
+    "Nadia", "Otto", "Petra", "Quinn", "Rosa", "Sami", "Tilda",
+]  # fmt: skip
 LAST = [
-    "Abel",
-    "Brandt",
-    "Costa",
-    "Duarte",
-    "Egger",
-    "Fischer",
-    "Gallo",
-    "Haas",
-    "Ilic",
-    "Jansen",
-    "Kowal",
-    "Lind",
-    "Moreau",
-    "Novak",
-    "Olsen",
-    "Pavlov",
-    "Reyes",
-    "Suzuki",
-]
+    "Abel", "Brandt", "Costa", "Duarte", "Egger", "Fischer", "Gallo", "Haas", "Ilic", "Jansen", "Kowal", "Lind",
+    "Moreau", "Novak", "Olsen", "Pavlov", "Reyes", "Suzuki",
+]  # fmt: skip
 DEPARTMENTS = ("Sales", "Finance", "Design", "Support")
 SUBJECTS = ("Invoice", "Contract", "Offer", "Travel plan", "Complaint", "Delivery", "Interview", "Newsletter")
 MEETINGS = ("Review", "Planning", "Stand-up", "Workshop", "Retrospective", "Budget talk", "Demo", "Hiring talk")

@@ -16,26 +16,10 @@ from ngym.net import request_context
 
 REDACTED = "<redacted>"
 MIN_LITERAL = 8  # shorter values also occur in ordinary words
-SECRET_WORDS = frozenset(
-    [
-        "authorization",
-        "bearer",
-        "cookie",
-        "cookies",
-        "credential",
-        "credentials",
-        "passphrase",
-        "passwd",
-        "password",
-        "passwords",
-        "pat",
-        "pwd",
-        "secret",
-        "secrets",
-        "sk",
-        "token",
-    ]
-)
+SECRET_WORDS = frozenset([
+    "authorization", "bearer", "cookie", "cookies", "credential", "credentials", "passphrase", "passwd", "password",
+    "passwords", "pat", "pwd", "secret", "secrets", "sk", "token",
+])  # fmt: skip
 SECRET_NAMES = ("api_key", "api_keys", "apikey", "apikeys", "access_key", "access_keys", "private_key", "secret_key", "auth_key",
                 "account_key", "access_token", "auth_token", "x_auth")  # fmt: skip
 FOLDERS = ("PWD", "OLDPWD")  # variables with the shell's working directory, not with a password

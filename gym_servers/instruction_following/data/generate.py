@@ -58,27 +58,9 @@ FOREIGN = {
     "ru": "Это тихое место. Люди приходят утром и не остаются на ночь. Но он открыт и зимой, как и летом.",  # noqa: RUF001
 }
 ALPHABET = [
-    "a",
-    "bright",
-    "cat",
-    "drifted",
-    "eastward",
-    "finding",
-    "green",
-    "hills",
-    "in",
-    "June",
-    "keeping",
-    "low",
-    "mountains",
-    "near",
-    "open",
-    "plains",
-    "quietly",
-    "resting",
-    "since",
-    "then",
-]
+    "a", "bright", "cat", "drifted", "eastward", "finding", "green", "hills", "in", "June", "keeping", "low",
+    "mountains", "near", "open", "plains", "quietly", "resting", "since", "then",
+]  # fmt: skip
 PALINDROMES = ("level", "noon", "radar", "civic", "kayak", "refer")
 
 Draft = tuple[str, dict[str, Any], str]  # the text, the instruction's arguments, its wording

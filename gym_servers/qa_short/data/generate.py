@@ -20,45 +20,16 @@ TRAIN, VALIDATION, EXAMPLES = 160, 40, 5
 PROMPT = '{facts}\n\n{question} Answer with {form} only, in the form "Answer: ...".'
 FORMS = {"text": "the name", "number": "the number", "date": "the full date"}
 STARTS = (
-    "Bra",
-    "Cel",
-    "Dor",
-    "Fen",
-    "Gal",
-    "Hol",
-    "Ist",
-    "Jor",
-    "Kel",
-    "Lun",
-    "Mar",
-    "Nor",
-    "Ost",
-    "Pel",
-    "Ras",
-    "Sil",
-)
+    "Bra", "Cel", "Dor", "Fen", "Gal", "Hol", "Ist", "Jor", "Kel", "Lun", "Mar", "Nor", "Ost", "Pel", "Ras", "Sil",
+)  # fmt: skip
 MIDDLES = ("a", "e", "i", "o", "u", "ani", "eri", "olo", "umi")
 TOWN_ENDS = ("ford", "gate", "holm", "mere", "stad", "vik", "borough")
 LAND_ENDS = ("land", "stan", "onia")
 PERSON_ENDS = ("s", "n", "r", "ssen", "tti", "vic", "dottir")
 FIRST = (
-    "Ada",
-    "Bo",
-    "Chidi",
-    "Dana",
-    "Eero",
-    "Fatima",
-    "Goran",
-    "Hana",
-    "Ivo",
-    "Jun",
-    "Kofi",
-    "Lea",
-    "Mina",
-    "Noor",
-    "Omar",
-    "Petra",
-)
+    "Ada", "Bo", "Chidi", "Dana", "Eero", "Fatima", "Goran", "Hana", "Ivo", "Jun", "Kofi", "Lea", "Mina", "Noor",
+    "Omar", "Petra",
+)  # fmt: skip
 JOBS = ("painter", "botanist", "composer", "architect", "chemist", "novelist", "sailor", "judge")
 RIVERS = ("Aln", "Bezh", "Corra", "Duin", "Ebra", "Firth", "Gand", "Isk")
 

@@ -32,17 +32,9 @@ HINTS = {
 }
 PROMPT = "{told}\n\nWrite this as {form} that fits the JSON Schema below.{hint} Write the {form} only, in one code block.\n\n{schema}"
 NAMES = (
-    "Ada Brandt",
-    "Bo Lind",
-    "Chidi Obi",
-    "Dana Roth",
-    "Eero Aho",
-    "Fatima Zaki",
-    "Goran Ilic",
-    "Hana Mori",
-    "Ivo Pavic",
-    "Jun Park",
-)
+    "Ada Brandt", "Bo Lind", "Chidi Obi", "Dana Roth", "Eero Aho", "Fatima Zaki", "Goran Ilic", "Hana Mori",
+    "Ivo Pavic", "Jun Park",
+)  # fmt: skip
 CITIES = ("Lima", "Oslo", "Kyoto", "Accra", "Quito", "Turin", "Perth", "Hanoi", "Leeds", "Izmir")
 STATES = ("open", "paid", "shipped", "late", "closed", "no")
 LABELS = ("fragile", "urgent", "export", "gift", "cold", "heavy", "night", "sealed")

@@ -29,25 +29,10 @@ from ngym.services.base.options import ServiceOptions, check_result
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
 from ngym.services.gym.sessions import BEGUN, Session, session_id_of
 
-RESERVED = frozenset(
-    [
-        "verify",
-        "verify_group",
-        "seed_session",
-        "aggregate_metrics",
-        "tools",
-        "session",
-        "mcp",
-        "reset",
-        "step",
-        "health",
-        "ready",
-        "metrics",
-        "openapi.json",
-        "docs",
-        "redoc",
-    ]
-)
+RESERVED = frozenset([
+    "verify", "verify_group", "seed_session", "aggregate_metrics", "tools", "session", "mcp", "reset", "step",
+    "health", "ready", "metrics", "openapi.json", "docs", "redoc",
+])  # fmt: skip
 
 
 NOT_DONE = (429, 503)
