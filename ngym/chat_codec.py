@@ -28,10 +28,8 @@ from ngym.schema import TOKEN_FIELDS, Json
 if TYPE_CHECKING:
     from ngym.services.models.token_capture import SeenCall
 
-
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONG = 20_000  # characters: some milliseconds
-
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header

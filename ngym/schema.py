@@ -71,7 +71,6 @@ Failure = TypedDict(
 )
 """Why an attempt failed; the `failure` of a row in `*_failures.jsonl`."""
 
-
 Span = tuple[str, float, float]
 """One call: its name, start and duration in seconds."""
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.sanity_checks import NanGuard
 
-
 FOLDER = "checkpoints"
 STATE = "state.json"
 MANIFEST = "manifest.json"

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .online.services import Services
     from .reporting.metrics import Metrics
 
-
 TOLD = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # recorded on the span of a step
 # These compare the policy with its sampler. Only the first update reports them: later the two differ by design.
 BEFORE_TRAINING = frozenset({"token_mult_prob_error", "mismatch_kl"})

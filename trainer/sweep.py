@@ -302,12 +302,7 @@ class SweepRun(NamedTuple):
 
 
 def main(
-    files: Sequence[str],
-    overrides: Sequence[str],
-    sweeps: Sequence[str],
-    *,
-    overwrite: bool,
-    resume: bool,
+    files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str], *, overwrite: bool, resume: bool
 ) -> Path:
     """Run a recipe with every combination of the values; see `ng_train --help`. Returns the sweep's folder.
 

@@ -10,15 +10,7 @@ from agents.tool_context import ToolContext
 from openai import AsyncOpenAI
 from pydantic import Field
 
-from agents import (
-    Agent,
-    FunctionTool,
-    MaxTurnsExceeded,
-    ModelBehaviorError,
-    OpenAIResponsesModel,
-    RunConfig,
-    Runner,
-)
+from agents import Agent, FunctionTool, MaxTurnsExceeded, ModelBehaviorError, OpenAIResponsesModel, RunConfig, Runner
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
 
 

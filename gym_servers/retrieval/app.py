@@ -45,7 +45,6 @@ MAX_TEXT = 20_000
 SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?:\s*\[d[0-9]{3}\])*|\n|$)")
 NAME = re.compile(r"\b(?:[A-Z][a-z]+|[0-9]{2,4})\b")
 
-
 K1, B = 1.5, 0.75
 
 

@@ -137,7 +137,6 @@ def test_the_environment_rewards_what_it_must() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 ''')
 
-
 EXIT_CODES = """\
 Exit codes: 0  the folder was created
             2  the name is not valid, or the folder is not empty or cannot be written; nothing was overwritten"""

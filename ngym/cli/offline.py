@@ -26,11 +26,7 @@ HELD_OUT_REPEATS = 2
 
 @command("offline")
 @click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    default="runs/offline",
-    show_default=True,
-    help="The output folder.",
+    "--folder", type=click.Path(path_type=Path), default="runs/offline", show_default=True, help="The output folder."
 )
 @click.option(
     "--policy",

@@ -21,7 +21,6 @@ from ngym.supervise.head_file import find_running, token_of
 if TYPE_CHECKING:
     from ngym.runtime.live_region import Screen
 
-
 COLUMNS = (
     "NAME", "KIND", "STATUS", "PID", "UP", "RESTARTS", "MEMORY", "REQ/S", "P50", "P95", "IN FLIGHT", "ERRORS", "URL",
 )  # fmt: skip

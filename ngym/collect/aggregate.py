@@ -25,7 +25,6 @@ ROW_WEIGHT = 16  # of the object itself and its comma
 MOST_FIELD_BYTES = 16 << 10
 NOT_SENT = frozenset({"responses_create_params", "response", "ng", "agent_ref"})
 
-
 MOST_ROLLOUTS = 50_000  # per agent; the environment receives only the first rollouts
 MOST_BYTES = ROW_BYTES - (1 << 20)  # the rest is for the object around the rows
 ASKED_S, TIMEOUT_S = 10.0, 120.0

@@ -26,13 +26,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.plan import (
-    InputCheck,
-    PlannedRollout,
-    input_rows,
-    no_rows,
-    plan_rollouts,
-)
+from ngym.collect.plan import InputCheck, PlannedRollout, input_rows, no_rows, plan_rollouts
 from ngym.collect.rollout_rows import FailedAttempt, Outcome
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.collect.run_record import REMEDY, CollectionSettings, RunRecord
@@ -45,7 +39,6 @@ from ngym.schema import Json, RolloutKey
 
 OTHERWISE = "choose another --output"
 TICK_S = 0.2
-
 
 NEW, OLD = ".new", ".old"
 

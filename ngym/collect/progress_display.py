@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-
 PART = "reward_components/"
 WINDOW_S = 30.0  # rates are over the last 30 s
 LIVE_TICK_S = 0.25

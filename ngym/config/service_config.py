@@ -34,10 +34,7 @@ class HeadSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     host: str = Field(default="127.0.0.1", description="The address that the head binds to.")
     port: int = Field(
-        default=11000,
-        ge=0,
-        le=65535,
-        description="0: any free port. If the default is taken, a free port is used.",
+        default=11000, ge=0, le=65535, description="0: any free port. If the default is taken, a free port is used."
     )
 
 

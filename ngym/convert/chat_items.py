@@ -102,11 +102,7 @@ def _present(part: Json, *names: str) -> Json:
 
 
 def messages_from_items(
-    items: str | list[Json],
-    instructions: str | None = None,
-    *,
-    style: ReasoningStyle = "field",
-    tokens: bool = False,
+    items: str | list[Json], instructions: str | None = None, *, style: ReasoningStyle = "field", tokens: bool = False
 ) -> list[Json]:
     """Convert input items to Chat messages.
 

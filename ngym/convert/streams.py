@@ -353,11 +353,7 @@ class ResponseStream:
     """
 
     def __init__(
-        self,
-        params: Json,
-        response_id: str | None = None,
-        model: str | None = None,
-        style: ReasoningStyle = "field",
+        self, params: Json, response_id: str | None = None, model: str | None = None, style: ReasoningStyle = "field"
     ) -> None:
         self._params = params
         self._id = response_id

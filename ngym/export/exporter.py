@@ -39,7 +39,6 @@ from ngym.schema import Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 REREAD = 64  # conversations that are cached for the next pairs of their task
 
 

@@ -30,7 +30,6 @@ from ngym.net.request_context import headers_of
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-
 MIN_CHARACTERS = 16
 OPEN = ("GET", "/health")
 DOCUMENTS = api_docs.PATHS | {"/openapi.json"}  # of the interface; they answer GET and change nothing

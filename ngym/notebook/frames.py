@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import polars  # type: ignore[import-not-found, unused-ignore]
 
-
 Kind = Literal["bool", "int", "float", "str", "json"]
 """json: lists and objects; pandas keeps them, elsewhere they are JSON text, because a column has one type."""
 PANDAS: dict[Kind, str] = {"bool": "boolean", "int": "Int64", "float": "float64", "str": "string", "json": "object"}

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import polars  # type: ignore[import-not-found, unused-ignore]
 
-
 SOLVED = 1.0
 NO_TASK = "rows name no task, which a comparison of a task's rollouts needs: give each row its `_ng_task_index`"
 READ_TO_SHOW = 20_000  # more rows are not read only for a repr

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and its counts
 UNSCORED = "frac_unscored"
 CALIBRATION, CONFIDENCE = "val/calibration/", "confidence"
@@ -61,13 +60,7 @@ def together(name: str, seeds: Sequence[Series]) -> Series:
     values = [dict(zip(one.x, one.y, strict=True)) for one in seeds]
     common = sorted(set.intersection(*map(set, values))) if values else []
     columns = [[one[x] for one in values] for x in common]
-    return Series(
-        name,
-        tuple(common),
-        tuple(map(fmean, columns)),
-        tuple(map(min, columns)),
-        tuple(map(max, columns)),
-    )
+    return Series(name, tuple(common), tuple(map(fmean, columns)), tuple(map(min, columns)), tuple(map(max, columns)))
 
 
 REWARDS, LOSSES = ("reward/mean", UNSCORED), ("loss", "val/loss")
@@ -259,7 +252,6 @@ STYLE: dict[str, Any] = {
     "xtick.color": "#555555",
     "ytick.color": "#555555",
 }
-
 
 WIDTH, HEIGHT = 60, 12  # characters
 

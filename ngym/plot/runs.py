@@ -26,7 +26,6 @@ METRICS = "metrics.jsonl"
 Axis = Literal["step", "time"]
 RECIPE = "recipe.yaml"
 
-
 STEP, ELAPSED = "step", "time/elapsed"  # seconds since the last start of the run
 
 

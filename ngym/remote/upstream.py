@@ -193,8 +193,7 @@ class RemoteOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     base_url: str = Field(pattern="^https?://", description="The URL of the API.")
     api_key_env: str | None = Field(
-        default=None,
-        description="The variable that holds the key (never the key itself); null if no key is needed.",
+        default=None, description="The variable that holds the key (never the key itself); null if no key is needed."
     )
     timeout_s: float = Field(
         default=600, gt=0, description="Limit of one answer, from its start; each retry has its own."
@@ -218,9 +217,7 @@ class RemoteOptions(BaseModel):
     price_input: float | None = Field(default=None, ge=0, description="Per million tokens of input.")
     price_output: float | None = Field(default=None, ge=0, description="Per million tokens of output.")
     proxy: str | None = Field(
-        default=None,
-        pattern="^http://",
-        description="A proxy for https; default: that of HTTPS_PROXY and NO_PROXY.",
+        default=None, pattern="^http://", description="A proxy for https; default: that of HTTPS_PROXY and NO_PROXY."
     )
 
     @field_validator("base_url")

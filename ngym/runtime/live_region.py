@@ -22,13 +22,11 @@ from ngym.rollout import printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-
 DRAINED_S = 0.5
 WIDEST = 1000
 USUAL = os.terminal_size((80, 24))
 INK = "▁▂▃▄▅▆▇█"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
 
 ERASE_BELOW, ERASE_LINE_END = "\x1b[J", "\x1b[K"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

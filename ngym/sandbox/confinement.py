@@ -70,7 +70,6 @@ PATH_CALLS: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 Instruction = tuple[int, int, int, int]
 
-
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 
 

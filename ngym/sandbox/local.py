@@ -97,7 +97,6 @@ for name, attempt in attempts.items():
     print(name)
 """
 
-
 F_ADD_SEALS, SEAL_ALL = 1033, 0x1 | 0x2 | 0x4 | 0x8
 PACKAGE = Path(__file__).resolve().parent
 
@@ -341,11 +340,7 @@ class LocalSandbox(Sandbox):
     """
 
     def __init__(
-        self,
-        tier: Tier | Literal["auto"] = "auto",
-        *,
-        slots: int | None = None,
-        preload: tuple[str, ...] = PRELOAD,
+        self, tier: Tier | Literal["auto"] = "auto", *, slots: int | None = None, preload: tuple[str, ...] = PRELOAD
     ) -> None:
         self.tier: Tier | None = None
         self.slots = slots or usable_cores()

@@ -38,7 +38,6 @@ from ngym.telemetry.log_format import redacted
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-
 TYPES: dict[Kind, str] = {
     "gym_server": "resources_servers",
     "agent": "responses_api_agents",

@@ -34,7 +34,6 @@ AGAIN_S = 1.0
 OF_LOAD = ("ngym_requests_in_flight", "ngym_calls_waiting", "vllm:num_requests_waiting")
 WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's page has thousands of lines
 
-
 SESSION, RESIDENT = 3, 21  # fields of /proc/PID/stat after the name
 
 

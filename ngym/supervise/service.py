@@ -39,11 +39,7 @@ class ServiceLog:
     """
 
     def __init__(
-        self,
-        path: Path,
-        on_status: Callable[[str], None],
-        redact: Callable[[bytes], bytes],
-        wrap_as: str | None = None,
+        self, path: Path, on_status: Callable[[str], None], redact: Callable[[bytes], bytes], wrap_as: str | None = None
     ) -> None:
         self.path = path
         self._wrap_as = wrap_as

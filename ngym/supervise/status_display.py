@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
     from ngym.supervise.metrics_scraper import ServiceTraffic
 
-
 STYLES = {"ready": "green", "failed": "bold red", "restarting": "red", "not ready": "yellow", "stopped": "dim"}
 BUSY = "cyan"
 States = Callable[[], Iterable[ReplicaState]]
 TICK_S = 0.25
 PLAIN_TICK_S = 10.0
 TOLD = ("restarting", "failed", "not ready", "ready")  # reported after all were ready
-
 
 GAP, LEAST_WHAT = 2, 6
 

@@ -318,7 +318,6 @@ PIPE_BYTES = 1 << 20
 ONE_FILE = threading.Lock()  # is read by helpers at a time: more would only compete
 SET_PIPE_SIZE = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 
-
 BUFFER_BYTES, SKIPPED_BYTES = 256 << 10, 1 << 20
 _G, _KEY, _TASK, _TASK_ID, _AGENT = map(ScannedLine._fields.index, ("g", "task_key", "task", "task_id", "agent"))
 _REWARD, _FAILURE = (ScannedLine._fields.index(name) for name in ("reward", "failure"))

@@ -35,7 +35,6 @@ STDERR = 2
 # What a process does to itself by what it computes (a stack that is too deep, a library that aborts).
 OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
 
-
 ZYGOTE_FILE = Path(__file__).with_name("worker_zygote.py")
 
 

@@ -50,7 +50,6 @@ from .teacher_divergence import DivergenceScorer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 # A fused kernel rounds where separate ones would: otherwise the pass without a gradient and the one with it differ in
 # bf16 by what they keep, and the ratios of an unchanged policy are not 1.
 ROUND_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}

@@ -48,12 +48,7 @@ class LiveBatches:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        algorithm: Algorithm,
-        engine: Engine,
-        weight_sync: WeightSync,
-        services: Services | None,
+        self, recipe: Recipe, algorithm: Algorithm, engine: Engine, weight_sync: WeightSync, services: Services | None
     ) -> None:
         assert recipe.live is not None and recipe.max_steps is not None
         assert isinstance(recipe.algorithm, PolicyGradientOptions)

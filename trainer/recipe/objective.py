@@ -330,7 +330,6 @@ SftAggregation = Annotated[
     Field(description="That likelihood is a mean over pairs of the mean over tokens, or a mean over all tokens."),
 ]
 
-
 Supervision = Literal["pairs", "outcomes", "steps"]
 
 

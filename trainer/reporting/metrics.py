@@ -35,7 +35,6 @@ from .sinks import Sinks
 if TYPE_CHECKING:
     from rich.text import Text
 
-
 PLAIN_EVERY_S = 2.0
 TICK_S = 0.5
 LABEL = 10
@@ -413,12 +412,7 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        file: Path,
-        steps: int,
-        shown: bool,
-        history: Sequence[dict[str, float]] = (),
-        sinks: Sinks | None = None,
+        self, file: Path, steps: int, shown: bool, history: Sequence[dict[str, float]] = (), sinks: Sinks | None = None
     ) -> None:
         self._path = file if shown else Path(os.devnull)
         self._steps = steps

@@ -77,7 +77,7 @@ SETS = (
                         path="mbpp/mbpp.jsonl",
                         sha256="ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f",
                     ),
-                ),
+                )
             ),
         ),
         convert=mbpp,

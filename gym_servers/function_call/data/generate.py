@@ -168,10 +168,7 @@ def translate(rng: random.Random) -> Wish:
 def recording(rng: random.Random) -> Wish:
     show, season = rng.choice(SHOWS), rng.randint(1, 8)
     return Wish(
-        f"record season {season} of {show}",
-        {"show": show, "season": season},
-        f"record a season of {show}",
-        ("season",),
+        f"record season {season} of {show}", {"show": show, "season": season}, f"record a season of {show}", ("season",)
     )
 
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from ngym.services.models.server import ModelCall
     from ngym.services.models.token_capture import SeenCall
 
-
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
 recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)
@@ -73,7 +72,6 @@ BEAMS_ARE_WHOLE = (
     "field 'beam_width': beam search cannot stream, because beams are compared at their end; leave out stream"
 )
 Chunks = AsyncGenerator[Json]
-
 
 """Where the tokens of the current request are recorded; None: nowhere."""
 

@@ -25,7 +25,6 @@ from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 if TYPE_CHECKING:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-
 EXPERTS = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
 
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-
 PREFIX = "ngym-weights-"
 PROMISED = "promised"
 SHARED_MEMORY = Path("/dev/shm")

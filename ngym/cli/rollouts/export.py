@@ -38,11 +38,7 @@ FILE = click.Path(path_type=Path)
     help="Lowest reward of a kept rollout.  [default: 1; preferences, rollouts: any]",
 )
 @count("--best", "The N best rollouts of each task.")
-@click.option(
-    "--pairs",
-    type=Choice(STRATEGIES),
-    help="How rollouts of a task are paired.  [default: best-worst]",
-)
+@click.option("--pairs", type=Choice(STRATEGIES), help="How rollouts of a task are paired.  [default: best-worst]")
 @click.option(
     "--margin", type=click.FloatRange(0), metavar="REWARD", help="Least difference of a pair's rewards.  [default: any]"
 )

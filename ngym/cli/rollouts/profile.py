@@ -30,12 +30,7 @@ Exit codes: 0  the profile is shown
 @command("ng_profile", epilog=EXIT_CODES)
 @click.argument("sources", nargs=-1, required=True, metavar="FILE...")
 @click.option(
-    "--solved",
-    type=float,
-    default=1.0,
-    show_default=True,
-    metavar="REWARD",
-    help="The lowest reward of a solved task.",
+    "--solved", type=float, default=1.0, show_default=True, metavar="REWARD", help="The lowest reward of a solved task."
 )
 @click.option("--by", metavar="FIELD", help="Also print a line for each value of this field, such as level.")
 @click.option("--output", type=FILE, metavar="FILE", help="Write a JSONL row for each task.")

@@ -223,10 +223,7 @@ COMMANDS = {
     "doctor": ("ngym.cli.doctor", "Show what of this machine and its packages works."),
 }
 # Commands of `ng` only, without a separate script.
-OWN = {
-    "help": "Show this help, or the help of a command.",
-    "completion": "Print the completion script of a shell.",
-}
+OWN = {"help": "Show this help, or the help of a command.", "completion": "Print the completion script of a shell."}
 GROUPS = {
     "Begin": ("quickstart", "init"),
     "Environments": ("list", "prepare", "validate"),

@@ -43,7 +43,6 @@ BODY_BYTES = "ngym.body_bytes"  # in the scope of a request whose body has been 
 LISTED = 20_000  # limit of listed problems: pydantic creates all of them at once, a million a second
 STRANGERS = 100  # limit of unknown fields searched for a misspelling
 
-
 LARGE = 1 << 20  # bytes; a larger body is received in parts of this size, each only if there is memory for it
 
 

@@ -34,9 +34,7 @@ RESERVED = frozenset([
     "health", "ready", "metrics", "openapi.json", "docs", "redoc",
 ])  # fmt: skip
 
-
 NOT_DONE = (429, 503)
-
 
 ANYTHING: Json = {"description": "Any JSON."}
 

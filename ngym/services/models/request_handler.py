@@ -331,7 +331,6 @@ class WholeCompletion:
 Whole = WholeResponse | WholeCompletion
 WHOLE: dict[str, Callable[[], Whole]] = {"responses": WholeResponse, "chat": WholeCompletion}
 
-
 CountTokens = Callable[[Json, ModelCall], Awaitable[int]]
 
 

@@ -46,7 +46,6 @@ __all__ = [
     "model_server",
 ]
 
-
 LIMIT = re.compile("[1-9][0-9]?|100")
 
 
@@ -161,14 +160,9 @@ WEIGHTS = object_of(
 _MODEL = object_of({"id": STRING, "object": STRING})
 _LIST = object_of({"object": STRING, "data": {"type": "array", "items": OBJECT}})
 
-
 _MESSAGES: Json = {"type": "object", "required": ["messages"], "properties": {"messages": {"type": "array"}}}
 _BODIES: dict[str, Json] = {
-    "responses": {
-        "type": "object",
-        "required": ["input"],
-        "properties": {"input": {"type": ["string", "array"]}},
-    },
+    "responses": {"type": "object", "required": ["input"], "properties": {"input": {"type": ["string", "array"]}}},
     "chat": _MESSAGES,
     "messages": _MESSAGES,
 }
