@@ -9,7 +9,6 @@ import asyncio
 import csv
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 from collections import Counter
@@ -25,6 +24,7 @@ from urllib.request import Request, urlopen
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ngym.config.import_path import load_file
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, NgymError, ServiceError, UsageError
 from ngym.files.atomic import write_whole
@@ -129,14 +129,9 @@ def find_sets(roots: Iterable[Path]) -> dict[str, PublicSet]:
 
 
 def _declared(file: Path) -> tuple[PublicSet, ...]:
-    name = f"_ngym_prepare_{file.parent.name}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{file}: not a Python file")
-    module: Any = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError, ValidationError) as error:
+        module = load_file(file)
+    except ValidationError as error:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
     if not hasattr(module, "SETS"):
         raise ConfigError(f"{file}: declares no `SETS = (PublicSet(...), ...)`")

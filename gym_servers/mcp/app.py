@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import logging
 import re
@@ -30,6 +29,7 @@ from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError, 
 from starlette.responses import Response
 
 from ngym import ServiceContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, gym_server
+from ngym.config.import_path import load_file
 from ngym.config.shipped_files import shipped_file
 from ngym.errors import ConfigError, Overloaded, PeerTimeout, Unreachable, UpstreamError
 from ngym.grading.answers import number, same_number, short
@@ -450,12 +450,7 @@ async def serving(context: ServiceContext) -> AsyncIterator[None]:
 
 
 def _verify_in(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("_ngym_mcp_verify", file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"verify: {file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = load_file(file)
     if not hasattr(module, "verify"):
         raise ConfigError(f"verify: {file} has no function `verify(task: <a VerifyRequest>, [session: Session])`")
     return module.verify

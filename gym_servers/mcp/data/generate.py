@@ -5,7 +5,6 @@ python data/mcp/generate.py [FOLDER]   # writes train, validation, example and g
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import sys
 from pathlib import Path
@@ -13,21 +12,13 @@ from typing import Any
 
 import orjson
 
+from ngym.config.import_path import load_file
 from ngym.files.task_rows import assistant_message, draw_distinct, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SHOP = HERE.parent / "example_server.py"
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES, GOLD = 120, 30, 5, 6
-
-
-def prices() -> dict[str, int]:
-    spec = importlib.util.spec_from_file_location("shop", SHOP)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: dict[str, int] = module.PRICES
-    return found
 
 
 def task(rng: random.Random, costs: dict[str, int]) -> dict[str, Any]:
@@ -79,7 +70,7 @@ def said(made: list[dict[str, Any]], total: int) -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    rng, costs = random.Random(SEED), prices()
+    rng, costs = random.Random(SEED), load_file(SHOP).PRICES
     drawn = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng, costs), prompt_of)
     gold = [case for place, one in enumerate(drawn[:GOLD]) for case in cases(one, is_first=place == 0)]
     write_splits(folder, drawn, VALIDATION, EXAMPLES, gold)
