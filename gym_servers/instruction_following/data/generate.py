@@ -80,19 +80,14 @@ def keywords(rng: random.Random, text: str, topic: str) -> Draft:
 
 def frequency(rng: random.Random, text: str, topic: str) -> Draft:
     count = text.lower().count(topic)
-    return (
-        text,
-        {"keyword": topic, "frequency": count, "relation": "at least"},
-        f'Use "{topic}" at least {count} times',
-    )
+    given = {"keyword": topic, "frequency": count, "relation": "at least"}
+    return text, given, f'Use "{topic}" at least {count} times'
 
 
 def rarely(rng: random.Random, text: str, topic: str) -> Draft:
-    return (
-        text,
-        {"keyword": "the", "frequency": text.lower().count("the") + 1, "relation": "less than"},
-        (f'Let the letters "the" occur less than {text.lower().count("the") + 1} times'),
-    )
+    count = text.lower().count("the") + 1
+    given = {"keyword": "the", "frequency": count, "relation": "less than"}
+    return text, given, f'Let the letters "the" occur less than {count} times'
 
 
 def forbidden(rng: random.Random, text: str, topic: str) -> Draft:
@@ -103,11 +98,8 @@ def forbidden(rng: random.Random, text: str, topic: str) -> Draft:
 def letters(rng: random.Random, text: str, topic: str) -> Draft:
     letter = rng.choice("aeorst")
     count = text.lower().count(letter)
-    return (
-        text,
-        {"letter": letter, "let_frequency": count, "let_relation": "at least"},
-        f"Let the letter {letter} occur at least {count} times",
-    )
+    given = {"letter": letter, "let_frequency": count, "let_relation": "at least"}
+    return text, given, f"Let the letter {letter} occur at least {count} times"
 
 
 def sentence_count(rng: random.Random, text: str, topic: str) -> Draft:
@@ -132,11 +124,8 @@ def few_words(rng: random.Random, text: str, topic: str) -> Draft:
 
 def paragraphs(rng: random.Random, text: str, topic: str) -> Draft:
     parts = split(text)
-    return (
-        "\n***\n".join(parts),
-        {"num_paragraphs": len(parts)},
-        f"Write {len(parts)} paragraphs, parted by the divider ***",
-    )
+    wording = f"Write {len(parts)} paragraphs, parted by the divider ***"
+    return "\n***\n".join(parts), {"num_paragraphs": len(parts)}, wording
 
 
 def first_word(rng: random.Random, text: str, topic: str) -> Draft:
@@ -157,30 +146,21 @@ def split(text: str) -> list[str]:
 def placeholders(rng: random.Random, text: str, topic: str) -> Draft:
     names = rng.sample(("name", "address", "date", "price", "phone"), rng.randint(1, 3))
     text = text + "".join(f" Ask for [{name}]." for name in names)
-    return (
-        text,
-        {"num_placeholders": len(names)},
-        f"Have at least {len(names)} placeholders in square brackets, such as [address]",
-    )
+    wording = f"Have at least {len(names)} placeholders in square brackets, such as [address]"
+    return text, {"num_placeholders": len(names)}, wording
 
 
 def postscript(rng: random.Random, text: str, topic: str) -> Draft:
     marker = rng.choice(("P.S.", "P.P.S"))
-    return (
-        f"{text}\n{marker} It is worth the walk.",
-        {"postscript_marker": marker},
-        f"Add a postscript at the end that starts with {marker}",
-    )
+    wording = f"Add a postscript at the end that starts with {marker}"
+    return f"{text}\n{marker} It is worth the walk.", {"postscript_marker": marker}, wording
 
 
 def bullets(rng: random.Random, text: str, topic: str) -> Draft:
     parts = split(text)
     mark = rng.choice("*-")
-    return (
-        "\n".join(f"{mark} {part}" for part in parts),
-        {"num_bullets": len(parts)},
-        f"Have exactly {len(parts)} bullet points, such as: * A point",
-    )
+    wording = f"Have exactly {len(parts)} bullet points, such as: * A point"
+    return "\n".join(f"{mark} {part}" for part in parts), {"num_bullets": len(parts)}, wording
 
 
 def highlights(rng: random.Random, text: str, topic: str) -> Draft:
@@ -193,11 +173,8 @@ def highlights(rng: random.Random, text: str, topic: str) -> Draft:
 def sections(rng: random.Random, text: str, topic: str) -> Draft:
     parts, marker = split(text), rng.choice(("SECTION", "Part", "Day"))
     told = "\n".join(f"{marker} {i}\n{part}" for i, part in enumerate(parts, start=1))
-    return (
-        told,
-        {"section_spliter": marker, "num_sections": len(parts)},
-        f"Write {len(parts)} sections, each begun by {marker} and its number",
-    )
+    given = {"section_spliter": marker, "num_sections": len(parts)}
+    return told, given, f"Write {len(parts)} sections, each begun by {marker} and its number"
 
 
 def as_json(rng: random.Random, text: str, topic: str) -> Draft:
@@ -227,11 +204,8 @@ def some_capitals(rng: random.Random, text: str, topic: str) -> Draft:
     words = text.split(" ")
     for i in rng.sample(range(1, len(words)), count):
         words[i] = words[i].upper()
-    return (
-        " ".join(words),
-        {"capital_frequency": count, "capital_relation": "at least"},
-        f"Write at least {count} words in capitals",
-    )
+    given = {"capital_frequency": count, "capital_relation": "at least"}
+    return " ".join(words), given, f"Write at least {count} words in capitals"
 
 
 def capitals(rng: random.Random, text: str, topic: str) -> Draft:
@@ -263,28 +237,19 @@ def numerals(rng: random.Random, text: str, topic: str) -> Draft:
 
 
 def all_marks(rng: random.Random, text: str, topic: str) -> Draft:
-    return (
-        f"{text} Why? It lives; it stays: that, at least, is sure?!",
-        {},
-        "Use each of these marks at least once, and an interrobang besides: . , ! ? ; : ?!",
-    )
+    wording = "Use each of these marks at least once, and an interrobang besides: . , ! ? ; : ?!"
+    return f"{text} Why? It lives; it stays: that, at least, is sure?!", {}, wording
 
 
 def palindromes(rng: random.Random, text: str, topic: str) -> Draft:
     words = rng.sample(PALINDROMES, rng.randint(2, 4))
-    return (
-        f"{text} Think of {' and '.join(words)}.",
-        {"N": len(words)},
-        f"Include at least {len(words)} different palindromes of three letters or more",
-    )
+    wording = f"Include at least {len(words)} different palindromes of three letters or more"
+    return f"{text} Think of {' and '.join(words)}.", {"N": len(words)}, wording
 
 
 def title_case(rng: random.Random, text: str, topic: str) -> Draft:
-    return (
-        " ".join(word[:1].upper() + word[1:] for word in text.split(" ")),
-        {},
-        "Start every word with a capital letter",
-    )
+    titled = " ".join(word[:1].upper() + word[1:] for word in text.split(" "))
+    return titled, {}, "Start every word with a capital letter"
 
 
 def line_count(rng: random.Random, text: str, topic: str) -> Draft:
@@ -294,11 +259,8 @@ def line_count(rng: random.Random, text: str, topic: str) -> Draft:
 
 def alternating(rng: random.Random, text: str, topic: str) -> Draft:
     words = [word for word in re.findall(r"[a-z]+", text.lower()) if len(word) > 1]
-    return (
-        " ".join(w.upper() if i % 2 else w for i, w in enumerate(words)),
-        {},
-        "Write words in small letters and in capitals by turns",
-    )
+    told = " ".join(w.upper() if i % 2 else w for i, w in enumerate(words))
+    return told, {}, "Write words in small letters and in capitals by turns"
 
 
 def no_spaces(rng: random.Random, text: str, topic: str) -> Draft:
@@ -311,18 +273,27 @@ def word_lines(rng: random.Random, text: str, topic: str) -> Draft:
 
 def alphabet(rng: random.Random, text: str, topic: str) -> Draft:
     begin, count = rng.randrange(8), rng.randint(6, 12)
-    return (
-        " ".join(ALPHABET[begin : begin + count]).capitalize() + ".",
-        {},
-        ("Write one sentence in which each word starts with the letter that follows that of the word before"),
-    )
+    wording = "Write one sentence in which each word starts with the letter that follows that of the word before"
+    return " ".join(ALPHABET[begin : begin + count]).capitalize() + ".", {}, wording
 
 
 def growing(rng: random.Random, text: str, topic: str) -> Draft:
-    step, bank = (
-        rng.randint(1, 2),
-        ["stones", "keep", "quiet", "while", "long", "winds", "pass", "over", "old", "roofs", "and", "empty", "yards"],
+    bank = (
+        "stones",
+        "keep",
+        "quiet",
+        "while",
+        "long",
+        "winds",
+        "pass",
+        "over",
+        "old",
+        "roofs",
+        "and",
+        "empty",
+        "yards",
     )
+    step = rng.randint(1, 2)
     sizes = [2 + i * step for i in range(rng.randint(3, 4))]
     text = " ".join(" ".join(bank[:size]).capitalize() + "." for size in sizes)
     return text, {"small_n": step}, f"Each sentence has exactly {step} word{'s' * (step > 1)} more than the one before"
