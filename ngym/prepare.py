@@ -68,6 +68,11 @@ class Part(BaseModel):
     split: Split | None = None
 
 
+def part(path: str, sha256: str | None = None, split: Split | None = None) -> Part:
+    """A part that is one file."""
+    return Part(files=(File(path=path, sha256=sha256),), split=split)
+
+
 class PublicSet(BaseModel):
     """title: the set's common name, as in the README of the environment, with the same licence.
 

@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from ngym.prepare import File, Made, Part, PublicSet, Split, Unfit, saying
+from ngym.prepare import Made, PublicSet, Split, Unfit, part, saying
 from ngym.schema import Json
 
 PROMPT = "{text}\n\nYour function has to pass this test, and others:\n{test}\n\nGive the code in one ```python block."
@@ -70,16 +70,7 @@ SETS = (
         revision="1fa17414f56c3703d5adb3818338b6e35e0fd550",
         licence="CC-BY-4.0",
         rows=974,
-        parts=(
-            Part(
-                files=(
-                    File(
-                        path="mbpp/mbpp.jsonl",
-                        sha256="ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f",
-                    ),
-                )
-            ),
-        ),
+        parts=(part("mbpp/mbpp.jsonl", "ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f"),),
         convert=mbpp,
     ),
 )

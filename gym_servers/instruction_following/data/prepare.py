@@ -1,6 +1,6 @@
 """Public prompts with instructions that code can check, as rows of ours (`ng_prepare ifeval`)."""
 
-from ngym.prepare import File, Made, Part, PublicSet
+from ngym.prepare import Made, PublicSet, part
 from ngym.schema import Json
 
 
@@ -27,16 +27,7 @@ SETS = (
         licence="Apache-2.0",
         rows=541,
         note="a benchmark: what was trained on it cannot be measured by it",
-        parts=(
-            Part(
-                files=(
-                    File(
-                        path="ifeval_input_data.jsonl",
-                        sha256="6a85310ca8ce15eff755aa08a3a4ff931c7e273e7515ebb3c492ea85fd8288f2",
-                    ),
-                )
-            ),
-        ),
+        parts=(part("ifeval_input_data.jsonl", "6a85310ca8ce15eff755aa08a3a4ff931c7e273e7515ebb3c492ea85fd8288f2"),),
         convert=ifeval,
     ),
 )

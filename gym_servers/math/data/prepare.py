@@ -2,7 +2,7 @@
 
 import re
 
-from ngym.prepare import File, Made, Part, PublicSet, Unfit, saying
+from ngym.prepare import Made, PublicSet, Unfit, part, saying
 from ngym.schema import Json
 
 INSTRUCTION = "Put the final answer in \\boxed{}."
@@ -34,23 +34,15 @@ SETS = (
         licence="MIT",
         rows=8_792,
         parts=(
-            Part(
-                files=(
-                    File(
-                        path="grade_school_math/data/train.jsonl",
-                        sha256="17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
-                    ),
-                ),
-                split="train",
+            part(
+                "grade_school_math/data/train.jsonl",
+                "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+                "train",
             ),
-            Part(
-                files=(
-                    File(
-                        path="grade_school_math/data/test.jsonl",
-                        sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
-                    ),
-                ),
-                split="validation",
+            part(
+                "grade_school_math/data/test.jsonl",
+                "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+                "validation",
             ),
         ),
         convert=gsm8k,

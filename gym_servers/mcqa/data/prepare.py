@@ -2,7 +2,7 @@
 
 from string import ascii_uppercase
 
-from ngym.prepare import File, Made, Part, PublicSet, Unfit, saying
+from ngym.prepare import Made, PublicSet, Unfit, part, saying
 from ngym.schema import Json
 
 PROMPT = "Answer the question. Put the letter of the right option in \\boxed{{}}.\n\n{question}\n{options}"
@@ -44,23 +44,15 @@ SETS = (
         licence="CC-BY-SA-4.0",
         rows=1_418,
         parts=(
-            Part(
-                files=(
-                    File(
-                        path="ARC-Challenge/train-00000-of-00001.parquet",
-                        sha256="e488c1587ffdcfc8443f916c53488a95cd471c5790e0746c6bfe4cecf20962cb",
-                    ),
-                ),
-                split="train",
+            part(
+                "ARC-Challenge/train-00000-of-00001.parquet",
+                "e488c1587ffdcfc8443f916c53488a95cd471c5790e0746c6bfe4cecf20962cb",
+                "train",
             ),
-            Part(
-                files=(
-                    File(
-                        path="ARC-Challenge/validation-00000-of-00001.parquet",
-                        sha256="395a5c88d1580d69855fbaee9450270578df1ad5af6259771cd0a42c20e99f05",
-                    ),
-                ),
-                split="validation",
+            part(
+                "ARC-Challenge/validation-00000-of-00001.parquet",
+                "395a5c88d1580d69855fbaee9450270578df1ad5af6259771cd0a42c20e99f05",
+                "validation",
             ),
         ),
         convert=arc,
@@ -76,23 +68,15 @@ SETS = (
         rows=15_573,
         note="a benchmark: what was trained on it cannot be measured by it",
         parts=(
-            Part(
-                files=(
-                    File(
-                        path="all/validation-00000-of-00001.parquet",
-                        sha256="66cdf0b090ccb657d18d13cd81e31fdc55c3467da9642ffb178653268a97c8ef",
-                    ),
-                ),
-                split="train",
+            part(
+                "all/validation-00000-of-00001.parquet",
+                "66cdf0b090ccb657d18d13cd81e31fdc55c3467da9642ffb178653268a97c8ef",
+                "train",
             ),
-            Part(
-                files=(
-                    File(
-                        path="all/test-00000-of-00001.parquet",
-                        sha256="74a41822ce7d3def56e1682f958469c04642a5336a5ce912fa375fdb90fb25d7",
-                    ),
-                ),
-                split="validation",
+            part(
+                "all/test-00000-of-00001.parquet",
+                "74a41822ce7d3def56e1682f958469c04642a5336a5ce912fa375fdb90fb25d7",
+                "validation",
             ),
         ),
         convert=mmlu,

@@ -1,6 +1,6 @@
 """Public short questions, as rows of ours (`ng_prepare nq_open`)."""
 
-from ngym.prepare import File, Made, Part, PublicSet, saying
+from ngym.prepare import File, Made, Part, PublicSet, part, saying
 from ngym.schema import Json
 
 PROMPT = '{question}? Answer with a few words only, in the form "Answer: ...".'
@@ -26,14 +26,10 @@ SETS = (
         rows=91_535,
         parts=(
             Part(files=(File(path="nq_open/NQ-open.train.jsonl"),), split="train"),
-            Part(
-                files=(
-                    File(
-                        path="nq_open/NQ-open.dev.jsonl",
-                        sha256="f15567f38099f3615f5b8a685c0aef449c11ad90d3da3735e8d1b98115b40616",
-                    ),
-                ),
-                split="validation",
+            part(
+                "nq_open/NQ-open.dev.jsonl",
+                "f15567f38099f3615f5b8a685c0aef449c11ad90d3da3735e8d1b98115b40616",
+                "validation",
             ),
         ),
         convert=nq_open,

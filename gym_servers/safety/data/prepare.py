@@ -1,6 +1,6 @@
 """Public questions to refuse, and harmless ones that sound like them, as rows of ours (`ng_prepare xstest`)."""
 
-from ngym.prepare import File, Made, Part, PublicSet, saying
+from ngym.prepare import Made, PublicSet, part, saying
 from ngym.schema import Json
 
 KIND = {"safe": "answer", "unsafe": "refuse"}
@@ -30,16 +30,7 @@ SETS = (
         licence="CC-BY-4.0",
         rows=450,
         note="a benchmark; without a judge any answer that is no refusal is paid for a harmless question",
-        parts=(
-            Part(
-                files=(
-                    File(
-                        path="xstest_prompts.csv",
-                        sha256="11783fb294ed017473ee53c207d71f2161c7672c8d0b037501e78387f801cb5a",
-                    ),
-                )
-            ),
-        ),
+        parts=(part("xstest_prompts.csv", "11783fb294ed017473ee53c207d71f2161c7672c8d0b037501e78387f801cb5a"),),
         convert=xstest,
     ),
 )

@@ -4,7 +4,7 @@ import sqlite3
 from contextlib import closing
 
 from ngym.files.task_rows import function_tool
-from ngym.prepare import File, Made, Part, PublicSet, Unfit, saying
+from ngym.prepare import Made, PublicSet, Unfit, part, saying
 from ngym.schema import Json
 
 TASKS = {"analytics and reporting", "data retrieval"}  # the others write
@@ -77,23 +77,15 @@ SETS = (
         rows=105_851,
         note="synthetic, of many dialects: what SQLite cannot run is left out",
         parts=(
-            Part(
-                files=(
-                    File(
-                        path="synthetic_text_to_sql_train.snappy.parquet",
-                        sha256="2bee9ac07cf5057d36b5ea30fb47d948697e882f42bd1cc661185396287c0180",
-                    ),
-                ),
-                split="train",
+            part(
+                "synthetic_text_to_sql_train.snappy.parquet",
+                "2bee9ac07cf5057d36b5ea30fb47d948697e882f42bd1cc661185396287c0180",
+                "train",
             ),
-            Part(
-                files=(
-                    File(
-                        path="synthetic_text_to_sql_test.snappy.parquet",
-                        sha256="f2056edcd897db59c89d12bde149a36d4e242ac0d2c6d4d42b1f2bc764318993",
-                    ),
-                ),
-                split="validation",
+            part(
+                "synthetic_text_to_sql_test.snappy.parquet",
+                "f2056edcd897db59c89d12bde149a36d4e242ac0d2c6d4d42b1f2bc764318993",
+                "validation",
             ),
         ),
         convert=synthetic_sql,
