@@ -318,11 +318,7 @@ def main(
 
 
 def dry_run(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str], *, as_json: bool) -> None:
-    """Print the folder and the values of every run.
-
-    Raises:
-        UsageError: a run has a mistake.
-    """
+    """Print the folder and the values of every run. Raises UsageError: a run has a mistake."""
     folder, runs = plan_runs(files, overrides, sweeps)
     if as_json:
         each = [{"output": str(run.folder), "values": run.combination.values} for run in runs]

@@ -63,11 +63,7 @@ def address(base_url: str, azure: Azure | None) -> Callable[[str], str] | None:
 
 @asynccontextmanager
 async def headers(azure: Azure | None, key: str | None) -> AsyncIterator[Headers]:
-    """The authentication headers of each request.
-
-    Raises:
-        ConfigError: azure-identity is needed but not installed.
-    """
+    """The authentication headers of each request. Raises ConfigError: azure-identity is needed but not installed."""
     if azure is not None and azure.entra:
         async with _entra() as token:
             yield _bearer(token)

@@ -18,11 +18,7 @@ HIDDEN = "(made when it is submitted)"
 
 
 def render(target: Target, command: Sequence[str], values: Mapping[str, str] | None = None) -> list[Json]:
-    """The manifests. values: of the Secret; None: placeholders.
-
-    Raises:
-        UsageError: there is no image.
-    """
+    """The manifests. values: of the Secret; None: placeholders. Raises UsageError: there is no image."""
     if target.image is None:
         raise UsageError("the settings have no image: Kubernetes needs one with ngym and the project (docker/)")
     names = (RUN_TOKEN, ADMIN_TOKEN, *target.secrets)

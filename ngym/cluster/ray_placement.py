@@ -287,11 +287,7 @@ def _remove(group: PlacementGroup) -> None:
 
 
 def nodes_for(stanza: Stanza) -> int:
-    """The number of nodes that have what one process of this stanza asks for.
-
-    Raises:
-        ConfigError: no node has it.
-    """
+    """The number of nodes that have what one process of this stanza asks for. Raises ConfigError: no node has it."""
     asked = bundle_of(stanza)
     count = sum(
         bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= amount for name, amount in asked.items())

@@ -149,11 +149,7 @@ def check_agent(recipe: CollectionPlan, agents: Collection[str] | None) -> None:
 
 
 def checked_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collection[str]) -> Iterator[Json]:
-    """Yield the rows, each checked when it is taken.
-
-    Raises:
-        UsageError: what is wrong with the first bad one.
-    """
+    """Yield the rows, each checked when it is taken. Raises UsageError: what is wrong with the first bad one."""
     check = RowCheck(recipe, agents)
     for position, row in enumerate(rows):
         if problem := check(row):
@@ -320,11 +316,7 @@ class InputCheck:
             self._rest.result()
 
     async def done(self) -> None:
-        """Wait for the thread.
-
-        Raises:
-            UsageError: there are bad lines; all are named.
-        """
+        """Wait for the thread. Raises UsageError: there are bad lines; all are named."""
         if self._rest is not None:
             self._hurry.set()
             await asyncio.wrap_future(self._rest)

@@ -181,11 +181,7 @@ class Bin(NamedTuple):
 
 
 def calibrations(runs: Sequence[PlottedRun]) -> dict[str, list[Bin]]:
-    """Of each run the bins of its last evaluation, by confidence.
-
-    Raises:
-        UsageError: a run has none.
-    """
+    """Of each run the bins of its last evaluation, by confidence. Raises UsageError: a run has none."""
     found = {}
     for run in runs:
         last = run.history.last()

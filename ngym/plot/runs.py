@@ -151,11 +151,7 @@ def _number(value: object) -> float | None:
 
 
 def metrics_file(place: Path) -> Path:
-    """The metrics of a run: the file itself, or that of its folder.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The metrics of a run: the file itself, or that of its folder. Raises UsageError: there is none."""
     file = place / METRICS if place.is_dir() else place
     if not file.is_file():
         raise UsageError(f"{place}: no {METRICS} there; give a run's folder, or a file of metrics")

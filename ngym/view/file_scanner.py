@@ -98,11 +98,7 @@ FIRST_TEXT = ScannedLine._fields.index("task_id")
 
 
 def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
-    """text: the line without its end.
-
-    Raises:
-        NoRollout: it is corrupt, or something else.
-    """
+    """text: the line without its end. Raises NoRollout: it is corrupt, or something else."""
     row = parsed(text)
     failure = _object(row, "failure")
     if not failure and "response" not in row:
@@ -156,11 +152,7 @@ def parsed(text: bytes) -> Json:
 
 
 def whole(text: bytes) -> Json:
-    """The line as an object.
-
-    Raises:
-        NoRollout: it is not a JSON object.
-    """
+    """The line as an object. Raises NoRollout: it is not a JSON object."""
     try:
         row = orjson.loads(text)
     except orjson.JSONDecodeError:

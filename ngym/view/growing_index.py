@@ -488,11 +488,7 @@ class Index:
         return extent_of(self._store, self.paths)
 
     def line(self, seq: int) -> bytes:
-        """A row, byte for byte as in its file.
-
-        Raises:
-            NotFound: there is no such row, or the file was replaced.
-        """
+        """A row, byte for byte as in its file. Raises NotFound: there is no such row, or the file was replaced."""
         if self.extent().version < 0:
             raise NotFound(f"there is no row {row_name(seq)} yet")
         with self.reading() as database:

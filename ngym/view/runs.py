@@ -47,11 +47,7 @@ class RolloutRun:
         self._told: tuple[int, Json] | None = None  # of a version of the index
 
     def tokens(self, seq: int) -> Json:
-        """A rollout's tokens.
-
-        Raises:
-            NotFound: there is no such row.
-        """
+        """A rollout's tokens. Raises NotFound: there is no such row."""
         line = self.index.line(seq)
         (row,) = self.rows.rows([seq])
         advantage = (self.trained(seq) or row)["advantage"]

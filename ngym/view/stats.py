@@ -55,11 +55,7 @@ class Stats:
         self._kept: OrderedDict[tuple[str, int], Json] = OrderedDict()
 
     def of(self, q: str) -> Json:
-        """Of the rows that a filter lets through.
-
-        Raises:
-            WrongFilter: the filter says nothing.
-        """
+        """Of the rows that a filter lets through. Raises WrongFilter: the filter says nothing."""
         extent = self._rows.index.extent()
         key = (q, extent.version)
         if key in self._kept:

@@ -113,11 +113,7 @@ def _spell(tokens: list[Json], pieces: list[bytes]) -> None:
 
 @lru_cache(maxsize=8)
 def _pieces(file: Path) -> Callable[[int], bytes]:
-    """The text of each token id.
-
-    Raises:
-        UsageError: there is no such tokenizer, or no library to read it.
-    """
+    """The text of each token id. Raises UsageError: there is no such tokenizer, or no library to read it."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

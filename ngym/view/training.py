@@ -62,11 +62,7 @@ def is_training(folder: Path) -> bool:
 
 
 def training_run(id: str, place: Path, name: str | None = None) -> TrainingRun:
-    """A run by its folder or its file of metrics.
-
-    Raises:
-        UsageError: there are no metrics.
-    """
+    """A run by its folder or its file of metrics. Raises UsageError: there are no metrics."""
     metrics = metrics_file(place)
     folder = metrics.parent
 

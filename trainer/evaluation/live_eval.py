@@ -229,11 +229,7 @@ class HeldOutRollouts:
                 log.cut(starts[0])
 
     async def append(self, row: Json) -> None:
-        """Returns when the row is on the disk.
-
-        Raises:
-            DiskFull, WriteFailed: it could not be written.
-        """
+        """Returns when the row is on the disk. Raises DiskFull, WriteFailed: it could not be written."""
         await (self._failed if "failure" in row else self._finished).append(orjson.dumps(row))
 
     async def close(self) -> None:

@@ -187,11 +187,7 @@ async def _on_loop(call: Callable[[], Result]) -> Result:
 
 
 def _read(taken: Taken, temperature: float, fields: frozenset[str]) -> tuple[Read, dict[str, float]]:
-    """The rollouts, and metrics that only the rows contain.
-
-    Raises:
-        UsageError: a row cannot be trained.
-    """
+    """The rollouts, and metrics that only the rows contain. Raises UsageError: a row cannot be trained."""
     read = Read(fields=fields)
     for row in taken.rows:
         if wrong := problem(row, temperature, fields):

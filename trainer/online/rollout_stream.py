@@ -140,11 +140,7 @@ class Spool:
                 writing.result()
 
     async def close(self) -> None:
-        """Returns when everything is on the disk.
-
-        Raises:
-            DiskFull, WriteFailed: some rows could not be written.
-        """
+        """Returns when everything is on the disk. Raises DiskFull, WriteFailed: some rows could not be written."""
         logs = (self._order, self._finished, self._failed)
         try:
             await asyncio.gather(*self._writing)

@@ -95,11 +95,7 @@ class Services:
 
     @property
     def reached(self) -> ReadyServices:
-        """Block until every service is ready.
-
-        Raises:
-            NgymError: a service cannot be started or found.
-        """
+        """Block until every service is ready. Raises NgymError: a service cannot be started or found."""
         self._known.wait()
         assert self._life is not None
         if self._reached is None:

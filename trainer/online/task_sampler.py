@@ -368,11 +368,7 @@ class TaskSource:
         }
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`.
-
-        Raises:
-            UsageError: it belongs to other tasks or another order; nothing was changed.
-        """
+        """Continue from `state`. Raises UsageError: it belongs to other tasks or another order; nothing was changed."""
         if state["seed"] != self._seed:
             raise UsageError(f"seed: {state['seed']} when the tasks were drawn before, {self._seed} now; set it back")
         theirs = state["environments"]
@@ -420,11 +416,7 @@ class _Environment:
         return list(zip(indices, self._rows(indices), strict=True))
 
     def draw_again(self, index: int) -> None:
-        """Count a draw from before a resumption.
-
-        Raises:
-            UsageError: there is no such task in the file.
-        """
+        """Count a draw from before a resumption. Raises UsageError: there is no such task in the file."""
         if index >= len(self._file):
             raise UsageError(
                 f"{self._options.tasks}: task {index} was drawn before, and there are {len(self._file):,} tasks in it; "

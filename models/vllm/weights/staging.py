@@ -383,11 +383,7 @@ class Adapter:
         self._keep(self._nothing)
 
     async def replace(self, files: AdapterFiles) -> None:
-        """Replace the adapter by this one.
-
-        Raises:
-            ServiceError: vLLM refuses it; the old one is loaded again.
-        """
+        """Replace the adapter by this one. Raises ServiceError: vLLM refuses it; the old one is loaded again."""
         tensors = {
             name: tensor
             for file in sorted(files.folder.glob("*.safetensors"))

@@ -55,11 +55,7 @@ _IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "
 
 
 def load(file: Path) -> ModuleType:
-    """The service in this file.
-
-    Raises:
-        ConfigError: the file cannot be imported, or defines no service.
-    """
+    """The service in this file. Raises ConfigError: the file cannot be imported, or defines no service."""
     module = load_file(file)
     if not hasattr(module, "app") and not hasattr(module, "serve"):
         del sys.modules[module.__name__]

@@ -73,11 +73,7 @@ class Admission:
         return self._limit is None
 
     async def enter(self) -> float:
-        """Wait until the call may begin. Returns the start time, for `leave`.
-
-        Raises:
-            Overloaded: the line is full.
-        """
+        """Wait until the call may begin. Returns the start time, for `leave`. Raises Overloaded: the line is full."""
         if self._limit is None:
             return 0.0
         if self._inside < self._limit:
