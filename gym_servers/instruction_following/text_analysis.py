@@ -17,28 +17,11 @@ _SHORT = re.compile(
 )
 _TAIL = 12
 SCRIPTS = {
-    "ar": "ARABIC",
-    "bg": "CYRILLIC",
-    "bn": "BENGALI",
-    "fa": "ARABIC",
-    "gu": "GUJARATI",
-    "he": "HEBREW",
-    "hi": "DEVANAGARI",
-    "ja": "JAPANESE",
-    "kn": "KANNADA",
-    "ko": "HANGUL",
-    "ml": "MALAYALAM",
-    "mr": "DEVANAGARI",
-    "ne": "DEVANAGARI",
-    "pa": "GURMUKHI",
-    "ru": "CYRILLIC",
-    "ta": "TAMIL",
-    "te": "TELUGU",
-    "th": "THAI",
-    "uk": "CYRILLIC",
-    "ur": "ARABIC",
-    "zh": "CJK",
-}
+    "ar": "ARABIC", "bg": "CYRILLIC", "bn": "BENGALI", "fa": "ARABIC", "gu": "GUJARATI", "he": "HEBREW",
+    "hi": "DEVANAGARI", "ja": "JAPANESE", "kn": "KANNADA", "ko": "HANGUL", "ml": "MALAYALAM", "mr": "DEVANAGARI",
+    "ne": "DEVANAGARI", "pa": "GURMUKHI", "ru": "CYRILLIC", "ta": "TAMIL", "te": "TELUGU", "th": "THAI",
+    "uk": "CYRILLIC", "ur": "ARABIC", "zh": "CJK",
+}  # fmt: skip
 COMMON = {
     "de": "der die das und ist ein eine nicht mit von zu den im auf es ich für auch sich dem wir sie wird",
     "en": "the of and to in is that it was for on are as with his they at be this from have or by but not we an you",

@@ -39,30 +39,18 @@ ROOMS = [
     "greenhouse",
 ]  # fmt: skip
 WHO = (
-    "The gardener",
-    "A neighbour",
-    "The old clerk",
-    "Somebody",
-    "The baker",
-    "A traveller",
-    "The twins",
+    "The gardener", "A neighbour", "The old clerk", "Somebody", "The baker", "A traveller", "The twins",
     "The captain",
-)
+)  # fmt: skip
 DID = ("looked at", "painted", "forgot", "described", "bought", "repaired", "carried", "sold", "measured", "cleaned")
 WHAT = (
     "a bench", "two chairs", "the fence", "a lantern", "some rope", "a clock", "the old map", "a kettle",
     "three boxes", "a drum",
 )  # fmt: skip
 WHEN = (
-    "in the morning",
-    "before lunch",
-    "at dusk",
-    "on the way home",
-    "without a word",
-    "in the rain",
-    "once more",
+    "in the morning", "before lunch", "at dusk", "on the way home", "without a word", "in the rain", "once more",
     "for a friend",
-)
+)  # fmt: skip
 
 
 class DocumentSpec(NamedTuple):

@@ -29,12 +29,9 @@ Exit codes: 0  the curves are drawn
 @command("ng_plot", epilog=EXIT_CODES)
 @click.argument("places", nargs=-1, required=True, type=PATH, metavar="RUN...")
 @click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    metavar="NAME,...",
+    "--metric", "metrics", multiple=True, metavar="NAME,...",
     help="Metrics to draw; `*` matches anything.  [default: rewards and evaluations, or losses]",
-)
+)  # fmt: skip
 @click.option("--output", type=PATH, metavar="FILE", help="Write a .png or .svg instead of text.")
 @click.option("--smooth", type=click.FloatRange(0, 1, max_open=True), default=0.0, help="Weight of the past, 0 to 1.")
 @click.option("--x", "by", type=Choice(["step", "time"]), default="step", show_default=True)

@@ -37,13 +37,9 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
 @command("ng_run", epilog=EXIT_CODES)
 @config_options
 @click.option(
-    "--only",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=services(),
+    "--only", "names", multiple=True, metavar="NAME", shell_complete=services(),
     help="Start this service and those that it needs; repeat it.  [default: all]",
-)
+)  # fmt: skip
 @on_option("Start them on this machine, or on the Ray cluster that it is a node of.")
 @click.option(
     "--strict", is_flag=True, help="End the run if a gym server cannot start.  [default: report it, run the rest]"

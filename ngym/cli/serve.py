@@ -37,19 +37,15 @@ Exit codes: 0  stopped by Ctrl-C or SIGTERM
     help="The address to listen at; 0.0.0.0 in a container.  [default: ngym.host of the config]",
 )
 @click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    metavar="N",
+    "--port", type=click.IntRange(0, 65535), metavar="N",
     help="The port to listen at; 0: a free one.  [default: that of the stanza's port or url, else a free one]",
-)
+)  # fmt: skip
 @click.option("--join", metavar="URL", help="Add this process to the run of this head, as a further replica of NAME.")
 @click.option("--dry-run", is_flag=True, help="Show what would be started, and where; start nothing.")
 @click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
+    "--json", "as_json", is_flag=True,
     help="One JSON object: the address of the service; with --dry-run, what would be started.",
-)
+)  # fmt: skip
 def main(
     name: str,
     configs: tuple[Path, ...],

@@ -93,30 +93,19 @@ def _latency(seconds: float | None) -> str:
 
 @command("ng_status", epilog=EXIT_CODES)
 @click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    default="global_config.yaml",
-    show_default=True,
-    metavar="FILE",
+    "--config", type=click.Path(path_type=Path), default="global_config.yaml", show_default=True, metavar="FILE",
     help="The first config of the ng_run command.",
-)
+)  # fmt: skip
 @click.option("--head", metavar="URL", help="Ask this head instead, such as http://127.0.0.1:11000.")
 @click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
+    "--json", "as_json", is_flag=True,
     help="One JSON object (with --watch: one per line): the head's records, with `metrics`.",
-)
+)  # fmt: skip
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(
-    "--interval",
-    "interval_s",
-    type=click.FloatRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
+    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS",
     help="The period that rates are measured over.",
-)
+)  # fmt: skip
 @click.pass_context
 def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watch: bool, interval_s: float) -> None:
     """Show every service of the run: its status, address and uptime, its load and latency, and its failures.

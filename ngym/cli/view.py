@@ -27,12 +27,9 @@ FILE = click.Path(path_type=Path)
 @command("ng_view", epilog=EXIT_CODES)
 @click.argument("paths", nargs=-1, type=FILE, metavar="[FILE_OR_FOLDER]...")
 @click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    metavar="ADDRESS",
+    "--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
     help="The address to listen at; other than loopback, readers need a token.",
-)
+)  # fmt: skip
 @click.option(
     "--port", type=click.IntRange(0, 65535), metavar="N", help="0: any free one.  [default: 8770, or the next free one]"
 )
@@ -43,11 +40,9 @@ FILE = click.Path(path_type=Path)
 @click.option("--title", default="ngym", show_default=True, metavar="TEXT", help="The title of the page.")
 @click.option("--export", "report", type=FILE, metavar="FILE", help="Write one self-contained page; serve nothing.")
 @click.option(
-    "--rows",
-    type=click.IntRange(0, 5000),
-    metavar="N",
+    "--rows", type=click.IntRange(0, 5000), metavar="N",
     help=f"Complete rollouts of each run in the report, for --export.  [default: {ROWS}]",
-)
+)  # fmt: skip
 @click.option("--filter", "q", metavar="FILTER", help="Only matching rollouts, for --export.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address and the runs as one JSON object.")
 def main(

@@ -53,23 +53,10 @@ _SCALE = re.compile(
     r"|\s?((?i:k|mln|mn|bn|tn)|[MBT])(?![\w&'\u2019-])"
 )
 _SCALES = {
-    "hundred": 100,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-    "lakh": 10**5,
-    "crore": 10**7,
-    "k": 10**3,
-    "m": 10**6,
-    "mn": 10**6,
-    "mln": 10**6,
-    "b": 10**9,
-    "bn": 10**9,
-    "t": 10**12,
-    "tn": 10**12,
-}
+    "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "lakh": 10**5, "crore": 10**7, "k": 10**3, "m": 10**6, "mn": 10**6, "mln": 10**6, "b": 10**9, "bn": 10**9,
+    "t": 10**12, "tn": 10**12,
+}  # fmt: skip
 _PERCENT = re.compile(r"\s*(?:\\?%|percent\b|per cent\b|pct\b|\N{PER MILLE SIGN})", re.IGNORECASE)
 _PERCENT_WORDS = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _FRACTION = re.compile(

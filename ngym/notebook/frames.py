@@ -31,54 +31,19 @@ POLARS: dict[Kind, str] = {"bool": "Boolean", "int": "Int64", "float": "Float64"
 DATASETS: dict[Kind, str] = {"bool": "bool", "int": "int64", "float": "float64", "str": "string", "json": "string"}
 LARGEST = 2**63 - 1
 KINDS: dict[str, Kind] = {
-    "task_index": "int",
-    "rollout_index": "int",
-    "agent": "str",
-    "reward": "float",
-    "status": "str",
-    "stop_reason": "str",
-    "turns": "int",
-    "tool_calls": "int",
-    "tool_errors": "int",
-    "input_tokens": "int",
-    "output_tokens": "int",
-    "queue_s": "float",
-    "model_s": "float",
-    "tools_s": "float",
-    "verify_s": "float",
-    "total_s": "float",
-    "policy_version": "int",
-    "asked": "str",
-    "answered": "str",
-    "task_id": "str",
-    "rollout_id": "str",
-    "run_id": "str",
-    "started_at": "str",
-}
+    "task_index": "int", "rollout_index": "int", "agent": "str", "reward": "float", "status": "str",
+    "stop_reason": "str", "turns": "int", "tool_calls": "int", "tool_errors": "int", "input_tokens": "int",
+    "output_tokens": "int", "queue_s": "float", "model_s": "float", "tools_s": "float", "verify_s": "float",
+    "total_s": "float", "policy_version": "int", "asked": "str", "answered": "str", "task_id": "str",
+    "rollout_id": "str", "run_id": "str", "started_at": "str",
+}  # fmt: skip
 OF_FAILURES: dict[str, Kind] = {
-    "task_index": "int",
-    "rollout_index": "int",
-    "agent": "str",
-    "attempt": "int",
-    "class": "str",
-    "stage": "str",
-    "service": "str",
-    "http_status": "int",
-    "retryable": "bool",
-    "message": "str",
-    "asked": "str",
-}
+    "task_index": "int", "rollout_index": "int", "agent": "str", "attempt": "int", "class": "str", "stage": "str",
+    "service": "str", "http_status": "int", "retryable": "bool", "message": "str", "asked": "str",
+}  # fmt: skip
 OF_TRACE = (
-    "status",
-    "stop_reason",
-    "turns",
-    "tool_calls",
-    "tool_errors",
-    "task_id",
-    "rollout_id",
-    "run_id",
-    "started_at",
-)
+    "status", "stop_reason", "turns", "tool_calls", "tool_errors", "task_id", "rollout_id", "run_id", "started_at",
+)  # fmt: skip
 ELSEWHERE = frozenset({"reward", "reward_components", "agent_ref"})  # in columns with other names
 NESTED = frozenset({"responses_create_params", "response", "ng"})
 

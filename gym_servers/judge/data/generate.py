@@ -16,15 +16,9 @@ SEED = 2026
 TRAIN, VALIDATION, EXAMPLES = 90, 24, 6
 
 EVENTS = (
-    "your wedding",
-    "the garden party",
-    "the board meeting",
-    "the concert",
-    "the seminar",
-    "your housewarming",
-    "the audition",
-    "the reunion",
-)
+    "your wedding", "the garden party", "the board meeting", "the concert", "the seminar", "your housewarming",
+    "the audition", "the reunion",
+)  # fmt: skip
 REASONS = (
     "I am abroad",
     "my mother is ill",

@@ -46,26 +46,17 @@ class CollectCommand(Command):
 
 @command("ng_collect_rollouts", epilog=EPILOG, cls=CollectCommand)
 @click.option(
-    "--agent",
-    metavar="NAME",
-    shell_complete=services("agent"),
+    "--agent", metavar="NAME", shell_complete=services("agent"),
     help="Run every row with this agent, also rows whose agent_ref names another one.",
-)
+)  # fmt: skip
 @click.option(
-    "--map-agent",
-    "mapped",
-    multiple=True,
-    metavar="OLD=NEW",
+    "--map-agent", "mapped", multiple=True, metavar="OLD=NEW",
     help="Run the rows whose agent_ref names OLD with the agent NEW, also beside --agent; repeat it.",
-)
+)  # fmt: skip
 @click.option(
-    "--input",
-    "sources",
-    multiple=True,
-    required=True,
-    metavar="FILE",
+    "--input", "sources", multiple=True, required=True, metavar="FILE",
     help="Tasks, JSONL, also .gz, .zst or hf://datasets/OWNER/NAME/PATH; a quoted pattern, or repeat it.",
-)
+)  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
 @count("--limit", "Only the first N tasks.")
 @count("--repeats", "Rollouts of each task.", 1)
@@ -79,20 +70,14 @@ class CollectCommand(Command):
 @click.option("--temperature", type=click.FloatRange(0), metavar="T", help="Overrides the value of every row.")
 @count("--max-output-tokens", "Overrides the value of every row.")
 @click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
+    "--set", "settings", multiple=True, metavar="KEY=VALUE",
     help="Set a key of responses_create_params, such as top_p=0.9; repeat it.",
-)
+)  # fmt: skip
 @click.option("--seed", type=int, metavar="N", help="Rollout i of a task samples with seed N + i.")
 @click.option(
-    "--token-format",
-    type=Choice(["ng", "nemo"]),
-    default="ng",
-    show_default=True,
+    "--token-format", type=Choice(["ng", "nemo"]), default="ng", show_default=True,
     help="ng: tokens as segments; nemo: also on each output item, for NeMo RL.",
-)
+)  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, metavar="SECONDS",
     help="Limit of each attempt.",

@@ -23,20 +23,15 @@ FILE = click.Path(path_type=Path)
 
 @command("ng_export", epilog=EXIT_CODES)
 @click.option(
-    "--format",
-    "format",
-    type=Choice(FORMATS),
-    required=True,
+    "--format", "format", type=Choice(FORMATS), required=True,
     help="demonstrations: for SFT; preferences: for DPO; rollouts: unchanged copies.",
-)
+)  # fmt: skip
 @click.option("--input", "source", metavar="FILE...", help="Rollouts, JSONL, also .gz or .zst; files or patterns.")
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="JSONL.")
 @click.option(
-    "--min-reward",
-    type=float,
-    metavar="REWARD",
+    "--min-reward", type=float, metavar="REWARD",
     help="Lowest reward of a kept rollout.  [default: 1; preferences, rollouts: any]",
-)
+)  # fmt: skip
 @count("--best", "The N best rollouts of each task.")
 @click.option("--pairs", type=Choice(STRATEGIES), help="How rollouts of a task are paired.  [default: best-worst]")
 @click.option(

@@ -35,11 +35,9 @@ Exit codes: 0  the profile is shown
 @click.option("--by", metavar="FIELD", help="Also print a line for each value of this field, such as level.")
 @click.option("--output", type=FILE, metavar="FILE", help="Write a JSONL row for each task.")
 @click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
+    "--json", "as_json", is_flag=True,
     help="Print the rows of --output, one JSON object per line, instead of the table.",
-)
+)  # fmt: skip
 def main(sources: tuple[str, ...], solved: float, by: str | None, output: Path | None, as_json: bool) -> None:
     """Show how often each task of scored rollouts was solved, and which tasks have no learning signal.
 

@@ -35,13 +35,9 @@ FILE = click.Path(path_type=Path)
 
 @command("ng_reverify", epilog=EXIT_CODES)
 @click.option(
-    "--input",
-    "sources",
-    multiple=True,
-    required=True,
-    metavar="FILE",
+    "--input", "sources", multiple=True, required=True, metavar="FILE",
     help="Rollouts, JSONL, also .gz or .zst; a quoted pattern for several files, or repeat it.",
-)
+)  # fmt: skip
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="The same rollouts with their new rewards.")
 @config_files("The config with the gym servers, which are started and stopped here.", "global_config.yaml")
 @click.option("--models", is_flag=True, help="Also start the models that gym servers ask, such as a judge.")
