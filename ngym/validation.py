@@ -463,19 +463,9 @@ async def _kind_of(environment: Environment, peer: Peer) -> EnvironmentKind:
 
 # The names that NeMo Gym uses.
 Domain = Literal[
-    "math",
-    "coding",
-    "agent",
-    "knowledge",
-    "instruction_following",
-    "long_context",
-    "safety",
-    "games",
-    "translation",
-    "e2e",
-    "rlhf",
-    "other",
-]
+    "math", "coding", "agent", "knowledge", "instruction_following", "long_context", "safety", "games", "translation",
+    "e2e", "rlhf", "other",
+]  # fmt: skip
 EnvironmentKind = Literal["tools", "single_turn", "steps"]
 FENCE = "---"
 FORM = "---, description, domain, kind, license (a line each, `key: value`), ---"

@@ -20,27 +20,10 @@ pool = WorkerPool(Path(__file__).with_name("matching.py"), "score", deadline_s=1
 MISSING = object()
 Extractor = Annotated[str, AfterValidator(check_extractor)]
 Comparison = Literal[
-    "exact",
-    "verbatim",
-    "numeric",
-    "closeness",
-    "letter",
-    "label",
-    "starts",
-    "contains_all",
-    "contains_any",
-    "soft_all",
-    "soft_any",
-    "set_f1",
-    "same_list",
-    "similarity",
-    "weighted_similarity",
-    "rouge_l",
-    "grid",
-    "schedule",
-    "truth",
-    "ndcg",
-]
+    "exact", "verbatim", "numeric", "closeness", "letter", "label", "starts", "contains_all", "contains_any",
+    "soft_all", "soft_any", "set_f1", "same_list", "similarity", "weighted_similarity", "rouge_l", "grid", "schedule",
+    "truth", "ndcg",
+]  # fmt: skip
 
 
 class Rule(BaseModel):

@@ -320,28 +320,10 @@ def _log2(place: int) -> float:
 COMPARISONS: dict[str, Callable[[str, Any, list[str]], float]] = {
     check.__name__: check
     for check in (
-        exact,
-        verbatim,
-        numeric,
-        closeness,
-        letter,
-        label,
-        starts,
-        contains_all,
-        contains_any,
-        soft_all,
-        soft_any,
-        set_f1,
-        same_list,
-        similarity,
-        weighted_similarity,
-        rouge_l,
-        grid,
-        schedule,
-        truth,
-        ndcg,
+        exact, verbatim, numeric, closeness, letter, label, starts, contains_all, contains_any, soft_all, soft_any,
+        set_f1, same_list, similarity, weighted_similarity, rouge_l, grid, schedule, truth, ndcg,
     )
-}
+}  # fmt: skip
 
 
 def check_extractor(named: str) -> str:

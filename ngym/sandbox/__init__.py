@@ -7,14 +7,6 @@ from ngym.sandbox.providers import SandboxOptions, choose_sandbox
 from ngym.sandbox.remote import RemoteSandbox
 
 __all__ = [
-    "DockerSandbox",
-    "Limits",
-    "LocalSandbox",
-    "Program",
-    "RemoteSandbox",
-    "Result",
-    "Sandbox",
-    "SandboxOptions",
-    "Verdict",
-    "choose_sandbox",
-]
+    "DockerSandbox", "Limits", "LocalSandbox", "Program", "RemoteSandbox", "Result", "Sandbox", "SandboxOptions",
+    "Verdict", "choose_sandbox",
+]  # fmt: skip

@@ -7,14 +7,6 @@ from ngym.services.gym.server import VerifyGroup, VerifyRequest, gym_server
 from ngym.services.gym.sessions import Session
 
 __all__ = [
-    "AgentOptions",
-    "RolloutContext",
-    "ServiceContext",
-    "ServiceName",
-    "ServiceOptions",
-    "Session",
-    "VerifyGroup",
-    "VerifyRequest",
-    "agent",
-    "gym_server",
-]
+    "AgentOptions", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions", "Session", "VerifyGroup",
+    "VerifyRequest", "agent", "gym_server",
+]  # fmt: skip

@@ -56,24 +56,10 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has ker
 NOBODYS = ("config", "help", "api_server_count", "headless", "tool_server")
 SEVERAL_MACHINES = ("nnodes", "node_rank", "master_addr", "master_port")
 SERVERS = (  # of vLLM's HTTP server, which ours replaces
-    "allow_credentials",
-    "allowed_headers",
-    "allowed_methods",
-    "allowed_origins",
-    "disable_access_log_for_endpoints",
-    "disable_uvicorn_access_log",
-    "enable_request_id_headers",
-    "grpc_port",
-    "host",
-    "middleware",
-    "port",
-    "root_path",
-    "ssl_ca_certs",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "uds",
-    "uvicorn_log_level",
-)
+    "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "disable_access_log_for_endpoints",
+    "disable_uvicorn_access_log", "enable_request_id_headers", "grpc_port", "host", "middleware", "port", "root_path",
+    "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "uds", "uvicorn_log_level",
+)  # fmt: skip
 
 
 def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: bool) -> argparse.Namespace:

@@ -35,16 +35,9 @@ from ngym.services.models.request_handler import (
 from ngym.services.models.token_capture import Captures, ModelCall, Respond, SeenCall, Stream
 
 __all__ = [
-    "ROLLOUT_ID",
-    "ModelCall",
-    "ModelLifespan",
-    "ModelOptions",
-    "Native",
-    "Respond",
-    "SeenCall",
-    "Stream",
+    "ROLLOUT_ID", "ModelCall", "ModelLifespan", "ModelOptions", "Native", "Respond", "SeenCall", "Stream",
     "model_server",
-]
+]  # fmt: skip
 
 LIMIT = re.compile("[1-9][0-9]?|100")
 
