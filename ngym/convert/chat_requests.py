@@ -31,17 +31,9 @@ from ngym.errors import BadRequest, Problem, UpstreamError, refused
 from ngym.schema import TOKEN_FIELDS, FinishReason, Json, token_fields
 
 PASSED = (
-    "model",
-    "temperature",
-    "top_p",
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "service_tier",
-    *SAMPLING,
-)
+    "model", "temperature", "top_p", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "service_tier", *SAMPLING,
+)  # fmt: skip
 """Fields with the same name and meaning on both sides."""
 LOGPROBS = "message.output_text.logprobs"
 ASKS_FOR_TOKENS = ("return_token_ids", "return_tokens_as_token_ids")

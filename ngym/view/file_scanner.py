@@ -29,19 +29,10 @@ SHOWN_CHARS = 160  # of a prompt and of an answer
 FIELD_CHARS = 200  # a longer text is not a field to filter by
 MOST_FIELDS = 40
 OURS = "_ng_train"  # where a trainer says how many batches the weights had learned
-KNOWN = frozenset(
-    {
-        "responses_create_params",
-        "response",
-        "agent_ref",
-        "reward",
-        "reward_components",
-        "reward_range",
-        "ng",
-        "failure",
-        "attempt",
-    }
-)
+KNOWN = frozenset({
+    "responses_create_params", "response", "agent_ref", "reward", "reward_components", "reward_range", "ng", "failure",
+    "attempt",
+})  # fmt: skip
 SCALARS = frozenset({str, int, float, bool})
 _SEGMENTS = b',"segments":[{"token_ids":['
 # What ends each list of a segment, and whether it is a list of numbers, not of lists.

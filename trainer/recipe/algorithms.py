@@ -409,29 +409,11 @@ class PpoOptions(PolicyGradientOptions):
 
 
 BuiltIn = (
-    SftOptions
-    | DpoOptions
-    | RobustDpoOptions
-    | WpoOptions
-    | CpoOptions
-    | SimpoOptions
-    | OrpoOptions
-    | KtoOptions
-    | RewardModelOptions
-    | GrpoOptions
-    | DrGrpoOptions
-    | DapoOptions
-    | GspoOptions
-    | CispoOptions
-    | SapoOptions
-    | RlooOptions
-    | ReinforcePpOptions
-    | ReinforcePpBaselineOptions
-    | GdpoOptions
-    | PpoOptions
-    | DistillationOptions
+    SftOptions | DpoOptions | RobustDpoOptions | WpoOptions | CpoOptions | SimpoOptions | OrpoOptions | KtoOptions
+    | RewardModelOptions | GrpoOptions | DrGrpoOptions | DapoOptions | GspoOptions | CispoOptions | SapoOptions
+    | RlooOptions | ReinforcePpOptions | ReinforcePpBaselineOptions | GdpoOptions | PpoOptions | DistillationOptions
     | OnlineDpoOptions
-)
+)  # fmt: skip
 ALGORITHMS: dict[str, type[AlgorithmOptions]] = {each.model_fields["name"].default: each for each in get_args(BuiltIn)}
 
 

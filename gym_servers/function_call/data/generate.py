@@ -129,6 +129,11 @@ def event(rng: random.Random) -> Wish:
     )
 
 
+STARTS = (
+    "start", "starting", "begin", "origin", "depart", "departing", "departure", "leaving", "where from", "from where",
+)  # fmt: skip
+
+
 def route(rng: random.Random) -> Wish:
     start, end = rng.sample(TOWNS, 2)
     mode = rng.choice(("car", "train", "bicycle"))
@@ -139,18 +144,7 @@ def route(rng: random.Random) -> Wish:
         f"plan a route by {mode} from {start} to {end}{via}",
         arguments,
         f"plan a route by {mode} to {end}",
-        (
-            "start",
-            "starting",
-            "begin",
-            "origin",
-            "depart",
-            "departing",
-            "departure",
-            "leaving",
-            "where from",
-            "from where",
-        ),
+        STARTS,
         ("city", "location", "place", "town"),
     )
 

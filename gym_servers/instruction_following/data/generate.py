@@ -61,6 +61,10 @@ ALPHABET = [
     "a", "bright", "cat", "drifted", "eastward", "finding", "green", "hills", "in", "June", "keeping", "low",
     "mountains", "near", "open", "plains", "quietly", "resting", "since", "then",
 ]  # fmt: skip
+GROWING = (
+    "stones", "keep", "quiet", "while", "long", "winds", "pass", "over", "old", "roofs", "and",
+    "empty", "yards",
+)  # fmt: skip
 PALINDROMES = ("level", "noon", "radar", "civic", "kayak", "refer")
 
 Draft = tuple[str, dict[str, Any], str]  # the text, the instruction's arguments, its wording
@@ -278,24 +282,9 @@ def alphabet(rng: random.Random, text: str, topic: str) -> Draft:
 
 
 def growing(rng: random.Random, text: str, topic: str) -> Draft:
-    bank = (
-        "stones",
-        "keep",
-        "quiet",
-        "while",
-        "long",
-        "winds",
-        "pass",
-        "over",
-        "old",
-        "roofs",
-        "and",
-        "empty",
-        "yards",
-    )
     step = rng.randint(1, 2)
     sizes = [2 + i * step for i in range(rng.randint(3, 4))]
-    text = " ".join(" ".join(bank[:size]).capitalize() + "." for size in sizes)
+    text = " ".join(" ".join(GROWING[:size]).capitalize() + "." for size in sizes)
     return text, {"small_n": step}, f"Each sentence has exactly {step} word{'s' * (step > 1)} more than the one before"
 
 
