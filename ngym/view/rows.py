@@ -12,39 +12,19 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.schema import Json
-from ngym.view.filter_query import FROM, MEAN, Query, Search, WrongFilter, order, parse
+from ngym.view.filter_query import FROM, NUMBERS, SORTED_ONLY, WORDS, Query, Search, WrongFilter, order, parse
 from ngym.view.growing_index import Extent, Index, row_name
 
 MOST_ROWS = 1000  # of a page
 KEPT_ORDERS = 12
 
-COLUMNS = {
-    "task": "r.task",
-    "rollout": "r.rollout",
-    "task_id": "x.task_id",
-    "rollout_id": "x.rollout_id",
-    "agent": "r.agent",
-    "reward": "r.reward",
-    "status": "r.status",
-    "stop_reason": "r.stop_reason",
-    "turns": "r.turns",
-    "tool_calls": "r.tool_calls",
-    "tool_errors": "r.tool_errors",
-    "input_tokens": "r.input_tokens",
-    "output_tokens": "r.output_tokens",
-    "seconds": "r.seconds",
-    "attempt": "r.attempt",
-    "policy_version": "r.policy_version",
-    "learned": "r.learned",
-    "group_mean": MEAN,
-    "group_size": "t.n",
-    "advantage": f"r.reward - ({MEAN})",
-    "failure": "r.failure",
-    "prompt": "x.prompt",
-    "answer": "x.answer",
-    "components": "x.components",
-    "fields": "x.fields",
-}
+_SHOWN = (
+    "task", "rollout", "task_id", "rollout_id", "agent", "reward", "status", "stop_reason", "turns", "tool_calls",
+    "tool_errors", "input_tokens", "output_tokens", "seconds", "attempt", "policy_version", "learned", "group_mean",
+    "group_size", "advantage", "failure", "prompt", "answer",
+)  # fmt: skip
+_EXPRESSIONS = {**NUMBERS, **WORDS, **SORTED_ONLY}
+COLUMNS = {name: _EXPRESSIONS[name] for name in _SHOWN} | {"components": "x.components", "fields": "x.fields"}
 _ROW = f"SELECT r.seq, {', '.join(COLUMNS.values())} FROM {FROM}"
 
 # The weights of a rollout: how many batches they had learned, or the policy version where no trainer says so.
@@ -183,11 +163,7 @@ class RunRows:
 
     def selection(self, q: str, extent: Extent) -> Selection:
         """The rows that a filter lets through."""
-        query = parse(q, self.fields())
-        if not query.texts:
-            return Selection(query.where, query.parameters, 1.0)
-        keys, scanned = self._ordered("rows", q, "", extent)
-        return Selection("r.seq IN (SELECT value FROM json_each(?))", (orjson.dumps(list(keys)).decode(),), scanned)
+        return _selection(parse(q, self.fields()), lambda: self._ordered("rows", q, "", extent))
 
     def _ordered(self, table: str, q: str, sort: str, extent: Extent) -> _Order:
         if extent.version < 0:
@@ -223,18 +199,20 @@ class RunRows:
             return _Order(_column(database, sql, (*query.parameters, *values)), 1.0)
 
     def _sorted_tasks(self, q: str, sort: str, extent: Extent) -> _Order:
-        query = parse(q, self.fields())
-        if query.texts:
-            seqs = self._sorted_rows(q, "", extent)
-            where, parameters = "r.seq IN (SELECT value FROM json_each(?))", (orjson.dumps(list(seqs.keys)).decode(),)
-            scanned = seqs.scanned
-        else:
-            where, parameters, scanned = query.where, query.parameters, 1.0
+        where, parameters, scanned = _selection(parse(q, self.fields()), lambda: self._sorted_rows(q, "", extent))
         by = _task_order(sort)
         key = "r.task_key"
         sql = f"SELECT {key} FROM {FROM} WHERE {key} IS NOT NULL AND ({where}) GROUP BY {key} ORDER BY {by}"
         with self.index.reading() as database:
             return _Order(_column(database, sql, parameters), scanned)
+
+
+def _selection(query: Query, search: Callable[[], _Order]) -> Selection:
+    """The rows of a query. search: finds those that have its texts."""
+    if not query.texts:
+        return Selection(query.where, query.parameters, 1.0)
+    keys, scanned = search()
+    return Selection("r.seq IN (SELECT value FROM json_each(?))", (orjson.dumps(list(keys)).decode(),), scanned)
 
 
 def _curves(database: sqlite3.Connection, where: str, parameters: Sequence[Any]) -> dict[int, list[list[float]]]:
