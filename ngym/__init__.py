@@ -40,22 +40,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "ngym.errors": ("BadRequest", "ConfigError", "NgymError", "NotFound", "ServiceError", "ToolError", "UsageError"),
-    "ngym.notebook.collecting": ("collect_rollouts", "collect_rollouts_async"),
-    "ngym.notebook.exporting": ("export_rollouts",),
-    "ngym.notebook.frames": ("training_metrics",),
-    "ngym.notebook.rollouts": ("Rollouts", "load_rollouts"),
-    "ngym.notebook.services": ("run", "run_async"),
-    "ngym.notebook.verifying": ("verify", "verify_async"),
-    "ngym.peers": ("Peers",),
-    "ngym.services": (
-        "AgentOptions", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions", "Session", "VerifyGroup",
-        "VerifyRequest", "agent", "gym_server",
+_HOME = {
+    **dict.fromkeys(
+        ("BadRequest", "ConfigError", "NgymError", "NotFound", "ServiceError", "ToolError", "UsageError"), "ngym.errors"
     ),
-    "ngym.services.models.server": ("ModelCall", "model_server"),
+    "Peers": "ngym.peers",
+    **dict.fromkeys(("ModelCall", "model_server"), "ngym.services.models.server"),
+    **dict.fromkeys(
+        ("AgentOptions", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions", "Session", "VerifyGroup",
+         "VerifyRequest", "agent", "gym_server"), "ngym.services",
+    ),
+    **dict.fromkeys(("collect_rollouts", "collect_rollouts_async"), "ngym.notebook.collecting"),
+    **dict.fromkeys(("Rollouts", "load_rollouts"), "ngym.notebook.rollouts"),
+    "export_rollouts": "ngym.notebook.exporting",
+    **dict.fromkeys(("run", "run_async"), "ngym.notebook.services"),
+    "training_metrics": "ngym.notebook.frames",
+    **dict.fromkeys(("verify", "verify_async"), "ngym.notebook.verifying"),
 }  # fmt: skip
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 

@@ -192,12 +192,13 @@ async def _serve(supervisor: Supervisor, show: Display) -> None:
                 "\nlocked: callers send the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"
             )
         locked = supervisor.run_token is not None
+        looks = show.watch(lambda: supervisor.states, supervisor.run_token)
         show.say("ready", text, seconds=round(seconds, 3), head=supervisor.head_url, locked=locked)
-        looks = asyncio.create_task(show.watch(lambda: supervisor.states, supervisor.run_token))
         try:
             await supervisor.failure()
         finally:
-            looks.cancel()
+            if looks:
+                looks.cancel()
 
 
 def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:

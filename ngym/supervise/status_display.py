@@ -184,9 +184,12 @@ def _wrapped(text: str, size: Size) -> list[str]:
 
 
 class Display(Protocol):
-    """Receives each change of a state, and messages about the whole run; `watch` polls the services' traffic."""
+    """Receives each change of a state, and messages about the whole run.
 
-    async def watch(self, states: States, token: str | None) -> None: ...
+    `watch` starts a task that polls the services' traffic, if that is shown.
+    """
+
+    def watch(self, states: States, token: str | None) -> asyncio.Task[None] | None: ...
     def event(self, state: ReplicaState) -> None: ...
     def say(self, kind: str, text: str, **details: Any) -> None: ...
 
@@ -220,7 +223,7 @@ class PlainLines:
         self._starts = True
         self._said = self._said_before = 0  # numbers of lines
 
-    async def watch(self, states: States, token: str | None) -> None: ...
+    def watch(self, states: States, token: str | None) -> None: ...
 
     def event(self, state: ReplicaState) -> None:
         self._board.event(state)
@@ -248,7 +251,7 @@ class JsonLines:
     def __init__(self, output: Output) -> None:
         self._output = output
 
-    async def watch(self, states: States, token: str | None) -> None: ...
+    def watch(self, states: States, token: str | None) -> None: ...
 
     def event(self, state: ReplicaState) -> None:
         self._print({"event": "service", **asdict(state)})
@@ -271,10 +274,10 @@ class LiveBoard:
         self._is_up = False
         self._last: Picture | None = None  # stays on the screen at the end
 
-    async def watch(self, states: States, token: str | None) -> None:
+    def watch(self, states: States, token: str | None) -> asyncio.Task[None]:
         from ngym.supervise.metrics_scraper import look_for_ever
 
-        await look_for_ever(states, token, self._board.traffic)
+        return asyncio.create_task(look_for_ever(states, token, self._board.traffic))
 
     def event(self, state: ReplicaState) -> None:
         if self._board.event(state) and self._is_up and state.status in TOLD:
