@@ -22,7 +22,7 @@ from ngym.errors import NgymError, UsageError
 from ngym.schema import Json
 from ngym.telemetry import tracing
 
-from .algorithms import Algorithm
+from .algorithms import Algorithm, StepLoss
 from .algorithms.policy_gradient import PolicyGradient
 from .data import file_batches
 from .data.samples import Batch, Sample
@@ -82,9 +82,10 @@ def train(
         with tracing.span("train step") as span:
             for samples in batch.updates:
                 step = take_step(engine, algorithm, samples, budget, lr_multiplier(number - 1))
-                if guard.passes(number, samples, step.means["loss"], step.update.grad_norm):
+                if guard.passes(number, samples, step.means["loss"], step.update):
                     taken.append(step)
-            values = _values(batch, taken, guard.skipped, time.monotonic() - began) | engine.peak_memory()
+            values = _values(batch, taken, guard.skipped, time.monotonic() - began)
+            values |= engine.scaling() | engine.peak_memory()
             span.set("ngym.step", number)
             for name in TOLD:
                 span.set(f"ngym.{name}", values.get(name))
@@ -94,8 +95,24 @@ def train(
 def take_step(
     engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, lr_multiplier: float
 ) -> Step:
-    """One optimizer step. Every rank gets all samples and computes its share of them."""
+    """One optimizer step. Every rank gets all samples and computes its share of them.
+
+    If a float16 gradient overflows, the step is computed again with a lower loss scale.
+    """
     step_loss = algorithm.step_loss(samples)
+    while (step := _computed(engine, algorithm, step_loss, samples, budget, lr_multiplier)).update.overflowed:
+        pass
+    return step
+
+
+def _computed(
+    engine: Engine,
+    algorithm: Algorithm,
+    step_loss: StepLoss,
+    samples: Sequence[Sample],
+    budget: int,
+    lr_multiplier: float,
+) -> Step:
     micro_batches = engine.micro_batches(samples, budget)
     done: list[tuple[float, Totals]] = []
     for index, mine in enumerate(micro_batches):

@@ -71,6 +71,7 @@ def losses(learner: Any, first: int, last: int) -> list[float]:
         (1, "fp32", "adamw"),
         (3, "fp32", "adamw"),
         (2, "bf16", "adamw"),
+        (2, "fp16", "adamw"),
     ],
 )
 def test_what_was_saved_goes_on_exactly_also_under_another_zero_stage(

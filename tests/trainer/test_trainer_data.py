@@ -271,6 +271,7 @@ def test_the_estimate_of_a_plan_is_never_below_what_is_computed() -> None:
         (["sft.yaml", "optimizer.name=adamw_bnb_8bit", "engine.zero_stage=1"], "8-bit states, which ZeRO would cut"),
         (["sft.yaml", "optimizer.momentum=0.9"], "muon does not use it"),
         (["sft.yaml", "engine.precision=bf16"], "set engine.zero_stage to 1, 2 or 3"),
+        (["sft.yaml", "engine.precision=fp16"], "master weights of fp16 need ZeRO; set engine.zero_stage to 1, 2 or 3"),
         (["sft.yaml", "model.path=nowhere"], "there is no folder nowhere in "),
         (["sft.yaml", "model.path=data/tiny_policy/tokenizer"], "model.path is given too; keep one of the two"),
         (["sft.yaml", "model.tokenizer=null"], "a model from scratch needs a tokenizer"),

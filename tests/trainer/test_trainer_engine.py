@@ -114,15 +114,25 @@ def test_all_zero_stages_take_the_same_steps_and_save_the_same_weights(
         assert largest_difference(weights_of(reference), saved) < 1e-5, stage
 
 
-def test_bf16_with_float32_master_weights_follows_float32(
-    tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("stage", "precision", "dtype", "bound"),
+    [(2, "bf16", "bfloat16", 0.03), *((stage, "fp16", "float16", 0.003) for stage in (1, 2, 3))],
+)
+def test_16_bits_with_float32_master_weights_follow_float32(
+    tokenizer: PreTrainedTokenizerBase,
+    samples: list[Any],
+    tmp_path: Path,
+    stage: int,
+    precision: str,
+    dtype: str,
+    bound: float,
 ) -> None:
     expected = steps(learner(tokenizer, 0), samples, 8)
-    low = learner(tokenizer, 2, "bf16")
+    low = learner(tokenizer, stage, precision)
     got = steps(low, samples, 8)
-    assert got[-1].means["loss"] == pytest.approx(expected[-1].means["loss"], rel=0.03)
+    assert got[-1].means["loss"] == pytest.approx(expected[-1].means["loss"], rel=bound)
     low.save(tmp_path / "policy", tokenizer)
-    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == dtype == low.dtype
 
 
 def test_muon_learns_the_demonstrations(tokenizer: PreTrainedTokenizerBase, samples: list[Any]) -> None:
@@ -220,7 +230,9 @@ def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits
         assert torch.equal(theirs, trained.policy.network(ids).logits)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (1, "fp16"), (3, "fp16")]
+)
 def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
     tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path, stage: int, precision: str
 ) -> None:
@@ -244,6 +256,8 @@ def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
     assert [values["skipped_steps"] for values in seen] == [0, 1, 1]
     assert largest_difference(weights[0], weights[1]) == 0 and largest_difference(weights[1], weights[2]) > 0
     assert "loss" not in seen[1] and seen[2]["loss"] < 8 and seen[2]["grad_norm"] > 0
+    scales = [values.get("loss_scale") for values in seen]
+    assert scales == [2.0**16 if precision == "fp16" else None] * 3, "the loss is at fault, and not its scale"
     (kept,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert kept.name == "step-000002-1.jsonl"

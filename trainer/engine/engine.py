@@ -47,6 +47,7 @@ from ..model.sequence_parallel import SequenceParallelGroup
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer
 from .distributed import barrier
+from .loss_scale import INITIAL, LossScale
 from .optimizer import gather_state, generator_states, load_state, restore_generators, steps_of, write_state
 from .tensor_parallel import CUT_SIZES, mark_shards, parameter_shapes, tensor_parallel_settings, whole_parameters
 
@@ -115,6 +116,10 @@ def imported() -> Any:
     # sys.modules, because the attribute `deepspeed.comm.torch` is torch itself.
     backend: Any = sys.modules["deepspeed.comm.torch"]
     backend.build_shm_op = lambda: None
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # It asks for AVX512-FP16; PyTorch computes in float16 on any CPU.
+        accelerator.is_fp16_supported = lambda: True
     return deepspeed
 
 
@@ -137,6 +142,7 @@ def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions, ranks
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # torch's own fused AdamW is as fast, and needs no compiler
+        "fp16": {"enabled": options.precision == "fp16", "loss_scale": INITIAL},  # Engine.step changes it
         # without the check, a bf16 step would use a gradient that is not finite
         "bf16": {"enabled": options.precision == "bf16", "check_grad_overflow": options.precision == "bf16"},
         "gradient_clipping": (optimizing.max_grad_norm or 0.0) if clips_itself else 0.0,
@@ -145,11 +151,18 @@ def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions, ranks
 
 
 class Update(NamedTuple):
-    """The result of a step. grad_norm: before clipping. critic_grad_norm: the critic's, where it is clipped separately."""
+    """The result of a step.
+
+    grad_norm: before clipping. critic_grad_norm: the critic's, where it is clipped separately.
+    loss_scale: that of the gradient, with fp16. overflowed: the gradient overflowed float16 and the scale is lower now;
+    nothing else changed, and the same micro-batches are to be computed again.
+    """
 
     grad_norm: float
     lr: float
     critic_grad_norm: float | None = None
+    loss_scale: float | None = None
+    overflowed: bool = False
 
 
 class Engine:
@@ -189,6 +202,10 @@ class Engine:
         if options.zero_stage in (1, 2) and options.offload.optimizer is None:
             # it looks into each gradient for what its norm shows next: on a GPU, hundreds of kernels
             self._deepspeed.optimizer.check_overflow = lambda **_: None
+        self._loss_scale = LossScale() if options.precision == "fp16" else None
+        self._finite: list[Tensor] = []  # with fp16: whether each loss of this rank was, since the last step
+        if self._loss_scale is not None:
+            self._deepspeed.optimizer.loss_scaler.update_scale = lambda overflow: None  # it would only log
         if options.tensor_parallel > 1:
             # it compares the first arguments across ranks, which works only for tensors, lists and dicts
             self._deepspeed.first_dataloader_check.remove()
@@ -243,6 +260,8 @@ class Engine:
         DeepSpeed averages over ranks (those that share a layer count as one), hence the factor. It must not divide by
         the number of micro-batches again.
         """
+        if self._loss_scale is not None:
+            self._finite.append(loss_sum.detach().isfinite())
         self._deepspeed.set_gradient_accumulation_boundary(last)
         averaged = self.ranks // self._options.tensor_parallel
         self._deepspeed.backward(loss_sum * (averaged / weight), scale_wrt_gas=False)
@@ -252,7 +271,8 @@ class Engine:
 
         Policy and critic are clipped separately; ZeRO knows only their joint norm and clips by that.
 
-        A gradient that is not finite changes nothing on any rank; grad_norm shows it.
+        A gradient that is not finite changes no weight on any rank; grad_norm shows it. With fp16 it lowers the loss
+        scale, unless a loss was not finite.
         """
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = group["base_lr"] * lr_multiplier
@@ -261,7 +281,7 @@ class Engine:
             self._deepspeed.step()
             norm = float(self._deepspeed.get_global_grad_norm())
             self.steps += math.isfinite(norm)
-            return Update(norm, lr)
+            return Update(norm, lr) if self._loss_scale is None else self._rescaled(Update(norm, lr), self._loss_scale)
         # without ZeRO, DeepSpeed does not return the norm, and always steps
         norm, of_critic = self._clipped(self.policy.network), None
         if self.policy.critic is not None:
@@ -273,6 +293,22 @@ class Engine:
         else:
             self._deepspeed.zero_grad()
         return Update(norm, lr, of_critic)
+
+    def _rescaled(self, update: Update, scale: LossScale) -> Update:
+        """Adapt the loss scale to the result of a step."""
+        used, again = scale.value, False
+        if math.isfinite(update.grad_norm):
+            scale.stepped()
+        elif all(self.all_gather(all(self._finite))):
+            again = scale.overflowed()
+        self._finite.clear()
+        self._deepspeed.optimizer.loss_scale = scale.value
+        return update._replace(loss_scale=used, overflowed=again)
+
+    def scaling(self) -> dict[str, float]:
+        """Metrics of the loss scale; none without fp16."""
+        scale = self._loss_scale
+        return {} if scale is None else {"loss_scale": scale.value, "overflow_retries": scale.overflows}
 
     def _clipped(self, network: nn.Module) -> float:
         """Clip the gradient; returns its norm before clipping."""
@@ -384,6 +420,7 @@ class Engine:
         return {
             "steps": self.steps,
             "optimizer_steps": steps_of(self._deepspeed, self.policy),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
         } | {name: self.all_gather(state) for name, state in generator_states(self.device).items()}
 
     def load_state(self, folder: Path, told: Json) -> None:
@@ -394,6 +431,9 @@ class Engine:
         """
         load_state(self._deepspeed, self.policy, folder, told["optimizer_steps"])
         self.steps = told["steps"]
+        if self._loss_scale is not None and told.get("loss_scale") is not None:  # None: of another precision
+            self._loss_scale.load(told["loss_scale"])
+            self._deepspeed.optimizer.loss_scale = self._loss_scale.value
         restore_generators(self.device, told, self.rank)
 
     def weights(self) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from ngym.files.atomic import write_whole
 from ..data.samples import Batch, Sample
 from ..model.packing import Packed, pack
 from ..model.policy import RewardModel
-from .engine import Engine
+from .engine import Engine, Update
 
 OWN_RATIO = 1e-3
 EXPONENT = 20.0
@@ -144,13 +144,13 @@ class NanGuard:
         self._folder = folder
         self._limit = limit
 
-    def passes(self, step: int, samples: Sequence[Sample], loss: float, grad_norm: float) -> bool:
+    def passes(self, step: int, samples: Sequence[Sample], loss: float, update: Update) -> bool:
         """Whether the optimizer step was taken. The engine has skipped it if the gradient was not finite.
 
         Raises:
             NotFinite: too many steps in a row were skipped.
         """
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        if math.isfinite(loss) and math.isfinite(update.grad_norm):
             self._in_a_row = 0
             self._trained = samples
             return True
@@ -158,9 +158,13 @@ class NanGuard:
         self._in_a_row += 1
         kept = self._dump(step, samples)
         if self._in_a_row >= self._limit:
+            scale, wider = "", ""
+            if update.loss_scale is not None:
+                scale = f" (loss scale {update.loss_scale:g})"
+                wider = ", or set engine.precision to bf16 or fp32, whose numbers are larger than float16's 65,504"
             raise NotFinite(
-                f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}, {self._in_a_row} optimizer steps in "
-                f"a row; the weights are unchanged since. Lower optimizer.lr{kept}"
+                f"step {step}: the loss is {loss} and the gradient's norm {update.grad_norm}{scale}, {self._in_a_row} "
+                f"optimizer steps in a row; the weights are unchanged since. Lower optimizer.lr{wider}{kept}"
             )
         return False
 

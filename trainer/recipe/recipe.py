@@ -220,8 +220,10 @@ class EngineOptions(FrozenOptions):
         default=0,
         description="What is sharded across ranks: 1 the optimizer's states, 2 also gradients, 3 also weights.",
     )
-    precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Precision of weights and arithmetic; bf16 keeps float32 master weights."
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="Precision of weights and arithmetic; bf16 and fp16 keep float32 master weights, and fp16 has a "
+        "dynamic loss scale.",
     )
     activation_checkpointing: bool | Positive = Field(
         default=False,
@@ -242,14 +244,14 @@ class EngineOptions(FrozenOptions):
     @field_validator("precision")
     @classmethod
     def _master_weights(cls, value: str, info: ValidationInfo) -> str:
-        if value == "bf16" and info.data.get("zero_stage") == 0:
-            raise ValueError("the float32 master weights of bf16 need ZeRO; set engine.zero_stage to 1, 2 or 3")
+        if value != "fp32" and info.data.get("zero_stage") == 0:
+            raise ValueError(f"the float32 master weights of {value} need ZeRO; set engine.zero_stage to 1, 2 or 3")
         return value
 
     @property
     def dtype(self) -> str:
         """The dtype of the compute weights, in torch's name."""
-        return "bfloat16" if self.precision == "bf16" else "float32"
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.precision]
 
     @property
     def together(self) -> int:
