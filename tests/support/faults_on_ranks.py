@@ -1,6 +1,7 @@
-"""A program for a launcher: `faults_on_ranks.py DATA OUTPUT STAGES...`: steps in which one rank alone meets a number that is not finite.
+"""A program for a launcher: `faults_on_ranks.py DATA OUTPUT WAYS...`: steps in which one rank alone meets a number that is not finite.
 
-At the end rank 1 is killed. Each rank writes OUTPUT/rank-<n>.json: of each ZeRO stage, the weights after each step and how it ended.
+A way is a ZeRO stage, and perhaps a precision: `2` or `2-fp16`. At the end rank 1 is killed. Each rank writes
+OUTPUT/rank-<n>.json: of each way, the weights after each step and how it ended.
 """
 
 from __future__ import annotations
@@ -71,15 +72,16 @@ def digest(policy: Any) -> str:
     return whole.hexdigest()
 
 
-def main(data: Path, output: Path, stages: list[int]) -> None:
+def main(data: Path, output: Path, ways: list[str]) -> None:
     launch = recipe.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
     batches = list(file_batches.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
     told: dict[str, Any] = {}
 
-    def new(stage: int) -> Any:
+    def new(way: str) -> Any:
         policy = model.load_policy(recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
-        options = recipe.EngineOptions(zero_stage=stage)
+        stage, _, precision = way.partition("-")
+        options = recipe.EngineOptions.model_validate({"zero_stage": int(stage), "precision": precision or "fp32"})
         return engine.Engine(policy, launch, options, recipe.OptimizerOptions(**OPTIMIZER))
 
     def trained(learner: Any, kind: str, batches: list[Any], watch: Any, report: Callable[..., None]) -> None:
@@ -88,8 +90,8 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
             loop.train(learner, Faulty(kind, launch.rank), groups, 150, lambda step: 1.0, watch, report)
 
     with distributed.joined(launch):
-        for stage in stages:
-            learner, skipped = new(stage), []
+        for way in ways:
+            learner, skipped = new(way), []
             watch = sanity_checks.NanGuard(None, 3)
             hashes = [digest(learner.policy)]
 
@@ -105,7 +107,7 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
             except sanity_checks.NotFinite as error:
                 ended = str(error)
             hashes.append(digest(learner.policy))
-            told[str(stage)] = {"hashes": hashes, "skipped": skipped, "ended": ended}
+            told[way] = {"hashes": hashes, "skipped": skipped, "ended": ended, "scaling": learner.scaling()}
         (output / f"rank-{launch.rank}.json").write_text(json.dumps(told))
         distributed.barrier()
         if launch.rank == RANK:
@@ -114,4 +116,4 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), list(map(int, sys.argv[3:])))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

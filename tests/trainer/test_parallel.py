@@ -38,9 +38,12 @@ TOGETHER: list[Options] = [
     {"sequence_parallel": 2},
     {"zero_stage": 3, "sequence_parallel": 2, "activation_checkpointing": True},
     {"zero_stage": 2, **OFFLOADED},
+    {"zero_stage": 2, "precision": "fp16"},
+    {"zero_stage": 3, "precision": "fp16", "sequence_parallel": 2},
     # last: DeepSpeed takes a process that has cut layers for one that always does
     {"zero_stage": 1, "tensor_parallel": 2, "activation_checkpointing": True},
     {"zero_stage": 2, "tensor_parallel": 2},
+    {"zero_stage": 1, "precision": "fp16", "tensor_parallel": 2},
 ]
 
 
@@ -90,14 +93,14 @@ def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken
     return taken(folder, TOGETHER)
 
 
-def same(one: Taken, other: Taken) -> None:
+def same(one: Taken, other: Taken, bound: float = 1e-5) -> None:
     for got, expected in zip(one.steps, other.steps, strict=True):
-        assert got == pytest.approx(expected, rel=1e-5)
-    assert one.held_out == pytest.approx(other.held_out, rel=1e-5)
+        assert got == pytest.approx(expected, rel=bound)
+    assert one.held_out == pytest.approx(other.held_out, rel=bound)
     names = set(one.weights) & set(other.weights)  # the tied head may or may not be named
     assert len(names) >= 24 and {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= names
     for name in names:
-        assert (one.weights[name] - other.weights[name]).abs().max() < 1e-5, name
+        assert (one.weights[name] - other.weights[name]).abs().max() < bound, name
 
 
 def test_a_stored_state_goes_on_with_the_same_steps(alone: list[Taken], together: list[Taken]) -> None:
@@ -116,7 +119,7 @@ def test_what_lives_on_the_cpu_learns_the_same(alone: list[Taken], place: int) -
 def test_two_ranks_together_learn_and_measure_what_one_does(
     alone: list[Taken], together: list[Taken], place: int
 ) -> None:
-    same(together[place], alone[0])
+    same(together[place], alone[0], 2e-3 if TOGETHER[place].get("precision") == "fp16" else 1e-5)
 
 
 TORCHRUN = (

@@ -110,7 +110,7 @@ def test_a_product_and_its_gradient_are_those_of_the_dequantized_weights() -> No
     plain = nn.Linear(96, 80)
     layer = Linear4bit(plain, "nf4", torch.device("cpu"))
     assert 0 < difference(layer.dequantized(torch.float32), plain.weight.detach()) < 0.03
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight = layer.dequantized(torch.float32).to(dtype)
         assert torch.equal(layer.dequantized(dtype), weight), "rounded once"
         one, other = (torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2))
@@ -143,7 +143,7 @@ def test_each_way_learns_the_same(base: Path, stage: int, options: dict[str, Any
     assert difference(said(trained.logprobs, data), said(plain.logprobs, data)) < 1e-4
 
 
-@pytest.mark.parametrize(("stage", "precision", "bound"), [(0, "fp32", 1e-5), (2, "bf16", 0.05)])
+@pytest.mark.parametrize(("stage", "precision", "bound"), [(0, "fp32", 1e-5), (2, "bf16", 0.05), (1, "fp16", 0.005)])
 def test_the_saved_policy_is_whole_and_says_what_was_trained(
     base: Path, tmp_path: Path, stage: int, precision: str, bound: float
 ) -> None:
@@ -184,19 +184,18 @@ def test_the_written_base_with_the_adapter_is_what_was_trained_and_the_unquantiz
     assert difference(said(again.logprobs, data), said(trained.base_logprobs, data)) < 0.2
 
 
-def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, tmp_path: Path) -> None:
-    policy = loaded(base)
-    model.write_base(tmp_path / "base", policy.network, AutoTokenizer.from_pretrained(base), "bfloat16")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, tmp_path: Path, precision: Any) -> None:
+    policy, options = loaded(base), config.EngineOptions(zero_stage=1, precision=precision)
+    model.write_base(tmp_path / "base", policy.network, AutoTokenizer.from_pretrained(base), options.dtype)
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
-    assert served.dtype == torch.bfloat16 == served.config.dtype
-    trained = engine.Engine(
-        policy, LAUNCH, config.EngineOptions(zero_stage=1, precision="bf16"), config.OptimizerOptions(lr=1e-2)
-    )
+    assert served.dtype == getattr(torch, options.dtype) == served.config.dtype
+    trained = engine.Engine(policy, LAUNCH, options, config.OptimizerOptions(lr=1e-2))
     computed = trained.weights()
     assert all(torch.equal(one, computed[name]) for name, one in served.named_parameters())
 
 
-@pytest.mark.parametrize(("stage", "precision", "then"), [(0, "fp32", 2), (2, "bf16", 2)])
+@pytest.mark.parametrize(("stage", "precision", "then"), [(0, "fp32", 2), (2, "bf16", 2), (1, "fp16", 1)])
 def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: str, then: int) -> None:
     data, first = packed(), learner(base, stage, precision)
     step(first, data, 2)

@@ -290,28 +290,34 @@ def test_a_model_that_comes_with_a_pickle_or_with_code_is_refused_and_neither_ru
 # Numbers that are none, on one rank of two
 
 
-@pytest.mark.parametrize("stages", [("0", "2"), pytest.param(("0", "1", "2", "3"), marks=pytest.mark.soak)])
+EVERY_WAY = ("0", "1", "2", "3", "1-fp16", "2-fp16", "3-fp16")
+
+
+@pytest.mark.parametrize("ways", [("0", "2", "2-fp16"), pytest.param(EVERY_WAY, marks=pytest.mark.soak)])
 def test_a_number_that_is_none_on_one_rank_changes_no_weight_on_any_and_a_killed_rank_is_named(
-    root: Path, tmp_path: Path, stages: tuple[str, ...]
+    root: Path, tmp_path: Path, ways: tuple[str, ...]
 ) -> None:
     data = tmp_path / "demonstrations.jsonl"
     script = root / "data" / "calculator" / "generate.py"
     subprocess.run([sys.executable, script, "demonstrations", "--output", data, "--count", "64"], check=True)
     program = SUPPORT / "faults_on_ranks.py"
-    ranks = on_two_ranks(tmp_path, [str(program), str(data), str(tmp_path), *stages])
+    ranks = on_two_ranks(tmp_path, [str(program), str(data), str(tmp_path), *ways])
     said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], said
     assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends too" in said[0]
     told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    for stage in stages:
+    for way in ways:
         for rank in range(2):
-            of_stage = told[rank][stage]
+            of_way = told[rank][way]
             # none, logprob, none, loss, none, gradient, none; then gradients until the run ends
-            changed = [before != after for before, after in pairwise(of_stage["hashes"])]
-            assert changed == [True, False, True, False, True, False, True, False], (stage, rank)
-            assert of_stage["skipped"] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
-            assert "3 optimizer steps in a row; the weights are unchanged" in of_stage["ended"]
-        assert told[0][stage]["hashes"] == told[1][stage]["hashes"] or stage == "3"  # of ZeRO-3 each has its own part
+            changed = [before != after for before, after in pairwise(of_way["hashes"])]
+            assert changed == [True, False, True, False, True, False, True, False], (way, rank)
+            assert of_way["skipped"] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
+            assert "3 optimizer steps in a row; the weights are unchanged" in of_way["ended"]
+            # a loss is at fault twice; the gradients, 4 times, at each of 17 scales
+            right = {"loss_scale": 2.0**16, "overflow_retries": 4 * 16} if "fp16" in way else {}
+            assert of_way["scaling"] == right
+        assert told[0][way]["hashes"] == told[1][way]["hashes"] or way[0] == "3"  # of ZeRO-3 each has its own part
 
 
 # Weights that are garbage
