@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from trainer_service import metrics_of, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -72,3 +73,21 @@ def test_in_bf16_every_transport_is_proved_and_apart_or_on_shared_gpus_it_learns
         weights[name] = (tmp_path / name / "run" / "policy" / "model.safetensors").read_bytes()
     assert steps["http"] == steps["colocated"], "the same seed, the same services: every figure is the same"
     assert weights["http"] == weights["colocated"]
+
+
+def test_trainer_and_server_in_fp16_agree(tmp_path: Path) -> None:
+    (tmp_path / "services.yaml").write_text(
+        "policy: {kind: model, app: models/vllm, model: unused, engine: {dtype: float16}}\n"
+        "letters: {kind: gym_server, app: gym_servers/letters}\n"
+        "letters_agent: {kind: agent, app: agents/simple, gym: letters, model: policy}\n"
+    )
+    words = ["letters.yaml", "output=run", "max_steps=3", "rollouts.max_output_tokens=16", "engine.zero_stage=1"]
+    words += ["engine.precision=fp16", "rollouts.services=services.yaml"]
+    said, _ = (process := train(tmp_path, words, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, said
+    rows = metrics_of(tmp_path)
+    assert [row["policy_version"] for row in rows] == [1, 2, 3]
+    assert all(row["token_mult_prob_error"] < 1.005 and row["lag"] == 0 for row in rows)
+    assert all(row["loss_scale"] == 2.0**16 and row["overflow_retries"] == 0 for row in rows)
+    learned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy", dtype="auto")
+    assert learned.dtype == torch.float16

@@ -380,7 +380,7 @@ def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_pa
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32"), (1, "fp16")])
 def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str
 ) -> None:
