@@ -10,8 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ngym.errors import ConfigError
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
 from ngym.trainer.data import samples
+from ngym.trainer.engine import engine
 from ngym.trainer.model import attention, packing, policy
+from ngym.trainer.recipe import recipe
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -88,6 +92,20 @@ def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forw
     assert any(name.endswith("sinks") for name in own) == (family == "gpt_oss")
     for name, parameter in theirs.named_parameters():
         assert torch.allclose(own[name].grad, parameter.grad, atol=5e-4, rtol=1e-3), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_steps_in_fp16_are_those_of_fp32(family: str, only_rank: None) -> None:
+    found = []
+    for stage, precision in ((0, "fp32"), (1, "fp16")):
+        options = recipe.EngineOptions.model_validate({"zero_stage": stage, "precision": precision})
+        launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+        made = policy.Policy(network(family, attention.NAME))
+        learner = engine.Engine(made, launch, options, recipe.OptimizerOptions(lr=1e-2, eps=1e-3))
+        steps = [loop.take_step(learner, sft.Sft(), batch(), 60, 1.0) for _ in range(2)]
+        found.append([(step.means["loss"], step.update.grad_norm) for step in steps])
+    for got, right in zip(*found, strict=True):
+        assert got == pytest.approx(right, rel=0.005)
 
 
 def test_soft_capped_logits_are_refused() -> None:

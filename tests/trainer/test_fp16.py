@@ -20,6 +20,7 @@ from ngym.trainer.engine import engine, loss_scale, optimizer, sanity_checks
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
+from ngym.trainer.weights.weight_sync import WeightSync
 
 SHAPE = {
     "hidden_size": 32,
@@ -154,6 +155,22 @@ def test_the_scale_grows_after_steps_without_an_overflow_and_each_step_divides_b
         ((found_loss, found_norm),) = steps(growing, [seed])
         assert growing.scaling()["loss_scale"] == 2.0 ** (10 + (seed + 1) // 2)
         assert found_loss == pytest.approx(loss, rel=1e-3) and found_norm == pytest.approx(norm, rel=1e-2)
+
+
+def test_a_model_whose_activations_overflow_is_named_before_its_first_step_and_push(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    policy = new_policy(tokenizer)
+    with torch.no_grad():
+        policy.network.model.layers[0].mlp.down_proj.weight.mul_(1e7).clamp_(-6e4, 6e4)
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    trained = engine.Engine(policy, launch, recipe.EngineOptions(zero_stage=1, precision="fp16"), OPTIMIZER)
+    message = "logprobs after step 0 are not finite in float16: .* set engine.precision to bf16 or fp32"
+    with pytest.raises(sanity_checks.NotFinite, match=message):
+        next(sanity_checks.checked([samples_module.Batch([batch(0)])], trained, BUDGET, None, 1.05))
+    pushes = WeightSync(trained, None, [5, 6, 7], trained.weights)
+    with pytest.raises(sanity_checks.NotFinite, match=message):
+        pushes.publish(lambda version: None)
 
 
 class Broken(sft.Sft):

@@ -94,6 +94,7 @@ def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> N
     packed = pack(engine.micro_batches(samples, budget)[0] or samples[:1], engine.device)
     with torch.no_grad():
         before_N = engine.logprobs(packed)
+    check_finite(before_N, engine)
     ratio = float(((engine.logprobs(packed).detach() - before_N).exp() - 1).abs().max())
     if not ratio < OWN_RATIO:
         raise CheckFailed(
@@ -125,6 +126,16 @@ def _is_the_sampler(
 
 class NotFinite(NgymError):
     """The loss, the gradient or the weights are not finite, or the network no longer depends on its input."""
+
+
+def check_finite(logprobs_N: Tensor, engine: Engine) -> None:
+    """Raise NotFinite unless the policy's logprobs are finite, which they may not be before any step in float16."""
+    if bool(logprobs_N.isfinite().all()):
+        return
+    wider = ""
+    if engine.dtype == "float16":
+        wider = ": its activations may be larger than 65,504; set engine.precision to bf16 or fp32"
+    raise NotFinite(f"the policy's logprobs after step {engine.steps} are not finite in {engine.dtype}{wider}")
 
 
 class NanGuard:

@@ -12,6 +12,7 @@ from ngym.telemetry import tracing
 
 from ..data.samples import Sample, Segment
 from ..engine.engine import Engine
+from ..engine.sanity_checks import check_finite
 from ..model.packing import pack
 from ..recipe.recipe import Recipe
 from .colocated_phases import ColocatedPhases
@@ -74,7 +75,7 @@ class WeightSync:
         announce: called with the version before the push, because servers use it before the push has ended.
 
         Raises:
-            PushFailed: the servers cannot serve them.
+            PushFailed: the servers cannot serve them. NotFinite: they are not the weights of a policy.
         """
         learned = self._pushed_steps != self._engine.steps
         served, joining = self._engine.broadcast(self._look(learned))
@@ -92,8 +93,9 @@ class WeightSync:
                 self._colocated.push()
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
-            logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()
-        proof = LogprobProof(self._probe.segments[0].token_ids, logprobs, self._engine.dtype)
+            logprobs_N = self._engine.logprobs(packed, temperature=1.0)
+        check_finite(logprobs_N, self._engine)
+        proof = LogprobProof(self._probe.segments[0].token_ids, logprobs_N.tolist(), self._engine.dtype)
         weights = self._pushed()
         if self._pusher and not current:
             with tracing.span("push weights", "client") as span:
