@@ -1,7 +1,7 @@
 """The trainer on one GPU: tokens/s, MFU and peak memory of SFT and GRPO steps with random weights, SFT beside TRL's trainer;
 attention kernels; and weights handed to another process through CUDA IPC.
 
-    python benchmarks/gpu.py [--parts sft grpo attention ipc] [--shapes 0.6B 8B] [--seconds 500] [--json FILE] [--write]
+    python benchmarks/gpu.py [--parts sft grpo attention ipc] [--shapes 0.6B 8B] [--micro-batch 8192] [--json FILE] [--write]
     python benchmarks/gpu.py --tiny          # the same code with tiny shapes; also on a CPU
 
 Each measurement is a process with a time limit of its own; one that fails or runs out of memory is a row that says so. The
@@ -75,7 +75,8 @@ WAYS: dict[str, list[Row]] = {
     # without float32 master weights: less memory and time, and small updates round away
     "TRL, Liger, bf16": [{"dtype": "bfloat16", "checkpointed": again, "liger": True} for again in (False, True)],
 }
-LARGE = ("4B", "8B")  # their activations do not fit without checkpointing: the first way is left out
+# Activations of so many tokens do not fit beside master weights without checkpointing: the first way is left out.
+LARGE, MANY = ("4B", "8B"), 4096
 SEQUENCES, LENGTH, MICRO_BATCH = 16, 2048, 8192  # of an SFT step; tokens computed at once
 GROUPS, ATTEMPTS, PROMPT, ANSWER = 4, 8, 1024, 1024  # of a GRPO step; answers are of a half to the whole length
 WARM, MEASURED = 2, 5
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=MEASURED, help=f"measured ones, after {WARM}  [default: {MEASURED}]"
     )
+    parser.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="tokens at once  [default: %(default)s]")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
     parser.add_argument("--seconds", type=float, default=1500, help="begin no measurement after these")
     parser.add_argument("--json", type=Path, help="where the rows go, too, after each of them")
@@ -106,7 +108,8 @@ def main() -> None:
         print(MARK + json.dumps(PARTS[spec["part"]](spec)), flush=True)
         return
     deadline, rows = time.monotonic() + options.seconds, []
-    for specs in measurements(options.parts, ["tiny"] if options.tiny else options.shapes, options.sides):
+    shapes = ["tiny"] if options.tiny else options.shapes
+    for specs in measurements(options.parts, shapes, options.sides, options.micro_batch):
         if options.profile:
             options.profile.mkdir(parents=True, exist_ok=True)
             specs = [{**spec, "profile": str(options.profile.resolve())} for spec in specs]
@@ -121,7 +124,9 @@ def main() -> None:
         write(text)
 
 
-def measurements(parts: Sequence[str], shapes: Sequence[str], wanted: Sequence[str] = ()) -> Iterator[list[Row]]:
+def measurements(
+    parts: Sequence[str], shapes: Sequence[str], wanted: Sequence[str] = (), at_once: int = MICRO_BATCH
+) -> Iterator[list[Row]]:
     """The specs of each row: its ways, of which the first that fits is measured."""
     for part in ("ipc", "attention"):
         if part in parts:
@@ -138,8 +143,10 @@ def measurements(parts: Sequence[str], shapes: Sequence[str], wanted: Sequence[s
             if part in parts:
                 if wanted and side not in wanted:
                     continue
-                ways = WAYS[side][1:] if shape in LARGE else WAYS[side]
-                yield [{"part": part, "shape": shape, "side": side, **way} for way in ways]
+                master = side != "TRL, Liger, bf16"
+                ways = WAYS[side][1:] if shape in LARGE and at_once >= MANY and master else WAYS[side]
+                more = {"micro_batch": at_once} if at_once != MICRO_BATCH else {}
+                yield [{"part": part, "shape": shape, "side": side, **way, **more} for way in ways]
 
 
 def first_that_fits(specs: Sequence[Row], deadline: float, steps: int = MEASURED) -> Row:

@@ -22,7 +22,7 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def options(out: Path, **more: Any) -> argparse.Namespace:
     told = {"device": "cpu", "only": ["tests", "benchmark"], "seconds": 600.0, "k": "", "out": out}
-    told |= {"shapes": [], "parts": [], "sides": [], "steps": 5, "profile": False}
+    told |= {"shapes": [], "parts": [], "sides": [], "steps": 5, "micro_batch": 8192, "profile": False}
     return argparse.Namespace(**(told | more))
 
 

@@ -418,7 +418,9 @@ class Recipe(FrozenOptions):
     batch_size: Positive | None = Field(
         default=None, validate_default=True, description="Samples of a file in a step, over all ranks. Default: 32."
     )
-    micro_batch_tokens: Positive = Field(default=8192, description="Tokens that one rank computes at once.")
+    micro_batch_tokens: Positive = Field(
+        default=8192, description="Tokens that one rank computes at once. A prefix that samples share counts once."
+    )
     optimizer: OptimizerOptions
     schedule: ScheduleOptions = ScheduleOptions()
     engine: EngineOptions = EngineOptions()
