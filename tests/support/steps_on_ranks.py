@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from small_model import SHAPE
 from transformers import AutoTokenizer
 
 from ngym.config.shipped_files import shipped
@@ -24,16 +25,6 @@ from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
 TOKENIZER = "data/tiny_policy/tokenizer"
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3}  # the eps of Adam hides no gradient here: a wrong factor moves the weights by lr
 BATCH, BUDGET, STEPS = 15, 150, 3
 

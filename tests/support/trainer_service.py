@@ -10,18 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from forked import ForkedCommand
+from small_model import SHAPE
 from stub_policy import Stub
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
 TASKS, GROUP = 8, 4  # of a step
 HELD: list[socket.socket] = []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_model
 import torch
 import torch.nn.functional as F
 import yaml
@@ -30,16 +31,7 @@ from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms, recipe
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-}
+SHAPE = {**small_model.SHAPE, "max_position_embeddings": 512}
 TOOL = {"name": "calculator", "description": "Sums.", "parameters": {"type": "object", "properties": {}}}
 EVERY_TERM = {"length_normalised": True, "label_smoothing": 0.1, "sft_weight": 0.5, "beta": 2.0}
 PRESETS = ("robust_dpo", "wpo", "cpo", "simpo", "orpo")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import SHAPE
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -22,16 +23,6 @@ from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 from ngym.trainer.weights.weight_sync import WeightSync
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
 OPTIMIZER = recipe.OptimizerOptions(lr=1e-2, eps=1e-3, max_grad_norm=0.5)
 BUDGET = 200
 Weights = dict[str, torch.Tensor]

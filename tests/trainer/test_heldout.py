@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from small_model import SHAPE
 from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -24,16 +25,6 @@ from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms
 from ngym.trainer.recipe import recipe as config
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
 Values = dict[str, Any]
 
 pytestmark = pytest.mark.usefixtures("only_rank")

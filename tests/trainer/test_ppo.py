@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_model import SHAPE
 from torch import Tensor, nn
 from trainer_service import on_two_ranks
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -24,16 +25,6 @@ from ngym.trainer.model import chunked_logprobs, packing
 from ngym.trainer.model import policy as critic
 from ngym.trainer.recipe import algorithms, recipe
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
 OPTIONS = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
 PPO: dict[str, Any] = {
     "name": "grpo",

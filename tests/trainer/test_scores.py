@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_model
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,16 +29,7 @@ from ngym.trainer.recipe import recipe
 
 CPU = torch.device("cpu")
 WHOLE = 1 << 30
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
+SHAPE = {**small_model.SHAPE, "num_hidden_layers": 3}
 Weights = dict[str, Tensor]
 
 pytestmark = pytest.mark.usefixtures("only_rank")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_model
 import torch
 from click.testing import CliRunner
 from trainer_service import train
@@ -29,16 +30,7 @@ from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
+SHAPE = {**small_model.SHAPE, "initializer_range": 0.2}
 SMALL = [f"model.from_scratch.{name}={size}" for name, size in SHAPE.items()]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from small_model import SHAPE
 from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -27,16 +28,6 @@ from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
 Weights = dict[str, torch.Tensor]
 
 pytestmark = pytest.mark.usefixtures("only_rank")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from small_model import SHAPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
@@ -27,16 +28,6 @@ from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms, recipe_reader
 from ngym.trainer.recipe import recipe as config
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
 OPTIONS = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
 BUDGET = 100_000
 Row = dict[str, Any]

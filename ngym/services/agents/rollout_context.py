@@ -37,6 +37,7 @@ class RolloutContext:
         self.state = state
         self.row: Json = {}
         self.scored: Json | None = None  # by the environment's steps; then /verify is not called
+        self.stateless = False  # the gym server has no session for it
         self.doing = "seed"  # what it waits for: seed, model, tool:NAME or verify
         self.so_far: list[Json] = []  # the items that it sampled and got from tools
         self.request_bytes = request_bytes

@@ -41,6 +41,7 @@ MOST_SHOWN = 500  # running rollouts in one answer
 METRICS_S = 120.0
 ABANDON_S = 10.0
 ASK_S = 5.0  # between two questions to the head
+STATELESS_S = 30.0  # for which a gym server that needs no session is not asked again
 CLOCKS_S = 0.01  # timers of the event loop may fire this much too early
 _ANY: Json = OBJECT
 _TRAJECTORY = object_of({"output": {"type": "array", "items": OBJECT}})
@@ -128,6 +129,7 @@ def agent(
     app.state.agent_state = None
     turns = AdmissionQueue()
     running_now: dict[str, RolloutContext] = {}
+    stateless = _Stateless()
     abandoned: set[asyncio.Task[None]] = set()  # asyncio itself holds only weak references to tasks
 
     async def run(request: Request) -> Response:
@@ -138,15 +140,22 @@ def agent(
         rollout.row = row
         running_now[rollout.rollout_id] = rollout
         try:
-            seeded = await _seed(rollout, await request.body()) if seeds else {}
+            seeded: Json = {}
+            rollout.stateless = seeds and stateless.known(rollout)
+            if seeds and not rollout.stateless:
+                seeded = await _seed(rollout, await request.body())
+                stateless.note(rollout, seeded.get("stateless") is True)
             response = await _respond(respond, rollout, _params(row, seeded))
             shown = {**response, "output": without_tokens(response["output"])}
             result = {**row, "response": shown}
             scored = await _verify(rollout, result) if rollout.scored is None else {**result, **rollout.scored}
         except BaseException:
-            ending = asyncio.create_task(_end_session(rollout))
-            abandoned.add(ending)
-            ending.add_done_callback(abandoned.discard)
+            if rollout.stateless:
+                stateless.note(rollout, False)  # another server may have taken its place
+            else:
+                ending = asyncio.create_task(_end_session(rollout))
+                abandoned.add(ending)
+                ending.add_done_callback(abandoned.discard)
             raise
         finally:
             running_now.pop(rollout.rollout_id, None)
@@ -285,6 +294,25 @@ def _beginning(params: Any, context: ServiceContext) -> str:
     return ""
 
 
+class _Stateless:
+    """Whether the gym server last said that it needs no sessions; forgotten after a while, and when its addresses change."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._urls: tuple[str, ...] = ()
+
+    def note(self, rollout: RolloutContext, said: bool) -> None:
+        self._until = time.monotonic() + STATELESS_S if said else 0.0
+        self._urls = _gym_urls(rollout)
+
+    def known(self, rollout: RolloutContext) -> bool:
+        return time.monotonic() < self._until and _gym_urls(rollout) == self._urls
+
+
+def _gym_urls(rollout: RolloutContext) -> tuple[str, ...]:
+    return tuple(rollout.peers.urls.get(rollout.options.gym, ()))
+
+
 async def _seed(rollout: RolloutContext, row: bytes) -> Json:
     started = time.perf_counter()
     with Boundary("config", "the task could not be started"):
@@ -336,7 +364,8 @@ async def _verify(rollout: RolloutContext, body: Json) -> Json:
     with Boundary("verify_error", "the rollout could not be verified"):
         raw = await by_size(rollout.request_bytes, serialized, body)
         timeout_s = rollout.options.verify_timeout_s
-        reply = await rollout.gym.request("/verify", raw, timeout=timeout_s, prefer=MINIMAL)
+        once_more = rollout.stateless  # a call that is lost may be made again
+        reply = await rollout.gym.request("/verify", raw, timeout=timeout_s, prefer=MINIMAL, idempotent=once_more)
         scored: Json = await parsed(reply, rollout.gym.peer.name, "/verify")
     if not isinstance(scored, dict) or "reward" not in scored:
         raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")

@@ -38,7 +38,14 @@ from ngym.services.gym.sessions import (
     session_id_of,
     set_task,
 )
-from ngym.services.gym.tools import Author, check_reward_type, inspected, of_function, register_tool
+from ngym.services.gym.tools import (
+    Author,
+    SignatureError,
+    check_reward_type,
+    inspected,
+    of_function,
+    register_tool,
+)
 from ngym.stats import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
@@ -212,6 +219,7 @@ def gym_server(
     compute_metrics: ComputeMetrics | None = None,
     verify_group: Callable[..., Any] | None = None,
     replays: bool = False,
+    stateless: bool = False,
     reward_range: RewardRange | None = None,
 ) -> FastAPI:
     """An environment as an application.
@@ -231,6 +239,8 @@ def gym_server(
         `{"reward": None, "reward_pending": "group"}`.
         replays: `verify` takes the session but can score from the response alone. Otherwise a session that was never
         seeded is not verified: its state is not the rollout's.
+        stateless: no session is needed: there are no tools, and `verify` takes none. Our agents then skip
+        /seed_session, and a row that does not fit is refused by /verify, after the model's answer.
         reward_range: the lowest and the highest reward. Another one is an error of the environment, and the rollout
         fails. The range is in the rows (`reward_range`) and in openapi.json.
     """
@@ -243,6 +253,9 @@ def gym_server(
     repeats = app.state.repeats = Repeats()
     app.state.verifier = inspected(verify, VerifyRequest)
     check_reward_type(verify)
+    if stateless and (tools or app.state.verifier.session):
+        what = "it has tools" if tools else "`verify` takes the Session"
+        raise SignatureError(f"gym_server(stateless=True): {what}; leave stateless out")
     app.state.tools = []
     app.state.callable = {}
     app.router.routes.append(Route("/mcp", over_mcp))
@@ -252,13 +265,15 @@ def gym_server(
         await valid_body(request, app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
         session = begun(store, request, header(request.scope, SESSION_HEADER))
         await set_task(store, session, row, request)
-        seeded = {"tools": app.state.tools} if app.state.tools else {}
+        seeded: Json = {"tools": app.state.tools} if app.state.tools else {}
+        seeded |= {"stateless": True} if stateless else {}
         return JsonResponse(seeded | over_mcp.seeded(app, session))
 
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
         task = await valid_body(request, app.state.verifier.body, raw, _row_name(raw))
-        session = session_for(store, request)
+        unseeded = stateless and session_id_of(request.scope) not in store
+        session = Session() if unseeded else session_for(store, request)
         if TASK not in session and app.state.verifier.session and not replays:
             raise ServiceError(NEVER_SEEDED, status=409)
         try:
@@ -297,7 +312,7 @@ def gym_server(
         "/seed_session",
         seed_session,
         summary="Start a rollout's session",
-        answer=object_of({"tools": _OBJECTS, "mcp": OBJECT}, "tools", "mcp"),
+        answer=object_of({"tools": _OBJECTS, "mcp": OBJECT, "stateless": _BOOLEAN}, "tools", "mcp", "stateless"),
         body=_row_schema(task),
         most_bytes=ROW_BYTES,
     )

@@ -92,7 +92,7 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __contains__(self, session_id: str) -> bool:
+    def __contains__(self, session_id: str | None) -> bool:
         return session_id in self._sessions
 
     def start(self, session_id: str | None = None) -> Session:

@@ -1,0 +1,115 @@
+"""gym_server(stateless=True): agents skip /seed_session, and /verify needs no session."""
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from house import house
+from pydantic import BaseModel
+from shipped import ROOT
+
+from ngym import RolloutContext, Session, VerifyRequest, agent, gym_server
+from ngym.errors import ServiceError
+from ngym.services.agents import server as agents
+from ngym.services.agents.rollout_context import act
+from ngym.services.base.app import load
+from ngym.services.gym.tools import SignatureError
+
+ROW = {"responses_create_params": {"input": "Say 3."}, "answer": "3"}
+
+
+class Task(VerifyRequest):
+    answer: str
+
+
+class Amount(BaseModel):
+    amount: int
+
+
+async def verify(task: Task) -> float:
+    return float(task.text == task.answer)
+
+
+async def with_session(task: Task, session: Session) -> float:
+    return float(len(session))
+
+
+async def add(body: Amount) -> int:
+    """Add."""
+    return body.amount
+
+
+class Counted:
+    """An ASGI application that counts the paths of its requests."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.paths: Counter[str] = Counter()
+        app.add_middleware(self._around)  # type: ignore[arg-type]
+
+    def _around(self, app: Any) -> Any:
+        async def call(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                self.paths[scope["path"]] += 1
+            await app(scope, receive, send)
+
+        return call
+
+
+async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+    output: list[dict[str, Any]] = []
+    acted = await act(request, rollout, output, max_steps=2, execute_tools=True)
+    return rollout.finish(acted.response, output, acted.stop_reason)
+
+
+def others() -> dict[str, FastAPI]:
+    return {"agent": agent(respond=respond), "policy": load(ROOT / "models" / "scripted" / "app.py").app}
+
+
+OPTIONS: dict[str, Any] = {"agent": {"gym": "gym", "model": "policy"}, "policy": {"replies": [{"text": "3"}]}}
+
+
+@pytest.mark.parametrize("stateless", [True, False])
+async def test_only_the_first_rollout_begins_a_session(stateless: bool) -> None:
+    counted = Counted(gym_server(verify=verify, stateless=stateless))
+    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+        rows = [await peers["agent"].post("/run", ROW) for _ in range(3)]
+    assert [row["reward"] for row in rows] == [1.0] * 3
+    assert counted.paths["/seed_session"] == (1 if stateless else 3) and counted.paths["/verify"] == 3
+    seeded = [any("seed" in span for span in row["ng"]["spans"]) for row in rows]
+    assert seeded == [True, not stateless, not stateless]
+
+
+async def test_what_a_server_said_is_forgotten_after_a_while_and_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "STATELESS_S", 0.0)
+    counted = Counted(gym_server(verify=verify, stateless=True))
+    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+        for _ in range(2):
+            await peers["agent"].post("/run", ROW)
+        monkeypatch.setattr(agents, "STATELESS_S", 3600.0)
+        for row in (ROW, {**ROW, "answer": 3}, ROW, ROW):
+            with suppress(ServiceError):
+                await peers["agent"].post("/run", row)
+    assert counted.paths["/seed_session"] == 4  # the last one after the failure
+
+
+async def test_a_row_that_does_not_fit_is_refused_by_verify_and_ends_no_session() -> None:
+    counted = Counted(gym_server(verify=verify, stateless=True))
+    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+        await peers["agent"].post("/run", ROW)
+        with pytest.raises(ServiceError, match="answer"):
+            await peers["agent"].post("/run", {**ROW, "answer": 3})
+    assert counted.paths["/session"] == 0
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [({"verify": with_session}, "`verify` takes the Session"), ({"verify": verify, "tools": [add]}, "it has tools")],
+)
+def test_what_needs_a_session_is_not_stateless(declared: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SignatureError, match=f"stateless=True.: {reason}; leave stateless out"):
+        gym_server(**declared, stateless=True)
