@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import QUICKLY_COMPILED, needs_compiler
 from small_model import SHAPE
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -105,9 +106,10 @@ def plain_steps(tokenizer: PreTrainedTokenizerBase, seeds: Sequence[int], scale:
         (3, {}),
         (2, {"offload": {"optimizer": "cpu"}}),
         (3, {"activation_checkpointing": True}),
-        (1, {"compile": True}),
+        pytest.param(1, {"compile": True}, marks=needs_compiler),
     ],
 )
+@torch._inductor.config.patch(QUICKLY_COMPILED)
 def test_the_steps_are_those_of_a_plain_loop_with_master_weights_and_a_loss_scale(
     tokenizer: PreTrainedTokenizerBase, stage: int, options: dict[str, Any]
 ) -> None:

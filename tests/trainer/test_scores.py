@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import small_model
 import torch
+from compiled import QUICKLY_COMPILED, needs_compiler
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, PreTrainedTokenizerBase, Qwen3Config
@@ -33,7 +33,6 @@ SHAPE = {**small_model.SHAPE, "num_hidden_layers": 3}
 Weights = dict[str, Tensor]
 
 pytestmark = pytest.mark.usefixtures("only_rank")
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, layers.COMPILERS)), reason="there is no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -265,10 +264,6 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
 
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
-
-
-# The C++ compiler takes most of the time: it need not make scalar loops fast.
-QUICKLY_COMPILED = {"cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True}
 
 
 @needs_compiler

@@ -184,13 +184,13 @@ class Engine:
             shapes = parameter_shapes(policy)
         self._options = options
         self._optimizing = optimizing
-        decoders = [policy.network] if policy.critic is None else [policy.network, policy.critic.backbone]
         again = options.activation_checkpointing
-        for decoder in decoders:
-            if again:
-                checkpoint_layers(decoder, None if again is True else again)
-            if options.compile:
-                compile_layers(decoder)
+        if again or options.compile:
+            for decoder in [policy.network, *([] if policy.critic is None else [policy.critic.backbone])]:
+                if again:
+                    checkpoint_layers(decoder, None if again is True else again)
+                if options.compile:
+                    compile_layers(decoder)
         if options.compile and isinstance(policy, Policy):
             policy.scorer.compiled = True
         self._deepspeed, *_ = deepspeed.initialize(

@@ -1,0 +1,11 @@
+"""For tests of `engine.compile`."""
+
+import shutil
+
+import pytest
+
+from ngym.trainer.model.policy import COMPILERS
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
+# Options of torch._inductor.config. The C++ compiler takes most of the time: it need not make scalar loops fast.
+QUICKLY_COMPILED = {"cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True}
