@@ -52,17 +52,15 @@ def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sa
     from r.
 
     Samples with a common prefix are neighbors, and the prefix counts once. As attention may read it once for each of
-    them, at most ATTENDED * budget tokens are attended to. Every rank plans the whole batch and gets the same plan. A sample
-    longer than the budget is alone; with fewer samples than ranks some micro-batches are empty.
+    them, at most ATTENDED * budget tokens are attended to. Every rank plans the whole batch and gets the same plan. A
+    sample longer than the budget is alone; with fewer samples than ranks some micro-batches are empty.
     """
     alike = sorted(samples, key=lambda sample: sample.segments[0].token_ids)
     costs = list(_costs(alike))
     micro_batches = _cut(alike, costs, budget)
     count = math.ceil(len(micro_batches) / ranks) * ranks
-    low, high = (
-        sum(cost.after for cost in costs) // count,
-        budget,
-    )  # the smallest limit that makes no more micro-batches
+    # the smallest limit that makes no more micro-batches: they are of about equal size
+    low, high = sum(cost.after for cost in costs) // count, budget
     while low < high:
         limit = (low + high) // 2
         smaller = _cut(alike, costs, limit)
