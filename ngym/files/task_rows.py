@@ -10,6 +10,7 @@ from ngym.files.jsonl import write_rows
 from ngym.schema import Json
 
 Drawn = TypeVar("Drawn")
+MOST_DRAWS = 100_000
 
 
 def function_tool(name: str, description: str, properties: Mapping[str, Json]) -> Json:
@@ -36,12 +37,20 @@ def prompt_of(row: Json) -> str:
 
 
 def draw_distinct(count: int, draw: Callable[[int], Drawn | None], key: Callable[[Drawn], str]) -> list[Drawn]:
-    """Draw until there are `count` with different keys. draw: receives how many there are; may return None."""
+    """Draw until there are `count` with different keys. draw: receives how many there are; may return None.
+
+    Raises:
+        ValueError: MOST_DRAWS in a row brought nothing new.
+    """
     drawn: dict[str, Drawn] = {}
+    in_vain = 0
     while len(drawn) < count:
-        one = draw(len(drawn))
+        if in_vain == MOST_DRAWS:
+            raise ValueError(f"{in_vain:,} draws in a row brought nothing new: {len(drawn):,} of {count:,} are there")
+        before, one = len(drawn), draw(len(drawn))
         if one is not None:
             drawn.setdefault(key(one), one)
+        in_vain = in_vain + 1 if len(drawn) == before else 0
     return list(drawn.values())
 
 

@@ -151,7 +151,11 @@ def _number(value: object) -> float | None:
 
 
 def metrics_file(place: Path) -> Path:
-    """The metrics of a run: the file itself, or that of its folder. Raises UsageError: there is none."""
+    """The file with the metrics of a run. place: the run's folder, or the file itself.
+
+    Raises:
+        UsageError: there is no such file.
+    """
     file = place / METRICS if place.is_dir() else place
     if not file.is_file():
         raise UsageError(f"{place}: no {METRICS} there; give a run's folder, or a file of metrics")

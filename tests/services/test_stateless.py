@@ -71,6 +71,11 @@ def others() -> dict[str, FastAPI]:
 OPTIONS: dict[str, Any] = {"agent": {"gym": "gym", "model": "policy"}, "policy": {"replies": [{"text": "3"}]}}
 
 
+@pytest.fixture(autouse=True)
+def remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "STATELESS_S", 3600.0)
+
+
 @pytest.mark.parametrize("stateless", [True, False])
 async def test_only_the_first_rollout_begins_a_session(stateless: bool) -> None:
     counted = Counted(gym_server(verify=verify, stateless=stateless))
