@@ -7,5 +7,6 @@ import pytest
 from ngym.trainer.model.policy import COMPILERS
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
-# Options of torch._inductor.config. The C++ compiler takes most of the time: it need not make scalar loops fast.
+# Options of torch._inductor.config. The C++ compiler takes most of the time: it need not make scalar loops fast. For all
+# tests that compile for a CPU: a process and its compile workers must agree about vector instructions.
 QUICKLY_COMPILED = {"cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True}

@@ -83,6 +83,7 @@ def largest(work: Callable[[], object]) -> int:
         *(pytest.param(*each, True, marks=needs_compiler) for each in ((7, 0.7, True), (1000, 1.0, False))),
     ],
 )
+@torch._inductor.config.patch(QUICKLY_COMPILED)
 def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
     rows: int, temperature: float, bias: bool, compiled: bool
 ) -> None:
