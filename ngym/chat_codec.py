@@ -66,6 +66,11 @@ class Template:
     def __init__(self, tokenizer: Tokenizer, ends: TurnEnds) -> None:
         self.tokenizer = tokenizer
         self.ends = ends
+        added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        self.unwritten = frozenset(
+            id_ for id_, token in added.items() if token.special and token.content not in (THINK, THOUGHT, CALL, CALLED)
+        )
+        """Ids that are left out of texts: special tokens, as in vLLM, but not those that the parser reads."""
 
     def prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
         """The ids of a checked Chat request, including the generation prompt.
@@ -367,7 +372,8 @@ class ChatCodec:
         async with aclosing(self._generate(prompt, sampling)) as tokens:
             async for sampled in tokens:
                 answer.take(sampled)
-                for piece in spoken.take(stops.take(text.take(_without_end(sampled, template.ends.any)))):
+                said = [id_ for id_ in _without_end(sampled, template.ends.any) if id_ not in template.unwritten]
+                for piece in spoken.take(stops.take(text.take(said))):
                     yield piece
                 if stops.met is not None:
                     answer.finish, answer.stop = "stop", stops.met
@@ -395,15 +401,19 @@ class _Answer:
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._ids: list[int] = []
         self._logprobs: list[float] = []
-        self._version = 0
+        self._versions: list[list[int]] = []
         self._said: dict[str, list[str]] = {"reasoning_content": [], "content": []}
         self._calls: list[Json] = []
 
     def take(self, sampled: Sampled) -> None:
+        first = len(self._ids)
         self._ids += sampled.ids
         self._logprobs += sampled.logprobs
         self.finish = sampled.finish or self.finish
-        self._version = sampled.version
+        if self._versions and self._versions[-1][2] == sampled.version:
+            self._versions[-1][1] = len(self._ids)
+        elif sampled.ids:
+            self._versions.append([first, len(self._ids), sampled.version])
 
     def add(self, piece: AnswerPiece) -> Json:
         """Add a piece, and return it as a delta."""
@@ -447,7 +457,7 @@ class _Answer:
         return dict(zip(TOKEN_FIELDS, (self.prompt, self._ids, self._logprobs), strict=True))
 
     def _ng(self) -> Json:
-        return {"ng": {"policy_version": [[0, len(self._ids), self._version]]}} if self._ids else {}
+        return {"ng": {"policy_version": self._versions}} if self._ids else {}
 
     def _told(self, wanted: bool) -> Json:
         """The logprobs, if the client requested them."""

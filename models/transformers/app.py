@@ -1,4 +1,6 @@
-"""transformers: a Hugging Face model in this process, one answer at a time: for tests, laptops and debugging.
+"""transformers: a Hugging Face model in this process, without vLLM: for tiny models, laptops, tests and debugging.
+
+All requests are sampled in one batch, and a trainer can replace the weights (`ngym/services/models/weight_push.py`).
 
 A folder for sequence classification, such as a reward model, has the route `/classify` of vLLM instead of answers.
 """
@@ -13,6 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,8 @@ from ngym import ModelCall, ServiceContext, model_server
 from ngym.chat_codec import ChatCodec, Template, turn_ends
 from ngym.config.service_config import model_problem
 from ngym.convert import check_chat_request
-from ngym.errors import BadRequest, ConfigError
+from ngym.errors import BadRequest, ConfigError, NotReady
+from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
 from ngym.net.json_limits import ROW_BYTES
 from ngym.services.base.app import JsonResponse, add_route
@@ -35,7 +39,7 @@ from ngym.services.models.request_handler import refusals
 from .options import Options
 
 if TYPE_CHECKING:
-    from .engine import Classifier
+    from .engine import Classifier, Engine
 
 Json = dict[str, Any]
 
@@ -53,10 +57,13 @@ class Scoring:
 async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if options.model_within_s:
+        await asyncio.to_thread(import_module, f"{__package__}.engine")  # takes seconds, while the folder is written
+        await appeared(context.root / options.model / "config.json", options.model_within_s)
     folder = _find(options.model, context.root, context.name)
     if not os.path.isabs(folder) and (problem := await asyncio.to_thread(hub_model_problem, folder)):
         raise ConfigError(f"service {context.name!r}: model: {problem}")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from .engine import Classifier, Engine, classifies  # torch and transformers take seconds to import
 
     def load() -> Engine | Classifier:
@@ -73,10 +80,25 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
         if isinstance(engine, Classifier):
             yield Scoring(Template(engine.tokenizer, turn_ends(engine.tokenizer, None)), engine, served)
         else:
+            _add_push(context, engine, options)
             template = Template(engine.tokenizer, turn_ends(engine.tokenizer, engine.ends))
             yield ChatCodec(template, engine.generate, served, engine.context)
     finally:
         engine.close()
+
+
+def _add_push(context: ServiceContext, engine: Engine, options: Options) -> None:
+    from ngym.services.models.weight_push import PushOptions, WeightPush  # imports torch
+
+    async def ready(request: Request) -> Response:
+        if engine.asleep:
+            raise NotReady("asleep: its memory is released for a trainer; POST /weights/wake ends that")
+        return JsonResponse({"status": "ready"})
+
+    root = (context.root / options.weights_root).resolve() if options.weights_root else None
+    push = PushOptions(options.push_token or context.admin_token, root, options.push_lease_s)
+    add_route(app, "GET", "/ready", ready, summary="Readiness")
+    WeightPush(engine, engine.checkpoint_shapes(), push).add_to(app)
 
 
 def _find(name: str, root: Path, service: str) -> str:

@@ -1,30 +1,53 @@
-"""Sampling with a Hugging Face model, token by token, in one thread next to the event loop, first come, first served;
-and scores of a model for sequence classification, such as a reward model.
+"""Sampling with a Hugging Face model, all requests in one batch, in a thread next to the event loop; weights that a
+trainer replaces; and scores of a model for sequence classification, such as a reward model.
 
 A log-probability is that of the sampling distribution, after temperature, top-k, top-p and min-p. Greedy tokens have
 that of the model's own distribution.
+
+The batch is continuous: a request joins it between two tokens, and leaves it when its answer ends. The rows of the KV
+cache are aligned at their last token and padded on the left. A row is prefilled up to the last of its ids, which the
+next step of the batch computes; so a row can leave the batch and come back with the tokens that it has so far, when
+its memory is needed or the weights have changed. Families with a state of another kind (linear attention, state
+spaces) are sampled one answer at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import queue
+import shutil
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from ngym.chat_codec import Finish, Sampled, Sampling
-from ngym.errors import NotReady
+from ngym.errors import BadRequest, NotReady, ServiceError
+from ngym.services.models.weight_push import PauseMode, PromptLogprobs, Seconds
+from ngym.services.models.weight_stage import AdapterFiles, Shapes, shapes_in
 
 from .options import Options
 
 NO_LIMIT = 1 << 20  # for a model that does not state its context length
+PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
+ROOM = 64  # tokens by which the cache grows
+MB = 1_000_000
+HEAD = "lm_head.weight"
+CUT_OFF = "a weight push with mode abort ended this answer; ask again"
 
 
 def classifies(folder: str, options: Options) -> bool:
@@ -41,14 +64,17 @@ def _loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
     """The tokenizer, the model and its context length. kind: an AutoModel class."""
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
-    code = {"trust_remote_code": options.trust_remote_code}
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **code)
-    data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
-    model = kind.from_pretrained(folder, **data, **code)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    model = _network(kind, folder, options)
     if tokenizer.chat_template is None:
         raise ValueError("its tokenizer has no chat template; take an instruct model")
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
-    return tokenizer, model.to(options.device).eval(), min(options.context or own, own)
+    return tokenizer, model.to(options.device), min(options.context or own, own)
+
+
+def _network(kind: Any, folder: str, options: Options) -> Any:
+    data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
+    return kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
 
 
 class Classifier:
@@ -78,12 +104,181 @@ class Classifier:
         return logits
 
 
+@dataclass(eq=False)
+class Row:
+    """One answer under way.
+
+    Attributes:
+        ids: of the prompt and of the tokens so far.
+        limit: the length of ids at which the answer ends.
+        stops: ids that end it.
+        draw: of an answer with a seed.
+        unsent: the sampled tokens that the caller does not have yet.
+        given_up: whether the caller has stopped reading.
+    """
+
+    ids: list[int]
+    limit: int
+    stops: frozenset[int]
+    sampling: Sampling
+    draw: torch.Generator | None
+    answers: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
+    unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
+    given_up: bool = False
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.sampling.top_k > 0 or self.sampling.top_p < 1 or self.sampling.min_p > 0
+
+    @property
+    def is_told_each_token(self) -> bool:
+        """Whether the caller needs each token at once: a stop string may end the answer."""
+        return self.sampling.streamed or bool(self.sampling.stop)
+
+
+class PaddedLayer(DynamicLayer):
+    """Keys and values [B, H, T, D] of one layer, in buffers with room for more tokens. With a sliding window it has the
+    tokens before the window, too: the mask leaves them out.
+    """
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[2]
+        if self.keys is None:
+            self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
+            self.keys, self.values = (_with_room(each, end) for each in (key_states, value_states))
+        elif end > self.keys.shape[2]:
+            self.keys, self.values = (_with_room(each, end) for each in (self.keys, self.values))
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+def _with_room(states: Tensor, length: int) -> Tensor:
+    """A buffer for at least so many tokens that begins with these states. The rest is zero: NaN would pass a mask."""
+    buffer = states.new_zeros((*states.shape[:2], length + max(ROOM, length // 4), states.shape[3]))
+    buffer[:, :, : states.shape[2]] = states
+    return buffer
+
+
+class Part(NamedTuple):
+    """Rows of one cache, for another one. starts: of each row's first token."""
+
+    cache: Cache
+    rows: list[int]
+    starts: list[int]
+    length: int
+
+
+class Batch:
+    """The answers under way, and their KV cache of the same number of rows.
+
+    Attributes:
+        starts: the columns of each row's first token; those before are padding.
+        length: the columns of the cache.
+        valid: [B, T + room], 1 where a column is not padding.
+    """
+
+    def __init__(self, sliding: Sequence[bool] | None, device: str) -> None:
+        """sliding: for each layer; None: this family has a cache of its own, and one row only."""
+        self.rows: list[Row] = []
+        self.starts: list[int] = []
+        self.length = 0
+        self.cache: Any = None
+        self.valid = torch.zeros(0, 0, dtype=torch.bool, device=device)
+        self.bytes_per_token = 0  # of one row; 0 before the first pass
+        self._sliding = sliding
+        self._device = device
+
+    def layers(self) -> Cache:
+        assert self._sliding is not None
+        return Cache(layers=[PaddedLayer(each) for each in self._sliding])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave out all other rows."""
+        if len(rows) == len(self.rows):
+            return
+        self._compose([self._part(list(rows))], [self.rows[row] for row in rows])
+
+    def add(self, rows: list[Row], cache: Any, starts: list[int], length: int) -> None:
+        """Add rows with their cache of so many columns."""
+        if self._sliding is None:
+            self.rows, self.starts, self.length, self.cache = rows, starts, length, cache
+            return
+        new = Part(cache, list(range(len(rows))), starts, length)
+        self._compose([self._part(list(range(len(self.rows)))), new], self.rows + rows)
+
+    def clear(self) -> None:
+        self.rows, self.starts, self.length, self.cache = [], [], 0, None
+
+    def column(self) -> None:
+        """Make the next column valid, which the next pass fills."""
+        if self._sliding is not None and self.length == self.valid.shape[1]:
+            room = torch.zeros(len(self.rows), max(ROOM, self.length // 4), dtype=torch.bool, device=self._device)
+            self.valid = torch.cat([self.valid, room], 1)
+        self.valid[:, self.length :][:, :1] = True
+        self.length += 1
+
+    def _part(self, rows: list[int]) -> Part:
+        return Part(self.cache, rows, [self.starts[row] for row in rows], self.length)
+
+    def _compose(self, parts: list[Part], rows: list[Row]) -> None:
+        """One cache of these parts' rows, aligned at their ends, without columns that are padding in all rows."""
+        parts = [part for part in parts if part.rows]
+        if not parts:
+            self.clear()
+            return
+        used = [part.length - min(part.starts) for part in parts]
+        length = max(used)
+        cache = self.layers()
+        for index, layer in enumerate(cache.layers):
+            olds = [part.cache.layers[index] for part in parts]
+            if length:
+                layer.keys, layer.values = (
+                    self._aligned([getattr(old, name) for old in olds], parts, used, length)
+                    for name in ("keys", "values")
+                )
+                layer.is_initialized, layer.dtype, layer.device = True, layer.keys.dtype, layer.keys.device
+                layer.length = length
+        if layer.keys is not None and not self.bytes_per_token:
+            self.bytes_per_token = sum(2 * layer.keys[0, :, :1].nbytes for layer in cache.layers)
+        self.rows, self.length, self.cache = rows, length, cache
+        self.starts = [start + length - part.length for part in parts for start in part.starts]
+        columns_T = torch.arange(length, device=self._device)
+        self.valid = columns_T >= torch.tensor(self.starts, device=self._device)[:, None]
+
+    def _aligned(self, states: list[Tensor | None], parts: list[Part], used: list[int], length: int) -> Tensor:
+        one = next(state for state in states if state is not None)
+        count = sum(len(part.rows) for part in parts)
+        buffer = one.new_zeros((count, one.shape[1], length + max(ROOM, length // 4), one.shape[3]))
+        first = 0
+        for state, part, columns in zip(states, parts, used, strict=True):
+            last = first + len(part.rows)
+            if state is not None:
+                picked = state[part.rows] if len(part.rows) < len(state) else state
+                buffer[first:last, :, length - columns : length] = picked[:, :, part.length - columns : part.length]
+            first = last
+        return buffer
+
+
 class Engine:
-    """A loaded model.
+    """A loaded model, its batch, and the version of its weights.
 
     Raises:
         OSError, ValueError: the model cannot be loaded.
     """
+
+    serves_adapter = False
+    sleep_problem: str | None = None
 
     def __init__(self, folder: str, options: Options) -> None:
         self.tokenizer, self._model, self.context = _loaded(AutoModelForCausalLM, folder, options)
@@ -91,71 +286,403 @@ class Engine:
         self.ends: int | list[int] | None = model.generation_config.eos_token_id
         known = self.ends if isinstance(self.ends, list) else [self.ends, self.tokenizer.eos_token_id]
         self._ends = frozenset(end for end in known if end is not None)
+        self.asleep: frozenset[str] = frozenset()
+        self.weights_dropped = False
+        self.base_version = 0
+        self.broken: str | None = None
+        self._folder = folder
+        self._options = options
+        self._version = 0
+        accepted = inspect.signature(model.forward).parameters
         # For a long prompt, unused logits of all other positions would take gigabytes.
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if keeps else {}
-        self._device = options.device
-        self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._takes_positions = "position_ids" in accepted
+        sliding = _sliding(model)
+        self._most = options.batch if sliding is not None else 1
+        # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
+        self._takes_mask = model.config._attn_implementation == "sdpa" and not any(sliding or [True])
+        self._batch = Batch(sliding, options.device)
+        self._draw = torch.Generator(options.device)
+        self._draw.seed()
+        self._waiting: deque[Row] = deque()
+        self._paused = False
+        self._drained: Future[None] | None = None
+        self._inbox: queue.SimpleQueue[Row | Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._unsent: list[tuple[Row, Sampled | Exception]] = []
+        self._thread = threading.Thread(target=self._work, name="transformers", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop generations at their next token and end the thread."""
-        self._closing.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._inbox.put(None)
+        self._thread.join()
 
     async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
-        """Tokens as they are sampled. Sampling stops when the caller stops reading."""
-        loop = asyncio.get_running_loop()
-        tokens: asyncio.Queue[Sampled | None] = asyncio.Queue()
-        given_up = threading.Event()
-
-        def work() -> None:
-            try:
-                for sampled in self._sample(prompt, sampling):
-                    if given_up.is_set():
-                        return
-                    if self._closing.is_set():
-                        raise NotReady("this server is stopping")
-                    loop.call_soon_threadsafe(tokens.put_nowait, sampled)
-            finally:
-                loop.call_soon_threadsafe(tokens.put_nowait, None)
-
-        working = loop.run_in_executor(self._thread, work)
+        """Tokens as they are sampled, or all at once if nobody needs them sooner. Sampling stops when the caller stops
+        reading.
+        """
+        self._loop = asyncio.get_running_loop()
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
+        draw = None
+        if sampling.seed is not None:
+            draw = torch.Generator(self._options.device)
+            draw.manual_seed(sampling.seed)
+        row = Row(list(prompt), len(prompt) + sampling.max_tokens, stops, sampling, draw)
+        self._inbox.put(row)
         try:
-            while (sampled := await tokens.get()) is not None:
+            while True:
+                sampled = await row.answers.get()
+                if isinstance(sampled, Exception):
+                    raise sampled
                 yield sampled
-            await working  # raises the error of the thread, if any
+                if sampled.finish:
+                    return
         finally:
-            given_up.set()
-            working.cancel()  # if it has not begun
+            row.given_up = True
+
+    # Weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._options.dtype)
+        return dtype
+
+    def checkpoint_shapes(self) -> Shapes | None:
+        """The shapes of the loaded checkpoint by name; None: it is not in safetensors files of a folder."""
+        files = [str(file) for file in _checkpoint(self._folder).glob("*.safetensors")]
+        if not files:
+            return None
+        shapes = shapes_in(files)
+        if self._model.config.get_text_config().tie_word_embeddings:
+            shapes.pop(HEAD, None)  # some checkpoints have the embedding twice
+        return shapes
+
+    async def policy_version(self) -> int:
+        return self._version
+
+    async def switch_weights(self, folder: Path, version: int, mode: PauseMode, patience_s: float) -> Seconds:
+        """Serve the checkpoint in this folder from now on. Answers in flight are prefilled again with it.
+
+        Raises:
+            ServiceError: generations in flight did not end in time; the old weights are still served.
+        """
+        began = monotonic()
+        await self.pause_for_push(mode, patience_s)
+        paused = monotonic()
+        try:
+            await self._run(partial(self._switch, folder, version))
+        finally:
+            await self._resume()
+        return Seconds(paused - began, monotonic() - paused)
+
+    async def switch_adapter(self, source: AdapterFiles, version: int, mode: PauseMode, patience_s: float) -> Seconds:
+        """Refused before, because there is no lora_rank."""
+        raise NotImplementedError
+
+    async def pause_for_push(self, mode: PauseMode, patience_s: float) -> None:
+        """Pause generation between two tokens. Raises ServiceError if the answers in flight take too long to end."""
+        if self.asleep:
+            return
+        drained = await self._run(partial(self._pause, mode))
+        try:
+            async with asyncio.timeout(patience_s):
+                await asyncio.wrap_future(drained)
+        except BaseException as error:
+            await self._resume()
+            if isinstance(error, TimeoutError):
+                problem = f"generations in flight did not end within {patience_s:.0f} s; push with mode keep or abort"
+                raise ServiceError(problem, status=409, retryable=True) from None
+            raise
+
+    async def prove(self, prompt: list[int]) -> PromptLogprobs:
+        """Logprobs of a prompt with the current weights. Raises BadRequest if the prompt does not fit this model."""
+        if self.asleep:
+            raise ServiceError("this server is asleep; wake it first", status=409)
+        known = self._model.get_input_embeddings().num_embeddings
+        if len(prompt) > self.context or max(prompt) >= known:
+            told = f"at most {self.context:,} ids below {known:,}"
+            raise BadRequest(f"field 'prompt_token_ids': this model takes {told}")
+        return await self._run(partial(self._prove, prompt))
+
+    async def release_memory(self, level: int) -> None:
+        """Move the weights of the paused engine to the host."""
+        await self._run(partial(self._move, "cpu"))
+
+    async def restore_memory(self, parts: list[str]) -> None:
+        """Move the weights back to the device. With the last part, generation resumes."""
+        if "weights" in parts:
+            await self._run(partial(self._move, self._options.device))
+        if self.asleep <= frozenset(parts):
+            await self._run(self._unpause)
+
+    async def _resume(self) -> None:
+        if not self.asleep:
+            await self._run(self._unpause)
+
+    async def _run(self, work: Callable[[], Any]) -> Any:
+        """The result of a function that runs in the thread, between two tokens."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._inbox.put(run)
+        return await asyncio.shield(asyncio.wrap_future(done))
+
+    # In the thread
 
     @torch.inference_mode()
-    def _sample(self, prompt: list[int], sampling: Sampling) -> Iterator[Sampled]:
-        draw = torch.Generator(self._device)
-        if sampling.seed is None:
-            draw.seed()
-        else:
-            draw.manual_seed(sampling.seed)
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
-        ids, past = torch.tensor([prompt], device=self._device), None
-        for count in range(1, sampling.max_tokens + 1):
-            out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **self._last_only)
-            past = out.past_key_values
-            token, logprob = _drawn(out.logits[0, -1].float(), sampling, draw)
-            finish: Finish | None = "stop" if token in stops else "length" if count == sampling.max_tokens else None
-            yield Sampled([token], [logprob], finish)
-            if finish:
+    def _work(self) -> None:
+        while True:
+            idle = self._paused or not (self._batch.rows or self._waiting)
+            told = [self._inbox.get()] if idle else []
+            while not self._inbox.empty():
+                told.append(self._inbox.get())
+            for item in told:
+                if item is None:
+                    self._fail([*self._batch.rows, *self._waiting], NotReady("this server is stopping"))
+                    self._send()
+                    return
+                if isinstance(item, Row):
+                    self._waiting.append(item)
+                else:
+                    item()
+            if self._paused:
+                self._send()
+                continue
+            try:
+                self._step()
+            except Exception as error:  # such as one of memory: the batch ends, the server goes on
+                self._fail(self._batch.rows, error)
+                self._batch.clear()
+            if self._drained is not None and not self._batch.rows:
+                self._paused = True
+                self._drained.set_result(None)
+                self._drained = None
+            self._send()
+
+    def _step(self) -> None:
+        """Sample the next token of every row."""
+        batch = self._batch
+        batch.keep([index for index, row in enumerate(batch.rows) if not row.given_up])
+        if self._drained is None:
+            self._admit()
+        self._preempt()
+        if not batch.rows:
+            return
+        last = torch.tensor([row.ids[-1:] for row in batch.rows], device=self._options.device)
+        padded = max(batch.starts) > 0
+        batch.column()
+        more: dict[str, Any] = {}
+        if padded:
+            mask = batch.valid[:, : batch.length]
+            more["attention_mask"] = mask[:, None, None] if self._takes_mask else mask.long()
+        if self._takes_positions:
+            positions = [[batch.length - 1 - start] for start in batch.starts]
+            more["position_ids"] = torch.tensor(positions, device=self._options.device)
+        out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **more)
+        batch.cache = out.past_key_values
+        tokens, logprobs = self._drawn(out.logits[:, -1])
+        going = []
+        for index, (row, token, logprob) in enumerate(zip(batch.rows, tokens, logprobs, strict=True)):
+            if not math.isfinite(logprob):
+                self._fail([row], ServiceError("the model computed no finite log-probability", retryable=False))
+            elif not self._said(row, token, logprob):
+                going.append(index)
+        batch.keep(going)
+
+    def _said(self, row: Row, token: int, logprob: float) -> bool:
+        """Add a token to a row; whether it was the last one."""
+        row.ids.append(token)
+        ids, logprobs = row.unsent
+        ids.append(token)
+        logprobs.append(logprob)
+        finish: Finish | None = "stop" if token in row.stops else "length" if len(row.ids) == row.limit else None
+        if finish or row.is_told_each_token:
+            self._tell(row, finish)
+        return finish is not None
+
+    def _tell(self, row: Row, finish: Finish | None) -> None:
+        ids, logprobs = row.unsent
+        row.unsent = ([], [])
+        self._unsent.append((row, Sampled(ids, logprobs, finish, self._version)))
+
+    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
+        self._unsent += [(row, error) for row in rows]
+
+    def _send(self) -> None:
+        """Give the callers what they wait for, with one call of their event loop."""
+        if self._unsent and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_delivered, self._unsent)
+        self._unsent = []
+
+    def _admit(self) -> None:
+        """Prefill waiting requests and add them to the batch."""
+        batch = self._batch
+        rows: list[Row] = []
+        longest = 0
+        while self._waiting and len(batch.rows) + len(rows) < self._most:
+            row = self._waiting[0]
+            length = max(longest, len(row.ids) - 1)
+            count = len(batch.rows) + len(rows) + 1
+            is_first = count == 1
+            if not row.given_up and not is_first:
+                if rows and (len(rows) + 1) * length > PREFILL_TOKENS:
+                    break
+                if not self._fits(count, max(length, batch.length) + ROOM):
+                    break
+            self._waiting.popleft()
+            if not row.given_up:
+                rows.append(row)
+                longest = length
+        if rows:
+            try:
+                cache, starts = self._prefilled(rows, longest)
+            except Exception as error:
+                self._fail(rows, error)
                 return
-            ids = torch.tensor([[token]], device=self._device)
+            batch.add(rows, cache, starts, longest)
+
+    def _fits(self, rows: int, length: int) -> bool:
+        return rows * length * self._batch.bytes_per_token <= self._options.kv_cache_mb * MB
+
+    def _preempt(self) -> None:
+        """Take the newest rows out of a batch that has outgrown its memory; they come back with their tokens."""
+        batch = self._batch
+        count = len(batch.rows)
+        while count > 1 and not self._fits(count, batch.length + 1):
+            count -= 1
+        if count < len(batch.rows):
+            self._waiting.extendleft(reversed(batch.rows[count:]))
+            batch.keep(range(count))
+
+    def _prefilled(self, rows: list[Row], longest: int) -> tuple[Any, list[int]]:
+        """A cache of all ids but the last of each row, and the columns where the rows begin."""
+        starts = [longest - len(row.ids) + 1 for row in rows]
+        cache = self._batch.layers() if self._most > 1 else None
+        if longest == 0:
+            return cache, starts
+        ids = [[0] * start + row.ids[:-1] for start, row in zip(starts, rows, strict=True)]
+        more: dict[str, Any] = {}
+        starts_B = torch.tensor(starts, device=self._options.device)[:, None]
+        columns_T = torch.arange(longest, device=self._options.device)
+        if max(starts) > 0:
+            more["attention_mask"] = (columns_T >= starts_B).long()
+        if self._takes_positions:
+            more["position_ids"] = (columns_T - starts_B).clamp_(min=0)
+        ids_BT = torch.tensor(ids, device=self._options.device)
+        out = self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
+        return out.past_key_values, starts
+
+    def _drawn(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
+        """A token of each row and its log-probability, by the Gumbel-max trick."""
+        rows = self._batch.rows
+        logits_BV = logits_BV.float()
+        greedy = [index for index, row in enumerate(rows) if row.sampling.temperature == 0]
+        temperatures = [row.sampling.temperature or 1.0 for row in rows]
+        if any(each != 1 for each in temperatures):
+            logits_BV = logits_BV / torch.tensor(temperatures, device=logits_BV.device)[:, None]
+        for index, row in enumerate(rows):
+            if row.is_filtered and row.sampling.temperature > 0:
+                logits_BV[index] = _filtered(logits_BV[index], row.sampling)
+        logprobs_BV = logits_BV.log_softmax(-1)
+        noise_BV = torch.empty_like(logprobs_BV).exponential_(generator=self._draw)
+        for index, row in enumerate(rows):
+            if row.draw is not None:
+                noise_BV[index].exponential_(generator=row.draw)
+        noise_BV[greedy] = 1.0
+        tokens_B = (logprobs_BV - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()).argmax(-1)
+        chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+        return tokens_B.tolist(), chosen_B.tolist()
+
+    def _pause(self, mode: PauseMode) -> Future[None]:
+        """Pause generation. Returns a future that is done when it has stopped."""
+        drained: Future[None] = Future()
+        drained.set_running_or_notify_cancel()  # so that a caller who gives up cannot cancel it
+        if mode == "abort":
+            self._fail([*self._batch.rows, *self._waiting], NotReady(CUT_OFF))
+            self._waiting.clear()
+            self._batch.clear()
+        if mode == "wait" and self._batch.rows:
+            self._drained = drained
+        else:
+            self._paused = True
+            drained.set_result(None)
+        return drained
+
+    def _unpause(self) -> None:
+        self._paused, self._drained = False, None
+
+    def _switch(self, folder: Path, version: int) -> None:
+        for row in self._batch.rows:  # the tokens so far are those of the old weights
+            if row.unsent[0]:
+                self._tell(row, None)
+        self._waiting.extendleft(reversed(self._batch.rows))
+        self._batch.clear()
+        self._load(folder)
+        self._version = version
+        self.base_version = version
+
+    def _load(self, folder: Path) -> None:
+        """Load all tensors: in place if the model has them under the checkpoint's names, else by a second model."""
+        ours = dict(self._model.state_dict(keep_vars=True))
+        files = sorted(folder.glob("*.safetensors"))
+        names = shapes_in(str(file) for file in files)
+        tied = {name for name in ours if name == HEAD and self._model.config.get_text_config().tie_word_embeddings}
+        if names.keys() == ours.keys() - tied and all(ours[name].shape == shape for name, shape in names.items()):
+            for file in files:
+                for name, tensor in load_file(file).items():
+                    ours[name].data.copy_(tensor)
+            return
+        for file in _checkpoint(self._folder).glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+        where = next(self._model.parameters()).device
+        self._model = _network(AutoModelForCausalLM, str(folder), self._options).to(where)
+
+    def _prove(self, prompt: list[int]) -> PromptLogprobs:
+        ids_BT = torch.tensor([prompt], device=self._options.device)
+        logprobs_TV = self._model(input_ids=ids_BT).logits[0, :-1].float().log_softmax(-1)
+        logprobs = logprobs_TV.gather(1, ids_BT[0, 1:, None])[:, 0].tolist()
+        return PromptLogprobs(self._version, self._options.dtype, logprobs)
+
+    def _move(self, device: str) -> None:
+        self._model.to(device)
+        if device == "cpu" and torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
-def _drawn(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> tuple[int, float]:
-    """A token and its log-probability."""
-    if sampling.temperature == 0:
-        logprobs_V = logits_V.log_softmax(-1)
-        token = int(logprobs_V.argmax())
-        return token, float(logprobs_V[token])
-    logits_V = logits_V / sampling.temperature
+def _delivered(answers: list[tuple[Row, Sampled | Exception]]) -> None:
+    for row, answer in answers:
+        row.answers.put_nowait(answer)
+
+
+def _sliding(model: Any) -> list[bool] | None:
+    """For each layer of the cache, whether its attention has a window; None: some have a state of another kind."""
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        return None
+    return [isinstance(layer, DynamicSlidingWindowLayer) for layer in layers]
+
+
+def _checkpoint(folder: str) -> Path:
+    """The folder of the checkpoint's files; that of the hub's cache for a name."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(folder, local_files_only=True))
+
+
+def _filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """The logits without the tokens that top-k, top-p and min-p leave out."""
     if 0 < sampling.top_k < len(logits_V):
         logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:
@@ -165,6 +692,4 @@ def _drawn(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> tuple
     if sampling.min_p > 0:
         probs_V = logits_V.softmax(-1)
         logits_V = logits_V.masked_fill(probs_V < sampling.min_p * probs_V.max(), -torch.inf)
-    logprobs_V = logits_V.log_softmax(-1)
-    token = int(torch.multinomial(logprobs_V.exp(), 1, generator=draw))
-    return token, float(logprobs_V[token])
+    return logits_V

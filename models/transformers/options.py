@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -11,6 +12,9 @@ from ngym.services.models.server import ModelOptions
 
 class Options(ModelOptions):
     model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
+    model_within_s: float = Field(
+        default=0, ge=0, description="How long to wait for the folder, which must appear complete, by a rename."
+    )
     served_name: str | None = Field(
         default=None, description="The model's name in answers; default: the service's name."
     )
@@ -20,4 +24,19 @@ class Options(ModelOptions):
         default=1, ge=1, description="torch's threads on a CPU; more than 1 make a tiny model much slower."
     )
     context: int | None = Field(default=None, ge=1, description="In tokens; default: the model's own.")
+    batch: int = Field(
+        default=256, ge=1, description="The most answers that are sampled at once; more requests wait for them."
+    )
+    kv_cache_mb: int = Field(
+        default=4096, ge=1, description="Limit of the KV cache of all answers; one answer alone may exceed it."
+    )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
+    push_token: str | None = Field(
+        default=None,
+        min_length=16,
+        description="The token of weight pushes; default: ng_run's own, in .ngym/head.json.",
+    )
+    push_lease_s: float = Field(default=60.0, gt=0, description="A push ends when the pusher is silent for this long.")
+    weights_root: Path | None = Field(
+        default=None, description="A folder (relative to the config file) from which a push may name files; null: none."
+    )

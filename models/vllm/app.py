@@ -11,7 +11,7 @@ from typing import Any
 from ngym import ServiceContext
 from ngym.services.base.runner import serve_app
 
-from .options import Options, PushOptions
+from .options import Options
 from .serving.environment import check_hub, find_model, prepare_environment, written
 from .serving.loading_server import LoadingServer
 
@@ -23,9 +23,8 @@ def preload() -> None:
     """Import what `serve` imports, in the process from which `ng_run --warm` forks servers."""
     prepare_environment(Options.model_fields["threads"].default, local=True)
     from . import engine, routes
-    from .weights import staging
 
-    del engine, routes, staging
+    del engine, routes
 
 
 def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
@@ -60,9 +59,11 @@ async def serve(context: ServiceContext) -> None:
         compute(context.name, options, model)
     with LoadingServer(context.sockets, context.name) as doorkeeper:
         doorkeeper.say("loading: importing vLLM")
+        from ngym.services.models.weight_push import PushOptions
+        from ngym.services.models.weight_stage import stage_in
+
         from .engine import start_engine
         from .routes import api_keys, build_application
-        from .weights.staging import stage_in
 
         if awaited:
             doorkeeper.say(f"loading: waiting for {options.model}")

@@ -13,7 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._dynamo
@@ -31,6 +31,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
+from ngym.services.models.weight_push import PauseMode, PromptLogprobs, Seconds
+from ngym.services.models.weight_stage import AdapterFiles, Shapes, shapes_in
 
 from .cpu import bundle, leave_out_ranks, prefer_ours
 from .options import Options
@@ -38,35 +40,17 @@ from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
 from .serving.loading_server import Say
+from .weights.adapter import Adapter, linear_layers
 from .weights.cpu_worker import Repacking
-from .weights.staging import Adapter, AdapterFiles, Shapes, linear_layers, shapes_in
 
 PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
 HEAD = "lm_head.weight"
 
-PauseMode = Literal["keep", "wait", "abort"]
-MEMORY = frozenset({"weights", "kv_cache"})
-
 
 class Started(NamedTuple):
     arguments: Namespace
     engine: Engine
-
-
-class Seconds(NamedTuple):
-    """Durations of a weight switch: pause, until generation has stopped; apply, until it resumes."""
-
-    pause: float
-    apply: float
-
-
-class PromptLogprobs(NamedTuple):
-    """Logprobs [T - 1] of all tokens of a prompt except the first, under one policy version."""
-
-    version: int
-    dtype: str
-    logprobs: list[float]
 
 
 class Engine(AsyncLLM):
@@ -103,6 +87,32 @@ class Engine(AsyncLLM):
         if state is not None and request.sampling_params.flat_logprobs:
             # The text of each token is not used, and decoding it would be half of this process's work.
             state.logprobs_processor = SampledLogprobs.from_new_request(tokenizer=None, request=request)
+
+    @property
+    def serves_adapter(self) -> bool:
+        """Whether all generations use an adapter."""
+        return self.adapter is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        dtype: torch.dtype = self.model_config.dtype
+        return dtype
+
+    @property
+    def sleep_problem(self) -> str | None:
+        """Why this engine cannot release its memory, or None."""
+        if current_platform.is_cpu() or self.model_config.enable_sleep_mode:
+            return None
+        return "this server cannot release its memory; set engine.enable_sleep_mode: true in its stanza"
+
+    async def release_memory(self, level: int) -> None:
+        """Release the memory of the paused engine (vLLM's level of sleep)."""
+        await self.sleep(level, "keep")
+
+    async def restore_memory(self, parts: list[str]) -> None:
+        """Restore these parts of the memory. With the last one, vLLM resumes generation."""
+        await self.wake_up(parts)
 
     @property
     def adapted_layers(self) -> list[str]:

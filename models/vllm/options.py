@@ -1,8 +1,7 @@
-"""The options of the service, and those of the weight push that are derived from them."""
+"""The options of the service."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,16 +75,3 @@ class Options(ModelOptions):
     weights_root: Path | None = Field(
         default=None, description="A folder (relative to the config file) from which a push may name files; null: none."
     )
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """token: None disables pushes. root: the resolved folder of the filesystem transport, if any.
-
-    lora_rank: the highest rank of adapters; None: no adapters.
-    """
-
-    token: str | None
-    root: Path | None
-    lease_s: float
-    lora_rank: int | None

@@ -28,6 +28,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from ngym import ServiceContext, model_server
@@ -46,7 +47,7 @@ from ngym.convert.request_validation import (
     one_of,
 )
 from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError
-from ngym.net.json_limits import CALL_BYTES, ROW_BYTES
+from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT as OBJECT_SCHEMA
 from ngym.services.base.app import STRING, JsonResponse, add_route
@@ -54,13 +55,13 @@ from ngym.services.base.app import object_of as schema_of
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import refusals
+from ngym.services.models.weight_push import PushOptions, Route, WeightPush
 
 from .engine import Engine
-from .options import PushOptions
 from .serving.chat import CUT_OFF, ChatHandler, Tokens, recorded, refusal, turn_ends
 from .serving.loading_server import Keys
-from .weights.push_routes import BODIES, FILES, WeightPush
-from .weights.staging import Adapter, beside
+from .weights.adapter import Adapter, beside
+from .weights.transfer import Transfer
 
 
 async def build_application(
@@ -94,7 +95,9 @@ async def build_application(
         ("/inference/v1/generate", tokens.generate, "Sample from a prompt of token ids", GENERATED),
     ):
         add_route(app, "POST", path, handler, summary=summary, body=OBJECT_SCHEMA, answer=answer, most_bytes=ROW_BYTES)
-    _add_a_policys(app, engine, WeightPush(engine, ours, matrices, push))
+    transfer = Transfer(engine, push.lease_s)
+    weight_push = WeightPush(engine, ours, push, matrices=matrices, transfer=transfer, around=while_alive)
+    _add_a_policys(app, engine, weight_push)
     if keys := api_keys(arguments):
         app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)
     gc.collect()
@@ -124,11 +127,19 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
 
     add_route(app, "GET", "/ready", ready, summary="Readiness")
     add_route(app, "GET", "/metrics", metrics, summary="Prometheus metrics, ours and vLLM's", answers=["text/plain"])
-    for method, path, handler, summary in push.routes:
-        most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by the announced size
-        asked = BODIES.get(path) if method == "POST" else None
-        body = asked.model_json_schema() if asked else None
-        add_route(app, method, path, handler, summary=summary, body=body, most_bytes=most_bytes, finishes=True)
+    push.add_to(app)
+
+
+def while_alive(route: Route) -> Route:
+    """The route, but a dead engine is a retryable error, because the server restarts with its engine."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await route(request)
+        except EngineDeadError:
+            raise NotReady("vLLM's engine process died; the server restarts") from None
+
+    return told
 
 
 # Token ids

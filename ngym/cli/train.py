@@ -133,7 +133,7 @@ def main(
 
 
 CONFIG = "global_config.yaml"
-TRAINABLE = ("models/vllm", "models/sglang")
+TRAINABLE = ("models/vllm", "models/sglang", "models/transformers")
 PRETRAINED = ("optimizer.lr=1e-6", "schedule.warmup_steps=0")  # grpo.yaml's own are for a tiny policy
 
 

@@ -5,10 +5,12 @@ The kernel releases a lock when its process ends, however it ends.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import BinaryIO
 from ngym.errors import NgymError, UsageError
 
 BUFFER_BYTES = 1 << 20
+LOOK_S = 0.05
 
 
 class WriteFailed(NgymError):
@@ -36,6 +39,14 @@ def _check_regular(path: Path) -> None:
     """Raise a UsageError for a device or pipe: the final rename would replace it, such as /dev/null as root."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UsageError(f"{path} is not a regular file, but a device or a pipe; name a file")
+
+
+async def appeared(file: Path, within_s: float) -> bool:
+    """Wait for a file that another process writes completely or not at all; whether it is there in time."""
+    deadline = time.monotonic() + within_s
+    while not file.is_file() and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_S)
+    return file.is_file()
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -43,7 +43,6 @@ from vllm_service import (
 )
 
 from ngym.errors import BadRequest, ServiceError, UsageError
-from ngym.services.base.app import load
 from ngym.trainer.weights import push
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -697,9 +696,8 @@ def stages() -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def staging(root: Path) -> Any:
-    module = load(root / "models" / "vllm" / "app.py")
-    return importlib.import_module(f"{module.__name__}.weights.staging")
+def staging() -> Any:
+    return importlib.import_module("ngym.services.models.weight_stage")
 
 
 def test_a_stage_that_a_killed_server_left_behind_is_swept_away_and_no_other(staging: Any, tmp_path: Path) -> None:

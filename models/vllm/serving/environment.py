@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
+from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
-
-LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,7 @@ async def written(name: str, root: Path, service: str, within_s: float) -> Model
 
     The folder must appear complete, by a rename, as the trainer writes a new policy.
     """
-    folder = (root / name).resolve()
-    deadline = time.monotonic() + within_s
-    while not (folder / "config.json").is_file() and time.monotonic() < deadline:
-        await asyncio.sleep(LOOK_S)
+    await appeared(root / name / "config.json", within_s)
     return find_model(name, root, service)
 
 

@@ -1,11 +1,11 @@
-"""The routes of weight pushes and sleep.
+"""The routes of weight pushes and sleep, over any engine that can load weights (`PushTarget`).
 
     POST   /weights         {version, tensors}       -> {push, lease_s}   names and shapes are those of our checkpoint
                             or {.., adapter: {rank, alpha}}               they are those of PEFT
     PUT    /weights/files?push=&sha256=              a safetensors file: its bytes, or {path} under weights_root
     POST   /weights/commit?push=  {mode}             -> {policy_version, seconds}
     DELETE /weights?push=                            ends the push without effect
-    POST   /weights/transfer/{connect,start,update}?push=   instead of files: vLLM's own weight transfer
+    POST   /weights/transfer/{connect,start,update}?push=   instead of files: the engine's own weight transfer
     POST   /weights/proof   {prompt_token_ids}       -> {policy_version, dtype, logprobs}
     POST   /weights/sleep   {level}                  for a trainer on the same GPU
     POST   /weights/wake    {parts}                  ["weights"]: ready for a push; all (default): generation resumes
@@ -14,13 +14,6 @@ One push at a time. An error before the commit ends the push without effect on t
 that is silent for `lease_s`. Generation pauses only within a commit, which does not depend on the pusher. Transfers
 differ (`Transfer`). Sleep waits for generations in flight, moves the weights to the host (level 2 drops them until a
 push) and drops the KV cache; requests wait until it ends. On a CPU it releases nothing and is only a pause.
-
-A transfer with `nccl` or `ipc`, from the trainer's GPU to ours:
-
-    connect -> pause -> start -> update, once or more -> finish
-
-vLLM loads each tensor into the served weights as it arrives. So there is no way back after `start`: generation is
-paused until `finish`, and if that is not reached, the engine is broken and the server ends, to be restarted.
 """
 
 from __future__ import annotations
@@ -29,28 +22,25 @@ import asyncio
 import hmac
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
+import torch
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.platforms import current_platform
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from ngym.errors import BadRequest, NotFound, NotReady, ServiceError, Unauthorized
-from ngym.net.json_limits import BULK_WEIGHT
-from ngym.services.base.app import JsonResponse
+from ngym.errors import BadRequest, NotFound, ServiceError, Unauthorized
+from ngym.net.json_limits import BULK_WEIGHT, CALL_BYTES
+from ngym.schema import Json
+from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
-
-from ..engine import MEMORY, Engine, PauseMode, Seconds
-from ..options import PushOptions
-from .staging import (
+from ngym.services.models.weight_stage import (
     AdapterFiles,
     AdapterShape,
     Announced,
@@ -62,97 +52,113 @@ from .staging import (
     received,
 )
 
-Json = dict[str, Any]
 Route = Callable[[Request], Awaitable[Response]]
 # vLLM's level of sleep; level 1 keeps the weights on the host, so that a server can wake without its trainer.
 WEIGHTS_DROPPED = 2
 SHA256 = re.compile("[0-9a-f]{64}")
 FILES = "/weights/files"
 
+PauseMode = Literal["keep", "wait", "abort"]
+MEMORY = frozenset({"weights", "kv_cache"})
 
-class Transfer:
-    """The engine's side of a transfer.
 
-    Args:
-        patience_s: how long the trainer may take to connect, or to send one update.
+class Seconds(NamedTuple):
+    """Durations of a weight switch: pause, until generation has stopped; apply, until it resumes."""
 
-    Attributes:
-        backend: vLLM's name of the transfer; None: not configured.
-        connection: id of the trainer's connection; None: not connected.
-        workers: number of engine processes, each of which receives.
+    pause: float
+    apply: float
+
+
+class PromptLogprobs(NamedTuple):
+    """Logprobs [T - 1] of all tokens of a prompt except the first, under one policy version."""
+
+    version: int
+    dtype: str
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """token: None disables pushes. root: the resolved folder of the filesystem transport, if any.
+
+    lora_rank: the highest rank of adapters; None: no adapters.
     """
 
-    def __init__(self, engine: Engine, patience_s: float) -> None:
-        config = engine.vllm_config
-        self._engine = engine
-        self._patience_s = patience_s
-        self.backend = config.weight_transfer_config.backend if config.weight_transfer_config else None
-        self.workers = config.parallel_config.world_size * config.parallel_config.data_parallel_size
-        self.connection: str | None = None
-        self._pausing_s = self._paused = 0.0
+    token: str | None
+    root: Path | None
+    lease_s: float
+    lora_rank: int | None = None
+
+
+class PushTarget(Protocol):
+    """What a push needs of an engine.
+
+    Attributes:
+        asleep: the parts of MEMORY that are released; generation is paused while there are any.
+        weights_dropped: whether the weights are dropped until the next push.
+        base_version: the pushed version of the weights under the adapter; 0: the checkpoint.
+        broken: why the engine must be restarted, or None.
+        serves_adapter: whether all generations use an adapter.
+        dtype: of the weights; values beyond its range are refused.
+        sleep_problem: why memory cannot be released, or None.
+    """
+
+    asleep: frozenset[str]
+    weights_dropped: bool
+    base_version: int
+    broken: str | None
 
     @property
-    def told(self) -> Json:
-        """What a trainer must know before it begins."""
-        return {"connection": self.connection, "workers": self.workers} if self.backend else {}
+    def serves_adapter(self) -> bool: ...
 
-    async def connect(self, init_info: Json) -> str:
-        """Connect with the trainer. Raises ServiceError if vLLM refuses; without the trainer, the engine is broken."""
-        self.connection = None
-        await self._engine.shutdown_weight_transfer_engine()
-        try:
-            await self._within(
-                self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)),
-                "the trainer did not connect",
-            )
-        except ServiceError:
-            raise
-        except Exception as error:
-            raise ServiceError(f"vLLM refuses this connection: {error}", status=422) from error
-        self.connection = secrets.token_urlsafe(8)
-        return self.connection
+    @property
+    def dtype(self) -> torch.dtype: ...
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause generation. Raises ServiceError if that takes too long, and generation resumes."""
-        began = time.monotonic()
-        await self._engine.pause_for_push(mode, self._patience_s)
-        self._paused = time.monotonic()
-        self._pausing_s = self._paused - began
+    @property
+    def sleep_problem(self) -> str | None: ...
 
-    async def start(self) -> None:
-        """Begin to receive. After this, only `finish` resumes generation."""
-        method = "start_packed_update" if current_platform.is_cpu() else "start_weight_update"
-        await self._or_broken(self._engine.collective_rpc(method))
+    async def policy_version(self) -> int: ...
 
-    async def update(self, update_info: Json) -> None:
-        """Receive tensors. update_info: vLLM's record for the backend."""
-        await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
+    async def pause_for_push(self, mode: PauseMode, patience_s: float) -> None: ...
 
-    async def finish(self, version: int) -> Seconds:
-        """Resume generation with the received weights."""
-        method = "finish_packed_update" if current_platform.is_cpu() else "finish_weight_update"
-        await self._or_broken(self._engine.collective_rpc(method))
-        await self._or_broken(self._engine.serve_pushed(version))
-        return Seconds(self._pausing_s, time.monotonic() - self._paused)
+    async def switch_weights(self, folder: Path, version: int, mode: PauseMode, patience_s: float) -> Seconds: ...
 
-    async def _or_broken(self, work: Awaitable[Any]) -> None:
-        try:
-            await self._within(work, "the trainer sent nothing")
-        except BaseException as error:
-            raise self.broken(str(error)) from error
+    async def switch_adapter(
+        self, source: AdapterFiles, version: int, mode: PauseMode, patience_s: float
+    ) -> Seconds: ...
 
-    async def _within(self, work: Awaitable[Any], problem: str) -> None:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await work
-        except TimeoutError:  # the worker hangs in a collective operation
-            raise self.broken(f"{problem} within {self._patience_s:.0f} s") from None
+    async def prove(self, prompt: list[int]) -> PromptLogprobs: ...
 
-    def broken(self, reason: str) -> ServiceError:
-        """Mark the engine as broken: its weights are neither the old nor the new ones, so the server must end."""
-        if self._engine.broken is None:
-            self._engine.broken = f"a weight transfer failed: {reason}; the server must restart"
-        return ServiceError(self._engine.broken, retryable=True)
+    async def release_memory(self, level: int) -> None: ...
+
+    async def restore_memory(self, parts: list[str]) -> None: ...
+
+
+class PushTransfer(Protocol):
+    """The engine's own weight transfer, which replaces the files of a push.
+
+    Attributes:
+        backend: its name; None: not configured.
+        connection: id of the trainer's connection; None: not connected.
+    """
+
+    backend: str | None
+    connection: str | None
+
+    @property
+    def told(self) -> Json: ...
+
+    async def connect(self, init_info: Json) -> str: ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def update(self, update_info: Json) -> None: ...
+
+    async def finish(self, version: int) -> Seconds: ...
+
+    def broken(self, reason: str) -> ServiceError: ...
 
 
 def guarded(route: Route, token: str | None) -> Route:
@@ -178,18 +184,6 @@ def check_token(request: Request, token: str | None) -> None:
             "the weight push needs the header 'Authorization: Bearer TOKEN'; the token is in .ngym/head.json "
             "next to the config of ng_run, or the push_token of this server's stanza"
         )
-
-
-def while_alive(route: Route) -> Route:
-    """The route, but a dead engine is a retryable error, because the server restarts with its engine."""
-
-    async def told(request: Request) -> Response:
-        try:
-            return await route(request)
-        except EngineDeadError:
-            raise NotReady("vLLM's engine process died; the server restarts") from None
-
-    return told
 
 
 class Body(BaseModel):
@@ -266,23 +260,22 @@ class Sleep:
         patience_s: how long generations in flight may take to end.
     """
 
-    def __init__(self, engine: Engine, patience_s: float) -> None:
+    def __init__(self, engine: PushTarget, patience_s: float) -> None:
         self._engine = engine
         self._patience_s = patience_s
         self._one_at_a_time = asyncio.Lock()
 
     async def sleep(self, request: Request) -> Response:
         engine = self._engine
-        if not current_platform.is_cpu() and not engine.model_config.enable_sleep_mode:
-            problem = "this server cannot release its memory; set engine.enable_sleep_mode: true in its stanza"
-            raise ServiceError(problem, status=409)
+        if engine.sleep_problem is not None:
+            raise ServiceError(engine.sleep_problem, status=409)
         body: Rest = validated(Rest, await json_body(request), "a sleep")
         async with self._one_at_a_time:
             if not engine.asleep:
                 await engine.pause_for_push("wait", self._patience_s)
                 engine.asleep = MEMORY  # before it is true, because the caller may hang up meanwhile
                 engine.weights_dropped = body.level == WEIGHTS_DROPPED
-                await self._or_broken(engine.sleep(body.level, "keep"))
+                await self._or_broken(engine.release_memory(body.level))
         return self._told()
 
     async def wake(self, request: Request) -> Response:
@@ -293,9 +286,9 @@ class Sleep:
                 raise ServiceError(
                     "the weights were dropped (sleep of level 2); first wake `weights` and push new ones", status=409
                 )
-            parts = [part for part in body.parts if part in engine.asleep]
+            parts: list[str] = [part for part in body.parts if part in engine.asleep]
             if parts:
-                await self._or_broken(engine.wake_up(parts))  # with the last part, generation resumes
+                await self._or_broken(engine.restore_memory(parts))  # with the last part, generation resumes
                 engine.asleep -= frozenset(parts)
         return self._told()
 
@@ -303,7 +296,9 @@ class Sleep:
         try:
             await work
         except Exception as error:
-            self._engine.broken = f"vLLM could not release or restore its memory: {error}; the server must restart"
+            self._engine.broken = (
+                f"the engine could not release or restore its memory: {error}; the server must restart"
+            )
             raise ServiceError(self._engine.broken, retryable=True) from error
 
     def _told(self) -> Response:
@@ -315,15 +310,28 @@ class WeightPush:
 
     Args:
         ours: the shapes of the checkpoint; None: the weights cannot be replaced.
+        options: of the push.
         matrices: those that an adapter may change.
+        transfer: the engine's own; None: it has none.
+        around: wraps each handler.
     """
 
-    def __init__(self, engine: Engine, ours: Shapes | None, matrices: Shapes, options: PushOptions) -> None:
+    def __init__(
+        self,
+        engine: PushTarget,
+        ours: Shapes | None,
+        options: PushOptions,
+        *,
+        matrices: Shapes | None = None,
+        transfer: PushTransfer | None = None,
+        around: Callable[[Route], Route] = lambda route: route,
+    ) -> None:
         self._engine = engine
         self._ours = ours
-        self._matrices = matrices
+        self._matrices = matrices or {}
         self._options = options
-        self._transfer = Transfer(engine, options.lease_s)
+        self._transfer = transfer if transfer is not None and transfer.backend is not None else None
+        self._around = around
         self._sleep = Sleep(engine, options.lease_s)
         self._current: Push | None = None
         self._switching: asyncio.Task[Response] | None = None
@@ -345,7 +353,15 @@ class WeightPush:
             ("POST", "/weights/wake", guard(self._sleep.wake), "Restore GPU memory and resume generation"),
             ("POST", "/weights/proof", guard(self._prove), "Logprobs of a prompt under the served weights"),
         ]
-        return [(method, path, while_alive(handler), summary) for method, path, handler, summary in routes]
+        return [(method, path, self._around(handler), summary) for method, path, handler, summary in routes]
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes; GET /weights replaces the model server's own."""
+        for method, path, handler, summary in self.routes:
+            most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by the announced size
+            asked = BODIES.get(path) if method == "POST" else None
+            body = asked.model_json_schema() if asked else None
+            add_route(app, method, path, handler, summary=summary, body=body, most_bytes=most_bytes, finishes=True)
 
     async def _tell(self, request: Request) -> Response:
         if "authorization" in request.headers:
@@ -353,8 +369,8 @@ class WeightPush:
         offered: dict[str, Any] = {
             "http": True,
             "filesystem": self._options.root,
-            "lora": self._engine.adapter,
-            **({self._transfer.backend: True} if self._transfer.backend else {}),
+            "lora": self._engine.serves_adapter,
+            **({str(self._transfer.backend): True} if self._transfer else {}),
         }
         open_ = self._options.token and self._ours
         return JsonResponse(
@@ -363,7 +379,7 @@ class WeightPush:
                 "transport": [name for name, there in offered.items() if there and open_],
                 "updating": self._current is not None,
                 "asleep": sorted(self._engine.asleep),
-                **self._transfer.told,
+                **(self._transfer.told if self._transfer else {}),
             }
         )
 
@@ -371,7 +387,7 @@ class WeightPush:
         body: Begin = validated(Begin, await json_body(request, BULK_WEIGHT), "a weight push")
         if self._ours is None:
             raise _conflict(
-                "vLLM cannot replace the weights of this model; the README of models/vllm says which ones it can"
+                "this server cannot replace the weights of its model; the README of its app says which ones it can"
             )
         await self._refuse_stale(body.version)
         if body.adapter is None:
@@ -383,9 +399,11 @@ class WeightPush:
             raise _conflict(other, retryable=True)
         if body.transfer and body.adapter is not None:
             raise BadRequest("field 'transfer': an adapter is pushed as files; leave it out")
-        if body.transfer and self._transfer.backend is None:
-            raise _conflict("this server has no weight transfer; set engine.weight_transfer_config in its stanza")
-        stage = None if body.transfer else Stage(body.tensors, self._engine.model_config.dtype)
+        if body.transfer and self._transfer is None:
+            raise _conflict(
+                "this server has no weight transfer; models/vllm has, with engine.weight_transfer_config in its stanza"
+            )
+        stage = None if body.transfer else Stage(body.tensors, self._engine.dtype)
         push = self._current = Push(body.version, stage, body.adapter)
         self._lend(push)
         return JsonResponse({"push": push.id, "lease_s": self._options.lease_s}, status_code=201)
@@ -393,7 +411,7 @@ class WeightPush:
     def _check_adapter(self, adapter: AdapterShape, announced: list[Announced]) -> None:
         largest, base = self._options.lora_rank, self._engine.base_version
         if largest is None:
-            raise _conflict("this server does not accept adapters; set lora_rank in its stanza")
+            raise _conflict("this server does not accept adapters; models/vllm does with lora_rank in its stanza")
         if adapter.rank > largest:
             raise BadRequest(f"field 'adapter.rank': {adapter.rank} is more than this server's lora_rank {largest}")
         if base:
@@ -440,6 +458,7 @@ class WeightPush:
         if push.stage is None:
             if not push.started:
                 raise BadRequest("this push is a transfer, and nothing has been received")
+            assert self._transfer is not None
             seconds = await self._transfer.finish(push.version)
             push.started = False
             return seconds
@@ -452,34 +471,33 @@ class WeightPush:
     async def _connect(self, request: Request) -> Response:
         body: Received = validated(Received, await json_body(request), "a connection")
         async with self._working(request) as push:
-            self._check_transfer(push, started=False)
-            connection = await self._transfer.connect(body.info)
+            connection = await self._checked_transfer(push, started=False).connect(body.info)
         return JsonResponse({"connection": connection})
 
     async def _start(self, request: Request) -> Response:
         body: Commit = validated(Commit, await json_body(request), "the start of a transfer")
         async with self._working(request) as push:
-            self._check_transfer(push, started=False)
+            transfer = self._checked_transfer(push, started=False)
             await self._refuse_stale(push.version)
-            if self._transfer.connection is None:
+            if transfer.connection is None:
                 raise BadRequest("there is no connection; connect first")
-            await self._transfer.pause(body.mode)
+            await transfer.pause(body.mode)
             push.started = True
-            await self._transfer.start()
+            await transfer.start()
         return JsonResponse({"push": push.id})
 
     async def _update(self, request: Request) -> Response:
         body: Received = validated(Received, await json_body(request), "an update")
         async with self._working(request) as push:
-            self._check_transfer(push, started=True)
-            await self._transfer.update(body.info)
+            await self._checked_transfer(push, started=True).update(body.info)
         return JsonResponse({"push": push.id})
 
-    def _check_transfer(self, push: Push, *, started: bool) -> None:
-        if push.stage is not None:
+    def _checked_transfer(self, push: Push, *, started: bool) -> PushTransfer:
+        if push.stage is not None or self._transfer is None:
             raise BadRequest("this push uses files; send them, or begin with transfer: true")
         if push.started != started:
             raise BadRequest("the transfer has started already" if push.started else "the transfer has not started")
+        return self._transfer
 
     async def _give_up(self, request: Request) -> Response:
         async with self._working(request) as push:
@@ -515,7 +533,7 @@ class WeightPush:
     def _end(self, push: Push) -> None:
         if push.stage is not None:
             push.stage.remove()
-        if push.started:
+        if push.started and self._transfer is not None:
             self._transfer.broken("the push did not end")
         if self._current is push:
             self._current = None

@@ -1,0 +1,110 @@
+"""The engine's side of vLLM's own weight transfer, with `nccl` or `ipc`: from the trainer's GPU to ours.
+
+    connect -> pause -> start -> update, once or more -> finish
+
+vLLM loads each tensor into the served weights as it arrives. So there is no way back after `start`: generation is
+paused until `finish`, and if that is not reached, the engine is broken and the server ends, to be restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.platforms import current_platform
+
+from ngym.errors import ServiceError
+from ngym.schema import Json
+from ngym.services.models.weight_push import PauseMode, Seconds
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+class Transfer:
+    """The engine's side of a transfer.
+
+    Args:
+        patience_s: how long the trainer may take to connect, or to send one update.
+
+    Attributes:
+        backend: vLLM's name of the transfer; None: not configured.
+        connection: id of the trainer's connection; None: not connected.
+        workers: number of engine processes, each of which receives.
+    """
+
+    def __init__(self, engine: Engine, patience_s: float) -> None:
+        config = engine.vllm_config
+        self._engine = engine
+        self._patience_s = patience_s
+        self.backend = config.weight_transfer_config.backend if config.weight_transfer_config else None
+        self.workers = config.parallel_config.world_size * config.parallel_config.data_parallel_size
+        self.connection: str | None = None
+        self._pausing_s = self._paused = 0.0
+
+    @property
+    def told(self) -> Json:
+        """What a trainer must know before it begins."""
+        return {"connection": self.connection, "workers": self.workers} if self.backend else {}
+
+    async def connect(self, init_info: Json) -> str:
+        """Connect with the trainer. Raises ServiceError if vLLM refuses; without the trainer, the engine is broken."""
+        self.connection = None
+        await self._engine.shutdown_weight_transfer_engine()
+        try:
+            await self._within(
+                self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)),
+                "the trainer did not connect",
+            )
+        except ServiceError:
+            raise
+        except Exception as error:
+            raise ServiceError(f"vLLM refuses this connection: {error}", status=422) from error
+        self.connection = secrets.token_urlsafe(8)
+        return self.connection
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause generation. Raises ServiceError if that takes too long, and generation resumes."""
+        began = time.monotonic()
+        await self._engine.pause_for_push(mode, self._patience_s)
+        self._paused = time.monotonic()
+        self._pausing_s = self._paused - began
+
+    async def start(self) -> None:
+        """Begin to receive. After this, only `finish` resumes generation."""
+        method = "start_packed_update" if current_platform.is_cpu() else "start_weight_update"
+        await self._or_broken(self._engine.collective_rpc(method))
+
+    async def update(self, update_info: Json) -> None:
+        """Receive tensors. update_info: vLLM's record for the backend."""
+        await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
+
+    async def finish(self, version: int) -> Seconds:
+        """Resume generation with the received weights."""
+        method = "finish_packed_update" if current_platform.is_cpu() else "finish_weight_update"
+        await self._or_broken(self._engine.collective_rpc(method))
+        await self._or_broken(self._engine.serve_pushed(version))
+        return Seconds(self._pausing_s, time.monotonic() - self._paused)
+
+    async def _or_broken(self, work: Awaitable[Any]) -> None:
+        try:
+            await self._within(work, "the trainer sent nothing")
+        except BaseException as error:
+            raise self.broken(str(error)) from error
+
+    async def _within(self, work: Awaitable[Any], problem: str) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await work
+        except TimeoutError:  # the worker hangs in a collective operation
+            raise self.broken(f"{problem} within {self._patience_s:.0f} s") from None
+
+    def broken(self, reason: str) -> ServiceError:
+        """Mark the engine as broken: its weights are neither the old nor the new ones, so the server must end."""
+        if self._engine.broken is None:
+            self._engine.broken = f"a weight transfer failed: {reason}; the server must restart"
+        return ServiceError(self._engine.broken, retryable=True)
