@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Counter, Gauge
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -67,7 +68,7 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     from .engine import Classifier, Engine, classifies  # torch and transformers take seconds to import
 
     def load() -> Engine | Classifier:
-        return Classifier(folder, options) if classifies(folder, options) else Engine(folder, options)
+        return Classifier(folder, options) if classifies(folder, options) else Engine(folder, options, GENERATED.inc)
 
     try:
         engine = await asyncio.to_thread(load)
@@ -80,6 +81,8 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
         if isinstance(engine, Classifier):
             yield Scoring(Template(engine.tokenizer, turn_ends(engine.tokenizer, None)), engine, served)
         else:
+            RUNNING.set_function(lambda: engine.running)
+            WAITING.set_function(lambda: engine.waiting)
             _add_push(context, engine, options)
             template = Template(engine.tokenizer, turn_ends(engine.tokenizer, engine.ends))
             yield ChatCodec(template, engine.generate, served, engine.context)
@@ -170,6 +173,9 @@ def _probabilities(logits: list[float]) -> list[float]:
 app = model_server(
     respond=respond, stream=stream, count_tokens=count_tokens, api="chat", options=Options, lifespan=loaded
 )
+GENERATED = Counter("ngym_generation_tokens", "Sampled tokens", registry=app.state.registry)
+RUNNING = Gauge("ngym_answers_running", "Answers in the batch", registry=app.state.registry)
+WAITING = Gauge("ngym_answers_waiting", "Answers that wait for a place in the batch", registry=app.state.registry)
 add_route(
     app,
     "POST",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import queue
 import shutil
@@ -45,6 +46,8 @@ from .options import Options
 NO_LIMIT = 1 << 20  # for a model that does not state its context length
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
 ROOM = 64  # tokens by which the cache grows
+DENSE = 0.75  # the share of rows that go on at which the cache is not copied for those that ended
+DRAWN = 1024  # numbers of an answer's noise that are drawn at once, if the vocabulary is smaller
 MB = 1_000_000
 HEAD = "lm_head.weight"
 CUT_OFF = "a weight push with mode abort ended this answer; ask again"
@@ -104,6 +107,23 @@ class Classifier:
         return logits
 
 
+class Draw:
+    """The random numbers of one answer with a seed, whatever else is in its batch."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self._generator = torch.Generator(device)
+        self._generator.manual_seed(seed)
+        self._ready: list[Tensor] = []
+
+    def next(self, like_V: Tensor) -> Tensor:
+        """Exponential noise [V] for the next token. Several tokens are drawn at once: each draw is one call."""
+        if not self._ready:
+            shape = (max(1, DRAWN // len(like_V)), len(like_V))
+            self._ready = list(torch.empty(shape, device=like_V.device).exponential_(generator=self._generator))
+            self._ready.reverse()
+        return self._ready.pop()
+
+
 @dataclass(eq=False)
 class Row:
     """One answer under way.
@@ -115,16 +135,18 @@ class Row:
         draw: of an answer with a seed.
         unsent: the sampled tokens that the caller does not have yet.
         given_up: whether the caller has stopped reading.
+        is_ended: whether the last token, or an error, was sent. Its row of the cache may stay for a while.
     """
 
     ids: list[int]
     limit: int
     stops: frozenset[int]
     sampling: Sampling
-    draw: torch.Generator | None
+    draw: Draw | None
     answers: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
     unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     given_up: bool = False
+    is_ended: bool = False
 
     @property
     def is_filtered(self) -> bool:
@@ -273,6 +295,9 @@ class Batch:
 class Engine:
     """A loaded model, its batch, and the version of its weights.
 
+    Args:
+        count: called with the number of tokens that were sampled.
+
     Raises:
         OSError, ValueError: the model cannot be loaded.
     """
@@ -280,7 +305,7 @@ class Engine:
     serves_adapter = False
     sleep_problem: str | None = None
 
-    def __init__(self, folder: str, options: Options) -> None:
+    def __init__(self, folder: str, options: Options, count: Callable[[float], None]) -> None:
         self.tokenizer, self._model, self.context = _loaded(AutoModelForCausalLM, folder, options)
         model = self._model
         self.ends: int | list[int] | None = model.generation_config.eos_token_id
@@ -290,6 +315,7 @@ class Engine:
         self.weights_dropped = False
         self.base_version = 0
         self.broken: str | None = None
+        self._count = count
         self._folder = folder
         self._options = options
         self._version = 0
@@ -318,16 +344,23 @@ class Engine:
         self._inbox.put(None)
         self._thread.join()
 
+    @property
+    def running(self) -> int:
+        """The number of answers in the batch."""
+        return sum(not row.is_ended for row in self._batch.rows)
+
+    @property
+    def waiting(self) -> int:
+        """The number of answers that wait for a place in the batch."""
+        return len(self._waiting) + self._inbox.qsize()
+
     async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
         """Tokens as they are sampled, or all at once if nobody needs them sooner. Sampling stops when the caller stops
         reading.
         """
         self._loop = asyncio.get_running_loop()
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
-        draw = None
-        if sampling.seed is not None:
-            draw = torch.Generator(self._options.device)
-            draw.manual_seed(sampling.seed)
+        draw = None if sampling.seed is None else Draw(sampling.seed, self._options.device)
         row = Row(list(prompt), len(prompt) + sampling.max_tokens, stops, sampling, draw)
         self._inbox.put(row)
         try:
@@ -427,7 +460,7 @@ class Engine:
         def run() -> None:
             try:
                 done.set_result(work())
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  (the caller raises it)
                 done.set_exception(error)
 
         self._inbox.put(run)
@@ -456,7 +489,7 @@ class Engine:
                 continue
             try:
                 self._step()
-            except Exception as error:  # such as one of memory: the batch ends, the server goes on
+            except Exception as error:  # noqa: BLE001  (such as one of memory; the callers raise it, and the server goes on)
                 self._fail(self._batch.rows, error)
                 self._batch.clear()
             if self._drained is not None and not self._batch.rows:
@@ -468,7 +501,9 @@ class Engine:
     def _step(self) -> None:
         """Sample the next token of every row."""
         batch = self._batch
-        batch.keep([index for index, row in enumerate(batch.rows) if not row.given_up])
+        going = [index for index, row in enumerate(batch.rows) if not (row.given_up or row.is_ended)]
+        if len(going) <= DENSE * len(batch.rows):
+            batch.keep(going)
         if self._drained is None:
             self._admit()
         self._preempt()
@@ -482,21 +517,27 @@ class Engine:
             mask = batch.valid[:, : batch.length]
             more["attention_mask"] = mask[:, None, None] if self._takes_mask else mask.long()
         if self._takes_positions:
-            positions = [[batch.length - 1 - start] for start in batch.starts]
+            ended = [row.is_ended for row in batch.rows]
+            positions = [
+                [0 if end else batch.length - 1 - start] for end, start in zip(ended, batch.starts, strict=True)
+            ]
             more["position_ids"] = torch.tensor(positions, device=self._options.device)
         out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **more)
         batch.cache = out.past_key_values
         tokens, logprobs = self._drawn(out.logits[:, -1])
-        going = []
-        for index, (row, token, logprob) in enumerate(zip(batch.rows, tokens, logprobs, strict=True)):
-            if not math.isfinite(logprob):
-                self._fail([row], ServiceError("the model computed no finite log-probability", retryable=False))
-            elif not self._said(row, token, logprob):
-                going.append(index)
-        batch.keep(going)
+        before = self.running
+        for row, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
+            if not row.is_ended:
+                self._add(row, token, logprob)
+        self._count(before)
+        if all(row.is_ended for row in batch.rows):
+            batch.clear()
 
-    def _said(self, row: Row, token: int, logprob: float) -> bool:
-        """Add a token to a row; whether it was the last one."""
+    def _add(self, row: Row, token: int, logprob: float) -> None:
+        """Add a token to a row."""
+        if not math.isfinite(logprob):
+            self._fail([row], ServiceError("the model computed no finite log-probability"))
+            return
         row.ids.append(token)
         ids, logprobs = row.unsent
         ids.append(token)
@@ -504,15 +545,18 @@ class Engine:
         finish: Finish | None = "stop" if token in row.stops else "length" if len(row.ids) == row.limit else None
         if finish or row.is_told_each_token:
             self._tell(row, finish)
-        return finish is not None
 
     def _tell(self, row: Row, finish: Finish | None) -> None:
         ids, logprobs = row.unsent
         row.unsent = ([], [])
+        row.is_ended = finish is not None
         self._unsent.append((row, Sampled(ids, logprobs, finish, self._version)))
 
     def _fail(self, rows: Sequence[Row], error: Exception) -> None:
-        self._unsent += [(row, error) for row in rows]
+        for row in rows:
+            if not row.is_ended:
+                row.is_ended = True
+                self._unsent.append((row, error))
 
     def _send(self) -> None:
         """Give the callers what they wait for, with one call of their event loop."""
@@ -542,7 +586,7 @@ class Engine:
         if rows:
             try:
                 cache, starts = self._prefilled(rows, longest)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (the callers raise it)
                 self._fail(rows, error)
                 return
             batch.add(rows, cache, starts, longest)
@@ -557,7 +601,7 @@ class Engine:
         while count > 1 and not self._fits(count, batch.length + 1):
             count -= 1
         if count < len(batch.rows):
-            self._waiting.extendleft(reversed(batch.rows[count:]))
+            self._waiting.extendleft(row for row in reversed(batch.rows[count:]) if not row.is_ended)
             batch.keep(range(count))
 
     def _prefilled(self, rows: list[Row], longest: int) -> tuple[Any, list[int]]:
@@ -591,10 +635,11 @@ class Engine:
                 logits_BV[index] = _filtered(logits_BV[index], row.sampling)
         logprobs_BV = logits_BV.log_softmax(-1)
         noise_BV = torch.empty_like(logprobs_BV).exponential_(generator=self._draw)
-        for index, row in enumerate(rows):
-            if row.draw is not None:
-                noise_BV[index].exponential_(generator=row.draw)
-        noise_BV[greedy] = 1.0
+        seeded = {index: row.draw.next(noise_BV[index]) for index, row in enumerate(rows) if row.draw is not None}
+        if seeded:
+            noise_BV[list(seeded)] = torch.stack(list(seeded.values()))
+        if greedy:
+            noise_BV[greedy] = 1.0
         tokens_B = (logprobs_BV - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()).argmax(-1)
         chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
         return tokens_B.tolist(), chosen_B.tolist()
@@ -621,9 +666,10 @@ class Engine:
         for row in self._batch.rows:  # the tokens so far are those of the old weights
             if row.unsent[0]:
                 self._tell(row, None)
-        self._waiting.extendleft(reversed(self._batch.rows))
+        self._waiting.extendleft(row for row in reversed(self._batch.rows) if not row.is_ended)
         self._batch.clear()
         self._load(folder)
+        self.weights_dropped = False
         self._version = version
         self.base_version = version
 
@@ -641,6 +687,8 @@ class Engine:
         for file in _checkpoint(self._folder).glob("*.json"):
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
+        places = {name: file.name for file in files for name in shapes_in([str(file)])}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         where = next(self._model.parameters()).device
         self._model = _network(AutoModelForCausalLM, str(folder), self._options).to(where)
 

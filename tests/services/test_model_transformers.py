@@ -97,7 +97,7 @@ async def test_a_stop_string_ends_it_and_is_not_told(client: httpx.AsyncClient):
     assert stopped["finish_reason"] == "stop"
 
 
-async def test_requests_do_not_hold_up_the_event_loop_and_wait_for_one_another(client: httpx.AsyncClient):
+async def test_requests_do_not_hold_up_the_event_loop(client: httpx.AsyncClient):
     asking = [asyncio.create_task(sampled(client, max_output_tokens=200, ignore_eos=True)) for _ in range(3)]
     assert (await client.get("/health")).status_code == 200
     assert not all(task.done() for task in asking)

@@ -1,4 +1,4 @@
-"""models/vllm as a separate process, and the tiny checkpoint that it serves in tests."""
+"""models/vllm (or another model server) as a separate process, and the tiny checkpoint that it serves in tests."""
 
 from __future__ import annotations
 
@@ -123,13 +123,22 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def start(folder: Path, root: Path, name: str, options: dict[str, Any], *, fresh: bool = False, **more: Any) -> Server:
+def start(
+    folder: Path,
+    root: Path,
+    name: str,
+    options: dict[str, Any],
+    *,
+    fresh: bool = False,
+    app: str = "models/vllm",
+    **more: Any,
+) -> Server:
     """A model server that loads.
 
     fresh: a new Python, which imports vLLM itself: where the start is the subject, or the environment is not the tests'
     own. Otherwise the process is forked from one that has imported vLLM: a seventh of the CPU time.
     """
-    app_file = root / "models" / "vllm" / "app.py"
+    app_file = root / app / "app.py"
     spec = {"name": name, "kind": "model", "app_file": str(app_file), "options": options, "where": "", "key_where": {}}
     spec |= more
     log = folder / f"{name}.log"
@@ -213,7 +222,7 @@ def user(content: str | list[dict[str, Any]]) -> dict[str, Any]:
 
 def metric(server: Server, name: str) -> float:
     metrics = server.get("/metrics").text
-    return float(re.findall(rf"^vllm:{name}{{.*}} (.*)$", metrics, re.MULTILINE)[0])
+    return float(re.findall(rf"^(?:vllm:|ngym_){name}(?:{{.*}})? (.*)$", metrics, re.MULTILINE)[0])
 
 
 @contextmanager

@@ -1,0 +1,129 @@
+"""The continuous batch of models/transformers: each answer is the one that the model gives alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from house import house
+from machine import PATIENCE_S
+from paths import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm_service import write_checkpoint
+
+from ngym.schema import TOKEN_FIELDS
+from ngym.services.base.app import load
+
+Json = dict[str, Any]
+Answer = tuple[list[int], list[int], list[float]]
+FAMILIES: dict[str, Json] = {
+    "mistral": {"head_dim": 16, "sliding_window": 9},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # convolutions: one answer at a time
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512, "n_inner": 64},  # learned positions
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"))
+
+
+def family(folder: Path, written: Path, name: str) -> Path:
+    """A tiny model of another family with the same tokenizer."""
+    shutil.copytree(written, folder, dirs_exist_ok=True)
+    shape = json.loads((written / "config.json").read_text())
+    common = {"vocab_size": shape["vocab_size"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "eos_token_id": 2}
+    common |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1}
+    config = AutoConfig.for_model(name, **common | FAMILIES[name])
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@asynccontextmanager
+async def served(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = load(ROOT / "models" / "transformers" / "app.py").app
+    async with (
+        house({"policy": {"model": str(folder)} | options}, policy=app) as peers,
+        httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
+    ):
+        yield client
+
+
+async def sampled(client: httpx.AsyncClient, **params: Any) -> Answer:
+    reply = await client.post("/v1/responses", json={"input": "hello", "ignore_eos": True} | params)
+    assert reply.status_code == 200, reply.text
+    prompt, ids, logprobs = (reply.json()["output"][-1][name] for name in TOKEN_FIELDS)
+    return prompt, ids, logprobs
+
+
+def request(number: int) -> Json:
+    """One of several requests, each with another length of prompt and answer."""
+    return {"input": "hello " * (7 * number % 40), "max_output_tokens": 5 + 11 * number % 60, "seed": number}
+
+
+def check(folder: Path, answers: list[Answer]) -> None:
+    """The log-probabilities are those of each answer computed alone, by a model in which nothing is padded."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, ids, logprobs in answers:
+        with torch.inference_mode():
+            logits_TV = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits_TV.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+        assert torch.tensor(logprobs).allclose(expected, atol=1e-4)
+
+
+async def test_answers_of_one_batch_are_those_of_each_alone(folder: Path) -> None:
+    async with served(folder, context=512) as client:
+        answers = await asyncio.gather(*[sampled(client, **request(number)) for number in range(24)])
+        check(folder, answers)
+        for number in (0, 7, 23):
+            alone = await sampled(client, **request(number))
+            assert alone[1] == answers[number][1], "a seed decides, whatever else is in the batch"
+            assert alone[2] == pytest.approx(answers[number][2], abs=1e-4)
+
+
+async def test_greedy_filtered_and_hot_answers_share_a_batch(folder: Path) -> None:
+    ways: list[Json] = [{"temperature": 0}, {"top_k": 1}, {"temperature": 0.5}, {"top_p": 0.3}, {}]
+    async with served(folder, context=512) as client:
+        answers = await asyncio.gather(*[sampled(client, max_output_tokens=20, seed=3, **way) for way in ways])
+        alone = [await sampled(client, max_output_tokens=20, seed=3, **way) for way in ways]
+    assert [ids for _, ids, _ in answers] == [ids for _, ids, _ in alone]
+    greedy, narrow, _, _, plain = answers
+    assert greedy[1] == narrow[1] and narrow[2] == pytest.approx([0.0] * 20)
+    check(folder, [greedy, plain])
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_mb": 1}, {"batch": 3}])
+async def test_answers_that_do_not_fit_at_once_wait_and_lose_no_token(folder: Path, options: Json) -> None:
+    """1 MB are 2,000 tokens of this model: rows leave the batch as it grows, and come back."""
+    async with served(folder, context=4096, **options) as client:
+        asking = [sampled(client, seed=number, max_output_tokens=400) for number in range(12)]
+        answers = await asyncio.gather(*asking)
+        metrics = (await client.get("/metrics")).text
+    assert [len(ids) for _, ids, _ in answers] == [400] * 12
+    assert "ngym_answers_running 0.0" in metrics and "ngym_answers_waiting 0.0" in metrics
+    check(folder, answers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_other_families_are_batched_as_far_as_their_cache_allows(folder: Path, tmp_path: Path, name: str) -> None:
+    other = family(tmp_path, folder, name)
+    async with served(other) as client:
+        check(other, await asyncio.gather(*[sampled(client, **request(number)) for number in range(8)]))
+
+
+async def test_special_tokens_are_not_part_of_a_text_but_of_its_ids(folder: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "ignore_eos": True, "seed": 1}
+    async with served(folder) as client:
+        message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    assert {0, 1, 2} & set(message["generation_token_ids"])
+    assert "<|" not in message["content"]
