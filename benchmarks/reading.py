@@ -126,8 +126,9 @@ def rollout(recorder: Recorder, folder: Path) -> None:
 
 
 def step(recorder: Recorder, folder: Path) -> None:
-    """`ng_train letters.yaml` with few steps."""
-    words = ("trainer/recipes/letters.yaml", f"max_steps={STEPS}", f"output={folder / 'run'}")
+    """`ng_train letters.yaml` with vLLM and few steps."""
+    vllm = "rollouts.policy_app=models/vllm"
+    words = ("trainer/recipes/letters.yaml", vllm, f"max_steps={STEPS}", f"output={folder / 'run'}")
     recorder.switch("1")
     subprocess.run(command("train", *words), cwd=ROOT, env=recorder.environment, check=True)
     recorder.switch("0")

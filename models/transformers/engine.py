@@ -72,7 +72,13 @@ def _loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
     if tokenizer.chat_template is None:
         raise ValueError("its tokenizer has no chat template; take an instruct model")
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
-    return tokenizer, model.to(options.device), min(options.context or own, own)
+    return tokenizer, model.to(_device(options)), min(options.context or own, own)
+
+
+def _device(options: Options) -> str:
+    if options.device != "auto":
+        return options.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _network(kind: Any, folder: str, options: Options) -> Any:
@@ -90,7 +96,7 @@ class Classifier:
     def __init__(self, folder: str, options: Options) -> None:
         self.tokenizer, self._model, self.context = _loaded(AutoModelForSequenceClassification, folder, options)
         self.labels: dict[int, str] = self._model.config.id2label
-        self._device = options.device
+        self._device = _device(options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
 
     def close(self) -> None:
@@ -327,8 +333,9 @@ class Engine:
         self._most = options.batch if sliding is not None else 1
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
         self._takes_mask = model.config._attn_implementation == "sdpa" and not any(sliding or [True])
-        self._batch = Batch(sliding, options.device)
-        self._draw = torch.Generator(options.device)
+        self._device = _device(options)
+        self._batch = Batch(sliding, self._device)
+        self._draw = torch.Generator(self._device)
         self._draw.seed()
         self._waiting: deque[Row] = deque()
         self._paused = False
@@ -360,7 +367,7 @@ class Engine:
         """
         self._loop = asyncio.get_running_loop()
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
-        draw = None if sampling.seed is None else Draw(sampling.seed, self._options.device)
+        draw = None if sampling.seed is None else Draw(sampling.seed, self._device)
         row = Row(list(prompt), len(prompt) + sampling.max_tokens, stops, sampling, draw)
         self._inbox.put(row)
         try:
@@ -445,7 +452,7 @@ class Engine:
     async def restore_memory(self, parts: list[str]) -> None:
         """Move the weights back to the device. With the last part, generation resumes."""
         if "weights" in parts:
-            await self._run(partial(self._move, self._options.device))
+            await self._run(partial(self._move, self._device))
         if self.asleep <= frozenset(parts):
             await self._run(self._unpause)
 
@@ -509,7 +516,7 @@ class Engine:
         self._preempt()
         if not batch.rows:
             return
-        last = torch.tensor([row.ids[-1:] for row in batch.rows], device=self._options.device)
+        last = torch.tensor([row.ids[-1:] for row in batch.rows], device=self._device)
         padded = max(batch.starts) > 0
         batch.column()
         more: dict[str, Any] = {}
@@ -521,7 +528,7 @@ class Engine:
             positions = [
                 [0 if end else batch.length - 1 - start] for end, start in zip(ended, batch.starts, strict=True)
             ]
-            more["position_ids"] = torch.tensor(positions, device=self._options.device)
+            more["position_ids"] = torch.tensor(positions, device=self._device)
         out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **more)
         batch.cache = out.past_key_values
         tokens, logprobs = self._drawn(out.logits[:, -1])
@@ -612,13 +619,13 @@ class Engine:
             return cache, starts
         ids = [[0] * start + row.ids[:-1] for start, row in zip(starts, rows, strict=True)]
         more: dict[str, Any] = {}
-        starts_B = torch.tensor(starts, device=self._options.device)[:, None]
-        columns_T = torch.arange(longest, device=self._options.device)
+        starts_B = torch.tensor(starts, device=self._device)[:, None]
+        columns_T = torch.arange(longest, device=self._device)
         if max(starts) > 0:
             more["attention_mask"] = (columns_T >= starts_B).long()
         if self._takes_positions:
             more["position_ids"] = (columns_T - starts_B).clamp_(min=0)
-        ids_BT = torch.tensor(ids, device=self._options.device)
+        ids_BT = torch.tensor(ids, device=self._device)
         out = self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
         return out.past_key_values, starts
 
@@ -693,7 +700,7 @@ class Engine:
         self._model = _network(AutoModelForCausalLM, str(folder), self._options).to(where)
 
     def _prove(self, prompt: list[int]) -> PromptLogprobs:
-        ids_BT = torch.tensor([prompt], device=self._options.device)
+        ids_BT = torch.tensor([prompt], device=self._device)
         logprobs_TV = self._model(input_ids=ids_BT).logits[0, :-1].float().log_softmax(-1)
         logprobs = logprobs_TV.gather(1, ids_BT[0, 1:, None])[:, 0].tolist()
         return PromptLogprobs(self._version, self._options.dtype, logprobs)

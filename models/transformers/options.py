@@ -18,7 +18,7 @@ class Options(ModelOptions):
     served_name: str | None = Field(
         default=None, description="The model's name in answers; default: the service's name."
     )
-    device: str = Field(default="cpu", description="As torch names it.")
+    device: str = Field(default="auto", description="As torch names it; auto: a GPU if torch finds one, else the CPU.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of the weights.")
     threads: int = Field(
         default=1, ge=1, description="torch's threads on a CPU; more than 1 make a tiny model much slower."

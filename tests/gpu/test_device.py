@@ -6,6 +6,7 @@ to be tested there.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
 import math
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from compiled import QUICKLY_COMPILED
 from paths import ROOT
 from plain_engine import PlainEngine
+from safetensors.torch import save_file
 from steps_on_ranks import SHAPE, TOKENIZER
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -690,26 +692,53 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     assert whole == pytest.approx(6 * (8.19e9 - 151936 * 4096), rel=1e-3)
 
 
-def test_a_server_on_the_device_samples_with_the_trainers_logprobs(
-    device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
+def test_a_server_on_the_device_samples_with_the_trainers_logprobs_before_and_after_a_push(
+    device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """The engine of models/transformers."""
+    """The engine of models/transformers: a batch of prompts of several lengths, sleep, a push and waking."""
     from ngym.chat_codec import Sampling
     from ngym.services.base.app import load
+    from ngym.services.models.weight_push import MEMORY
 
     app = load(ROOT / "models" / "transformers" / "app.py")
     options = app.Options.model_validate({"model": str(start / "policy"), "device": str(device)})
-    served = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine").Engine(
-        options.model, options
-    )
-    prompt = drawn(random.Random(0), 12)
+    module = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine")
+    served = module.Engine(options.model, options, lambda tokens: None)
+    learner = trained(described(start, "sft", optimizer=ADAMW), tokenizer, device)
+    prompts = [drawn(random.Random(length), length) for length in (1, 5, 12, 12, 30)]
+
+    async def sampled(prompt: list[int]) -> tuple[list[int], list[float], int]:
+        sampling = Sampling(16, 1.0, 1.0, 0, 0.0, len(prompt), (), (), True, {}, False)
+        [said] = [one async for one in served.generate(prompt, sampling)]
+        return said.ids, said.logprobs, said.version
+
+    async def check(version: int) -> None:
+        for prompt, (ids, logprobs, served_version) in zip(
+            prompts, await asyncio.gather(*map(sampled, prompts)), strict=True
+        ):
+            segment = samples.Segment([*prompt, *ids], [(len(prompt), len(prompt) + len(ids))])
+            with torch.no_grad():
+                ours = learner.logprobs(packing.pack([samples.Sample((segment,))], device)).tolist()
+            assert (len(ids), served_version) == (16, version) and ours == pytest.approx(logprobs, abs=1e-4)
+
+    async def both() -> None:
+        await check(0)
+        steps(learner, sft.Sft(), [demonstrations()])
+        pushed = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(learner.weights()).items()}
+        save_file({name: pushed[name] for name in served.checkpoint_shapes()}, tmp_path / "00000.safetensors")
+        await served.pause_for_push("wait", 60)
+        served.asleep = MEMORY
+        await served.release_memory(1)
+        if device.type == "cuda":
+            assert {one.device.type for one in served._model.parameters()} == {"cpu"}
+        await served.restore_memory(["weights"])
+        served.asleep = frozenset({"kv_cache"})
+        await served.switch_weights(tmp_path, 1, "keep", 60)
+        await served.restore_memory(["kv_cache"])
+        served.asleep = frozenset()
+        await check(1)
+
     try:
-        said = list(served._sample(prompt, Sampling(16, 1.0, 1.0, 0, 0.0, 1, (), (), True, {}, False)))
+        asyncio.run(both())
     finally:
         served.close()
-    ids = [token for one in said for token in one.ids]
-    segment = samples.Segment([*prompt, *ids], [(12, 12 + len(ids))])
-    learner = trained(described(start, "sft", optimizer=ADAMW), tokenizer, device)
-    with torch.no_grad():
-        ours = learner.logprobs(packing.pack([samples.Sample((segment,))], device)).tolist()
-    assert len(ids) == 16 and ours == pytest.approx([one for each in said for one in each.logprobs], abs=1e-4)

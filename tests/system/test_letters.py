@@ -36,12 +36,12 @@ def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
     assert len(tokenizer) == max(tokenizer.get_vocab().values()) + 1
 
 
-def test_live_training_begins_with_random_weights(tmp_path: Path) -> None:
-    process = train(tmp_path, ["letters.yaml", "output=run", "max_steps=6", "rollouts.max_output_tokens=16"], vllm=True)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
+@pytest.mark.parametrize("app", ["models/transformers", "models/vllm"])
+def test_live_training_begins_with_random_weights(tmp_path: Path, app: str) -> None:
+    words = ["letters.yaml", "output=run", "max_steps=6", "rollouts.max_output_tokens=16", f"rollouts.policy_app={app}"]
+    said, _ = train(tmp_path, words, vllm=app == "models/vllm").communicate(timeout=600)
     steps = metrics_of(tmp_path)
-    assert [row["step"] for row in steps] == list(range(1, 7))
+    assert [row["step"] for row in steps] == list(range(1, 7)), said
     assert steps[0]["reward/mean"] < 0.1 < steps[5]["reward/mean"]  # one letter of 26, and more of it
     assert all(row["lag"] == 0 and row["token_mult_prob_error"] < 1.001 for row in steps)
     first, last = (AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name) for name in ("initial", "policy"))
@@ -54,10 +54,11 @@ def test_in_bf16_every_transport_is_proved_and_apart_or_on_shared_gpus_it_learns
     of a 4-bit base.
     """
     words = ["letters.yaml", "output=run", "max_steps=3", "rollouts.max_output_tokens=16", "engine.zero_stage=1"]
-    words.append("engine.precision=bf16")
+    words += ["engine.precision=bf16", "rollouts.policy_app=null"]
     beginning = tmp_path / "http" / "run" / "initial"
     adapter = ["model.from_scratch=null", "model.tokenizer=null", f"model.path={beginning}", "model.lora.rank=8"]
     ways = {"http": [], "colocated": ["rollouts.colocated=true"], "lora": [*adapter, "rollouts.transport=lora"]}
+    ways["transformers"] = ["rollouts.colocated=true", "rollouts.policy_app=models/transformers"]
     if importlib.util.find_spec("bitsandbytes"):  # the server has the dequantized base
         ways["qlora"] = [*ways["lora"], "model.lora.base_4bit=nf4"]
     steps, weights = {}, {}
@@ -82,7 +83,7 @@ def test_trainer_and_server_in_fp16_agree(tmp_path: Path) -> None:
         "letters_agent: {kind: agent, app: agents/simple, gym: letters, model: policy}\n"
     )
     words = ["letters.yaml", "output=run", "max_steps=3", "rollouts.max_output_tokens=16", "engine.zero_stage=1"]
-    words += ["engine.precision=fp16", "rollouts.services=services.yaml"]
+    words += ["engine.precision=fp16", "rollouts.services=services.yaml", "rollouts.policy_app=null"]
     said, _ = (process := train(tmp_path, words, vllm=True)).communicate(timeout=600)
     assert process.returncode == 0, said
     rows = metrics_of(tmp_path)

@@ -41,6 +41,8 @@ Result = TypeVar("Result")
 NEW_POLICY_WITHIN_S = 600
 RENEW_S = 1.0
 OWNER = "ng_train"
+VLLM = "models/vllm"
+SLEEP_MODE = "engine.enable_sleep_mode=true"
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
 
@@ -208,7 +210,7 @@ def serving_options(recipe: Recipe) -> list[str]:
     if path.is_absolute() and not path.exists():  # a new policy or a dequantized one, written while its server starts
         options.append(f"model_within_s={NEW_POLICY_WITHIN_S}")
     if recipe.live is not None and recipe.live.colocated:
-        options.append("engine.enable_sleep_mode=true")
+        options.append(SLEEP_MODE)
     if transport == "lora" and recipe.model.lora is not None:
         options.append(f"lora_rank={recipe.model.lora.rank}")
     if transport in ("nccl", "ipc"):
@@ -218,6 +220,9 @@ def serving_options(recipe: Recipe) -> list[str]:
 
 def config_for(file: Path, policy: str, app: str | None, options: Sequence[str]) -> Config:
     """The config with these options of the policy. app: replaces the policy's stanza, whose own options are dropped."""
+    served_by = app or load_config([file]).stanza(policy).app or ""
+    if not served_by.endswith(VLLM):
+        options = [option for option in options if option != SLEEP_MODE]  # the others need no option to sleep
     if app is None:
         return _bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
     config = load_config([file])
@@ -237,7 +242,7 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
 def _bundling(config: Config, policy: str) -> Config:
     """The config with tokens in bundles where vLLM runs on a CPU, unless the stanza decides."""
     stanza = config.stanza(policy)
-    if stanza.app != "models/vllm" or "bundle_tokens" in stanza.options:
+    if stanza.app != VLLM or "bundle_tokens" in stanza.options:
         return config
     bundling = stanza.model_copy(update={"options": {**stanza.options, "bundle_tokens": "auto"}})
     return config.model_copy(update={"services": {**config.services, policy: bundling}})
