@@ -1,6 +1,6 @@
 """transformers: a Hugging Face model in this process, without vLLM: for tiny models, laptops, tests and debugging.
 
-All requests are sampled in one batch, and a trainer can replace the weights (`ngym/services/models/weight_push.py`).
+All requests are sampled in one batch, and a trainer can replace the weights (`ngym/weight_push/routes.py`).
 
 A folder for sequence classification, such as a reward model, has the route `/classify` of vLLM instead of answers.
 """
@@ -91,7 +91,7 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
 
 
 def _add_push(context: ServiceContext, engine: Engine, options: Options) -> None:
-    from ngym.services.models.weight_push import PushOptions, WeightPush  # imports torch
+    from ngym.weight_push.routes import PushOptions, WeightPush  # imports torch
 
     async def ready(request: Request) -> Response:
         if engine.asleep:

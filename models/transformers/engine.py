@@ -38,8 +38,8 @@ from transformers.utils import logging
 
 from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
-from ngym.services.models.weight_push import PauseMode, PromptLogprobs, Seconds
-from ngym.services.models.weight_stage import AdapterFiles, Shapes, shapes_in
+from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
+from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
 
 from .options import Options
 
@@ -165,13 +165,15 @@ class Row:
         return self.sampling.streamed or bool(self.sampling.stop)
 
 
-class PaddedLayer(DynamicLayer):
+class PaddedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """Keys and values [B, H, T, D] of one layer, in buffers with room for more tokens. With a sliding window it has the
     tokens before the window, too: the mask leaves them out.
     """
 
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
+        self.keys: Any = None
+        self.values: Any = None
         self.is_sliding = is_sliding
         self.length = 0
 
@@ -443,7 +445,8 @@ class Engine:
         if len(prompt) > self.context or max(prompt) >= known:
             told = f"at most {self.context:,} ids below {known:,}"
             raise BadRequest(f"field 'prompt_token_ids': this model takes {told}")
-        return await self._run(partial(self._prove, prompt))
+        proof: PromptLogprobs = await self._run(partial(self._prove, prompt))
+        return proof
 
     async def release_memory(self, level: int) -> None:
         """Move the weights of the paused engine to the host."""

@@ -59,8 +59,8 @@ async def serve(context: ServiceContext) -> None:
         compute(context.name, options, model)
     with LoadingServer(context.sockets, context.name) as doorkeeper:
         doorkeeper.say("loading: importing vLLM")
-        from ngym.services.models.weight_push import PushOptions
-        from ngym.services.models.weight_stage import stage_in
+        from ngym.weight_push.routes import PushOptions
+        from ngym.weight_push.stage import stage_in
 
         from .engine import start_engine
         from .routes import api_keys, build_application

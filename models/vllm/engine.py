@@ -31,8 +31,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
-from ngym.services.models.weight_push import PauseMode, PromptLogprobs, Seconds
-from ngym.services.models.weight_stage import AdapterFiles, Shapes, shapes_in
+from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
+from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
 
 from .cpu import bundle, leave_out_ranks, prefer_ours
 from .options import Options

@@ -55,7 +55,7 @@ from ngym.services.base.app import object_of as schema_of
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import refusals
-from ngym.services.models.weight_push import PushOptions, Route, WeightPush
+from ngym.weight_push.routes import PushOptions, Route, WeightPush
 
 from .engine import Engine
 from .serving.chat import CUT_OFF, ChatHandler, Tokens, recorded, refusal, turn_ends

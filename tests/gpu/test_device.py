@@ -698,7 +698,7 @@ def test_a_server_on_the_device_samples_with_the_trainers_logprobs_before_and_af
     """The engine of models/transformers: a batch of prompts of several lengths, sleep, a push and waking."""
     from ngym.chat_codec import Sampling
     from ngym.services.base.app import load
-    from ngym.services.models.weight_push import MEMORY
+    from ngym.weight_push.routes import MEMORY
 
     app = load(ROOT / "models" / "transformers" / "app.py")
     options = app.Options.model_validate({"model": str(start / "policy"), "device": str(device)})

@@ -726,7 +726,7 @@ def stages() -> set[Path]:
 
 @pytest.fixture(scope="module")
 def staging() -> Any:
-    return importlib.import_module("ngym.services.models.weight_stage")
+    return importlib.import_module("ngym.weight_push.stage")
 
 
 def test_a_stage_that_a_killed_server_left_behind_is_swept_away_and_no_other(staging: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
 from ngym.errors import ConfigError, ServiceError
-from ngym.services.models.weight_stage import PEFT_ENDS, PEFT_PREFIX, AdapterFiles, AdapterShape, PrivateFolder, Shapes
+from ngym.weight_push.stage import PEFT_ENDS, PEFT_PREFIX, AdapterFiles, AdapterShape, PrivateFolder, Shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

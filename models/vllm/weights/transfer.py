@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from ngym.errors import ServiceError
 from ngym.schema import Json
-from ngym.services.models.weight_push import PauseMode, Seconds
+from ngym.weight_push.routes import PauseMode, Seconds
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -40,7 +40,7 @@ from ngym.net.json_limits import BULK_WEIGHT, CALL_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
-from ngym.services.models.weight_stage import (
+from ngym.weight_push.stage import (
     AdapterFiles,
     AdapterShape,
     Announced,
