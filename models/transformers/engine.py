@@ -364,8 +364,8 @@ class Engine:
         return len(self._waiting) + self._inbox.qsize()
 
     async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
-        """Tokens as they are sampled, or all at once if nobody needs them sooner. Sampling stops when the caller stops
-        reading.
+        """Tokens as they are sampled, or all at once if there is no stream and no stop string. Sampling stops when the
+        caller stops reading.
         """
         self._loop = asyncio.get_running_loop()
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
@@ -512,7 +512,7 @@ class Engine:
         """Sample the next token of every row."""
         batch = self._batch
         going = [index for index, row in enumerate(batch.rows) if not (row.given_up or row.is_ended)]
-        if len(going) <= DENSE * len(batch.rows):
+        if self._waiting or len(going) <= DENSE * len(batch.rows):
             batch.keep(going)
         if self._drained is None:
             self._admit()
