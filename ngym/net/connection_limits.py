@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import unquote
 
+import httptools
 import orjson
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_RE,
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from ngym.errors import NotReady, ServiceError
@@ -35,10 +45,176 @@ OWN_PACE = "ngym.own_pace"  # in the scope of a request whose handler limits the
 KEPT_FILES = 64  # descriptors other than connections: the log, the listening sockets, the pipes of workers
 TURNED_AWAY = 32  # connections over the limit that get an error answer; further ones are closed at once
 OPEN = ("/health", "/")
+JOINED_BYTES = 16 << 10  # a larger body is not copied behind its head
+_PLAIN_PATH = re.compile(rb"/[A-Za-z0-9/._~-]*")
+_NAMES: dict[bytes, bytes] = {}  # valid names of headers -> the beginning of the header's line
+MOST_NAMES = 256
+
+
+class Exchange(RequestResponseCycle):
+    """A request and its answer: as uvicorn's, but the head of an answer is sent together with its body, which saves a
+    system call here and two in the client, and nothing is made for a request that it may not need.
+    """
+
+    def __init__(self, connection: Connection, scope: Any, *, keep_alive: bool, expects: bool) -> None:
+        # not uvicorn's __init__: these are all of its attributes, and `parts` in place of its `body`
+        self.scope = scope
+        self.transport = connection  # type: ignore[assignment]  # for its write, writelines, close and is_closing
+        self.flow = connection.flow
+        self.logger = connection.logger
+        self.on_response = connection.on_response_complete
+        self.disconnected = False
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = expects
+        self.parts: list[bytes] = []  # of the body, not yet received
+        self.bytes = 0
+        self.more_body = True
+        self.response_started = self.response_complete = False
+        self.chunked_encoding: bool | None = None
+        self.expected_content_length = 0
+        self.head: bytes | None = None  # of the answer, whose body is not there yet
+        self._tasks = connection.tasks
+        self._first_headers = connection.server_state.default_headers
+        self._news = False  # there is something to receive
+        self._awaited: asyncio.Event | None = None
+
+    @property
+    def message_event(self) -> Exchange:  # type: ignore[override]
+        """What uvicorn sets when the client is gone."""
+        return self
+
+    def set(self) -> None:
+        """Wake `receive`."""
+        self._news = True
+        if self._awaited is not None:
+            self._awaited.set()
+
+    async def run_asgi(self, app: Any) -> None:
+        try:
+            await super().run_asgi(app)
+        finally:
+            self._tasks.discard(asyncio.current_task())
+
+    async def receive(self) -> Any:
+        if self.waiting_for_100_continue and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.waiting_for_100_continue = False
+        if not self.disconnected and not self.response_complete:
+            self.flow.resume_reading()
+            if not self._news:
+                self._awaited = self._awaited or asyncio.Event()
+                await self._awaited.wait()
+            self._news = False
+            if self._awaited is not None:
+                self._awaited.clear()
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        parts = self.parts
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self.parts, self.bytes = [], 0
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Any) -> None:
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        kind = message["type"]
+        if not self.response_started and kind == "http.response.start":
+            self.head = self._begun(message["status"], message.get("headers", ()))
+            if not self.expected_content_length or self.scope["method"] == "HEAD":
+                self.flush()
+        elif self.response_started and not self.response_complete and kind == "http.response.body":
+            self._sent(message.get("body", b""), last=not message.get("more_body", False))
+        else:
+            raise RuntimeError(f"Unexpected ASGI message {kind!r}.")
+
+    async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send a whole answer."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if not self.disconnected:
+            self.head = self._begun(status, headers)
+            self._sent(body, last=True)
+
+    def flush(self) -> None:
+        """Write a head whose body does not come now."""
+        head, self.head = self.head, None
+        if head is not None:
+            self.transport.write(head)
+
+    def _begun(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """The head of the answer."""
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        content = [STATUS_LINE[status]]
+        closes = False
+        for name, value in (*self._first_headers, *headers) if self._first_headers else headers:
+            known = _NAMES.get(name) or _checked(name)
+            if HEADER_VALUE_RE.search(value):
+                raise RuntimeError("Invalid HTTP header value.")
+            if known == b"content-length: ":
+                if self.chunked_encoding is None:
+                    self.expected_content_length = int(value)
+                    self.chunked_encoding = False
+            elif known == b"transfer-encoding: ":
+                if value.lower() == b"chunked":
+                    self.expected_content_length = 0
+                    self.chunked_encoding = True
+            elif known == b"connection: " and b"close" in [token.strip() for token in value.lower().split(b",")]:
+                self.keep_alive = False
+                closes = True
+            content += (known, value, b"\r\n")
+        if not self.keep_alive and not closes:
+            content.append(b"connection: close\r\n")
+        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):
+            self.chunked_encoding = True
+            content.append(b"transfer-encoding: chunked\r\n")
+        content.append(b"\r\n")
+        return b"".join(content)
+
+    def _sent(self, body: bytes, *, last: bool) -> None:
+        """Write the body, or a part of it."""
+        if self.scope["method"] == "HEAD":
+            self.expected_content_length = 0
+            body = b""
+        elif self.chunked_encoding:
+            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"0\r\n\r\n" if last else b"")
+        else:
+            if len(body) > self.expected_content_length:
+                raise RuntimeError("Response content longer than Content-Length")
+            self.expected_content_length -= len(body)
+        head, self.head = self.head, None
+        if head is None:
+            self.transport.write(body)
+        elif len(body) < JOINED_BYTES:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+        if last:
+            if self.expected_content_length != 0:
+                raise RuntimeError("Response content shorter than Content-Length")
+            self.response_complete = True
+            self.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
+
+
+def _checked(name: bytes) -> bytes:
+    """The beginning of a header's line. RuntimeError if it is not a valid name."""
+    if HEADER_RE.search(name):
+        raise RuntimeError("Invalid HTTP header name.")
+    line = name.lower() + b": "
+    if len(_NAMES) < MOST_NAMES:
+        _NAMES[name] = line
+    return line
 
 
 class Connection(HttpToolsProtocol):
     """One client's connection; `second` is called once a second."""
+
+    cycle: Exchange
 
     def __init__(
         self,
@@ -50,13 +226,13 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._served = self.app
         self._room = self.limit_concurrency
-        self.limit_concurrency = None  # uvicorn would also refuse health checks, with plain text
+        self._asgi: Any = {"version": self.asgi_version, "spec_version": "2.3"}
+        self._scheme: Literal["http", "https"] = "https" if config.is_ssl else "http"
         self._awaits: Literal["head", "body", "nothing", "end"] = "head"
         self._seconds = 0  # since the state began, or since the body last made progress
         self._bytes = 0
-        self._unread_s = self._unwanted_s = 0
-        self._head: bytes | None = None  # of an answer whose body is not written yet
-        self._begun: RequestResponseCycle | None = None  # the cycle whose head was held last
+        self._unread_s = self._unwanted_s = self._idle_s = 0
+        self._answered: Exchange | None = None  # the exchange whose answer is being made, or was made last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -65,12 +241,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         HttpToolsProtocol.connection_lost(self, exc)
-        self._unset_keepalive_if_required()  # uvicorn keeps it if the client resets the connection
         self.pipeline.clear()
-        self._head = None
         self.app = self._served
-        if self.cycle is not None:
-            self.cycle.transport = self.transport  # breaks a reference cycle
+        for exchange in (self.cycle, self._answered):
+            if exchange is not None:
+                exchange.head = None
+                exchange.transport = self.transport  # breaks a reference cycle
+        self._answered = None
 
     def data_received(self, data: bytes) -> None:
         if self._awaits == "end":
@@ -84,7 +261,9 @@ class Connection(HttpToolsProtocol):
     # The following methods are called for every request, so they must be cheap.
 
     def on_message_begin(self) -> None:
-        HttpToolsProtocol.on_message_begin(self)
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
         if self._awaits == "nothing":  # else it is the connection's first request, whose time already runs
             self._awaits = "head"
             self._seconds = self._bytes = 0
@@ -92,51 +271,90 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._awaits = "body"
         self._seconds = self._bytes = self._unwanted_s = 0
+        parser, app = self.parser, self.app
         if self._room is not None and len(self.connections) > self._room:
-            self.app = self._full
-        HttpToolsProtocol.on_headers_complete(self)
-        self.cycle.transport = self  # type: ignore[assignment]  # it calls the three methods below
+            app = self._full
+        version, raw_path, query = parser.get_http_version(), self.url, b""
+        if not _PLAIN_PATH.fullmatch(raw_path):
+            parsed = httptools.parse_url(raw_path)
+            raw_path, query = parsed.path, parsed.query or b""
+        path = raw_path.decode("ascii")
+        self.scope = {
+            "type": "http",
+            "asgi": self._asgi,
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self._scheme,
+            "method": parser.get_method().decode("ascii"),
+            "root_path": self.root_path,
+            "path": self.root_path + (unquote(path) if "%" in path else path),
+            "raw_path": self.root_path.encode("ascii") + raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
+        keeps = version != "1.0" and parser.should_keep_alive()
+        before = self.cycle
+        self.cycle = exchange = Exchange(self, self.scope, keep_alive=keeps, expects=self.expect_100_continue)
+        if before is None or before.response_complete:
+            self._start_asgi_task(exchange, app)
+        else:  # the client did not wait for the answer
+            self.flow.pause_reading()
+            self.pipeline.appendleft((exchange, app))
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answered = cycle
+        self.tasks.add(self.loop.create_task(cycle.run_asgi(app)))
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes += len(body)
+        exchange = self.cycle
+        if not exchange.response_complete:
+            exchange.parts.append(body)
+            exchange.bytes += len(body)
+            if exchange.bytes > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            exchange.set()
+
+    def on_message_complete(self) -> None:
+        self._awaits = "nothing"
+        exchange = self.cycle
+        if not exchange.response_complete:
+            exchange.more_body = False
+            exchange.set()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_s = 0
 
     def write(self, data: bytes) -> None:
-        """Write the head together with the body, which saves a system call here and two in the client."""
-        if self._head is not None:
-            head, self._head = self._head, None
-            self.transport.writelines((head, data))
-        elif self._awaits == "end":
-            return  # a pipelined request before the refused one
-        elif (
-            (cycle := self.cycle) is not self._begun
-            and cycle.expected_content_length
-            and cycle.scope["method"] != "HEAD"
-        ):
-            self._begun = cycle
-            self._head = data
-        else:
+        if data and self._awaits != "end":  # else it answers a pipelined request before the refused one
             self.transport.write(data)
 
-    def _write_head(self) -> None:
-        """Write a held head whose body does not come."""
-        if self._head is not None:
-            self.transport.write(self._head)
-            self._head = None
+    def writelines(self, data: Iterable[bytes]) -> None:
+        if self._awaits != "end":
+            self.transport.writelines(data)
 
     def is_closing(self) -> bool:
         return self._awaits == "end" or self.transport.is_closing()
 
     def close(self) -> None:
-        self._write_head()
+        self._flush()
         if self._awaits == "nothing":
             self.transport.close()
         else:
             self._leave()
 
-    def on_body(self, body: bytes) -> None:
-        HttpToolsProtocol.on_body(self, body)
-        self._bytes += len(body)
-
-    def on_message_complete(self) -> None:
-        HttpToolsProtocol.on_message_complete(self)
-        self._awaits = "nothing"
+    def _flush(self) -> None:
+        if self._answered is not None:
+            self._answered.flush()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Ignore a requested upgrade (RFC 9110, 7.8) without uvicorn's advice to install packages."""
@@ -151,8 +369,13 @@ class Connection(HttpToolsProtocol):
             self._second_of_a_head()
         elif self._awaits == "body":
             self._second_of_a_body()
-        elif self._awaits == "end" and self._seconds > LINGER_S:
-            self.transport.close()
+        elif self._awaits == "end":
+            if self._seconds > LINGER_S:
+                self.transport.close()
+        elif self.cycle.response_complete:
+            self._idle_s += 1
+            if self._idle_s > self.timeout_keep_alive:
+                self.transport.close()
 
     def shutdown(self) -> None:
         if self._awaits == "end":
@@ -200,7 +423,7 @@ class Connection(HttpToolsProtocol):
         """
         if self.is_closing():
             return
-        self._write_head()
+        self._flush()
         self._awaits = "end"
         self._seconds = 0
         self.pipeline.clear()
