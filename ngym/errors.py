@@ -238,6 +238,8 @@ class Boundary:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            return
         if isinstance(error, ServiceError):
             error.failure = error.failure or self._failure
         elif isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):

@@ -187,6 +187,8 @@ Outcome = Rollout | FailedAttempt
 
 def tell(span: tracing.Span, attempt: Attempt, outcome: Outcome) -> None:
     """Record the outcome of an attempt in its tracing span."""
+    if not span.is_told:
+        return
     span.set("gen_ai.agent.name", attempt.planned.agent)
     span.set("ngym.run.id", attempt.run_id)
     span.set("ngym.task.index", outcome.key.task_index)

@@ -73,6 +73,7 @@ class Exchange(RequestResponseCycle):
         self.chunked_encoding: bool | None = None
         self.expected_content_length = 0
         self.head: bytes | None = None  # of the answer, whose body is not there yet
+        self.task: asyncio.Task[None] | None = None
         self._tasks = connection.tasks
         self._first_headers = connection.server_state.default_headers
         self._news = False  # there is something to receive
@@ -93,7 +94,8 @@ class Exchange(RequestResponseCycle):
         try:
             await super().run_asgi(app)
         finally:
-            self._tasks.discard(asyncio.current_task())
+            self._tasks.discard(self.task)
+            self.task = None  # it refers to this object
 
     async def receive(self) -> Any:
         if self.waiting_for_100_continue and not self.transport.is_closing():
@@ -129,7 +131,7 @@ class Exchange(RequestResponseCycle):
         else:
             raise RuntimeError(f"Unexpected ASGI message {kind!r}.")
 
-    async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+    async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes | memoryview) -> None:
         """Send a whole answer."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
@@ -173,13 +175,13 @@ class Exchange(RequestResponseCycle):
         content.append(b"\r\n")
         return b"".join(content)
 
-    def _sent(self, body: bytes, *, last: bool) -> None:
+    def _sent(self, body: bytes | memoryview, *, last: bool) -> None:
         """Write the body, or a part of it."""
         if self.scope["method"] == "HEAD":
             self.expected_content_length = 0
             body = b""
         elif self.chunked_encoding:
-            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"0\r\n\r\n" if last else b"")
+            body = (b"%x\r\n%b\r\n" % (len(body), bytes(body)) if body else b"") + (b"0\r\n\r\n" if last else b"")
         else:
             if len(body) > self.expected_content_length:
                 raise RuntimeError("Response content longer than Content-Length")
@@ -254,7 +256,13 @@ class Connection(HttpToolsProtocol):
             return
         if self._awaits == "head":  # a head that begins later in this data is counted from the next call on
             self._bytes += len(data)
-        HttpToolsProtocol.data_received(self, data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self._refuse(400, "Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade:
+            pass  # a requested upgrade is ignored (RFC 9110, 7.8)
         if self._awaits == "head" and self._bytes > MAX_HEAD_BYTES:
             self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB")
 
@@ -305,7 +313,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
-        self.tasks.add(self.loop.create_task(cycle.run_asgi(app)))
+        cycle.task = self.loop.create_task(cycle.run_asgi(app))
+        self.tasks.add(cycle.task)
 
     def on_body(self, body: bytes) -> None:
         self._bytes += len(body)
@@ -334,11 +343,11 @@ class Connection(HttpToolsProtocol):
         else:
             self._idle_s = 0
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         if data and self._awaits != "end":  # else it answers a pipelined request before the refused one
             self.transport.write(data)
 
-    def writelines(self, data: Iterable[bytes]) -> None:
+    def writelines(self, data: Iterable[bytes | memoryview]) -> None:
         if self._awaits != "end":
             self.transport.writelines(data)
 
@@ -355,9 +364,6 @@ class Connection(HttpToolsProtocol):
     def _flush(self) -> None:
         if self._answered is not None:
             self._answered.flush()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Ignore a requested upgrade (RFC 9110, 7.8) without uvicorn's advice to install packages."""
 
     def second(self) -> None:
         """Check the limits; called every second."""
@@ -381,9 +387,6 @@ class Connection(HttpToolsProtocol):
         if self._awaits == "end":
             self.transport.close()
         HttpToolsProtocol.shutdown(self)
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
 
     def _second_of_a_head(self) -> None:
         answered = self.cycle is None or self.cycle.response_complete

@@ -54,7 +54,10 @@ class Correlation(NamedTuple):
 
     def remaining_s(self) -> float | None:
         """Seconds until the deadline, at least 0; None without one."""
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        if self.deadline is None:
+            return None
+        remaining_s = self.deadline - time.monotonic()
+        return remaining_s if remaining_s > 0 else 0.0
 
 
 current: ContextVar[Correlation] = ContextVar("ngym_correlation", default=Correlation())  # noqa: B039  (immutable)
@@ -118,17 +121,18 @@ class Timer(Protocol):
 
 
 class SharedTimer:
-    """A callback that is due at a tick."""
+    """A callback that is due at the first tick after this time of the loop."""
 
-    __slots__ = ("_callback", "_due")
+    __slots__ = ("_callback", "_pending", "due")
 
-    def __init__(self, due: dict[SharedTimer, None], callback: Callable[[], object]) -> None:
-        self._due = due
+    def __init__(self, pending: dict[SharedTimer, None], due: float, callback: Callable[[], object]) -> None:
+        self.due = due
+        self._pending = pending
         self._callback: Callable[[], object] | None = callback
-        due[self] = None
+        pending[self] = None
 
     def cancel(self) -> None:
-        self._due.pop(self, None)
+        self._pending.pop(self, None)
         self._callback = None  # its object may hold this timer: a circle that would keep a request alive
 
     def fire(self) -> None:
@@ -138,40 +142,24 @@ class SharedTimer:
 
 
 class _Ticks:
-    """The shared timers of one event loop, by the tick at which they are due."""
+    """The shared timers of one event loop. A tick looks at all of them, so that one that never fires costs little."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._due: dict[int, dict[SharedTimer, None]] = {}
-        self._next: int | None = None  # the tick that the loop's timer waits for
+        self.pending: dict[SharedTimer, None] = {}
+        self.runs = False
 
-    def later(self, delay_s: float, callback: Callable[[], object]) -> SharedTimer:
-        now = self.loop.time()
-        tick = int((now + delay_s) / TICK_S) + 1
-        due = self._due.get(tick)
-        if due is None:
-            due = self._due[tick] = {}
-        if self._next is None:
-            self._wait(int(now / TICK_S) + 1)
-        return SharedTimer(due, callback)
-
-    def _wait(self, tick: int) -> None:
-        self._next = tick
-        self.loop.call_at(tick * TICK_S, self._tick)
+    def wait(self) -> None:
+        self.runs = True
+        self.loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        assert self._next is not None
-        reached, self._next = max(self._next, int(self.loop.time() / TICK_S)), None
-        for tick in sorted(self._due):
-            due = self._due[tick]
-            if tick <= reached:
-                del self._due[tick]
-                for timer in tuple(due):
-                    timer.fire()
-            elif not due:
-                del self._due[tick]
-        if self._due and self._next is None:
-            self._wait(reached + 1)
+        now, self.runs = self.loop.time(), False
+        for timer in [timer for timer in self.pending if timer.due <= now]:
+            self.pending.pop(timer, None)
+            timer.fire()
+        if self.pending and not self.runs:
+            self.wait()
 
 
 _of_thread = threading.local()
@@ -183,7 +171,9 @@ def later(delay_s: float, callback: Callable[[], object]) -> SharedTimer:
     ticks: _Ticks | None = getattr(_of_thread, "ticks", None)
     if ticks is None or ticks.loop is not loop:
         ticks = _of_thread.ticks = _Ticks(loop)
-    return ticks.later(delay_s, callback)
+    if not ticks.runs:
+        ticks.wait()
+    return SharedTimer(ticks.pending, loop.time() + delay_s, callback)
 
 
 class Timeout:

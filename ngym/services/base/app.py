@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -21,8 +21,10 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, ProcessCollector, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ngym.config.import_path import load_file
 from ngym.did_you_mean import nearest
@@ -73,6 +75,13 @@ class JsonResponse(Response):
     """
 
     media_type = "application/json"
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        if headers is None:
+            kind, size = self.media_type.encode("latin-1"), b"%d" % len(self.body)
+            self.raw_headers = [(b"content-length", size), (b"content-type", kind)]
+        else:
+            super().init_headers(headers)
 
     def render(self, content: Any) -> bytes:
         try:
@@ -173,6 +182,33 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
 
 
 class _Application(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As FastAPI's and Starlette's, in one call."""
+        if self.root_path:
+            scope["root_path"] = self.root_path
+        scope["app"] = self
+        if self.middleware_stack is None:
+            self.middleware_stack = self.build_middleware_stack()
+        await self.middleware_stack(scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """As FastAPI's; without a middleware of the author, RequestMiddleware is the outermost one and calls the one
+        for errors itself.
+        """
+        outermost = super().build_middleware_stack()
+        if not (isinstance(outermost, ServerErrorMiddleware) and isinstance(outermost.app, RequestMiddleware)):
+            return outermost
+        handler = outermost.handler
+
+        def errors(error: Exception) -> ASGIApp:
+            async def raises(scope: Scope, receive: Receive, send: Send) -> None:
+                raise error
+
+            return ServerErrorMiddleware(raises, handler, self.debug)
+
+        outermost.app.errors = errors
+        return outermost.app
+
     def openapi(self) -> dict[str, Any]:
         """The document, with the token of a locked run as a security scheme: /docs then asks for it."""
         is_new = self.openapi_schema is None

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -28,9 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import Overloaded, PeerTimeout
 from ngym.net import request_context
-from ngym.net.connection_limits import OWN_PACE
+from ngym.net.connection_limits import OWN_PACE, Exchange
 from ngym.net.json_limits import CALL_BYTES
-from ngym.net.request_context import Timeout, later
+from ngym.net.request_context import EXACT_S, Timeout, Timer, later
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.services.base.request_bodies import RequestBody
 from ngym.telemetry import tracing
@@ -144,38 +145,55 @@ class CallerGone(Exception):
     """The caller hung up, so no answer is needed."""
 
 
-class Caller:
-    """`with Caller(receive):` cancels what is awaited inside when the caller hangs up, and raises CallerGone.
+class DeadlinePassed(Exception):
+    """The caller's deadline passed, and what it asked for was stopped."""
 
-    receive: of a request whose body has been read, or a RequestBody. With a RequestBody, watching starts once it has been read: until
-    then its reader receives the disconnect.
+
+class Caller:
+    """`with Caller(receive):` cancels what is awaited inside, and raises CallerGone, when the caller hangs up; and
+    DeadlinePassed when its deadline has passed.
+
+    Args:
+        receive: of a request whose body has been read, or a RequestBody. With a RequestBody, watching starts once it has
+            been read: until then its reader receives the disconnect.
+        remaining_s: until the deadline; None: there is none.
     """
 
-    __slots__ = ("_gone", "_receive", "_task", "_timer", "_watch")
+    __slots__ = ("_cancelling", "_deadline", "_receive", "_remaining_s", "_task", "_timer", "_watch", "_why")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, remaining_s: float | None = None) -> None:
         self._receive = receive
-        self._gone = False
+        self._remaining_s = remaining_s
+        self._why: type[CallerGone | DeadlinePassed] | None = None
+        self._deadline: Timer | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[object] = task
+        self._cancelling = task.cancelling()
         self._timer = later(LOOKS_AFTER_S, self._look)
+        if self._remaining_s is not None and self._remaining_s <= EXACT_S:
+            self._deadline = asyncio.get_running_loop().call_later(self._remaining_s, self._stop, DeadlinePassed)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-        if self._gone and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
-            raise CallerGone from None
+        why = self._why
+        if why and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+            raise why from None
 
     def _look(self) -> None:
+        if self._deadline is None and self._remaining_s is not None:  # a fast answer needs no timer of its own for it
+            self._deadline = later(max(0.0, self._remaining_s - LOOKS_AFTER_S), partial(self._stop, DeadlinePassed))
         if isinstance(self._receive, RequestBody) and not self._receive.read:
             self._timer = later(LOOKS_AFTER_S, self._look)
             return
@@ -184,8 +202,12 @@ class Caller:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
-        self._task.cancel()
+        self._stop(CallerGone)
+
+    def _stop(self, why: type[CallerGone | DeadlinePassed]) -> None:
+        if self._why is None:
+            self._why = why
+            self._task.cancel()
 
 
 def nobody() -> Response:
@@ -267,6 +289,9 @@ class RequestMiddleware:
     Args:
         served: (method, path) -> what answers it, for paths without parameters; they may be under OF_A_ROLLOUT.
         start: called before the first request if the server has run no lifespan.
+
+    Attributes:
+        errors: an unexpected error -> the application that answers it and raises it again; None: an outer one does.
     """
 
     def __init__(
@@ -283,6 +308,7 @@ class RequestMiddleware:
         self.served = served
         self.requests = Counter("ngym_requests", "Requests by route and status", ["route", "status"], registry=registry)
         self.seconds = Histogram("ngym_request_seconds", "Time to answer", ["route"], registry=registry)
+        self.errors: Callable[[Exception], ASGIApp] | None = None
         self._running = 0
         in_flight = Gauge("ngym_requests_in_flight", "Requests being served", registry=registry)
         in_flight.set_function(lambda: self._running)
@@ -298,7 +324,7 @@ class RequestMiddleware:
             await self.start(scope["app"])
         headers = request_context.headers_of(scope)
         token = request_context.current.set(request_context.from_headers(headers))
-        status = 500
+        status = 0
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -327,13 +353,28 @@ class RequestMiddleware:
                 await self._elsewhere(scope, receive, watched)
             else:
                 response = await _answer(served, Request(scope, receive), receive)
-                await response(scope, receive, watched)
+                exchange = getattr(send, "__self__", None)
+                if (
+                    type(exchange) is Exchange
+                    and type(response).__call__ is Response.__call__
+                    and not response.background
+                ):
+                    status, parts = response.status_code, response.raw_headers
+                    if serving.answer_headers is not None:
+                        parts = [*parts, *serving.answer_headers(scope)]
+                    await exchange.answer(status, parts, response.body)  # nothing in between changes what is sent
+                else:
+                    await response(scope, receive, watched)
+        except Exception as error:
+            if self.errors is None or status:
+                raise
+            await self.errors(error)(scope, receive, watched)
         finally:
             self._running -= 1
             request_context.current.reset(token)
             if served is None:
                 route = getattr(scope.get("route"), "path", "unknown")
-            self._count(route, status, time.perf_counter() - started)
+            self._count(route, status or 500, time.perf_counter() - started)
 
     async def _elsewhere(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -356,19 +397,29 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
     try:
         if served.finishes:
             return await served.handler(request)
-        with Caller(receive):
-            return await in_time(served.handler, request)
+        remaining_s = request_context.current.get().remaining_s()
+        if remaining_s is not None and remaining_s <= 0:
+            raise _over(request, "was not begun")
+        with Caller(receive, remaining_s):
+            return await served.handler(request)
     except (CallerGone, ClientDisconnect):
         return nobody()
-    except Exception as error:
-        known = request.app.exception_handlers
-        # not the one for Exception itself: that is called further out, so that the traceback goes to the log
-        respond = next((known[kind] for kind in type(error).__mro__ if kind in known and kind is not Exception), None)
-        if respond is None:
-            raise
-        answered = respond(request, error)
-        response: Response = await answered if inspect.isawaitable(answered) else answered
-        return response
+    except DeadlinePassed:
+        return await _told(request, _over(request, "was stopped"))
+    except Exception as error:  # noqa: BLE001  (_told raises the unexpected ones again)
+        return await _told(request, error)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    """The response to an error that the application has a handler for; other errors are raised again."""
+    known = request.app.exception_handlers
+    # not the one for Exception itself: that is called further out, so that the traceback goes to the log
+    respond = next((known[kind] for kind in type(error).__mro__ if kind in known and kind is not Exception), None)
+    if respond is None:
+        raise error
+    answered = respond(request, error)
+    response: Response = await answered if inspect.isawaitable(answered) else answered
+    return response
 
 
 def invoke_agent(handler: Handler) -> Handler:
@@ -377,9 +428,10 @@ def invoke_agent(handler: Handler) -> Handler:
     async def traced(request: Request) -> Response:
         context = request.app.state.context
         with tracing.span(f"invoke_agent {context.name}", "server") as span:
-            span.set("gen_ai.operation.name", "invoke_agent")
-            span.set("gen_ai.agent.name", context.name)
-            span.set("gen_ai.provider.name", "ngym")
+            if span.is_told:
+                span.set("gen_ai.operation.name", "invoke_agent")
+                span.set("gen_ai.agent.name", context.name)
+                span.set("gen_ai.provider.name", "ngym")
             return await handler(request)
 
     return traced
@@ -403,6 +455,8 @@ def verify() -> tracing.Span:
 
 def scored(span: tracing.Span, outcome: Json) -> None:
     """Record the rewards on the span; a null reward is left out."""
+    if not span.is_told:
+        return
     span.set("gen_ai.evaluation.score.value", outcome["reward"])
     for name, value in (outcome.get("reward_components") or {}).items():
         span.set(f"ngym.reward.{name}", value)

@@ -62,7 +62,8 @@ class RequestBody:
         self._declared = int(declared) if declared.isdigit() else 0
         self._receive = receive
         self._most = most
-        self._size = self._looks_at = 0
+        self._size = 0
+        self._looks_at = min(LARGE, most + 1) if self._declared <= min(LARGE, most) else 0
         self.read = False
 
     def _look(self) -> None:
@@ -87,10 +88,9 @@ class RequestBody:
 async def whole_body(request: Request) -> bytes:
     """As `Request.body`, without the asynchronous generators that starlette reads it through."""
     if not hasattr(request, "_body"):
-        parts = []
-        more = True
+        receive, parts, more = request.receive, [], True
         while more:
-            message = await request.receive()
+            message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             parts.append(message.get("body", b""))
@@ -101,7 +101,7 @@ async def whole_body(request: Request) -> bytes:
 
 async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
     """Call the function, in a thread if the request's body is large, and return its result."""
-    size = await _size(request)
+    size = request.scope.get(BODY_BYTES) or len(await whole_body(request))
     return function(*args) if size <= LOOP_BYTES else await by_size(size, function, *args)
 
 
@@ -127,12 +127,6 @@ def _outcome(function: Callable[..., Result], args: tuple[Any, ...]) -> tuple[Re
         return None, error
 
 
-async def _size(request: Request) -> int:
-    """Bytes of the body."""
-    size: int | None = request.scope.get(BODY_BYTES)
-    return len(await request.body()) if size is None else size
-
-
 async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     """The request's JSON object. Raises BadRequest with the reason if it is invalid.
 
@@ -143,7 +137,7 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     request.scope[BODY_BYTES] = len(raw)
     context = getattr(request.app.state, "context", None)
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
-    args = raw, shorten(request.scope["path"], MOST_NAME), own or most_weight
+    args = raw, request.scope["path"], own or most_weight
     return parsed(*args) if len(raw) <= LOOP_BYTES else await by_size(len(raw), parsed, *args)
 
 
@@ -151,7 +145,7 @@ async def valid_body(request: Request, model: type[BaseModel], value: Json, what
     """As `validated`, for a value from the request's body. In a large body, each list is checked up to its first
     problem.
     """
-    size = await _size(request)
+    size = request.scope.get(BODY_BYTES) or len(await whole_body(request))
     if size <= LOOP_BYTES:
         return _validated(model, value, what, False)
     return await by_size(size, _validated, model, value, what, True)
@@ -163,7 +157,7 @@ def validated(model: type[BaseModel], value: Json, what: str) -> Any:
 
 
 def parsed(raw: bytes, path: str, most_weight: int) -> Json:
-    """A body's JSON object. path: its name in error messages.
+    """A body's JSON object. path: of the request.
 
     Raises:
         BadRequest: it is not a JSON object, too large or too deep.
@@ -171,7 +165,7 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
     """
     if not is_light(raw, most_weight):
         raise BadRequest(
-            f"the JSON of {path} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each "
+            f"the JSON of {shorten(path, MOST_NAME)} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each "
             "object, list and member of an object, 1 for any other value and for 32 bytes outside of strings); "
             "send less, or raise the service's max_json_weight",
             status=413,
@@ -181,11 +175,12 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
     try:
         value = _loaded(raw)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body of {path} is not JSON: {error}", status=400) from None
+        raise BadRequest(f"the body of {shorten(path, MOST_NAME)} is not JSON: {error}", status=400) from None
     if not isinstance(value, dict):
-        raise BadRequest(f"the body of {path} must be a JSON object, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise BadRequest(f"the body of {shorten(path, MOST_NAME)} must be a JSON object, not {kind}")
     if is_deep(raw, value):
-        raise BadRequest(f"the body of {path} is nested deeper than {MAX_DEPTH} levels")
+        raise BadRequest(f"the body of {shorten(path, MOST_NAME)} is nested deeper than {MAX_DEPTH} levels")
     return value
 
 
