@@ -27,6 +27,8 @@ MAX_ANSWER_BYTES = 256 << 20  # head and body of an answer in memory: the larges
 MAX_BUFFERED_BYTES = 1 << 16  # of a streamed body; beyond it the server has to wait
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s and the 75 s of ngym's servers, so that no connection is closed under a request
 CONNECT_TIMEOUT_S = 5.0
+MAX_TARGETS = 1024
+JOINED_BYTES = 16 << 10  # a larger body is not copied behind its head
 MAX_CONNECTING = 64  # at a time: a server's queue of new connections is short
 __all__ = ["CONNECT_TIMEOUT_S", "Client", "Reply", "Streamed"]
 VISIBLE = re.compile(r"[!-~]+")
@@ -158,12 +160,23 @@ class Owner(Protocol):
     def give_back(self, connection: Connection) -> None: ...
 
 
+Request = tuple[bytes, ...]  # its head and its body; a short one is one piece
+_HEADER_NAMES: dict[bytes, str] = {}  # of answers -> in lower case
+
+
+def _header_name(name: bytes) -> str:
+    key = name.lower().decode("latin-1")
+    if len(_HEADER_NAMES) < MAX_TARGETS:
+        _HEADER_NAMES[name] = key
+    return key
+
+
 class Connection(asyncio.Protocol):
     """HTTP/1.1 as far as JSON services need it: answers of any framing, at most one request at a time."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Reply] | None = None
@@ -175,10 +188,10 @@ class Connection(asyncio.Protocol):
 
     def is_fresh(self) -> bool:
         """Whether a request may be sent on it: it is open and has not been idle for long."""
-        return self._transport is not None and self._loop.time() - self.idle_since < KEEPALIVE_S
+        return self._transport is not None and self.loop.time() - self.idle_since < KEEPALIVE_S
 
-    async def exchange(self, request: bytes) -> Reply:
-        """Send a request (head and body) and return its answer. The connection is given back when that is complete.
+    async def exchange(self, request: Request) -> Reply:
+        """Send a request and return its answer. The connection is given back when that is complete.
 
         Raises:
             ConnectionRefusedError: it was not sent.
@@ -186,9 +199,12 @@ class Connection(asyncio.Protocol):
         """
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
-        answer: asyncio.Future[Reply] = self._loop.create_future()
+        answer: asyncio.Future[Reply] = self.loop.create_future()
         self._answer, self._received = answer, 0
-        self._transport.write(request)
+        if len(request) == 1:
+            self._transport.write(request[0])
+        else:
+            self._transport.writelines(request)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -196,14 +212,14 @@ class Connection(asyncio.Protocol):
                 self.close()  # the pending answer has no reader
             raise
 
-    async def begin(self, request: bytes) -> Streamed:
+    async def begin(self, request: Request) -> Streamed:
         """As `exchange`, but returns with the head; the connection is given back when the body is complete."""
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
-        head: asyncio.Future[Streamed] = self._loop.create_future()
+        head: asyncio.Future[Streamed] = self.loop.create_future()
         body = Body(self)
         self._head, self._body, self._received = head, body, 0
-        self._transport.write(request)
+        self._transport.writelines(request)
         try:
             return await head
         except asyncio.CancelledError:
@@ -255,7 +271,7 @@ class Connection(asyncio.Protocol):
             self.close()  # an answer to nothing
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        key = name.lower().decode("latin-1")
+        key = _HEADER_NAMES.get(name) or _header_name(name)
         if key == "set-cookie":
             cookie, _, content = value.partition(b";")[0].decode("latin-1").partition("=")
             self._cookies[cookie.strip()] = content.strip()
@@ -419,7 +435,7 @@ class Pool:
         if waiter := self._next_waiter():
             waiter.set_result(connection)
             return
-        connection.idle_since = asyncio.get_running_loop().time()
+        connection.idle_since = connection.loop.time()
         self._idle.append(connection)
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._close_idle)
@@ -455,6 +471,7 @@ class Client:
         self._headers = _lines(headers)
         self._proxy = proxy
         self._pools: dict[str, Pool] = {}
+        self._targets: dict[tuple[str, str], tuple[Pool, str]] = {}  # of recent requests, by method and URL
 
     async def request(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
@@ -500,20 +517,31 @@ class Client:
             timer.cancel()
             answer.body.close()
 
-    def _prepared(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Pool, bytes]:
+    def _prepared(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Pool, Request]:
+        pool, start = self._targets.get((method, url)) or self._target(method, url)
+        if body is None:
+            return pool, (f"{start}{_lines(headers)}\r\n".encode("latin-1"),)
+        head = f"{start}{_lines(headers)}content-length: {len(body)}\r\n\r\n".encode("latin-1")
+        return pool, (head + body,) if len(body) < JOINED_BYTES else (head, body)
+
+    def _target(self, method: str, url: str) -> tuple[Pool, str]:
+        """The pool of a URL, and the beginning of a request's head."""
         path = url.find("/", url.find("//") + 2)
         server, target = (url, "/") if path < 0 else (url[:path], url[path:])
         pool = self._pools.get(server) or self._pools.setdefault(server, Pool(server, self._proxy))
         if not VISIBLE.fullmatch(target):
             target = quote(target, safe="!$%&'()*+,/:;=?@[]~")
-        length = "" if body is None else f"content-length: {len(body)}\r\n"
-        head = f"{method} {target} HTTP/1.1\r\nhost: {pool.host_header}\r\n{self._headers}{_lines(headers)}{length}\r\n"
-        return pool, head.encode("latin-1") + (body or b"")
+        if len(self._targets) >= MAX_TARGETS:
+            self._targets.clear()
+        known = pool, f"{method} {target} HTTP/1.1\r\nhost: {pool.host_header}\r\n{self._headers}"
+        self._targets[method, url] = known
+        return known
 
     async def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+        self._targets.clear()
         await asyncio.sleep(0)  # the transports close in the next turn of the loop
 
 

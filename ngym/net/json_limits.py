@@ -97,9 +97,21 @@ def json_weight(raw: bytes) -> int:
     return len(raw) // BYTES_OF_WEIGHT + raw.count(b",") + NODE_WEIGHT * sum(map(raw.count, (b"[", b"{", b":")))
 
 
+def _opens(raw: bytes, most: int) -> bool:
+    """Whether there are more brackets than `most` that open."""
+    if len(raw) <= LOOP_BYTES:
+        return raw.count(b"[") + raw.count(b"{") > most
+    for bracket in (b"[", b"{"):  # in long texts, `find` is ten times as fast as `count`
+        place = raw.find(bracket)
+        while place >= 0 and most >= 0:
+            most -= 1
+            place = raw.find(bracket, place + 1)
+    return most < 0
+
+
 def is_deep(raw: bytes, value: Any) -> bool:
     """Whether parsed JSON is nested deeper than MAX_DEPTH. Most `raw` JSON has fewer brackets than that."""
-    if len(raw) <= MAX_DEPTH or raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+    if len(raw) <= 2 * MAX_DEPTH or not _opens(raw, MAX_DEPTH):
         return False
     try:
         orjson.dumps(reduce(lambda inner, _: [inner], range(ORJSON_WRITES - MAX_DEPTH), value))

@@ -82,7 +82,7 @@ class SessionReplica:
     def of(self, urls: Sequence[str]) -> str:
         """The session's replica; a new one if that has left."""
         if self.url is None or self.url not in urls:
-            self.url = rendezvous(self.key, urls)
+            self.url = urls[0] if len(urls) == 1 else rendezvous(self.key, urls)
         return self.url
 
 
