@@ -1,4 +1,4 @@
-"""gym_server(stateless=True): agents skip /seed_session, and /verify needs no session."""
+"""gym_server(stateless=True): agents send a row to /seed_session once, and /verify needs no session."""
 
 from collections import Counter
 from contextlib import suppress
@@ -29,6 +29,8 @@ class Amount(BaseModel):
 
 
 async def verify(task: Task) -> float:
+    if task.answer == "bug":
+        raise ValueError("a bug")
     return float(task.text == task.answer)
 
 
@@ -77,38 +79,45 @@ def remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stateless", [True, False])
-async def test_only_the_first_rollout_begins_a_session(stateless: bool) -> None:
+async def test_only_the_first_rollout_of_a_row_begins_a_session(stateless: bool) -> None:
     counted = Counted(gym_server(verify=verify, stateless=stateless))
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
-        rows = [await peers["agent"].post("/run", ROW) for _ in range(3)]
+        rows = [await peers["agent"].post("/run", {**ROW, "_ng_rollout_index": index}) for index in range(3)]
     assert [row["reward"] for row in rows] == [1.0] * 3
     assert counted.paths["/seed_session"] == (1 if stateless else 3) and counted.paths["/verify"] == 3
     seeded = [any("seed" in span for span in row["ng"]["spans"]) for row in rows]
     assert seeded == [True, not stateless, not stateless]
 
 
-async def test_what_a_server_said_is_forgotten_after_a_while_and_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_accepted_rows_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "STATELESS_S", 0.0)
     counted = Counted(gym_server(verify=verify, stateless=True))
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
         for _ in range(2):
             await peers["agent"].post("/run", ROW)
-        monkeypatch.setattr(agents, "STATELESS_S", 3600.0)
-        for row in (ROW, {**ROW, "answer": 3}, ROW, ROW):
+    assert counted.paths["/seed_session"] == 2
+
+
+async def test_accepted_rows_are_forgotten_after_a_failure_of_verify() -> None:
+    counted, bug = Counted(gym_server(verify=verify, stateless=True)), {**ROW, "answer": "bug"}
+    seeded = []
+    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+        for row in (ROW, bug, bug, ROW, ROW):
             with suppress(ServiceError):
                 await peers["agent"].post("/run", row)
-    assert counted.paths["/seed_session"] == 4  # the last one after the failure
+            seeded.append(counted.paths["/seed_session"])
+    assert seeded == [1, 2, 2, 3, 3]
 
 
-async def test_a_row_that_does_not_fit_is_refused_by_verify_and_ends_no_session() -> None:
+async def test_another_row_that_does_not_fit_is_refused_before_the_model_is_asked() -> None:
     counted = Counted(gym_server(verify=verify, stateless=True))
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", ROW)
-        with pytest.raises(ServiceError, match="answer"):
+        with pytest.raises(ServiceError, match="answer") as refused:
             await peers["agent"].post("/run", {**ROW, "answer": 3})
-    assert counted.paths["/session"] == 0
+        await peers["agent"].post("/run", ROW)
+    assert refused.value.failure == "config"  # of /seed_session
+    assert counted.paths["/seed_session"] == 2 and counted.paths["/verify"] == 2
 
 
 @pytest.mark.parametrize(

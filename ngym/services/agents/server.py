@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, cast
 
+import orjson
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
@@ -24,7 +26,7 @@ from starlette.responses import Response
 from ngym.errors import BadRequest, Boundary, NotFound, PeerTimeout, ServiceError
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
-from ngym.net.json_limits import ROW_BYTES, by_size, serialized
+from ngym.net.json_limits import LOOP_BYTES, ROW_BYTES, by_size, serialized
 from ngym.net.request_context import header
 from ngym.peers import ToolErrors, given_up, parsed
 from ngym.rollout import without_tokens
@@ -41,7 +43,8 @@ MOST_SHOWN = 500  # running rollouts in one answer
 METRICS_S = 120.0
 ABANDON_S = 10.0
 ASK_S = 5.0  # between two questions to the head
-STATELESS_S = 30.0  # for which a gym server that needs no session is not asked again
+STATELESS_S = 30.0  # for which rows are not sent again to a gym server that has accepted them and needs no session
+MOST_ACCEPTED = 100_000  # remembered rows, of 16 bytes each
 CLOCKS_S = 0.01  # timers of the event loop may fire this much too early
 _ANY: Json = OBJECT
 _TRAJECTORY = object_of({"output": {"type": "array", "items": OBJECT}})
@@ -141,21 +144,21 @@ def agent(
         running_now[rollout.rollout_id] = rollout
         try:
             seeded: Json = {}
-            rollout.stateless = seeds and stateless.known(rollout)
+            rollout.stateless = seeds and stateless.has_accepted(rollout)
             if seeds and not rollout.stateless:
                 seeded = await _seed(rollout, await request.body())
-                stateless.note(rollout, seeded.get("stateless") is True)
+                stateless.answered(rollout, seeded.get("stateless") is True)
             response = await _respond(respond, rollout, _params(row, seeded))
             shown = {**response, "output": without_tokens(response["output"])}
             result = {**row, "response": shown}
             scored = await _verify(rollout, result) if rollout.scored is None else {**result, **rollout.scored}
         except BaseException:
-            if rollout.stateless:
-                stateless.note(rollout, False)  # another server may have taken its place
-            else:
+            if not rollout.stateless:
                 ending = asyncio.create_task(_end_session(rollout))
                 abandoned.add(ending)
                 ending.add_done_callback(abandoned.discard)
+            elif rollout.doing == "verify":
+                stateless.forget()  # another server may have taken its place
             raise
         finally:
             running_now.pop(rollout.rollout_id, None)
@@ -295,18 +298,41 @@ def _beginning(params: Any, context: ServiceContext) -> str:
 
 
 class _Stateless:
-    """Whether the gym server last said that it needs no sessions; forgotten after a while, and when its addresses change."""
+    """The rows that a gym server accepted which needs no sessions: their further rollouts need no /seed_session.
+
+    They are forgotten STATELESS_S after the last one was added, when the server's addresses change, and when it fails.
+    """
 
     def __init__(self) -> None:
         self._until = 0.0
         self._urls: tuple[str, ...] = ()
+        self._rows: set[bytes] = set()  # their digests
 
-    def note(self, rollout: RolloutContext, said: bool) -> None:
-        self._until = time.monotonic() + STATELESS_S if said else 0.0
+    def has_accepted(self, rollout: RolloutContext) -> bool:
+        if not self._rows or rollout.request_bytes > LOOP_BYTES:
+            return False
+        if time.monotonic() >= self._until or _gym_urls(rollout) != self._urls:
+            self.forget()
+            return False
+        return _digest(rollout.row) in self._rows
+
+    def answered(self, rollout: RolloutContext, is_stateless: bool) -> None:
+        """Note that the server accepted the rollout's row."""
+        if not is_stateless or _gym_urls(rollout) != self._urls or len(self._rows) >= MOST_ACCEPTED:
+            self.forget()
+        if not is_stateless or rollout.request_bytes > LOOP_BYTES:
+            return
         self._urls = _gym_urls(rollout)
+        self._until = time.monotonic() + STATELESS_S
+        self._rows.add(_digest(rollout.row))
 
-    def known(self, rollout: RolloutContext) -> bool:
-        return time.monotonic() < self._until and _gym_urls(rollout) == self._urls
+    def forget(self) -> None:
+        self._rows.clear()
+
+
+def _digest(row: Json) -> bytes:
+    """The same for all rollouts of a row."""
+    return blake2b(orjson.dumps({**row, "_ng_rollout_index": None}), digest_size=16).digest()
 
 
 def _gym_urls(rollout: RolloutContext) -> tuple[str, ...]:

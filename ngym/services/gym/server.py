@@ -239,8 +239,8 @@ def gym_server(
         `{"reward": None, "reward_pending": "group"}`.
         replays: `verify` takes the session but can score from the response alone. Otherwise a session that was never
         seeded is not verified: its state is not the rollout's.
-        stateless: no session is needed: there are no tools, and `verify` takes none. Our agents then skip
-        /seed_session, and a row that does not fit is refused by /verify, after the model's answer.
+        stateless: no session is needed: there are no tools, and `verify` takes none. Our agents then send a row to
+        /seed_session once, which checks it, and skip that for its further rollouts.
         reward_range: the lowest and the highest reward. Another one is an error of the environment, and the rollout
         fails. The range is in the rows (`reward_range`) and in openapi.json.
     """
