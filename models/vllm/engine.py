@@ -34,7 +34,7 @@ from ngym.errors import BadRequest, ConfigError, ServiceError
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
 
-from .cpu import bundle, leave_out_ranks, prefer_ours
+from .cpu import bundle, leave_out_ranks, prefer_ours, share_kernels
 from .options import Options
 from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
@@ -256,6 +256,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         if options.bundle_tokens:
             bundle(config, service, required=options.bundle_tokens is True)
         leave_out_ranks()
+        share_kernels()
     if _is_forked(arguments):
         _prepare_fork()
     say(f"loading: {options.model}")

@@ -143,6 +143,32 @@ def test_answers_of_every_kind_at_once_carry_each_its_own_tokens(policy: Server,
         assert logprobs == pytest.approx(reference(prompt, sampled, 1.0), abs=1e-4)
 
 
+def test_long_answers_are_the_same_in_bundles_and_in_streams(policy: Server, reference: Any) -> None:
+    limits = [{"max_output_tokens": 127 + 5 * i} for i in range(12)] + [{}]  # the last one fills the context
+    bodies = [{"input": f"hello {i}", "ignore_eos": True, "seed": i, **limit} for i, limit in enumerate(limits)]
+
+    async def ask(**more: Any) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=policy.url, timeout=PATIENCE_S) as client:
+            return await asyncio.gather(*(client.post("/v1/responses", json=body | more) for body in bodies))
+
+    bundled = [tokens_of(reply.json()) for reply in asyncio.run(ask())]
+    streams = [tokens_of(streamed(reply)) for reply in asyncio.run(ask(stream=True))]
+    assert [one[:2] for one in bundled] == [one[:2] for one in streams]
+    assert [len(sampled) for _, sampled, _ in bundled] == [127 + 5 * i for i in range(12)] + [
+        CONTEXT - len(bundled[-1][0])
+    ]
+    for prompt, sampled, logprobs in bundled[-2:]:
+        assert logprobs == pytest.approx(reference(prompt, sampled, 1.0), abs=1e-4)
+
+
+def test_a_stop_token_ends_an_answer_within_a_bundle(policy: Server) -> None:
+    body = {"input": "hello world", "max_output_tokens": 50, "ignore_eos": True, "seed": 3}
+    _, sampled, logprobs = tokens_of(policy.answer(**body))
+    place = next(place for place in range(5, 50) if sampled[place] not in sampled[:place])
+    stopped = tokens_of(policy.answer(**body, stop_token_ids=[sampled[place]]))
+    assert stopped[1:] == (sampled[: place + 1], logprobs[: place + 1])
+
+
 def test_a_stop_string_ends_an_answer_where_it_stands(policy: Server) -> None:
     body = {"input": "hello world", "max_output_tokens": 50, "ignore_eos": True, "seed": 3}
     text = policy.answer(**body)["output"][-1]["content"][0]["text"]

@@ -114,6 +114,38 @@ def shown(engine: dict[str, Any]) -> str:
     return json.dumps({name: str(value) for name, value in sorted(engine.items())})
 
 
+# The products of vLLM's handlers, with every number of rows: the weight [K, N], and kernels that are shared.
+PRODUCTS = """
+import importlib, json, sys
+from pathlib import Path
+import torch
+from ngym.services.base.app import load
+app = load(Path(sys.argv[1]))
+cpu = importlib.import_module(f"{app.__name__}.cpu")
+asked, wrong, bias = set(), [], torch.randn(96)
+handler = cpu.vllm_ops.create_onednn_mm(torch.randn(96, 64).t(), 32)
+vllms = cpu.vllms_product
+cpu.vllms_product = lambda handler, x, bias: asked.add(len(x)) or vllms(handler, x, bias)
+for rows in range(1, 257):
+    x = torch.randn(rows, 64)
+    ours, theirs = cpu.product(handler, x, bias), vllms(handler, x, bias)
+    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-5):
+        wrong.append(rows)
+print(json.dumps([wrong, sorted(asked)]))
+"""
+
+
+@with_vllm
+def test_a_few_kernels_compute_the_products_of_all_batches(root: Path, tmp_path: Path) -> None:
+    (script := tmp_path / "products.py").write_text(PRODUCTS)
+    words = [str(script), str(root / "models" / "vllm" / "app.py")]
+    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, said
+    wrong, asked = json.loads(said.splitlines()[-1])
+    few = [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    assert (wrong, asked) == ([], [*range(1, 9), *few])
+
+
 @with_vllm
 def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Path) -> None:
     cases: dict[str, Any] = {

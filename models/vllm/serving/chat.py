@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
 recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)
+"""Where the tokens of the current request are recorded; None: nowhere."""
 PROMPT_TOO_LONG = ("input_tokens", "input_text")  # the parameter that vLLM's renderer names for such a prompt
 HOSTED = (  # fields for a hosted API, without meaning for an engine
     "metadata",
@@ -72,8 +73,6 @@ BEAMS_ARE_WHOLE = (
     "field 'beam_width': beam search cannot stream, because beams are compared at their end; leave out stream"
 )
 Chunks = AsyncGenerator[Json]
-
-"""Where the tokens of the current request are recorded; None: nowhere."""
 
 
 def turn_ends(engine: AsyncLLM) -> TurnEnds:
