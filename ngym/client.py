@@ -28,6 +28,7 @@ MAX_BUFFERED_BYTES = 1 << 16  # of a streamed body; beyond it the server has to 
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s and the 75 s of ngym's servers, so that no connection is closed under a request
 CONNECT_TIMEOUT_S = 5.0
 MAX_TARGETS = 1024
+MAX_NAME = 64  # characters of a header's name that is remembered
 JOINED_BYTES = 16 << 10  # a larger body is not copied behind its head
 MAX_CONNECTING = 64  # at a time: a server's queue of new connections is short
 __all__ = ["CONNECT_TIMEOUT_S", "Client", "Reply", "Streamed"]
@@ -166,7 +167,7 @@ _HEADER_NAMES: dict[bytes, str] = {}  # of answers -> in lower case
 
 def _header_name(name: bytes) -> str:
     key = name.lower().decode("latin-1")
-    if len(_HEADER_NAMES) < MAX_TARGETS:
+    if len(_HEADER_NAMES) < MAX_TARGETS and len(name) < MAX_NAME:
         _HEADER_NAMES[name] = key
     return key
 
