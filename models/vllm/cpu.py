@@ -17,7 +17,7 @@ the last one: a fifth of the engine's time with 128 running requests.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ from vllm.v1.sample.sampler import Sampler
 from ngym.errors import ConfigError
 
 vllms = Sampler.gather_logprobs
-vllms_product: Callable[[vllm_ops.CPUDNNLGEMMHandler, Tensor, Tensor | None], Tensor] = vllm_ops.onednn_mm
+vllms_product: Any = getattr(vllm_ops, "onednn_mm", None)
 PROVIDER = "ngym_cpu"
 VECTOR = 16
 EVERY = 16
@@ -68,11 +68,12 @@ def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> L
 
 
 def share_kernels() -> None:
-    """Replace vLLM's matrix product in this process and those forked from it."""
-    vllm_ops.onednn_mm = product
+    """Replace vLLM's matrix product in this process and those forked from it, if this is the known version."""
+    if vllm.__version__.startswith(WRITTEN_FOR):
+        vllm_ops.onednn_mm = product
 
 
-def product(handler: vllm_ops.CPUDNNLGEMMHandler, x: Tensor, bias: Tensor | None) -> Tensor:
+def product(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """vLLM's product of x [..., K] and a packed weight [K, N], with the rows of x padded by zeros.
 
     oneDNN compiles a kernel for each number of rows, which takes 1.2 ms: longer than the product of a tiny model. With
@@ -84,8 +85,10 @@ def product(handler: vllm_ops.CPUDNNLGEMMHandler, x: Tensor, bias: Tensor | None
         missing = -rows % step
         if missing and missing * handler.k * handler.n <= PADDING:
             padded = F.pad(x.reshape(rows, handler.k), (0, 0, 0, missing))
-            return vllms_product(handler, padded, bias)[:rows].view(*x.shape[:-1], handler.n)
-    return vllms_product(handler, x, bias)
+            whole: Tensor = vllms_product(handler, padded, bias)
+            return whole[:rows].view(*x.shape[:-1], handler.n)
+    whole = vllms_product(handler, x, bias)
+    return whole
 
 
 def prefer_ours(arguments: Namespace) -> None:
@@ -320,7 +323,7 @@ class Bundling(Scheduler):
 def reuse_slots(manager: KVCacheManager) -> None:
     """Answer allocate_slots at once where a request's next tokens fit in its last block without filling it.
 
-    Then there is nothing to allocate, to free or to cache. vLLM computes that anew for each token of each request.
+    Then there is nothing to allocate, to free or to cache. vLLM works that out for each token of each request.
     """
     pool, kinds = manager.block_pool, manager.coordinator.single_type_managers
     if len(kinds) != 1 or type(kinds[0]) is not FullAttentionManager or kinds[0].block_size != pool.hash_block_size:
