@@ -1,5 +1,6 @@
 """gym_server(stateless=True): agents send a row to /seed_session once, and /verify needs no session."""
 
+import asyncio
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -87,6 +88,32 @@ async def test_only_the_first_rollout_of_a_row_begins_a_session(stateless: bool)
     assert counted.paths["/seed_session"] == (1 if stateless else 3) and counted.paths["/verify"] == 3
     seeded = [any("seed" in span for span in row["ng"]["spans"]) for row in rows]
     assert seeded == [True, not stateless, not stateless]
+
+
+def attempt(row: dict[str, Any], index: int) -> dict[str, Any]:
+    """A rollout of a row as a trainer asks for it: with a seed of its own."""
+    metadata = {"extra_body": f'{{"seed":{index}}}'}
+    return {**row, "_ng_rollout_index": index, "responses_create_params": {"input": "Say 3.", "metadata": metadata}}
+
+
+async def test_rollouts_of_a_row_that_begin_together_wait_for_the_first_one() -> None:
+    counted = Counted(gym_server(verify=verify, stateless=True))
+    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+        await peers["agent"].post("/run", attempt({"answer": "other"}, 0))
+        asked = [peers["agent"].post("/run", attempt(ROW, index)) for index in range(8)]
+        rows = await asyncio.gather(*asked)
+    assert [row["reward"] for row in rows] == [1.0] * 8
+    assert counted.paths["/seed_session"] == 2 and counted.paths["/verify"] == 9
+
+
+async def test_each_rollout_of_a_row_that_does_not_fit_is_refused() -> None:
+    counted = Counted(gym_server(verify=verify, stateless=True))
+    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+        await peers["agent"].post("/run", ROW)
+        asked = [peers["agent"].post("/run", attempt({"answer": 3}, index)) for index in range(4)]
+        refused = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(one, ServiceError) and one.failure == "config" for one in refused)
+    assert counted.paths["/seed_session"] == 5 and counted.paths["/verify"] == 1
 
 
 async def test_accepted_rows_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

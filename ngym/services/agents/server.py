@@ -144,10 +144,13 @@ def agent(
         running_now[rollout.rollout_id] = rollout
         try:
             seeded: Json = {}
-            rollout.stateless = seeds and stateless.has_accepted(rollout)
+            rollout.stateless = seeds and await stateless.has_accepted(rollout)
             if seeds and not rollout.stateless:
-                seeded = await _seed(rollout, await request.body())
-                stateless.answered(rollout, seeded.get("stateless") is True)
+                try:
+                    seeded = await _seed(rollout, await request.body())
+                    stateless.answered(rollout, seeded.get("stateless") is True)
+                finally:
+                    stateless.asked(rollout)
             response = await _respond(respond, rollout, _params(row, seeded))
             shown = {**response, "output": without_tokens(response["output"])}
             result = {**row, "response": shown}
@@ -305,16 +308,26 @@ class _Stateless:
 
     def __init__(self) -> None:
         self._until = 0.0
-        self._urls: tuple[str, ...] = ()
+        self._urls: tuple[str, ...] = ()  # of a server that needs no sessions; empty: it is not known
         self._rows: set[bytes] = set()  # their digests
+        self._asking: dict[str, tuple[bytes, asyncio.Future[None]]] = {}  # by rollout
+        self._asked: dict[bytes, asyncio.Future[None]] = {}  # by row
 
-    def has_accepted(self, rollout: RolloutContext) -> bool:
-        if not self._rows or rollout.request_bytes > LOOP_BYTES:
-            return False
-        if time.monotonic() >= self._until or _gym_urls(rollout) != self._urls:
+    async def has_accepted(self, rollout: RolloutContext) -> bool:
+        """Whether the row was accepted; waits while another rollout asks that. If it is false, `asked` must follow."""
+        if time.monotonic() >= self._until or not self._urls or _gym_urls(rollout) != self._urls:
             self.forget()
             return False
-        return _digest(rollout.row) in self._rows
+        if rollout.request_bytes > LOOP_BYTES:
+            return False
+        digest = _digest(rollout.row)
+        while (asked := self._asked.get(digest)) is not None:
+            await asyncio.wait([asked])
+        if digest in self._rows:
+            return True
+        self._asked[digest] = asyncio.get_running_loop().create_future()
+        self._asking[rollout.rollout_id] = digest, self._asked[digest]
+        return False
 
     def answered(self, rollout: RolloutContext, is_stateless: bool) -> None:
         """Note that the server accepted the rollout's row."""
@@ -326,13 +339,24 @@ class _Stateless:
         self._until = time.monotonic() + STATELESS_S
         self._rows.add(_digest(rollout.row))
 
+    def asked(self, rollout: RolloutContext) -> None:
+        """Let the other rollouts of the row go on: the server has answered, or failed."""
+        if rollout.rollout_id in self._asking:
+            digest, asked = self._asking.pop(rollout.rollout_id)
+            del self._asked[digest]
+            asked.set_result(None)
+
     def forget(self) -> None:
         self._rows.clear()
+        self._urls = ()
 
 
 def _digest(row: Json) -> bytes:
-    """The same for all rollouts of a row."""
-    return blake2b(orjson.dumps({**row, "_ng_rollout_index": None}), digest_size=16).digest()
+    """The same for all rollouts of a row, which differ by index and by seed (in the metadata's extra_body)."""
+    params = row["responses_create_params"]
+    metadata = {**(params.get("metadata") or {}), "extra_body": None}
+    same = {**row, "_ng_rollout_index": None, "responses_create_params": {**params, "metadata": metadata}}
+    return blake2b(orjson.dumps(same), digest_size=16).digest()
 
 
 def _gym_urls(rollout: RolloutContext) -> tuple[str, ...]:
