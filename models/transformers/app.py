@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -45,6 +45,26 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
+def preload() -> None:
+    """Import what a server imports, in the process from which `ng_run --warm` forks servers."""
+    _prepare_environment(Options.model_fields["threads"].default)
+    from . import engine
+
+    del engine
+
+
+def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
+    """Whether a server with these options would import with the same variables, which libraries read once."""
+    threads = Options.model_fields["threads"].default
+    return bool(options.get("threads", threads) == threads)
+
+
+def _prepare_environment(threads: int) -> None:
+    """Set variables that libraries read when they are imported."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 @dataclass(frozen=True)
 class Scoring:
     """A model for sequence classification. served: its name in answers."""
@@ -58,7 +78,7 @@ class Scoring:
 async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _prepare_environment(options.threads)
     if options.model_within_s:
         await asyncio.to_thread(import_module, f"{__package__}.engine")  # takes seconds, while the folder is written
         await appeared(context.root / options.model / "config.json", options.model_within_s)

@@ -105,12 +105,22 @@ async def test_services_of_later_commands_fork_from_the_imports_of_the_first(
     await until(lambda: not psutil.Process(kept.pid).children())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-async def test_vllm_serves_from_the_imports_of_an_earlier_command(tmp_path: Path) -> None:
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+APPS = [
+    pytest.param(
+        {"app": "models/vllm", "engine": {"max_model_len": 256}},
+        marks=pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
+    ),
+    {"app": "models/transformers"},
+]
+
+
+@pytest.mark.parametrize("model", APPS, ids=["vllm", "transformers"])
+async def test_a_model_is_served_from_the_imports_of_an_earlier_command(tmp_path: Path, model: dict[str, Any]) -> None:
     from vllm_service import tokens_of, write_checkpoint
 
     write_checkpoint(tmp_path / "policy")
-    stanza = {"kind": "model", "app": "models/vllm", "model": "policy", "engine": {"max_model_len": 256}}
+    stanza = {"kind": "model", "model": "policy", **model}
     file = tmp_path / "global_config.yaml"
     file.write_text(yaml.safe_dump({"ngym": {"head": {"port": 0}}, "policy": stanza}))
     sampled = []
