@@ -392,10 +392,10 @@ class Engine:
 
     def checkpoint_shapes(self) -> Shapes | None:
         """The shapes of the loaded checkpoint by name; None: it is not in safetensors files of a folder."""
-        files = [str(file) for file in _checkpoint(self._folder).glob("*.safetensors")]
+        files = _weight_files(_checkpoint(self._folder))
         if not files:
             return None
-        shapes = shapes_in(files)
+        shapes = shapes_in(map(str, files))
         if self._model.config.get_text_config().tie_word_embeddings:
             shapes.pop(HEAD, None)  # some checkpoints have the embedding twice
         return shapes
@@ -737,6 +737,14 @@ def _checkpoint(folder: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(folder, local_files_only=True))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads: a folder may have the weights in another format, too."""
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else []
 
 
 def _filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from ngym.services.models.server import ModelOptions
+from ngym.services.models.server import TrainableModelOptions
 
 
-class Options(ModelOptions):
+class Options(TrainableModelOptions):
     model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
-    model_within_s: float = Field(
-        default=0, ge=0, description="How long to wait for the folder, which must appear complete, by a rename."
-    )
     served_name: str | None = Field(
         default=None, description="The model's name in answers; default: the service's name."
     )
@@ -31,12 +27,3 @@ class Options(ModelOptions):
         default=4096, ge=1, description="Limit of the KV cache of all answers; one answer alone may exceed it."
     )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
-    push_token: str | None = Field(
-        default=None,
-        min_length=16,
-        description="The token of weight pushes; default: ng_run's own, in .ngym/head.json.",
-    )
-    push_lease_s: float = Field(default=60.0, gt=0, description="A push ends when the pusher is silent for this long.")
-    weights_root: Path | None = Field(
-        default=None, description="A folder (relative to the config file) from which a push may name files; null: none."
-    )

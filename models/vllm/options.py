@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ngym.services.models.server import ModelOptions
+from ngym.services.models.server import TrainableModelOptions
 
 
 class Node(BaseModel):
@@ -32,11 +31,8 @@ class Node(BaseModel):
         }
 
 
-class Options(ModelOptions):
+class Options(TrainableModelOptions):
     model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
-    model_within_s: float = Field(
-        default=0, ge=0, description="How long to wait for the folder, which must appear complete, by a rename."
-    )
     served_name: str | None = Field(
         default=None, description="The model's name in the API; default: the service's name."
     )
@@ -65,13 +61,4 @@ class Options(ModelOptions):
         ge=1,
         le=512,
         description="Adapters of up to this rank can be pushed (transport lora); null: none.",
-    )
-    push_token: str | None = Field(
-        default=None,
-        min_length=16,
-        description="The token of weight pushes; default: ng_run's own, in .ngym/head.json.",
-    )
-    push_lease_s: float = Field(default=60.0, gt=0, description="A push ends when the pusher is silent for this long.")
-    weights_root: Path | None = Field(
-        default=None, description="A folder (relative to the config file) from which a push may name files; null: none."
     )

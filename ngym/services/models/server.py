@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -36,7 +37,7 @@ from ngym.services.models.token_capture import Captures, ModelCall, Respond, See
 
 __all__ = [
     "ROLLOUT_ID", "ModelCall", "ModelLifespan", "ModelOptions", "Native", "Respond", "SeenCall", "Stream",
-    "model_server",
+    "TrainableModelOptions", "model_server",
 ]  # fmt: skip
 
 LIMIT = re.compile("[1-9][0-9]?|100")
@@ -63,6 +64,23 @@ class ModelOptions(ServiceOptions):
     def reasoning_style(self) -> ReasoningStyle:
         """How a back end that speaks Chat Completions expresses reasoning."""
         return "field"
+
+
+class TrainableModelOptions(ModelOptions):
+    """The options of a model server that loads a checkpoint, whose weights a trainer replaces (`ngym/weight_push`)."""
+
+    model_within_s: float = Field(
+        default=0, ge=0, description="How long to wait for the folder, which must appear complete, by a rename."
+    )
+    push_token: str | None = Field(
+        default=None,
+        min_length=16,
+        description="The token of weight pushes; default: ng_run's own, in .ngym/head.json.",
+    )
+    push_lease_s: float = Field(default=60.0, gt=0, description="A push ends when the pusher is silent for this long.")
+    weights_root: Path | None = Field(
+        default=None, description="A folder (relative to the config file) from which a push may name files; null: none."
+    )
 
 
 ModelLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
