@@ -1,10 +1,10 @@
 """The time until a model with random weights writes only one letter: through the services, and with TRL's GRPOTrainer.
 
 Reward is the share of the letter; model, first weights, tasks, batch, group, learning rate and lengths are the same. Ours is
-`ng_train letters.yaml` with everything in it: vLLM, the agent, the gym server, a weight push after every step. TRL generates
-with transformers. Time is counted from the start of the command to the step whose mean reward reaches the goal, and again
-without the start-up (from the end of the first step); CPU-seconds are those of all processes of the command. TRL is run as it
-comes, and with the setting of its threads that ng_train makes for itself.
+`ng_train letters.yaml` with everything in it: the model server (models/transformers), the agent, the gym server, a weight
+push after every step. TRL generates with transformers. Time is counted from the start of the command to the step whose mean
+reward reaches the goal, and again without the start-up (from the end of the first step); CPU-seconds are those of all
+processes of the command. TRL is run as it comes, and with the setting of its threads that ng_train makes for itself.
 
     python benchmarks/toy.py [--runs 3] [--goal 0.92] [--tokens 32] [--trl PYTHON]
 """

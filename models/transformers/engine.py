@@ -250,13 +250,14 @@ class Batch:
     def clear(self) -> None:
         self.rows, self.starts, self.length, self.cache = [], [], 0, None
 
-    def column(self) -> None:
-        """Make the next column valid, which the next pass fills."""
-        if self._sliding is not None and self.length == self.valid.shape[1]:
-            room = torch.zeros(len(self.rows), max(ROOM, self.length // 4), dtype=torch.bool, device=self._device)
-            self.valid = torch.cat([self.valid, room], 1)
-        self.valid[:, self.length :][:, :1] = True
-        self.length += 1
+    def grow(self, count: int) -> None:
+        """Make the next columns valid, which the next pass fills: one, unless the family has a cache of its own."""
+        if self._sliding is not None:
+            if self.length == self.valid.shape[1]:
+                room = torch.zeros(len(self.rows), max(ROOM, self.length // 4), dtype=torch.bool, device=self._device)
+                self.valid = torch.cat([self.valid, room], 1)
+            self.valid[:, self.length] = True
+        self.length += count
 
     def _part(self, rows: list[int]) -> Part:
         return Part(self.cache, rows, [self.starts[row] for row in rows], self.length)
@@ -332,7 +333,8 @@ class Engine:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._takes_positions = "position_ids" in accepted
         sliding = _sliding(model)
-        self._most = options.batch if sliding is not None else 1
+        self._is_batched = sliding is not None
+        self._most = options.batch if self._is_batched else 1
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
         self._takes_mask = model.config._attn_implementation == "sdpa" and not any(sliding or [True])
         self._device = _device(options)
@@ -396,9 +398,13 @@ class Engine:
         if not files:
             return None
         shapes = shapes_in(map(str, files))
-        if self._model.config.get_text_config().tie_word_embeddings:
+        if self._is_tied:
             shapes.pop(HEAD, None)  # some checkpoints have the embedding twice
         return shapes
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(getattr(self._model.config.get_text_config(), "tie_word_embeddings", False))
 
     async def policy_version(self) -> int:
         return self._version
@@ -519,20 +525,24 @@ class Engine:
         self._preempt()
         if not batch.rows:
             return
-        last = torch.tensor([row.ids[-1:] for row in batch.rows], device=self._device)
+        # A family with a cache of its own gets its whole prompt in the first pass.
+        count = len(batch.rows[0].ids) if batch.cache is None else 1
+        last = torch.tensor([row.ids[-count:] for row in batch.rows], device=self._device)
         padded = max(batch.starts) > 0
-        batch.column()
+        batch.grow(count)
         more: dict[str, Any] = {}
         if padded:
             mask = batch.valid[:, : batch.length]
             more["attention_mask"] = mask[:, None, None] if self._takes_mask else mask.long()
         if self._takes_positions:
             ended = [row.is_ended for row in batch.rows]
+            first = batch.length - count
             positions = [
-                [0 if end else batch.length - 1 - start] for end, start in zip(ended, batch.starts, strict=True)
+                [0] if end else list(range(first - start, batch.length - start))
+                for end, start in zip(ended, batch.starts, strict=True)
             ]
             more["position_ids"] = torch.tensor(positions, device=self._device)
-        out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **more)
+        out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **self._last_only, **more)
         batch.cache = out.past_key_values
         tokens, logprobs = self._drawn(out.logits[:, -1])
         before = self.running
@@ -593,7 +603,9 @@ class Engine:
             if not row.given_up:
                 rows.append(row)
                 longest = length
-        if rows:
+        if rows and not self._is_batched:
+            batch.add(rows, None, [0], 0)
+        elif rows:
             try:
                 cache, starts = self._prefilled(rows, longest)
             except Exception as error:  # noqa: BLE001  (the callers raise it)
@@ -617,7 +629,7 @@ class Engine:
     def _prefilled(self, rows: list[Row], longest: int) -> tuple[Any, list[int]]:
         """A cache of all ids but the last of each row, and the columns where the rows begin."""
         starts = [longest - len(row.ids) + 1 for row in rows]
-        cache = self._batch.layers() if self._most > 1 else None
+        cache = self._batch.layers()
         if longest == 0:
             return cache, starts
         ids = [[0] * start + row.ids[:-1] for start, row in zip(starts, rows, strict=True)]
@@ -688,7 +700,7 @@ class Engine:
         ours = dict(self._model.state_dict(keep_vars=True))
         files = sorted(folder.glob("*.safetensors"))
         names = shapes_in(str(file) for file in files)
-        tied = {name for name in ours if name == HEAD and self._model.config.get_text_config().tie_word_embeddings}
+        tied = {name for name in ours if name == HEAD and self._is_tied}
         if names.keys() == ours.keys() - tied and all(ours[name].shape == shape for name, shape in names.items()):
             for file in files:
                 for name, tensor in load_file(file).items():
