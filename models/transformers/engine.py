@@ -4,11 +4,9 @@ trainer replaces; and scores of a model for sequence classification, such as a r
 A log-probability is that of the sampling distribution, after temperature, top-k, top-p and min-p. Greedy tokens have
 that of the model's own distribution.
 
-The batch is continuous: a request joins it between two tokens, and leaves it when its answer ends. The rows of the KV
-cache are aligned at their last token and padded on the left. A row is prefilled up to the last of its ids, which the
-next step of the batch computes; so a row can leave the batch and come back with the tokens that it has so far, when
-its memory is needed or the weights have changed. Families with a state of another kind (linear attention, state
-spaces) are sampled one answer at a time.
+The batch is continuous: a request joins it between two tokens, and leaves it when its answer ends. It also leaves when
+its memory is needed or the weights have changed, and comes back with its tokens so far. Families with a state of
+another kind (linear attention, state spaces) are sampled one answer at a time.
 """
 
 from __future__ import annotations
@@ -23,33 +21,30 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
-from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
+from ngym.weight_push.stage import Shapes, shapes_in
 
+from .batch import Batch, Draw, Row, sampled, sliding_layers, with_room
 from .options import Options
 
 NO_LIMIT = 1 << 20  # for a model that does not state its context length
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
-ROOM = 64  # tokens by which the cache grows
 DENSE = 0.75  # the share of rows that go on at which the cache is not copied for those that ended
-DRAWN = 1024  # numbers of an answer's noise that are drawn at once, if the vocabulary is smaller
 MB = 1_000_000
 HEAD = "lm_head.weight"
+STOPPING = "this server is stopping"
 CUT_OFF = "a weight push with mode abort ended this answer; ask again"
 
 
@@ -113,194 +108,6 @@ class Classifier:
         return logits
 
 
-class Draw:
-    """The random numbers of one answer with a seed, whatever else is in its batch."""
-
-    def __init__(self, seed: int, device: str) -> None:
-        self._generator = torch.Generator(device)
-        self._generator.manual_seed(seed)
-        self._ready: list[Tensor] = []
-
-    def next(self, like_V: Tensor) -> Tensor:
-        """Exponential noise [V] for the next token. Several tokens are drawn at once: each draw is one call."""
-        if not self._ready:
-            shape = (max(1, DRAWN // len(like_V)), len(like_V))
-            self._ready = list(torch.empty(shape, device=like_V.device).exponential_(generator=self._generator))
-            self._ready.reverse()
-        return self._ready.pop()
-
-
-@dataclass(eq=False)
-class Row:
-    """One answer under way.
-
-    Attributes:
-        ids: of the prompt and of the tokens so far.
-        limit: the length of ids at which the answer ends.
-        stops: ids that end it.
-        draw: of an answer with a seed.
-        unsent: the sampled tokens that the caller does not have yet.
-        given_up: whether the caller has stopped reading.
-        is_ended: whether the last token, or an error, was sent. Its row of the cache may stay for a while.
-    """
-
-    ids: list[int]
-    limit: int
-    stops: frozenset[int]
-    sampling: Sampling
-    draw: Draw | None
-    answers: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
-    unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
-    given_up: bool = False
-    is_ended: bool = False
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether some tokens cannot be sampled."""
-        return self.sampling.top_k > 0 or self.sampling.top_p < 1 or self.sampling.min_p > 0
-
-    @property
-    def is_told_each_token(self) -> bool:
-        """Whether the caller needs each token at once: a stop string may end the answer."""
-        return self.sampling.streamed or bool(self.sampling.stop)
-
-
-class PaddedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
-    """Keys and values [B, H, T, D] of one layer, in buffers with room for more tokens. With a sliding window it has the
-    tokens before the window, too: the mask leaves them out.
-    """
-
-    def __init__(self, is_sliding: bool) -> None:
-        super().__init__()
-        self.keys: Any = None
-        self.values: Any = None
-        self.is_sliding = is_sliding
-        self.length = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        end = self.length + key_states.shape[2]
-        if self.keys is None:
-            self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
-            self.keys, self.values = (_with_room(each, end) for each in (key_states, value_states))
-        elif end > self.keys.shape[2]:
-            self.keys, self.values = (_with_room(each, end) for each in (self.keys, self.values))
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-
-def _with_room(states: Tensor, length: int) -> Tensor:
-    """A buffer for at least so many tokens that begins with these states. The rest is zero: NaN would pass a mask."""
-    buffer = states.new_zeros((*states.shape[:2], length + max(ROOM, length // 4), states.shape[3]))
-    buffer[:, :, : states.shape[2]] = states
-    return buffer
-
-
-class Part(NamedTuple):
-    """Rows of one cache, for another one. starts: of each row's first token."""
-
-    cache: Cache
-    rows: list[int]
-    starts: list[int]
-    length: int
-
-
-class Batch:
-    """The answers under way, and their KV cache of the same number of rows.
-
-    Attributes:
-        starts: the columns of each row's first token; those before are padding.
-        length: the columns of the cache.
-        valid: [B, T + room], 1 where a column is not padding.
-    """
-
-    def __init__(self, sliding: Sequence[bool] | None, device: str) -> None:
-        """sliding: for each layer; None: this family has a cache of its own, and one row only."""
-        self.rows: list[Row] = []
-        self.starts: list[int] = []
-        self.length = 0
-        self.cache: Any = None
-        self.valid = torch.zeros(0, 0, dtype=torch.bool, device=device)
-        self.bytes_per_token = 0  # of one row; 0 before the first pass
-        self._sliding = sliding
-        self._device = device
-
-    def layers(self) -> Cache:
-        assert self._sliding is not None
-        return Cache(layers=[PaddedLayer(each) for each in self._sliding])
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Leave out all other rows."""
-        if len(rows) == len(self.rows):
-            return
-        self._compose([self._part(list(rows))], [self.rows[row] for row in rows])
-
-    def add(self, rows: list[Row], cache: Any, starts: list[int], length: int) -> None:
-        """Add rows with their cache of so many columns."""
-        if self._sliding is None:
-            self.rows, self.starts, self.length, self.cache = rows, starts, length, cache
-            return
-        new = Part(cache, list(range(len(rows))), starts, length)
-        self._compose([self._part(list(range(len(self.rows)))), new], self.rows + rows)
-
-    def clear(self) -> None:
-        self.rows, self.starts, self.length, self.cache = [], [], 0, None
-
-    def grow(self, count: int) -> None:
-        """Make the next columns valid, which the next pass fills: one, unless the family has a cache of its own."""
-        if self._sliding is not None:
-            if self.length == self.valid.shape[1]:
-                room = torch.zeros(len(self.rows), max(ROOM, self.length // 4), dtype=torch.bool, device=self._device)
-                self.valid = torch.cat([self.valid, room], 1)
-            self.valid[:, self.length] = True
-        self.length += count
-
-    def _part(self, rows: list[int]) -> Part:
-        return Part(self.cache, rows, [self.starts[row] for row in rows], self.length)
-
-    def _compose(self, parts: list[Part], rows: list[Row]) -> None:
-        """One cache of these parts' rows, aligned at their ends, without columns that are padding in all rows."""
-        parts = [part for part in parts if part.rows]
-        if not parts:
-            self.clear()
-            return
-        used = [part.length - min(part.starts) for part in parts]
-        length = max(used)
-        cache = self.layers()
-        for index, layer in enumerate(cache.layers):
-            olds = [part.cache.layers[index] for part in parts]
-            if length:
-                layer.keys, layer.values = (
-                    self._aligned([getattr(old, name) for old in olds], parts, used, length)
-                    for name in ("keys", "values")
-                )
-                layer.is_initialized, layer.dtype, layer.device = True, layer.keys.dtype, layer.keys.device
-                layer.length = length
-        if layer.keys is not None and not self.bytes_per_token:
-            self.bytes_per_token = sum(2 * layer.keys[0, :, :1].nbytes for layer in cache.layers)
-        self.rows, self.length, self.cache = rows, length, cache
-        self.starts = [start + length - part.length for part in parts for start in part.starts]
-        columns_T = torch.arange(length, device=self._device)
-        self.valid = columns_T >= torch.tensor(self.starts, device=self._device)[:, None]
-
-    def _aligned(self, states: list[Tensor | None], parts: list[Part], used: list[int], length: int) -> Tensor:
-        one = next(state for state in states if state is not None)
-        count = sum(len(part.rows) for part in parts)
-        buffer = one.new_zeros((count, one.shape[1], length + max(ROOM, length // 4), one.shape[3]))
-        first = 0
-        for state, part, columns in zip(states, parts, used, strict=True):
-            last = first + len(part.rows)
-            if state is not None:
-                picked = state[part.rows] if len(part.rows) < len(state) else state
-                buffer[first:last, :, length - columns : length] = picked[:, :, part.length - columns : part.length]
-            first = last
-        return buffer
-
-
 class Engine:
     """A loaded model, its batch, and the version of its weights.
 
@@ -311,7 +118,6 @@ class Engine:
         OSError, ValueError: the model cannot be loaded.
     """
 
-    serves_adapter = False
     sleep_problem: str | None = None
 
     def __init__(self, folder: str, options: Options, count: Callable[[float], None]) -> None:
@@ -322,8 +128,6 @@ class Engine:
         self._ends = frozenset(end for end in known if end is not None)
         self.asleep: frozenset[str] = frozenset()
         self.weights_dropped = False
-        self.base_version = 0
-        self.broken: str | None = None
         self._count = count
         self._folder = folder
         self._options = options
@@ -332,7 +136,7 @@ class Engine:
         # For a long prompt, unused logits of all other positions would take gigabytes.
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._takes_positions = "position_ids" in accepted
-        sliding = _sliding(model)
+        sliding = sliding_layers(model.config)
         self._is_batched = sliding is not None
         self._most = options.batch if self._is_batched else 1
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
@@ -342,7 +146,7 @@ class Engine:
         self._draw = torch.Generator(self._device)
         self._draw.seed()
         self._waiting: deque[Row] = deque()
-        self._paused = False
+        self._paused = self._closing = False
         self._drained: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Row | Callable[[], None] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -352,6 +156,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop generations at their next token and end the thread."""
+        self._closing = True
         self._inbox.put(None)
         self._thread.join()
 
@@ -369,6 +174,8 @@ class Engine:
         """Tokens as they are sampled, or all at once if there is no stream and no stop string. Sampling stops when the
         caller stops reading.
         """
+        if self._closing:
+            raise NotReady(STOPPING)
         self._loop = asyncio.get_running_loop()
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
         draw = None if sampling.seed is None else Draw(sampling.seed, self._device)
@@ -424,10 +231,6 @@ class Engine:
             await self._resume()
         return Seconds(paused - began, monotonic() - paused)
 
-    async def switch_adapter(self, source: AdapterFiles, version: int, mode: PauseMode, patience_s: float) -> Seconds:
-        """Refused before, because there is no lora_rank."""
-        raise NotImplementedError
-
     async def pause_for_push(self, mode: PauseMode, patience_s: float) -> None:
         """Pause generation between two tokens. Raises ServiceError if the answers in flight take too long to end."""
         if self.asleep:
@@ -455,15 +258,21 @@ class Engine:
         return proof
 
     async def release_memory(self, level: int) -> None:
-        """Move the weights of the paused engine to the host."""
-        await self._run(partial(self._move, "cpu"))
+        """Move the weights of the paused engine to the host. Raises ServiceError."""
+        await self._moved("cpu")
 
     async def restore_memory(self, parts: list[str]) -> None:
-        """Move the weights back to the device. With the last part, generation resumes."""
+        """Move the weights back to the device. With the last part, generation resumes. Raises ServiceError."""
         if "weights" in parts:
-            await self._run(partial(self._move, self._device))
+            await self._moved(self._device)
         if self.asleep <= frozenset(parts):
             await self._run(self._unpause)
+
+    async def _moved(self, device: str) -> None:
+        try:
+            await self._run(partial(self._move, device))
+        except RuntimeError as error:  # such as one of memory
+            raise ServiceError(f"the weights cannot be moved to {device}: {error}", retryable=True) from error
 
     async def _resume(self) -> None:
         if not self.asleep:
@@ -493,7 +302,7 @@ class Engine:
                 told.append(self._inbox.get())
             for item in told:
                 if item is None:
-                    self._fail([*self._batch.rows, *self._waiting], NotReady("this server is stopping"))
+                    self._fail([*self._batch.rows, *self._waiting], NotReady(STOPPING))
                     self._send()
                     return
                 if isinstance(item, Row):
@@ -544,7 +353,7 @@ class Engine:
             more["position_ids"] = torch.tensor(positions, device=self._device)
         out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **self._last_only, **more)
         batch.cache = out.past_key_values
-        tokens, logprobs = self._drawn(out.logits[:, -1])
+        tokens, logprobs = sampled(batch.rows, out.logits[:, -1], self._draw)
         before = self.running
         for row, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
             if not row.is_ended:
@@ -569,7 +378,7 @@ class Engine:
     def _tell(self, row: Row, finish: Finish | None) -> None:
         ids, logprobs = row.unsent
         row.unsent = ([], [])
-        row.is_ended = finish is not None
+        row.is_ended = row.is_ended or finish is not None
         self._unsent.append((row, Sampled(ids, logprobs, finish, self._version)))
 
     def _fail(self, rows: Sequence[Row], error: Exception) -> None:
@@ -597,7 +406,7 @@ class Engine:
             if not row.given_up and not is_first:
                 if rows and (len(rows) + 1) * length > PREFILL_TOKENS:
                     break
-                if not self._fits(count, max(length, batch.length) + ROOM):
+                if not self._fits(count, max(length, batch.length) + 1):
                     break
             self._waiting.popleft()
             if not row.given_up:
@@ -608,13 +417,12 @@ class Engine:
         elif rows:
             try:
                 cache, starts = self._prefilled(rows, longest)
+                batch.add(rows, cache, starts, longest)
             except Exception as error:  # noqa: BLE001  (the callers raise it)
                 self._fail(rows, error)
-                return
-            batch.add(rows, cache, starts, longest)
 
     def _fits(self, rows: int, length: int) -> bool:
-        return rows * length * self._batch.bytes_per_token <= self._options.kv_cache_mb * MB
+        return rows * with_room(length) * self._batch.bytes_per_token <= self._options.kv_cache_mb * MB
 
     def _preempt(self) -> None:
         """Take the newest rows out of a batch that has outgrown its memory; they come back with their tokens."""
@@ -644,28 +452,6 @@ class Engine:
         out = self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
         return out.past_key_values, starts
 
-    def _drawn(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
-        """A token of each row and its log-probability, by the Gumbel-max trick."""
-        rows = self._batch.rows
-        logits_BV = logits_BV.float()
-        greedy = [index for index, row in enumerate(rows) if row.sampling.temperature == 0]
-        temperatures = [row.sampling.temperature or 1.0 for row in rows]
-        if any(each != 1 for each in temperatures):
-            logits_BV = logits_BV / torch.tensor(temperatures, device=logits_BV.device)[:, None]
-        for index, row in enumerate(rows):
-            if row.is_filtered and row.sampling.temperature > 0:
-                logits_BV[index] = _filtered(logits_BV[index], row.sampling)
-        logprobs_BV = logits_BV.log_softmax(-1)
-        noise_BV = torch.empty_like(logprobs_BV).exponential_(generator=self._draw)
-        seeded = {index: row.draw.next(noise_BV[index]) for index, row in enumerate(rows) if row.draw is not None}
-        if seeded:
-            noise_BV[list(seeded)] = torch.stack(list(seeded.values()))
-        if greedy:
-            noise_BV[greedy] = 1.0
-        tokens_B = (logprobs_BV - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()).argmax(-1)
-        chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-        return tokens_B.tolist(), chosen_B.tolist()
-
     def _pause(self, mode: PauseMode) -> Future[None]:
         """Pause generation. Returns a future that is done when it has stopped."""
         drained: Future[None] = Future()
@@ -685,15 +471,15 @@ class Engine:
         self._paused, self._drained = False, None
 
     def _switch(self, folder: Path, version: int) -> None:
-        for row in self._batch.rows:  # the tokens so far are those of the old weights
-            if row.unsent[0]:
-                self._tell(row, None)
-        self._waiting.extendleft(row for row in reversed(self._batch.rows) if not row.is_ended)
-        self._batch.clear()
         self._load(folder)
+        going = [row for row in self._batch.rows if not row.is_ended]
+        for row in going:
+            if row.unsent[0]:
+                self._tell(row, None)  # these tokens are those of the old weights
+        self._waiting.extendleft(reversed(going))
+        self._batch.clear()
         self.weights_dropped = False
         self._version = version
-        self.base_version = version
 
     def _load(self, folder: Path) -> None:
         """Load all tensors: in place if the model has them under the checkpoint's names, else by a second model."""
@@ -702,8 +488,9 @@ class Engine:
         names = shapes_in(str(file) for file in files)
         tied = {name for name in ours if name == HEAD and self._is_tied}
         if names.keys() == ours.keys() - tied and all(ours[name].shape == shape for name, shape in names.items()):
-            for file in files:
-                for name, tensor in load_file(file).items():
+            # All files are read before the first tensor is replaced: an error leaves the old weights as they are.
+            for tensors in [load_file(file) for file in files]:
+                for name, tensor in tensors.items():
                     ours[name].data.copy_(tensor)
             return
         for file in _checkpoint(self._folder).glob("*.json"):
@@ -731,17 +518,6 @@ def _delivered(answers: list[tuple[Row, Sampled | Exception]]) -> None:
         row.answers.put_nowait(answer)
 
 
-def _sliding(model: Any) -> list[bool] | None:
-    """For each layer of the cache, whether its attention has a window; None: some have a state of another kind."""
-    try:
-        layers = DynamicCache(config=model.config).layers
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-        return None
-    return [isinstance(layer, DynamicSlidingWindowLayer) for layer in layers]
-
-
 def _checkpoint(folder: str) -> Path:
     """The folder of the checkpoint's files; that of the hub's cache for a name."""
     if Path(folder).is_dir():
@@ -757,17 +533,3 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else []
-
-
-def _filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """The logits without the tokens that top-k, top-p and min-p leave out."""
-    if 0 < sampling.top_k < len(logits_V):
-        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], -torch.inf)
-    if sampling.top_p < 1:
-        probs_V, order_V = logits_V.softmax(-1).sort(descending=True)
-        beyond_V = probs_V.cumsum(-1) - probs_V >= max(sampling.top_p, 1e-9)  # the likeliest always stays
-        logits_V = logits_V.masked_fill(torch.zeros_like(beyond_V).scatter(0, order_V, beyond_V), -torch.inf)
-    if sampling.min_p > 0:
-        probs_V = logits_V.softmax(-1)
-        logits_V = logits_V.masked_fill(probs_V < sampling.min_p * probs_V.max(), -torch.inf)
-    return logits_V

@@ -74,7 +74,7 @@ async def serve(context: ServiceContext) -> None:
         try:
             doorkeeper.say("loading: preparing the routes")
             root = (context.root / options.weights_root).resolve() if options.weights_root else None
-            push = PushOptions(options.push_token or context.admin_token, root, options.push_lease_s, options.lora_rank)
+            push = PushOptions(options.push_token or context.admin_token, root, options.push_lease_s)
             application = await build_application(context, arguments, engine, push)
             doorkeeper.leave()
             watch = asyncio.create_task(engine.raise_when_dead())

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -89,11 +89,6 @@ class Engine(AsyncLLM):
             state.logprobs_processor = SampledLogprobs.from_new_request(tokenizer=None, request=request)
 
     @property
-    def serves_adapter(self) -> bool:
-        """Whether all generations use an adapter."""
-        return self.adapter is not None
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         dtype: torch.dtype = self.model_config.dtype
@@ -107,12 +102,21 @@ class Engine(AsyncLLM):
         return "this server cannot release its memory; set engine.enable_sleep_mode: true in its stanza"
 
     async def release_memory(self, level: int) -> None:
-        """Release the memory of the paused engine (vLLM's level of sleep)."""
-        await self.sleep(level, "keep")
+        """Release the memory of the paused engine (vLLM's level of sleep). Raises ServiceError: it must restart."""
+        await self._or_broken(self.sleep(level, "keep"))
 
     async def restore_memory(self, parts: list[str]) -> None:
-        """Restore these parts of the memory. With the last one, vLLM resumes generation."""
-        await self.wake_up(parts)
+        """Restore these parts of the memory. With the last one, vLLM resumes generation. Raises ServiceError: it must
+        restart.
+        """
+        await self._or_broken(self.wake_up(parts))
+
+    async def _or_broken(self, work: Awaitable[object]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self.broken = f"vLLM could not release or restore its memory: {error}; the server must restart"
+            raise ServiceError(self.broken, retryable=True) from error
 
     @property
     def adapted_layers(self) -> list[str]:

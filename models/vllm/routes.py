@@ -55,7 +55,7 @@ from ngym.services.base.app import object_of as schema_of
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import refusals
-from ngym.weight_push.routes import PushOptions, Route, WeightPush
+from ngym.weight_push.routes import Adapters, PushOptions, Route, WeightPush
 
 from .engine import Engine
 from .serving.chat import CUT_OFF, ChatHandler, Tokens, recorded, refusal, turn_ends
@@ -96,7 +96,8 @@ async def build_application(
     ):
         add_route(app, "POST", path, handler, summary=summary, body=OBJECT_SCHEMA, answer=answer, most_bytes=ROW_BYTES)
     transfer = Transfer(engine, push.lease_s)
-    weight_push = WeightPush(engine, ours, push, matrices=matrices, transfer=transfer, around=while_alive)
+    adapters = Adapters(engine, context.options.lora_rank, matrices) if matrices else None
+    weight_push = WeightPush(engine, ours, push, adapters=adapters, transfer=transfer, around=while_alive)
     _add_a_policys(app, engine, weight_push)
     if keys := api_keys(arguments):
         app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)

@@ -212,5 +212,7 @@ class Timeout:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        is_late = self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
+        del self._task  # a task keeps its error, whose frames hold this object
+        if is_late:
             raise TimeoutError from error

@@ -79,15 +79,11 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class PushOptions:
-    """token: None disables pushes. root: the resolved folder of the filesystem transport, if any.
-
-    lora_rank: the highest rank of adapters; None: no adapters.
-    """
+    """token: None disables pushes. root: the resolved folder of the filesystem transport, if any."""
 
     token: str | None
     root: Path | None
     lease_s: float
-    lora_rank: int | None = None
 
 
 class PushTarget(Protocol):
@@ -96,20 +92,12 @@ class PushTarget(Protocol):
     Attributes:
         asleep: the parts of MEMORY that are released; generation is paused while there are any.
         weights_dropped: whether the weights are dropped until the next push.
-        base_version: the pushed version of the weights under the adapter; 0: the checkpoint.
-        broken: why the engine must be restarted, or None.
-        serves_adapter: whether all generations use an adapter.
         dtype: of the weights; values beyond its range are refused.
         sleep_problem: why memory cannot be released, or None.
     """
 
     asleep: frozenset[str]
     weights_dropped: bool
-    base_version: int
-    broken: str | None
-
-    @property
-    def serves_adapter(self) -> bool: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -123,15 +111,31 @@ class PushTarget(Protocol):
 
     async def switch_weights(self, folder: Path, version: int, mode: PauseMode, patience_s: float) -> Seconds: ...
 
+    async def prove(self, prompt: list[int]) -> PromptLogprobs: ...
+
+    async def release_memory(self, level: int) -> None:
+        """Raises ServiceError if that fails."""
+
+    async def restore_memory(self, parts: list[str]) -> None:
+        """With the last part, generation resumes. Raises ServiceError if that fails."""
+
+
+class AdapterTarget(Protocol):
+    """What the push of an adapter needs of an engine. base_version: the pushed version of the weights under it, or 0."""
+
+    base_version: int
+
     async def switch_adapter(
         self, source: AdapterFiles, version: int, mode: PauseMode, patience_s: float
     ) -> Seconds: ...
 
-    async def prove(self, prompt: list[int]) -> PromptLogprobs: ...
 
-    async def release_memory(self, level: int) -> None: ...
+class Adapters(NamedTuple):
+    """An engine that serves one adapter, the highest rank, and the matrices that an adapter may change."""
 
-    async def restore_memory(self, parts: list[str]) -> None: ...
+    engine: AdapterTarget
+    most_rank: int
+    matrices: Shapes
 
 
 class PushTransfer(Protocol):
@@ -275,7 +279,7 @@ class Sleep:
                 await engine.pause_for_push("wait", self._patience_s)
                 engine.asleep = MEMORY  # before it is true, because the caller may hang up meanwhile
                 engine.weights_dropped = body.level == WEIGHTS_DROPPED
-                await self._or_broken(engine.release_memory(body.level))
+                await engine.release_memory(body.level)
         return self._told()
 
     async def wake(self, request: Request) -> Response:
@@ -288,18 +292,9 @@ class Sleep:
                 )
             parts: list[str] = [part for part in body.parts if part in engine.asleep]
             if parts:
-                await self._or_broken(engine.restore_memory(parts))  # with the last part, generation resumes
+                await engine.restore_memory(parts)  # with the last part, generation resumes
                 engine.asleep -= frozenset(parts)
         return self._told()
-
-    async def _or_broken(self, work: Awaitable[object]) -> None:
-        try:
-            await work
-        except Exception as error:
-            self._engine.broken = (
-                f"the engine could not release or restore its memory: {error}; the server must restart"
-            )
-            raise ServiceError(self._engine.broken, retryable=True) from error
 
     def _told(self) -> Response:
         return JsonResponse({"asleep": sorted(self._engine.asleep)})
@@ -311,7 +306,7 @@ class WeightPush:
     Args:
         ours: the shapes of the checkpoint; None: the weights cannot be replaced.
         options: of the push.
-        matrices: those that an adapter may change.
+        adapters: None: the engine serves none.
         transfer: the engine's own; None: it has none.
         around: wraps each handler.
     """
@@ -322,13 +317,13 @@ class WeightPush:
         ours: Shapes | None,
         options: PushOptions,
         *,
-        matrices: Shapes | None = None,
+        adapters: Adapters | None = None,
         transfer: PushTransfer | None = None,
         around: Callable[[Route], Route] = lambda route: route,
     ) -> None:
         self._engine = engine
         self._ours = ours
-        self._matrices = matrices or {}
+        self._adapters = adapters
         self._options = options
         self._transfer = transfer if transfer is not None and transfer.backend is not None else None
         self._around = around
@@ -369,7 +364,7 @@ class WeightPush:
         offered: dict[str, Any] = {
             "http": True,
             "filesystem": self._options.root,
-            "lora": self._engine.serves_adapter,
+            "lora": self._adapters is not None,
             **({str(self._transfer.backend): True} if self._transfer else {}),
         }
         open_ = self._options.token and self._ours
@@ -409,9 +404,9 @@ class WeightPush:
         return JsonResponse({"push": push.id, "lease_s": self._options.lease_s}, status_code=201)
 
     def _check_adapter(self, adapter: AdapterShape, announced: list[Announced]) -> None:
-        largest, base = self._options.lora_rank, self._engine.base_version
-        if largest is None:
+        if self._adapters is None:
             raise _conflict("this server does not accept adapters; models/vllm does with lora_rank in its stanza")
+        largest, base = self._adapters.most_rank, self._adapters.engine.base_version
         if adapter.rank > largest:
             raise BadRequest(f"field 'adapter.rank': {adapter.rank} is more than this server's lora_rank {largest}")
         if base:
@@ -419,7 +414,7 @@ class WeightPush:
                 f"an adapter belongs to the checkpoint that this server has loaded, and the weights of version {base} "
                 "were pushed over it; restart the server"
             )
-        check_adapter(announced, adapter.rank, self._matrices)
+        check_adapter(announced, adapter.rank, self._adapters.matrices)
 
     async def _refuse_stale(self, version: int) -> None:
         serving = await self._engine.policy_version()
@@ -465,8 +460,9 @@ class WeightPush:
         push.stage.check_complete()
         if push.adapter is None:
             return await self._engine.switch_weights(push.stage.folder, push.version, mode, patience_s)
+        assert self._adapters is not None
         files = AdapterFiles(push.stage.folder, push.adapter)
-        return await self._engine.switch_adapter(files, push.version, mode, patience_s)
+        return await self._adapters.engine.switch_adapter(files, push.version, mode, patience_s)
 
     async def _connect(self, request: Request) -> Response:
         body: Received = validated(Received, await json_body(request), "a connection")

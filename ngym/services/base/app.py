@@ -200,9 +200,15 @@ class _Application(FastAPI):
             return outermost
         handler = outermost.handler
 
-        def errors(error: Exception) -> ASGIApp:
+        def errors(error: Exception | None) -> ASGIApp:
             async def raises(scope: Scope, receive: Receive, send: Send) -> None:
-                raise error
+                nonlocal error
+                raised, error = error, None  # it refers to this frame as soon as it is raised
+                assert raised is not None
+                try:
+                    raise raised
+                finally:
+                    del raised
 
             return ServerErrorMiddleware(raises, handler, self.debug)
 

@@ -188,7 +188,9 @@ class Caller:
             self._watch.cancel()
             self._watch = None
         why = self._why
-        if why and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+        is_ours = why and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError)
+        del self._task  # a task keeps its error, whose frames may hold this object
+        if why and is_ours:
             raise why from None
 
     def _look(self) -> None:
@@ -405,18 +407,23 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
     except (CallerGone, ClientDisconnect):
         return nobody()
     except DeadlinePassed:
-        return await _told(request, _over(request, "was stopped"))
-    except Exception as error:  # noqa: BLE001  (_told raises the unexpected ones again)
-        return await _told(request, error)
+        told = await _told(request, _over(request, "was stopped"))
+        assert told is not None
+        return told
+    except Exception as error:
+        told = await _told(request, error)
+        if told is None:
+            raise
+        return told
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    """The response to an error that the application has a handler for; other errors are raised again."""
+async def _told(request: Request, error: Exception) -> Response | None:
+    """The response to an error; None if the application has no handler for it."""
     known = request.app.exception_handlers
     # not the one for Exception itself: that is called further out, so that the traceback goes to the log
     respond = next((known[kind] for kind in type(error).__mro__ if kind in known and kind is not Exception), None)
     if respond is None:
-        raise error
+        return None
     answered = respond(request, error)
     response: Response = await answered if inspect.isawaitable(answered) else answered
     return response
