@@ -156,7 +156,7 @@ class Caller:
     Args:
         receive: of a request whose body has been read, or a RequestBody. With a RequestBody, watching starts once it has
             been read: until then its reader receives the disconnect.
-        remaining_s: until the deadline; None: there is none.
+        remaining_s: seconds until the deadline, or None without one.
     """
 
     __slots__ = ("_cancelling", "_deadline", "_receive", "_remaining_s", "_task", "_timer", "_watch", "_why")
