@@ -32,11 +32,12 @@ soak: install ## Tests that take minutes: kills, full disks, hanging ranks
 audit: install ## Known vulnerabilities of the locked versions (asks pypi.org)
 	@for lock in locks/core.txt locks/cpu.txt; do $(BIN)/uvx pip-audit --strict --no-deps --disable-pip -r $$lock || exit; done
 
-check: install ## Lint, format, types, import rules
+check: install ## Lint, format, types, import rules, prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/pytest -q tests/unit/test_prose.py
 
 bench: install ## Measure and write docs/benchmarks.md (ten minutes); a short run: make bench ARGS=--quick
 	@$(BIN)/python benchmarks/run.py $(ARGS)
