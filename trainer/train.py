@@ -20,6 +20,7 @@ from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import held_folder, whole_folder, write_whole
 from ngym.files.hub_download import hub_model_problem
+from ngym.runtime.lean_imports import defer_compiler, lean_imports, quick_metadata
 from ngym.telemetry import tracing
 
 from .checkpoints import Checkpoints, resumable
@@ -139,6 +140,10 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
         gc.disable()  # a fifth of the imports' time would go into looking for garbage among objects that stay
+        lean = stack.enter_context(ExitStack())
+        if not recipe.engine.compile:
+            defer_compiler()
+        lean.enter_context(quick_metadata() if recipe.engine.compile else lean_imports())
         from .algorithms import Algorithm, Setup
         from .checkpoints import CheckpointSaver
         from .engine import engine, optimizer
@@ -176,6 +181,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             make_room(recipe, services)
             barrier()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
+        lean.close()
         algorithm: Algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)

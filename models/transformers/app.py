@@ -32,6 +32,7 @@ from ngym.errors import BadRequest, ConfigError, NotReady
 from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
 from ngym.net.json_limits import ROW_BYTES
+from ngym.runtime.lean_imports import lean_imports
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
 from ngym.services.models.api_dialects import openai_refusal
@@ -48,15 +49,19 @@ Json = dict[str, Any]
 def preload() -> None:
     """Import what a server imports, in the process from which `ng_run --warm` forks servers."""
     _prepare_environment(Options.model_fields["threads"].default)
-    from . import engine
-
-    del engine
+    _import_engine()
 
 
 def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
     """Whether a server with these options would import with the same variables, which libraries read once."""
     threads = Options.model_fields["threads"].default
     return bool(options.get("threads", threads) == threads)
+
+
+def _import_engine() -> None:
+    """With torch and transformers, which takes seconds."""
+    with lean_imports():
+        import_module(f"{__package__}.engine")
 
 
 def _prepare_environment(threads: int) -> None:
@@ -80,15 +85,18 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     options: Options = context.options
     _prepare_environment(options.threads)
     if options.model_within_s:
-        await asyncio.to_thread(import_module, f"{__package__}.engine")  # takes seconds, while the folder is written
+        await asyncio.to_thread(_import_engine)  # while the folder is written
         await appeared(context.root / options.model / "config.json", options.model_within_s)
     folder = _find(options.model, context.root, context.name)
     if not os.path.isabs(folder) and (problem := await asyncio.to_thread(hub_model_problem, folder)):
         raise ConfigError(f"service {context.name!r}: model: {problem}")
-    from .engine import Classifier, Engine, classifies  # torch and transformers take seconds to import
+    await asyncio.to_thread(_import_engine)
+    from .engine import Classifier, Engine, classifies
 
     def load() -> Engine | Classifier:
-        return Classifier(folder, options) if classifies(folder, options) else Engine(folder, options, GENERATED.inc)
+        with lean_imports():
+            is_classifier = classifies(folder, options)
+            return Classifier(folder, options) if is_classifier else Engine(folder, options, GENERATED.inc)
 
     try:
         engine = await asyncio.to_thread(load)

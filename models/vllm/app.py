@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym import ServiceContext
+from ngym.runtime.lean_imports import quick_metadata
 from ngym.services.base.runner import serve_app
 
 from .options import Options
@@ -22,7 +23,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def preload() -> None:
     """Import what `serve` imports, in the process from which `ng_run --warm` forks servers."""
     prepare_environment(Options.model_fields["threads"].default, local=True)
-    from . import engine, routes
+    with quick_metadata():
+        from . import engine, routes
 
     del engine, routes
 
@@ -62,8 +64,9 @@ async def serve(context: ServiceContext) -> None:
         from ngym.weight_push.routes import PushOptions
         from ngym.weight_push.stage import stage_in
 
-        from .engine import start_engine
-        from .routes import api_keys, build_application
+        with quick_metadata():
+            from .engine import start_engine
+            from .routes import api_keys, build_application
 
         if awaited:
             doorkeeper.say(f"loading: waiting for {options.model}")

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ngym.files.atomic import whole_folder
+from ngym.runtime.lean_imports import lean_imports
 from ngym.schema import Json
 
 from ..data.samples import Sample
@@ -395,7 +396,7 @@ class Engine:
         """Commit a Hugging Face folder: config, safetensors, tokenizer. Every rank calls it, rank 0 writes."""
         weights = self.weights()
         if self.rank == 0:
-            with whole_folder(folder) as aside:
+            with whole_folder(folder) as aside, lean_imports():  # saving asks whether FSDP wraps the network
                 self.policy.network.save_pretrained(aside, state_dict=weights, save_original_format=False)
                 tokenizer.save_pretrained(aside)
                 _let_all_read(aside)
