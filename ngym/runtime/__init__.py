@@ -1,1 +1,1 @@
-"""Runtime of a process: event loop, signals and the live region of the terminal."""
+"""Runtime of a process: event loop, signals, the live region of the terminal, and imports of heavy libraries."""

@@ -204,7 +204,7 @@ def packages_distributions() -> dict[str, list[str]]:
 
 
 def _recorded(distribution: metadata.Distribution) -> set[str]:
-    """The packages and modules of its files."""
+    """The packages and modules of its Python files."""
     record = distribution.read_text("RECORD")
     if record is None:
         paths = [str(file) for file in distribution.files or ()]

@@ -76,5 +76,10 @@ def test_what_is_left_out_is_imported_when_it_is_used(script: str, tmp_path: Pat
 
 
 def test_the_distributions_of_packages_are_those_of_the_standard_library() -> None:
-    expected = {package: sorted(names) for package, names in metadata.packages_distributions().items()}
-    assert {package: sorted(names) for package, names in packages_distributions().items()} == expected
+    expected = {package: set(names) for package, names in metadata.packages_distributions().items()}
+    found = {package: set(names) for package, names in packages_distributions().items()}
+    assert {"torch", "transformers", "yaml"} <= found.keys()
+    if sys.version_info < (3, 12):
+        assert found == expected
+    else:  # which also lists folders without Python
+        assert all(names <= expected[package] for package, names in found.items())
