@@ -209,6 +209,10 @@ class PeerSession:
         """The replica of the next call."""
         return self.peer.url(self._affinity)
 
+    def expect_as(self, other: PeerSession) -> None:
+        """Expect the answers of the service to have the same headers as in another session, from the first one on."""
+        self._tells, self._repeatable_s = other._tells, other._repeatable_s
+
     async def request(
         self,
         path: str,

@@ -1,4 +1,4 @@
-"""gym_server(stateless=True): agents send a row to /seed_session once, and /verify needs no session."""
+"""gym_server(stateless=True): agents send a row to /seed_session once; tools and /verify need no session."""
 
 import asyncio
 from collections import Counter
@@ -13,6 +13,8 @@ from shipped import ROOT
 
 from ngym import RolloutContext, Session, VerifyRequest, agent, gym_server
 from ngym.errors import ServiceError
+from ngym.peers import Peer
+from ngym.schema import IDEMPOTENCY_HEADER, SESSION_HEADER
 from ngym.services.agents import server as agents
 from ngym.services.agents.rollout_context import act
 from ngym.services.base.app import load
@@ -41,7 +43,14 @@ async def with_session(task: Task, session: Session) -> float:
 
 async def add(body: Amount) -> int:
     """Add."""
+    if body.amount < 0:
+        raise ValueError("a negative amount")
     return body.amount
+
+
+async def remember(body: Amount, session: Session) -> int:
+    """Remember."""
+    return session.setdefault("amount", body.amount)
 
 
 class Counted:
@@ -149,8 +158,49 @@ async def test_another_row_that_does_not_fit_is_refused_before_the_model_is_aske
 
 @pytest.mark.parametrize(
     ("declared", "reason"),
-    [({"verify": with_session}, "`verify` takes the Session"), ({"verify": verify, "tools": [add]}, "it has tools")],
+    [
+        ({"verify": with_session}, "`verify` takes the Session"),
+        ({"verify": verify, "tools": [add, remember]}, "the tool `remember` takes the Session"),
+    ],
 )
 def test_what_needs_a_session_is_not_stateless(declared: dict[str, Any], reason: str) -> None:
     with pytest.raises(SignatureError, match=f"stateless=True.: {reason}; leave stateless out"):
         gym_server(**declared, stateless=True)
+
+
+def calling(amount: int) -> dict[str, Any]:
+    call = {"tool_calls": [{"name": "add", "arguments": {"amount": amount}}]}
+    return {**OPTIONS, "policy": {"replies": [{"turn": 2, "text": "3"}, call]}}
+
+
+async def test_tools_that_take_no_session_are_offered_and_called_without_one() -> None:
+    counted = Counted(gym_server(verify=verify, tools=[add], stateless=True))
+    async with house(calling(3), gym=counted.app, **others()) as peers:
+        rows = [await peers["agent"].post("/run", attempt(ROW, index)) for index in range(3)]
+    for row in rows:
+        outputs = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+        assert (row["reward"], outputs, [tool["name"] for tool in row["response"]["tools"]]) == (1.0, ["3"], ["add"])
+    assert counted.paths["/seed_session"] == 1 and counted.paths["/add"] == 3 and "/session" not in counted.paths
+
+
+async def test_a_tool_that_fails_fails_its_rollout_and_the_next_one_begins_a_session() -> None:
+    counted = Counted(gym_server(verify=verify, tools=[add], stateless=True))
+    async with house(calling(-1), gym=counted.app, **others()) as peers:
+        for seeded in (1, 1, 2):
+            with pytest.raises(ServiceError, match="a negative amount") as failed:
+                await peers["agent"].post("/run", ROW)
+            assert failed.value.failure == "tool_error" and counted.paths["/seed_session"] == seeded
+    assert counted.paths["/verify"] == 0
+
+
+async def test_a_repeated_call_of_a_tool_without_a_session_runs_once_until_verify() -> None:
+    headers = {SESSION_HEADER: "0123456789abcdef", IDEMPOTENCY_HEADER: "1"}
+
+    async def called(gym: Peer, amount: int) -> bytes:
+        return (await gym.request("POST", "/add", {"amount": amount}, headers=headers)).body
+
+    async with house({}, gym=gym_server(verify=verify, tools=[add], stateless=True)) as peers:
+        gym = peers["gym"]
+        assert [await called(gym, 1), await called(gym, 2)] == [b"1", b"1"]
+        await gym.session(headers[SESSION_HEADER]).post("/verify", {**ROW, "response": {"output": []}})
+        assert await called(gym, 2) == b"2"

@@ -28,7 +28,7 @@ from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, ROW_BYTES, by_size, serialized
 from ngym.net.request_context import header
-from ngym.peers import ToolErrors, given_up, parsed
+from ngym.peers import PeerSession, ToolErrors, given_up, parsed
 from ngym.rollout import without_tokens
 from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
@@ -143,12 +143,12 @@ def agent(
         rollout.row = row
         running_now[rollout.rollout_id] = rollout
         try:
-            seeded: Json = {}
-            rollout.stateless = seeds and await stateless.has_accepted(rollout)
-            if seeds and not rollout.stateless:
+            seeded = await stateless.accepted(rollout) if seeds else {}
+            rollout.stateless = seeds and seeded is not None
+            if seeded is None:
                 try:
                     seeded = await _seed(rollout, await request.body())
-                    stateless.answered(rollout, seeded.get("stateless") is True)
+                    stateless.answered(rollout, seeded)
                 finally:
                     stateless.asked(rollout)
             response = await _respond(respond, rollout, _params(row, seeded))
@@ -156,11 +156,11 @@ def agent(
             result = {**row, "response": shown}
             scored = await _verify(rollout, result) if rollout.scored is None else {**result, **rollout.scored}
         except BaseException:
-            if not rollout.stateless:
+            if not rollout.stateless or rollout.tool_calls:  # a tool may still run
                 ending = asyncio.create_task(_end_session(rollout))
                 abandoned.add(ending)
                 ending.add_done_callback(abandoned.discard)
-            elif rollout.doing == "verify":
+            if rollout.stateless and rollout.doing != "model":
                 stateless.forget()  # another server may have taken its place
             raise
         finally:
@@ -309,35 +309,44 @@ class _Stateless:
     def __init__(self) -> None:
         self._until = 0.0
         self._urls: tuple[str, ...] = ()  # of a server that needs no sessions; empty: it is not known
-        self._rows: set[bytes] = set()  # their digests
+        self._rows: dict[bytes, Json] = {}  # their digests, and what the server answered
+        self._last: Json = {}  # the last of these answers: most are equal
+        self._session: PeerSession | None = None  # of the last rollout that was seeded
         self._asking: dict[str, tuple[bytes, asyncio.Future[None]]] = {}  # by rollout
         self._asked: dict[bytes, asyncio.Future[None]] = {}  # by row
 
-    async def has_accepted(self, rollout: RolloutContext) -> bool:
-        """Whether the row was accepted; waits while another rollout asks that. If it is false, `asked` must follow."""
+    async def accepted(self, rollout: RolloutContext) -> Json | None:
+        """What the server answered to the row; waits while another rollout asks that. After None, `asked` must follow."""
         if time.monotonic() >= self._until or not self._urls or _gym_urls(rollout) != self._urls:
             self.forget()
-            return False
+            return None
         if rollout.request_bytes > LOOP_BYTES:
-            return False
+            return None
         digest = _digest(rollout.row)
         while (asked := self._asked.get(digest)) is not None:
             await asyncio.wait([asked])
-        if digest in self._rows:
-            return True
+        seeded = self._rows.get(digest)
+        if seeded is not None:
+            if self._session is not None:
+                rollout.gym.expect_as(self._session)
+            return seeded
         self._asked[digest] = asyncio.get_running_loop().create_future()
         self._asking[rollout.rollout_id] = digest, self._asked[digest]
-        return False
+        return None
 
-    def answered(self, rollout: RolloutContext, is_stateless: bool) -> None:
-        """Note that the server accepted the rollout's row."""
+    def answered(self, rollout: RolloutContext, seeded: Json) -> None:
+        """Note that the server accepted the rollout's row, and its answer."""
+        is_stateless = seeded.get("stateless") is True
         if not is_stateless or _gym_urls(rollout) != self._urls or len(self._rows) >= MOST_ACCEPTED:
             self.forget()
         if not is_stateless or rollout.request_bytes > LOOP_BYTES:
             return
         self._urls = _gym_urls(rollout)
         self._until = time.monotonic() + STATELESS_S
-        self._rows.add(_digest(rollout.row))
+        kept = {"tools": seeded.get("tools")}
+        self._last = self._last if self._last == kept else kept
+        self._session = rollout.gym
+        self._rows[_digest(rollout.row)] = self._last
 
     def asked(self, rollout: RolloutContext) -> None:
         """Let the other rollouts of the row go on: the server has answered, or failed."""

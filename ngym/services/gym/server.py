@@ -239,7 +239,7 @@ def gym_server(
         `{"reward": None, "reward_pending": "group"}`.
         replays: `verify` takes the session but can score from the response alone. Otherwise a session that was never
         seeded is not verified: its state is not the rollout's.
-        stateless: no session is needed: there are no tools, and `verify` takes none. Our agents then send a row to
+        stateless: no session is needed: neither a tool nor `verify` takes one. Our agents then send a row to
         /seed_session once, which checks it, and skip that for its further rollouts.
         reward_range: the lowest and the highest reward. Another one is an error of the environment, and the rollout
         fails. The range is in the rows (`reward_range`) and in openapi.json.
@@ -253,9 +253,9 @@ def gym_server(
     repeats = app.state.repeats = Repeats()
     app.state.verifier = inspected(verify, VerifyRequest)
     check_reward_type(verify)
-    if stateless and (tools or app.state.verifier.session):
-        what = "it has tools" if tools else "`verify` takes the Session"
-        raise SignatureError(f"gym_server(stateless=True): {what}; leave stateless out")
+    if stateless and app.state.verifier.session:
+        raise SignatureError("gym_server(stateless=True): `verify` takes the Session; leave stateless out")
+    app.state.stateless = stateless
     app.state.tools = []
     app.state.callable = {}
     app.router.routes.append(Route("/mcp", over_mcp))
@@ -272,8 +272,8 @@ def gym_server(
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
         task = await valid_body(request, app.state.verifier.body, raw, _row_name(raw))
-        unseeded = stateless and session_id_of(request.scope) not in store
-        session = Session() if unseeded else session_for(store, request)
+        session_id = session_id_of(request.scope)
+        session = Session(session_id or "") if stateless and session_id not in store else session_for(store, request)
         if TASK not in session and app.state.verifier.session and not replays:
             raise ServiceError(NEVER_SEEDED, status=409)
         try:

@@ -48,6 +48,7 @@ class Tool(NamedTuple):
     call: Callable[[Json, Session, Request], Awaitable[Response]]
     answers: Json = ANYTHING  # the JSON Schema of its result
     where: str | None = None  # file and line of the author's function
+    takes_session: bool = True
 
     async def answer(self, arguments: Json, session: Session, request: Request) -> Response:
         """Call the tool within its span.
@@ -100,6 +101,8 @@ class Author(NamedTuple):
 def register_tool(app: FastAPI, tool: Tool) -> None:
     """Add a tool to a gym server: in GET /tools, at POST /<its name> and over MCP."""
     name, schema = tool.described["name"], tool.described["parameters"]
+    if app.state.stateless and tool.takes_session:
+        raise SignatureError(f"gym_server(stateless=True): the tool `{name}` takes the Session; leave stateless out")
     app.state.tools.append(tool.described)
     app.state.callable[name] = tool
     handler = app.state.repeats.once(_route(tool, app))
@@ -111,7 +114,9 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
         arguments = await _body(request)
         session_id = session_id_of(request.scope)
         if session_id is not None:
-            return await tool.answer(arguments, app.state.sessions.get(session_id), request)
+            unseeded = app.state.stateless and session_id not in app.state.sessions
+            named = Session(session_id) if unseeded else app.state.sessions.get(session_id)
+            return await tool.answer(arguments, named, request)
         session: Session = app.state.sessions.start()
         try:
             answer = await tool.answer(arguments, session, request)
@@ -166,7 +171,8 @@ def of_function(function: Callable[..., Any]) -> Tool:
             result = await author.run(body, session, request)
         return _written(result, author, name)
 
-    return Tool(_describe(name, author), call, _result_schema(function), _line_of(author.call))
+    described_tool, takes_session = _describe(name, author), author.session is not None
+    return Tool(described_tool, call, _result_schema(function), _line_of(author.call), takes_session)
 
 
 def _result_schema(function: Callable[..., Any]) -> Json:
