@@ -207,8 +207,8 @@ class _Walk:
                 self.turn.tokens |= token_fields(item)
 
     def end_turn(self) -> None:
-        turn, self.turn = self.turn, _Turn()
-        if turn.started:
+        if self.turn.started:  # else it is empty
+            turn, self.turn = self.turn, _Turn()
             self.end_system()
             self.messages.append(turn.message(self.style))
 

@@ -35,6 +35,7 @@ PASSED = (
     "prompt_cache_retention", "service_tier", *SAMPLING,
 )  # fmt: skip
 """Fields with the same name and meaning on both sides."""
+_PASSED = frozenset(PASSED)
 LOGPROBS = "message.output_text.logprobs"
 ASKS_FOR_TOKENS = ("return_token_ids", "return_tokens_as_token_ids")
 """Fields of vLLM's Chat API that also other back ends support, if their answers have TOKEN_FIELDS."""
@@ -59,8 +60,11 @@ def chat_request(
     """
     if params.get("truncation") == "auto":
         raise BadRequest("field 'truncation': 'auto' is not supported by this model's back end; shorten the input")
-    passed = (*PASSED, "thinking") if tokens else PASSED
-    request = {name: params[name] for name in passed if params.get(name) is not None}
+    request = {
+        name: value
+        for name, value in params.items()
+        if value is not None and (name in _PASSED or (tokens and name == "thinking"))
+    }
     request["messages"] = messages_from_items(params["input"], params.get("instructions"), style=style, tokens=tokens)
     if params.get("max_output_tokens") is not None:
         request[max_tokens_field] = params["max_output_tokens"]

@@ -11,6 +11,9 @@ from ngym.errors import Problem, refused
 from ngym.schema import TOKEN_FIELDS, Json
 
 _ROLES = frozenset({"user", "assistant", "system", "developer", "tool"})
+_SPEAKERS = _ROLES - {"tool"}
+_PLAIN = frozenset({"type", "role", "content"})
+_TOKEN_DATA = frozenset(TOKEN_FIELDS)
 _STRINGS_OF = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id",),
@@ -62,15 +65,29 @@ def input_problems(items: Any) -> Iterator[Problem]:
         for name in _STRINGS_OF[kind]:
             if not isinstance(item.get(name), str):
                 yield Problem(f"{where}.{name}", "must be a string")
-        yield from token_problems(item, where)
+        if not _TOKEN_DATA.isdisjoint(item):
+            yield from token_problems(item, where)
         if kind == "message":
-            yield from _role_problems(item, where)
+            if not _is_plain(item):
+                yield from _role_problems(item, where)
         elif kind == "function_call_output":
-            yield from _content_problems(item.get("output"), f"{where}.output")
+            if not isinstance(item.get("output"), str):
+                yield from _content_problems(item.get("output"), f"{where}.output")
             if not isinstance(item.get("ng", {}), dict):
                 yield Problem(f"{where}.ng", "must be sent back as it came")
         elif kind == "reasoning":
             yield from _reasoning_problems(item, where)
+
+
+def _is_plain(message: Json) -> bool:
+    """Whether the message is only a text of a role, which has no problems."""
+    role = message.get("role")
+    return (
+        isinstance(role, str)
+        and role in _SPEAKERS
+        and isinstance(message.get("content"), str)
+        and message.keys() <= _PLAIN
+    )
 
 
 def _hint(kind: Any) -> str:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -135,30 +133,23 @@ class ConcurrencyLimiter:
         """Seconds until requests may be started again."""
         return max(0.0, self._resume_at - asyncio.get_running_loop().time())
 
-    @asynccontextmanager
-    async def turn(self, remaining_s: float | None, patience_s: float) -> AsyncIterator[Turn]:
-        """`async with pace.turn(30, 600) as turn:` waits for its turn; report the result with its methods.
+    async def enter(self, remaining_s: float | None, patience_s: float) -> Turn:
+        """Wait for a turn; report the result with its methods, then call `leave`.
 
         Args:
             remaining_s: the longest wait; None: no bound.
             patience_s: a longer pause raises Overloaded.
 
-        Raises (on entering):
+        Raises:
             Overloaded: the API asked for a longer pause. TimeoutError: the turn did not come in time.
         """
-        await self.enter(remaining_s, patience_s)
-        try:
-            yield Turn(self, asyncio.get_running_loop().time())
-        finally:
-            self.leave()
-
-    async def enter(self, remaining_s: float | None, patience_s: float) -> None:
         patience_s = min(patience_s, patience_s if remaining_s is None else remaining_s)
-        if self.paused_s() > patience_s:
+        now = asyncio.get_running_loop().time()
+        if self._resume_at - now > patience_s:
             raise self._too_long()
-        if not self._waiting and self._may_start():
-            self._start()
-            return
+        if not self._waiting and self._may_start(now):
+            self._start(now)
+            return Turn(self, now)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._patience[waiter] = patience_s
@@ -172,6 +163,7 @@ class ConcurrencyLimiter:
             raise
         finally:
             del self._patience[waiter]
+        return Turn(self, asyncio.get_running_loop().time())
 
     def leave(self) -> None:
         self.in_flight -= 1
@@ -213,30 +205,31 @@ class ConcurrencyLimiter:
         detail = f"the API asked for a pause of {self.paused_s():.0f} s, longer than this request may wait"
         return Overloaded(detail, failure="model_error")
 
-    def _may_start(self) -> bool:
-        now = asyncio.get_running_loop().time()
+    def _may_start(self, now: float) -> bool:
         return self.in_flight < max(1.0, self.limit) and now >= max(self._resume_at, self._next_start)
 
-    def _start(self) -> None:
+    def _start(self, now: float) -> None:
         self.in_flight += 1
         if self._ceiling is not None:
-            gap = min(self._latency_s / self.limit, LONGEST_GAP_S)
-            self._next_start = asyncio.get_running_loop().time() + gap
+            self._next_start = now + min(self._latency_s / self.limit, LONGEST_GAP_S)
 
     def _let_in(self) -> None:
         """Start as many waiters as allowed, in order; if they only wait for a time, set a timer."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
-        while self._waiting and self._may_start():
+        if not self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._may_start(now := loop.time()):
             waiter = self._waiting.popleft()
             if not waiter.done():
-                self._start()
+                self._start(now)
                 waiter.set_result(None)
         if self._waiting and self.in_flight < max(1.0, self.limit):
             if self._timer is not None:
                 self._timer.cancel()
             when = max(self._resume_at, self._next_start)
-            self._timer = asyncio.get_running_loop().call_at(when, self._let_in)
+            self._timer = loop.call_at(when, self._let_in)
 
 
 class Turn(NamedTuple):

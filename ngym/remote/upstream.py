@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ngym.client import Client
+from ngym.client import Client, Streamed
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError
 from ngym.net import request_context
 from ngym.net.auth import wrong_url
@@ -259,6 +259,7 @@ _MAX_EVENT_BYTES = 1 << 26
 log = logging.getLogger("ngym.remote")
 BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, and spread
 LONGEST_BACKOFF_S = 8.0
+MOST_SITES = 64
 DONE = b"[DONE]"
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
 """Returns the authorization headers of a request; called for each one, because tokens expire."""
@@ -289,15 +290,6 @@ class EventData:
                 yield b"\n".join(data)
 
 
-class _Answer(NamedTuple):
-    """An answer with a streamed body (parts) or a complete one (whole)."""
-
-    status: int
-    headers: Mapping[str, str]
-    parts: AsyncIterator[bytes]
-    whole: bytes | None
-
-
 class Upstream:
     """A remote API: its connections, and the pace, the retry budget and the caps that all callers share.
 
@@ -316,6 +308,7 @@ class Upstream:
         self._model = model
         self._headers = headers
         self._address = address or (lambda path: options.base_url.rstrip("/") + path)
+        self._sites: dict[str, Site] = {}  # by path
         self._client = Client({"content-type": "application/json", "user-agent": "ngym"}, options.proxy_for_https())
 
     async def close(self) -> None:
@@ -352,8 +345,20 @@ class Upstream:
         once: never process the request twice: it is only retried if it was certainly not processed, else Unanswered is
         raised.
         """
-        async with self._opened(self._site(path), body, streamed=False, once=once) as answer:
-            return answer.whole or b""
+        site, raw, attempt = self._site(path), None if body is None else serialized(body), 0
+        self.budget.request()
+        while True:
+            self.caps.check()
+            turn = await self._turn(site)
+            try:
+                answer = await self._whole(turn, site, raw, once)
+                if isinstance(answer, bytes):
+                    turn.answered()
+                    return answer
+            finally:
+                self.pace.leave()
+            attempt += 1
+            await self._pause(attempt, answer, once)
 
     async def stream(self, path: str, body: Json) -> AsyncGenerator[Json, None]:
         """Send JSON to a path and yield the events of the answer; `[DONE]` is left out.
@@ -364,12 +369,12 @@ class Upstream:
         """
         site, used = self._site(path), Used()
         try:
-            async with self._opened(site, body, streamed=True) as answer:
+            async with self._opened(site, serialized(body)) as answer:
                 if "text/event-stream" not in answer.headers.get("content-type", ""):
                     raise site.nonsense("did not answer with a stream, which was requested")
                 data = EventData()
                 try:
-                    async for part in answer.parts:
+                    async for part in answer.body:
                         for event in data.take(part):
                             if event != DONE:
                                 yield self._event(event, site, used)
@@ -390,69 +395,84 @@ class Upstream:
         return event
 
     def _site(self, path: str) -> Site:
-        return Site(self._address(path), self._model, self._options.api_key_env)
+        site = self._sites.get(path)
+        if site is None:
+            site = Site(self._address(path), self._model, self._options.api_key_env)
+            if len(self._sites) < MOST_SITES:
+                self._sites[path] = site
+        return site
 
     @asynccontextmanager
-    async def _opened(
-        self, site: Site, body: Json | None, *, streamed: bool, once: bool = False
-    ) -> AsyncIterator[_Answer]:
-        """A 2xx answer, with retries; its slot in flight is held until it is read."""
-        raw = None if body is None else serialized(body)
+    async def _opened(self, site: Site, raw: bytes) -> AsyncIterator[Streamed]:
+        """A 2xx answer whose body is not read, with retries; its slot in flight is held until it is read."""
         self.budget.request()
         attempt = 0
         while True:
             self.caps.check()
-            async with AsyncExitStack() as held:
-                turn = await self._turn(held, site)
-                answer = await self._attempt(held, turn, site, raw, streamed, once)
-                if isinstance(answer, _Answer):
-                    yield answer
-                    turn.answered()
-                    return
+            turn = await self._turn(site)
+            try:
+                async with AsyncExitStack() as held:
+                    answer = await self._begun(held, turn, site, raw)
+                    if isinstance(answer, Streamed):
+                        yield answer
+                        turn.answered()
+                        return
+            finally:
+                self.pace.leave()
             attempt += 1
-            if attempt > self._options.max_retries or not self._again(answer, once):
-                raise answer
-            if not _refused(answer):
-                await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
+            await self._pause(attempt, answer, False)
 
-    async def _turn(self, held: AsyncExitStack, site: Site) -> Turn:
+    async def _turn(self, site: Site) -> Turn:
+        """Wait for a slot in flight; `pace.leave` must follow."""
         remaining = request_context.current.get().remaining_s()
         try:
-            return await held.enter_async_context(self.pace.turn(remaining, self._options.timeout_s))
+            return await self.pace.enter(remaining, self._options.timeout_s)
         except TimeoutError:
             raise site.too_slow(self._options.timeout_s) from None
 
-    async def _attempt(
-        self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes | None, streamed: bool, once: bool
-    ) -> _Answer | ServiceError:
-        """An answer, or a problem, which the caller raises unless it retries."""
-        remaining = request_context.current.get().remaining_s()
-        timeout_s = self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
+    async def _whole(self, turn: Turn, site: Site, raw: bytes | None, once: bool) -> bytes | ServiceError:
+        """The body of a 2xx answer, or a problem, which the caller raises unless it retries."""
+        method = "GET" if raw is None else "POST"
         try:
             headers = {**await self._headers(), **request_context.trace_headers()}
-            if streamed:
-                opened = await held.enter_async_context(self._client.stream("POST", site.url, raw, headers, timeout_s))
-                answer = _Answer(opened.status, opened.headers, opened.body, None)
-                if not 200 <= opened.status < 300:
-                    answer = answer._replace(whole=b"".join([part async for part in opened.body]))
-            else:
-                method = "GET" if raw is None else "POST"
-                reply = await self._client.request(method, site.url, raw, headers, timeout_s)
-                answer = _Answer(reply.status, reply.headers, _nothing(), reply.body)
-        except ConnectionError as error:
-            if once and not isinstance(error, ConnectionRefusedError):
-                raise site.unanswered(error) from None
-            return site.cannot_be_reached(error)
-        except TimeoutError as error:
-            if once:
-                raise site.unanswered(error) from None
+            reply = await self._client.request(method, site.url, raw, headers, self._timeout_s())
+        except (ConnectionError, TimeoutError) as error:
+            return self._unanswered(site, error, once)
+        if 200 <= reply.status < 300:
+            return reply.body
+        return _problem(turn, site, reply.status, reply.headers, reply.body)
+
+    async def _begun(self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes) -> Streamed | ServiceError:
+        """As `_whole`, for a streamed body."""
+        try:
+            headers = {**await self._headers(), **request_context.trace_headers()}
+            opening = self._client.stream("POST", site.url, raw, headers, self._timeout_s())
+            answer = await held.enter_async_context(opening)
+            if 200 <= answer.status < 300:
+                return answer
+            body = b"".join([part async for part in answer.body])
+        except (ConnectionError, TimeoutError) as error:
+            return self._unanswered(site, error, False)
+        return _problem(turn, site, answer.status, answer.headers, body)
+
+    def _timeout_s(self) -> float:
+        remaining = request_context.current.get().remaining_s()
+        return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
+
+    def _unanswered(self, site: Site, error: OSError, once: bool) -> ServiceError:
+        """The problem of a request without an answer; raised if it must not be sent again."""
+        if once and not isinstance(error, ConnectionRefusedError):
+            raise site.unanswered(error) from None
+        if isinstance(error, TimeoutError):
             raise site.too_slow(self._options.timeout_s) from None
-        if 200 <= answer.status < 300:
-            return answer
-        told = problem(site, answer.status, answer.whole or b"")
-        if answer.status in REFUSED_FOR_RATE and told.retryable:
-            turn.refused(wait_s(answer.headers))
-        return told
+        return site.cannot_be_reached(error)
+
+    async def _pause(self, attempt: int, told: ServiceError, once: bool) -> None:
+        """Wait before this retry. Raises the problem if there is none."""
+        if attempt > self._options.max_retries or not self._again(told, once):
+            raise told
+        if not _refused(told):
+            await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
 
     def _again(self, told: ServiceError, once: bool) -> bool:
         """Whether to retry. A refusal for the rate slows down all callers instead of using the retry budget."""
@@ -461,13 +481,16 @@ class Upstream:
         return told.retryable and (_refused(told) or self.budget.retry())
 
 
+def _problem(turn: Turn, site: Site, status: int, headers: Mapping[str, str], body: bytes) -> ServiceError:
+    """The problem of a refusal; one for the rate slows down all callers."""
+    told = problem(site, status, body)
+    if status in REFUSED_FOR_RATE and told.retryable:
+        turn.refused(wait_s(headers))
+    return told
+
+
 def _refused(told: ServiceError) -> bool:
     return bool(told.upstream and told.upstream["status"] in REFUSED_FOR_RATE)
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield
 
 
 class UpstreamMetrics(Collector):
