@@ -318,9 +318,8 @@ class Peer:
         self._peers.follow()
         payload = None if body is None else body if isinstance(body, bytes) else serialized(body)
         here = request_context.current.get()
-        loop = asyncio.get_running_loop()
         remaining = here.remaining_s()
-        began = loop.time()
+        began = time.monotonic()
         ends = began + (timeout if remaining is None else min(timeout, remaining))
         budget = self._peers.budgets.get(self.name) or self._peers.budgets.setdefault(
             self.name, RetryBudget(RETRY_RATIO)
@@ -329,7 +328,7 @@ class Peer:
         attempt = 0
         while True:
             url = self.url(affinity)
-            left = ends - loop.time()
+            left = ends - time.monotonic()
             if left <= 0:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} in time", upstream=upstream_of(self.name, url)
@@ -347,7 +346,7 @@ class Peer:
                 ) from None
             except OSError as error:
                 refused = isinstance(error, ConnectionRefusedError)
-                safe = refused or idempotent or loop.time() - began < repeatable_s
+                safe = refused or idempotent or time.monotonic() - began < repeatable_s
                 if not safe or attempt >= len(BROKEN_S) or not (refused or budget.retry()):
                     raise Unreachable(
                         f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
@@ -364,7 +363,7 @@ class Peer:
                 answered = refusal(self.name, reply, method, url, path, session)
                 again = reply.status in NOT_PROCESSED
                 if not own:  # it is not known whether the call reached the service
-                    again = again or idempotent or loop.time() - began < repeatable_s
+                    again = again or idempotent or time.monotonic() - began < repeatable_s
                 elif idempotent and reply.status in MAYBE_PROCESSED:
                     again = answered.retryable
                 told, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
@@ -377,7 +376,7 @@ class Peer:
                         del answered
                 pause = self._pause(url, affinity, told or spread(pauses[attempt]))
             attempt += 1
-            await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))
+            await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))
 
     async def _refreshed(self, ends: float) -> None:
         """Refresh the addresses of the services, if the head answers before this time."""

@@ -26,6 +26,7 @@ OURS: Turn = ()
 """Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
 LABEL_WIDTH = 11
 _TOKEN_DATA = frozenset({*TOKEN_FIELDS, ROUTED_EXPERTS})
+_NUMBER = (int, float)
 
 
 class ModelCall(NamedTuple):
@@ -45,6 +46,8 @@ def tokens_of(response: Json) -> ModelCall | None:
     """
     output = response.get("output") or []
     item: Json = output[-1] if output else {}
+    if _TOKEN_DATA.isdisjoint(item):
+        return None
     present = [item.get(name) is not None for name in TOKEN_FIELDS]
     if not any(present):
         return None
@@ -110,7 +113,7 @@ def added(total: Json | None, usage: Json | None) -> Json | None:
 def _added(left: Any, right: Any) -> Any:
     if isinstance(left, dict) and isinstance(right, dict):
         return {key: _added(left.get(key), right.get(key)) for key in left.keys() | right.keys()}
-    if isinstance(left, int | float) and isinstance(right, int | float):
+    if isinstance(left, _NUMBER) and isinstance(right, _NUMBER):
         return left + right
     return None
 

@@ -147,9 +147,9 @@ class Values:
         if self._counts is None:
             self._all.append(value)
             return
-        number = float(value)
-        self._counts[number] = self._counts.get(number, 0) + 1
-        if len(self._counts) > FEW_VALUES:
+        counts, number = self._counts, float(value)
+        counts[number] = counts.get(number, 0) + 1
+        if len(counts) > FEW_VALUES:
             self._all = array("d", iter(self))
             self._counts = None
 
@@ -206,8 +206,10 @@ class Rewards:
 
     def _summed(self, last: int | None) -> tuple[int, float]:
         """The number of a task's rewards, and their sum minus the origin."""
-        places = self._places(last)
-        return len(places), sum(self.values[place] - self._origin for place in places)
+        if last is None:
+            return 0, 0.0
+        places, values, origin = self._places(last), self.values, self._origin
+        return len(places), sum([values[place] - origin for place in places])
 
     def _places(self, last: int | None) -> list[int]:
         places: list[int] = []
@@ -446,7 +448,9 @@ class Subsets:
 
 def parts_of(row: Json) -> Iterator[tuple[str, float]]:
     """The known components of a row's reward: ("reward_components/format", 0.2)."""
-    parts = row.get("reward_components") or (row.get("ng") or {}).get("reward_components") or {}
+    parts = row.get("reward_components") or (row.get("ng") or {}).get("reward_components")
+    if not parts:
+        return iter(())
     return ((f"reward_components/{name}", value) for name, value in parts.items() if value is not None)
 
 

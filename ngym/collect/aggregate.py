@@ -29,6 +29,8 @@ MOST_ROLLOUTS = 50_000  # per agent; the environment receives only the first rol
 MOST_BYTES = ROW_BYTES - (1 << 20)  # the rest is for the object around the rows
 ASKED_S, TIMEOUT_S = 10.0, 120.0
 
+NUMBER = (int, float)  # isinstance is faster with it than with int | float
+
 
 async def environment_metrics(output: Path, agent: Peer) -> Json | None:
     """`{"metrics": {...}, "errors": [...]}` over an agent's rows in the file; None: the environment has no metrics."""
@@ -107,13 +109,14 @@ class AgentTally:
         usage = row["response"].get("usage") or {}
         tokens = usage.get("output_tokens")
         self.output_tokens += tokens if isinstance(tokens, int) else 0
-        for name in ("input_tokens", "output_tokens"):
-            self._number(name, usage.get(name))
-        for name in ("turns", "tool_calls", "tool_errors"):
-            self._number(name, trace[name])
+        self._number("input_tokens", usage.get("input_tokens"))
+        self._number("output_tokens", tokens)
+        self._number("turns", trace["turns"])
+        self._number("tool_calls", trace["tool_calls"])
+        self._number("tool_errors", trace["tool_errors"])
         self._number("seconds", trace["timings"]["total_s"])
         for name, value in row.items():
-            if name[:4] != "_ng_":
+            if isinstance(value, NUMBER) and name[:4] != "_ng_":
                 self._number(name, value)
         for name, value in parts_of(row):
             self._number(name, value)
@@ -132,10 +135,11 @@ class AgentTally:
         return self.scores.unscored
 
     def _number(self, name: str, value: Any) -> None:
-        if isinstance(value, int | float):
-            if name not in self.numbers:
-                self.numbers[name] = Values()
-            self.numbers[name].add(value)
+        if isinstance(value, NUMBER):
+            values = self.numbers.get(name)
+            if values is None:
+                values = self.numbers[name] = Values()
+            values.add(value)
 
     def as_json(self) -> Json:
         """This agent's entry in the aggregate file: NeMo Gym's keys, and those of ngym under `ng`."""

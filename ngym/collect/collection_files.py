@@ -275,7 +275,7 @@ class CollectionFiles:
                     self._count_input()
                 if self._sent is not None:
                     self._sent.add(rollout.row)
-                yield replace(rollout, group=keys)
+                yield rollout if keys == rollout.group else replace(rollout, group=keys)
         if self._check is not None:
             await self._check.done()
             self._count_input()

@@ -165,9 +165,9 @@ class _Ticks:
 _of_thread = threading.local()
 
 
-def later(delay_s: float, callback: Callable[[], object]) -> SharedTimer:
-    """Call back after this time, or up to TICK_S later."""
-    loop = asyncio.get_running_loop()
+def later(delay_s: float, callback: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None) -> SharedTimer:
+    """Call back after this time, or up to TICK_S later. loop: the running one; asyncio calls getpid() to look it up."""
+    loop = loop or asyncio.get_running_loop()
     ticks: _Ticks | None = getattr(_of_thread, "ticks", None)
     if ticks is None or ticks.loop is not loop:
         ticks = _of_thread.ticks = _Ticks(loop)
@@ -192,15 +192,14 @@ class Timeout:
         self.expired = False
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
         assert task is not None, "a timeout needs a task"
         self._task: asyncio.Task[object] = task
         self._cancelling = task.cancelling()
         seconds = self._seconds
         self._timer: Timer = (
-            later(seconds, self._expire)
-            if seconds > EXACT_S
-            else asyncio.get_running_loop().call_later(seconds, self._expire)
+            later(seconds, self._expire, loop) if seconds > EXACT_S else loop.call_later(seconds, self._expire)
         )
         return self
 

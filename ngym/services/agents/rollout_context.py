@@ -7,7 +7,7 @@ import secrets
 import time
 from datetime import UTC, datetime
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 
@@ -123,9 +123,9 @@ class RolloutContext:
 
     def _checked(self, answer: Any) -> Json:
         """The answer, checked to be a usable Response."""
-        match answer:
-            case {"output": list(items)} if all(isinstance(item, dict) for item in items):
-                return dict(answer)
+        items = answer.get("output") if isinstance(answer, dict) else None
+        if isinstance(items, list) and all(isinstance(item, dict) for item in items):
+            return cast(Json, answer)
         name = self.model.peer.name
         told = orjson.dumps(answer)[:SHOWN_BYTES].decode("utf-8", "replace")
         raise ServiceError(
@@ -312,7 +312,7 @@ async def act(
             return Acted(response, "answer")
         if rollout.turns >= max_steps:
             return Acted(response, "max_steps")
-        if parallel:
+        if parallel and len(calls) > 1:
             output += await asyncio.gather(*(rollout.call_tool(call) for call in calls))
         else:
             output += [await rollout.call_tool(call) for call in calls]

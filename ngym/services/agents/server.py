@@ -261,7 +261,7 @@ def _checked(params: Any, where: str = "") -> Any:
     if not isinstance(params, dict):
         raise BadRequest(f"field '{where.removesuffix('.')}': must be an object, not {type(params).__name__}")
     asked, tools = params.get("input"), params.get("tools") or []
-    if not (isinstance(asked, str | None) or _are_objects(asked)):
+    if not (asked is None or isinstance(asked, str) or _are_objects(asked)):
         raise BadRequest(f"field '{where}input': must be a string or a list of items")
     if not _are_tools(tools):
         raise BadRequest(f"field '{where}tools': must be a list of objects, each with its name")

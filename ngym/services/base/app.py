@@ -52,6 +52,7 @@ UNREADABLE = ("64-bit range", "surrogates")  # from orjson's messages
 FAILURES = frozenset(get_args(FailureClass))  # a peer may use its own classes
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
 OBJECT: Json = {"type": "object"}
+_OF_CONTENT = frozenset({"content-length", "content-type"})
 HERE = str(Path(__file__).parents[2])
 _IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -77,11 +78,13 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        if headers is None:
-            kind, size = self.media_type.encode("latin-1"), b"%d" % len(self.body)
-            self.raw_headers = [(b"content-length", size), (b"content-type", kind)]
-        else:
+        if headers and not _OF_CONTENT.isdisjoint(map(str.lower, headers)):
             super().init_headers(headers)
+            return
+        kind, size = self.media_type.encode("latin-1"), b"%d" % len(self.body)
+        self.raw_headers = [(b"content-length", size), (b"content-type", kind)]
+        for name, value in headers.items() if headers else ():
+            self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
 
     def render(self, content: Any) -> bytes:
         try:

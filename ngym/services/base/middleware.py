@@ -15,14 +15,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +49,7 @@ HEADERS = {"cache-control": "no-cache"}
 MEDIA_TYPE = "text/event-stream"
 OF_A_ROLLOUT = "/rollouts/{rollout_id}"
 Handler = Callable[[Request], Awaitable[Response]]
+_BOUNDS = Histogram.DEFAULT_BUCKETS  # in seconds; the last one is infinite
 
 
 class Admission:
@@ -169,13 +175,14 @@ class Caller:
         self._watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
         assert task is not None
         self._task: asyncio.Task[object] = task
         self._cancelling = task.cancelling()
-        self._timer = later(LOOKS_AFTER_S, self._look)
+        self._timer = later(LOOKS_AFTER_S, self._look, loop)
         if self._remaining_s is not None and self._remaining_s <= EXACT_S:
-            self._deadline = asyncio.get_running_loop().call_later(self._remaining_s, self._stop, DeadlinePassed)
+            self._deadline = loop.call_later(self._remaining_s, self._stop, DeadlinePassed)
         return self
 
     def __exit__(
@@ -285,6 +292,61 @@ class Serving:
     answer_headers: Callable[[Scope], list[tuple[bytes, bytes]]] | None = None
 
 
+@dataclass(slots=True)
+class _Route:
+    """statuses: the number of answers with each. buckets: of times up to each of _BOUNDS, not cumulative."""
+
+    statuses: dict[int, int] = field(default_factory=dict)
+    buckets: list[int] = field(default_factory=lambda: [0] * len(_BOUNDS))
+    seconds: float = 0.0
+
+
+class RequestMetrics(Collector):
+    """The metrics of requests. As a Counter and a Histogram, without their locks: only the event loop counts here."""
+
+    def __init__(self) -> None:
+        self._routes: dict[str, _Route] = {}
+
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """route: its template, which keeps the number of labels small."""
+        counts = self._routes.get(route)
+        if counts is None:
+            counts = self._routes[route] = _Route()
+        counts.statuses[status] = counts.statuses.get(status, 0) + 1
+        counts.buckets[bisect_left(_BOUNDS, seconds)] += 1
+        counts.seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("ngym_requests", "Requests by route and status", labels=["route", "status"])
+        times = HistogramMetricFamily("ngym_request_seconds", "Time to answer", labels=["route"])
+        for route, counts in self._routes.items():
+            for status, number in counts.statuses.items():
+                requests.add_metric([route, str(status)], number)
+            buckets = zip(map(floatToGoString, _BOUNDS), accumulate(counts.buckets), strict=True)
+            times.add_metric([route], list(buckets), counts.seconds)
+        yield requests
+        yield times
+
+
+class _Sender:
+    """`send` of a request. status: of the answer once it begins; 0 before."""
+
+    __slots__ = ("_scope", "_send", "_serving", "status")
+
+    def __init__(self, send: Send, scope: Scope, serving: Serving) -> None:
+        self._send = send
+        self._scope = scope
+        self._serving = serving
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self._serving.answer_headers is not None:
+                message["headers"] = [*message["headers"], *self._serving.answer_headers(self._scope)]
+        await self._send(message)
+
+
 class RequestMiddleware:
     """The outermost middleware.
 
@@ -308,14 +370,12 @@ class RequestMiddleware:
         self.serving = serving
         self.start = start
         self.served = served
-        self.requests = Counter("ngym_requests", "Requests by route and status", ["route", "status"], registry=registry)
-        self.seconds = Histogram("ngym_request_seconds", "Time to answer", ["route"], registry=registry)
+        self.metrics = RequestMetrics()
+        registry.register(self.metrics)
         self.errors: Callable[[Exception], ASGIApp] | None = None
         self._running = 0
         in_flight = Gauge("ngym_requests_in_flight", "Requests being served", registry=registry)
         in_flight.set_function(lambda: self._running)
-        self._counters: dict[tuple[str, int], Any] = {}
-        self._timers: dict[str, Any] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -326,17 +386,7 @@ class RequestMiddleware:
             await self.start(scope["app"])
         headers = request_context.headers_of(scope)
         token = request_context.current.set(request_context.from_headers(headers))
-        status = 0
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if serving.answer_headers is not None:
-                    message["headers"] = [*message["headers"], *serving.answer_headers(scope)]
-            await send(message)
-
-        route = scope["path"]
+        status, sender, route = 0, None, scope["path"]
         served = self.served.get((scope["method"], route))
         if served is None and route.startswith("/rollouts/"):
             rollout_id, slash, rest = route.removeprefix("/rollouts/").partition("/")
@@ -352,7 +402,8 @@ class RequestMiddleware:
             else:
                 receive = RequestBody(receive, headers, serving.most_bytes or most_bytes)
             if served is None:
-                await self._elsewhere(scope, receive, watched)
+                sender = _Sender(send, scope, serving)
+                await self._elsewhere(scope, receive, sender)
             else:
                 response = await _answer(served, Request(scope, receive), receive)
                 exchange = getattr(send, "__self__", None)
@@ -366,32 +417,26 @@ class RequestMiddleware:
                         parts = [*parts, *serving.answer_headers(scope)]
                     await exchange.answer(status, parts, response.body)  # nothing in between changes what is sent
                 else:
-                    await response(scope, receive, watched)
+                    sender = _Sender(send, scope, serving)
+                    await response(scope, receive, sender)
         except Exception as error:
-            if self.errors is None or status:
+            if self.errors is None or status or (sender is not None and sender.status):
                 raise
-            await self.errors(error)(scope, receive, watched)
+            sender = _Sender(send, scope, serving)
+            await self.errors(error)(scope, receive, sender)
         finally:
             self._running -= 1
             request_context.current.reset(token)
             if served is None:
                 route = getattr(scope.get("route"), "path", "unknown")
-            self._count(route, status or 500, time.perf_counter() - started)
+            status = status if sender is None else sender.status
+            self.metrics.count(route, status or 500, time.perf_counter() - started)
 
     async def _elsewhere(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.app(scope, receive, send)
         except ClientDisconnect:
             await nobody()(scope, receive, send)
-
-    def _count(self, route: str, status: int, seconds: float) -> None:
-        """route: its template, which keeps the number of labels small."""
-        counter = self._counters.get((route, status))
-        if counter is None:
-            counter = self._counters[route, status] = self.requests.labels(route, str(status))
-            self._timers.setdefault(route, self.seconds.labels(route))
-        counter.inc()
-        self._timers[route].observe(seconds)
 
 
 async def _answer(served: Served, request: Request, receive: Receive) -> Response:
