@@ -133,7 +133,7 @@ def last_user_text(items: str | list[Json]) -> str:
     return next((content_text(item.get("content")) for item in reversed(items) if item.get("role") == "user"), "")
 
 
-@dataclass
+@dataclass(slots=True)
 class _Turn:
     """One assistant message under construction."""
 
@@ -155,7 +155,7 @@ class _Turn:
         parts = self.parts
         if style == "tags" and self.blocks:
             parts = [join_think(self.blocks, parts[0] if parts else ""), *parts[1:]]
-        elif any(block.text for block in self.blocks):
+        elif self.blocks and any(block.text for block in self.blocks):
             message["reasoning_content"] = BETWEEN.join(block.text for block in self.blocks if block.text)
         if parts:
             one = len(parts) == 1
@@ -164,9 +164,9 @@ class _Turn:
             message["refusal"] = "".join(self.refusals)
         if self.calls:
             message["tool_calls"] = self.calls
-        if any(map(is_signed, self.thinking)):
+        if self.thinking and any(map(is_signed, self.thinking)):
             message["thinking_blocks"] = self.thinking
-        return message | self.tokens
+        return message | self.tokens if self.tokens else message
 
 
 class _Walk:
@@ -182,29 +182,33 @@ class _Walk:
     def take(self, item: Json, where: str) -> None:
         role = item.get("role")
         kind = item.get("type") or "message"
-        match kind, role:
-            case "message", "user":
-                self._say({"role": "user", "content": chat_content(item.get("content"), f"{where}.content")})
-            case "message", "system" | "developer":
-                self._system(text_only(item.get("content"), f"{where}.content"))
-            case "message", "assistant":
-                self._assistant(item, where)
-            case "message", "tool":
-                self._output(item.get("tool_call_id"), item.get("content"), f"{where}.content", item.get("is_error"))
-            case "message", _:
-                raise BadRequest(f"{where}: role {role!r} is not supported; use user, system, developer or assistant")
-            case "reasoning", _:
-                self._reasoning(item)
-            case "function_call", _:
-                self._call(item["call_id"], item["name"], item["arguments"])
-            case "function_call_output", _:
-                self._output(item["call_id"], item["output"], f"{where}.output", item.get("ng", {}).get("is_error"))
-            case _:
-                raise BadRequest(f"{where}: an item of type {kind!r} cannot be sent to a Chat Completions model")
+        if kind == "message":
+            self._message(item, role, where)
+        elif kind == "function_call":
+            self._call(item["call_id"], item["name"], item["arguments"])
+        elif kind == "function_call_output":
+            self._output(item["call_id"], item["output"], f"{where}.output", item.get("ng", {}).get("is_error"))
+        elif kind == "reasoning":
+            self._reasoning(item)
+        else:
+            raise BadRequest(f"{where}: an item of type {kind!r} cannot be sent to a Chat Completions model")
         if kind in ("reasoning", "function_call") or role == "assistant":
             self.turn.started = True
             if self.tokens:
                 self.turn.tokens |= token_fields(item)
+
+    def _message(self, item: Json, role: Any, where: str) -> None:
+        match role:
+            case "user":
+                self._say({"role": "user", "content": chat_content(item.get("content"), f"{where}.content")})
+            case "assistant":
+                self._assistant(item, where)
+            case "system" | "developer":
+                self._system(text_only(item.get("content"), f"{where}.content"))
+            case "tool":
+                self._output(item.get("tool_call_id"), item.get("content"), f"{where}.content", item.get("is_error"))
+            case _:
+                raise BadRequest(f"{where}: role {role!r} is not supported; use user, system, developer or assistant")
 
     def end_turn(self) -> None:
         if self.turn.started:  # else it is empty

@@ -446,7 +446,7 @@ def usage_from_chat(usage: Json | None) -> Json | None:
     """Convert Chat usage to Responses usage. The back end's total is kept; without one, it is the sum of both parts."""
     if usage is None:
         return None
-    prompt, completion, total = (usage.get(f"{name}_tokens") for name in ("prompt", "completion", "total"))
+    prompt, completion, total = usage.get("prompt_tokens"), usage.get("completion_tokens"), usage.get("total_tokens")
     if total is None and prompt is not None and completion is not None:
         total = prompt + completion
     return {

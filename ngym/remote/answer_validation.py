@@ -241,7 +241,9 @@ def _missing(value: Json) -> str | None:
         if value.get(name) is None:
             return f"{name}: is missing in {kind}"
     for name in _HOLDERS:
-        inner = value.get(name)
+        if name not in value:
+            continue
+        inner = value[name]
         for one in inner if isinstance(inner, list) else (inner,):
             if isinstance(one, dict) and (wrong := _missing(one)):
                 return f"{name}.{wrong}"

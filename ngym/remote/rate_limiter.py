@@ -33,7 +33,7 @@ class UsedUp(ServiceError):
     title = "Used up"
 
 
-@dataclass
+@dataclass(slots=True)
 class Used:
     """Tokens of one answer, or the sum of all."""
 
@@ -45,10 +45,18 @@ class Used:
         usage = _usage(event)
         if usage is None:
             return
-        counts = {name: count for name, count in usage.items() if isinstance(count, int)}
-        cached = counts.get("cache_read_input_tokens", 0) + counts.get("cache_creation_input_tokens", 0)
-        self.input = max(self.input, counts.get("input_tokens", counts.get("prompt_tokens", 0)) + cached)
-        self.output = max(self.output, counts.get("output_tokens", counts.get("completion_tokens", 0)))
+        cached = _count(usage, "cache_read_input_tokens") + _count(usage, "cache_creation_input_tokens")
+        self.input = max(self.input, _count(usage, "input_tokens", "prompt_tokens") + cached)
+        self.output = max(self.output, _count(usage, "output_tokens", "completion_tokens"))
+
+
+def _count(usage: Json, *names: str) -> int:
+    """The first of these fields that is a number; 0 without one."""
+    for name in names:
+        count = usage.get(name)
+        if isinstance(count, int):
+            return count
+    return 0
 
 
 def _usage(event: Json) -> Json | None:

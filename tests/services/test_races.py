@@ -219,13 +219,14 @@ async def test_a_log_that_is_closed_while_its_disk_stands_still_touches_no_other
 
 async def test_who_waits_in_line_is_told_of_a_pause_that_is_too_long() -> None:
     pace = ConcurrencyLimiter(1)
-    async with pace.turn(None, 5.0) as turn:
-        waiting = asyncio.create_task(pace.enter(None, 5.0))
-        patient = asyncio.create_task(pace.enter(None, 7200.0))
-        await asyncio.sleep(0)
-        turn.refused(3600.0)
-        with pytest.raises(Overloaded, match="a pause of 3600 s"):
-            await waiting
+    turn = await pace.enter(None, 5.0)
+    waiting = asyncio.create_task(pace.enter(None, 5.0))
+    patient = asyncio.create_task(pace.enter(None, 7200.0))
+    await asyncio.sleep(0)
+    turn.refused(3600.0)
+    with pytest.raises(Overloaded, match="a pause of 3600 s"):
+        await waiting
+    pace.leave()
     assert (pace.in_flight, patient.done()) == (0, False)
     patient.cancel()
 

@@ -14,7 +14,6 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -374,7 +373,7 @@ class RequestHandler:
         """The handler of calls in this API."""
 
         async def handle(request: Request) -> Response:
-            with refusals(dialect.refusal):
+            with Refusals(dialect.refusal):
                 body = await off_loop(request, dialect.check, await json_body(request))
                 began = 0.0 if self._admission.is_open else await self._admission.enter()
                 try:
@@ -396,7 +395,7 @@ class RequestHandler:
         """The handler that counts a prompt's tokens: the body is that of a call, without its `max_tokens`."""
 
         async def handle(request: Request) -> Response:
-            with refusals(dialect.refusal):
+            with Refusals(dialect.refusal):
                 given = await json_body(request)
                 body = await off_loop(request, dialect.check, {"max_tokens": 1, **given})
                 asked = await off_loop(
@@ -523,15 +522,25 @@ def rollout_of(request: Request) -> str | None:
     return str(in_path)
 
 
-@contextmanager
-def refusals(told: Callable[[ServiceError], Json]) -> Iterator[None]:
-    """Add the error in the form of the client's API to a problem document. A wrong request is a 400, as in both APIs."""
-    try:
-        yield
-    except ServiceError as error:
-        error.status = 400 if error.status == BadRequest.status else error.status
-        error.extra = {**error.extra, **told(error)}
-        raise
+class Refusals:
+    """`with Refusals(told):` adds the error in the form of the client's API to a problem document. A wrong request is a
+    400, as in both APIs.
+    """
+
+    __slots__ = ("_told",)
+
+    def __init__(self, told: Callable[[ServiceError], Json]) -> None:
+        self._told = told
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ServiceError):
+            error.status = 400 if error.status == BadRequest.status else error.status
+            error.extra = {**error.extra, **self._told(error)}
 
 
 def _model_name(body: Json, context: ServiceContext) -> str:

@@ -28,9 +28,9 @@ from ngym.services.models.request_handler import (
     ROLLOUT_ID,
     BackEnd,
     CountTokens,
+    Refusals,
     RequestHandler,
     ResponseStore,
-    refusals,
     rollout_of,
 )
 from ngym.services.models.token_capture import Captures, ModelCall, Respond, SeenCall, Stream
@@ -185,7 +185,7 @@ async def _models(request: Request) -> Response:
 
 async def _model(request: Request) -> Response:
     model, asked = _described(request), request.path_params["name"]
-    with refusals(openai_refusal):
+    with Refusals(openai_refusal):
         if asked not in (model["id"], context_of(request).name):  # the names that any_model_name: false accepts
             detail = f"there is no model {asked!r} here; this server has {model['id']!r}"
             raise NotFound(detail, extra={"code": "model_not_found"})
@@ -197,21 +197,21 @@ def _described(request: Request) -> Json:
 
 
 async def _response(request: Request) -> Response:
-    with refusals(openai_refusal):
+    with Refusals(openai_refusal):
         body = _store(request).response(request.path_params["response_id"])
     return Response(body, media_type="application/json")
 
 
 async def _delete_response(request: Request) -> Response:
     response_id = request.path_params["response_id"]
-    with refusals(openai_refusal):
+    with Refusals(openai_refusal):
         _store(request).forget(response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 async def _cancel(request: Request) -> Response:
     response_id = request.path_params["response_id"]
-    with refusals(openai_refusal):
+    with Refusals(openai_refusal):
         _store(request).response(response_id)
         raise BadRequest(
             f"response {response_id!r} is finished: there are no background responses here; a call ends when its "
@@ -222,7 +222,7 @@ async def _cancel(request: Request) -> Response:
 
 async def _input_items(request: Request) -> Response:
     """OpenAI's list: newest first unless `order=asc`, at most `limit` items, starting after `after`."""
-    with refusals(openai_refusal):
+    with Refusals(openai_refusal):
         items = _store(request).asked(request.path_params["response_id"])
     if request.query_params.get("order", "desc") != "asc":
         items.reverse()
