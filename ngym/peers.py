@@ -324,7 +324,9 @@ class Peer:
         budget = self._peers.budgets.get(self.name) or self._peers.budgets.setdefault(
             self.name, RetryBudget(RETRY_RATIO)
         )
-        fixed = {**self._peers.authorization(self.name), **(headers or {})}
+        fixed = self._peers.authorization(self.name)
+        if headers:
+            fixed |= headers
         attempt = 0
         while True:
             url = self.url(affinity)

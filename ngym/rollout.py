@@ -107,14 +107,14 @@ def added(total: Json | None, usage: Json | None) -> Json | None:
     """The sum of two calls' usage; None if either is unknown."""
     if total is None or usage is None:
         return None
-    return {key: _added(total.get(key), usage.get(key)) for key in total.keys() | usage.keys()}
+    return {key: _added(total.get(key), usage.get(key)) for key in {**total, **usage}}
 
 
 def _added(left: Any, right: Any) -> Any:
-    if isinstance(left, dict) and isinstance(right, dict):
-        return {key: _added(left.get(key), right.get(key)) for key in left.keys() | right.keys()}
     if isinstance(left, _NUMBER) and isinstance(right, _NUMBER):
         return left + right
+    if isinstance(left, dict) and isinstance(right, dict):
+        return added(left, right)
     return None
 
 

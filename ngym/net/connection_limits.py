@@ -149,12 +149,11 @@ class Exchange(RequestResponseCycle):
         """The head of the answer."""
         self.response_started = True
         self.waiting_for_100_continue = False
-        content = [STATUS_LINE[status]]
+        content, values = [STATUS_LINE[status]], []
         closes = False
         for name, value in (*self._first_headers, *headers) if self._first_headers else headers:
             known = _NAMES.get(name) or _checked(name)
-            if HEADER_VALUE_RE.search(value):
-                raise RuntimeError("Invalid HTTP header value.")
+            values.append(value)
             if known == b"content-length: ":
                 if self.chunked_encoding is None:
                     self.expected_content_length = int(value)
@@ -167,6 +166,8 @@ class Exchange(RequestResponseCycle):
                 self.keep_alive = False
                 closes = True
             content += (known, value, b"\r\n")
+        if HEADER_VALUE_RE.search(b"".join(values)):
+            raise RuntimeError("Invalid HTTP header value.")
         if not self.keep_alive and not closes:
             content.append(b"connection: close\r\n")
         if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):

@@ -21,7 +21,7 @@ LONGEST_REST_S = 30.0
 SLACK = 1.25  # a replica with more than this times the average of calls in flight gets no new conversation
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slice:
     began: float
     requests: int = 0
@@ -35,6 +35,7 @@ class RetryBudget:
         self._ratio = ratio
         self._clock = clock
         self._slices: deque[_Slice] = deque()
+        self._ends = -math.inf  # of the last slice
         self.spent = 0
         self.refused = 0
 
@@ -54,10 +55,11 @@ class RetryBudget:
 
     def _now(self) -> _Slice:
         now = self._clock()
-        while self._slices and now - self._slices[0].began > WINDOW_S:
-            self._slices.popleft()
-        if not self._slices or now - self._slices[-1].began > WINDOW_S / SLICES:
+        if now > self._ends:
             self._slices.append(_Slice(now))
+            self._ends = now + WINDOW_S / SLICES
+        while now - self._slices[0].began > WINDOW_S:
+            self._slices.popleft()
         return self._slices[-1]
 
 

@@ -120,12 +120,20 @@ class Timer(Protocol):
     def cancel(self) -> object: ...
 
 
+class _Due(Protocol):
+    """What is called at the first tick after this time of the loop."""
+
+    due: float
+
+    def fire(self) -> None: ...
+
+
 class SharedTimer:
     """A callback that is due at the first tick after this time of the loop."""
 
     __slots__ = ("_callback", "_pending", "due")
 
-    def __init__(self, pending: dict[SharedTimer, None], due: float, callback: Callable[[], object]) -> None:
+    def __init__(self, pending: dict[_Due, None], due: float, callback: Callable[[], object]) -> None:
         self.due = due
         self._pending = pending
         self._callback: Callable[[], object] | None = callback
@@ -146,7 +154,7 @@ class _Ticks:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.pending: dict[SharedTimer, None] = {}
+        self.pending: dict[_Due, None] = {}
         self.runs = False
 
     def wait(self) -> None:
@@ -165,15 +173,20 @@ class _Ticks:
 _of_thread = threading.local()
 
 
-def later(delay_s: float, callback: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None) -> SharedTimer:
-    """Call back after this time, or up to TICK_S later. loop: the running one; asyncio calls getpid() to look it up."""
-    loop = loop or asyncio.get_running_loop()
+def later(delay_s: float, callback: Callable[[], object]) -> SharedTimer:
+    """Call back after this time, or up to TICK_S later."""
+    loop = asyncio.get_running_loop()
+    return SharedTimer(pending_of(loop), loop.time() + delay_s, callback)
+
+
+def pending_of(loop: asyncio.AbstractEventLoop) -> dict[_Due, None]:
+    """The shared timers of the running loop, to add one."""
     ticks: _Ticks | None = getattr(_of_thread, "ticks", None)
     if ticks is None or ticks.loop is not loop:
         ticks = _of_thread.ticks = _Ticks(loop)
     if not ticks.runs:
         ticks.wait()
-    return SharedTimer(ticks.pending, loop.time() + delay_s, callback)
+    return ticks.pending
 
 
 class Timeout:
@@ -185,32 +198,41 @@ class Timeout:
         expired: whether the time has passed.
     """
 
-    __slots__ = ("_cancelling", "_seconds", "_task", "_timer", "expired")
+    __slots__ = ("_cancelling", "_pending", "_seconds", "_task", "_timer", "due", "expired")
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._pending: dict[_Due, None] | None = None  # the shared timers, of which this is one
+        self._timer: Timer | None = None
         self.expired = False
 
     def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()  # once: asyncio calls getpid() to look it up
         task = asyncio.current_task(loop)
         assert task is not None, "a timeout needs a task"
         self._task: asyncio.Task[object] = task
         self._cancelling = task.cancelling()
         seconds = self._seconds
-        self._timer: Timer = (
-            later(seconds, self._expire, loop) if seconds > EXACT_S else loop.call_later(seconds, self._expire)
-        )
+        if seconds > EXACT_S:
+            self.due = loop.time() + seconds
+            self._pending = pending_of(loop)
+            self._pending[self] = None
+        else:
+            self._timer = loop.call_later(seconds, self.fire)
         return self
 
-    def _expire(self) -> None:
+    def fire(self) -> None:
         self.expired = True
         self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
+        if self._pending is not None:
+            self._pending.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None  # it refers to this object
         is_late = self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
         del self._task  # a task keeps its error, whose frames hold this object
         if is_late:

@@ -256,7 +256,7 @@ class RolloutContext:
 
     def trace(self, reward: float | None, components: dict[str, float] | None) -> Trace:
         """The `ng` record of the row (reference/rows.md)."""
-        seconds = {name: round(value, 6) for name, value in self.seconds.items()}
+        seconds = {name: _microseconds(value) for name, value in self.seconds.items()}
         stopped = stop_reason(self.stop_reason, self.finish_reasons)
         truncated = is_cut_off(stopped, self.finish_reasons)
         return Trace(
@@ -271,7 +271,7 @@ class RolloutContext:
             finish_reasons=self.finish_reasons,
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
-            timings={**seconds, "total_s": round(time.perf_counter() - self._started, 6)},
+            timings={**seconds, "total_s": _microseconds(time.perf_counter() - self._started)},
             spans=self.spans,
             started_at=self.started_at.isoformat(),
         )

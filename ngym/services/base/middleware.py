@@ -36,7 +36,7 @@ from ngym.errors import Overloaded, PeerTimeout
 from ngym.net import request_context
 from ngym.net.connection_limits import OWN_PACE, Exchange
 from ngym.net.json_limits import CALL_BYTES
-from ngym.net.request_context import EXACT_S, Timeout, Timer, later
+from ngym.net.request_context import EXACT_S, Timeout, Timer, later, pending_of
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.services.base.request_bodies import RequestBody
 from ngym.telemetry import tracing
@@ -165,13 +165,16 @@ class Caller:
         remaining_s: seconds until the deadline, or None without one.
     """
 
-    __slots__ = ("_cancelling", "_deadline", "_receive", "_remaining_s", "_task", "_timer", "_watch", "_why")
+    __slots__ = (
+        "_cancelling", "_deadline", "_pending", "_receive", "_remaining_s", "_task", "_timer", "_watch", "_why", "due"
+    )  # fmt: skip
 
     def __init__(self, receive: Receive, remaining_s: float | None = None) -> None:
         self._receive = receive
         self._remaining_s = remaining_s
         self._why: type[CallerGone | DeadlinePassed] | None = None
         self._deadline: Timer | None = None
+        self._timer: Timer | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
@@ -180,7 +183,9 @@ class Caller:
         assert task is not None
         self._task: asyncio.Task[object] = task
         self._cancelling = task.cancelling()
-        self._timer = later(LOOKS_AFTER_S, self._look, loop)
+        self.due = loop.time() + LOOKS_AFTER_S
+        self._pending = pending_of(loop)
+        self._pending[self] = None
         if self._remaining_s is not None and self._remaining_s <= EXACT_S:
             self._deadline = loop.call_later(self._remaining_s, self._stop, DeadlinePassed)
         return self
@@ -188,7 +193,9 @@ class Caller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
+        self._pending.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
         if self._watch is not None:
@@ -200,11 +207,12 @@ class Caller:
         if why and is_ours:
             raise why from None
 
-    def _look(self) -> None:
+    def fire(self) -> None:
+        """Look for a disconnect, once the answer is not a fast one."""
         if self._deadline is None and self._remaining_s is not None:  # a fast answer needs no timer of its own for it
             self._deadline = later(max(0.0, self._remaining_s - LOOKS_AFTER_S), partial(self._stop, DeadlinePassed))
         if isinstance(self._receive, RequestBody) and not self._receive.read:
-            self._timer = later(LOOKS_AFTER_S, self._look)
+            self._timer = later(LOOKS_AFTER_S, self.fire)
             return
         self._watch = asyncio.get_running_loop().create_task(self._until_gone())
 
