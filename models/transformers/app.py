@@ -36,7 +36,7 @@ from ngym.runtime.lean_imports import lean_imports
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
 from ngym.services.models.api_dialects import openai_refusal
-from ngym.services.models.request_handler import refusals
+from ngym.services.models.request_handler import Refusals
 
 from .options import Options
 
@@ -173,7 +173,7 @@ class Classification(BaseModel):
 async def classify(request: Request) -> Response:
     """vLLM's answer: for each label its probability (sigmoid for one label) or its logit."""
     state: ChatCodec | Scoring = request.app.state.model_state
-    with refusals(openai_refusal):
+    with Refusals(openai_refusal):
         if not isinstance(state, Scoring):
             raise BadRequest("this model generates text; /classify needs a folder for sequence classification")
         asked: Classification = validated(Classification, await json_body(request), "a classification")

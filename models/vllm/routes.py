@@ -54,7 +54,7 @@ from ngym.services.base.app import STRING, JsonResponse, add_route
 from ngym.services.base.app import object_of as schema_of
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import openai_refusal
-from ngym.services.models.request_handler import refusals
+from ngym.services.models.request_handler import Refusals
 from ngym.weight_push.routes import Adapters, PushOptions, Route, WeightPush
 
 from .engine import Engine
@@ -197,7 +197,7 @@ class TokenRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Sampled ids and logprobs for a prompt of ids."""
-        with refusals(openai_refusal):
+        with Refusals(openai_refusal):
             body = await self._body(request, _GENERATE)
             body.pop("request_id", None)  # a client must not choose the engine's key of the request
             body["sampling_params"] = {"logprobs": 0} | (body.get("sampling_params") or {})
@@ -216,7 +216,7 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text (`prompt`), or of a conversation as the chat template renders it (`messages`)."""
-        with refusals(openai_refusal):
+        with Refusals(openai_refusal):
             body = await self._body(request, _TOKENIZE)
             if ("prompt" in body) == ("messages" in body):
                 raise BadRequest("send either 'prompt' or 'messages'")
@@ -226,7 +226,7 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""
-        with refusals(openai_refusal):
+        with Refusals(openai_refusal):
             body = await self._body(request, _DETOKENIZE)
             asked = await off_loop(request, _parsed, DetokenizeRequest, body)
             return JsonResponse(_checked(await self._tokenization.create_detokenize(asked, request)))
