@@ -35,7 +35,7 @@ from ngym.schema import TOKEN_FIELDS, Json
 from ngym.services.base.app import JsonResponse, context_of
 from ngym.services.base.middleware import Admission, EventStream, Handler, whole_stream
 from ngym.services.base.options import ServiceContext
-from ngym.services.base.request_bodies import json_body, off_loop
+from ngym.services.base.request_bodies import json_body, off_loop, whole_body
 from ngym.services.models.api_dialects import ApiDialect, Native
 from ngym.services.models.token_capture import Captures, ModelCall, PendingCall, Respond, Stream, take_seen
 from ngym.telemetry import tracing
@@ -374,11 +374,11 @@ class RequestHandler:
 
         async def handle(request: Request) -> Response:
             with Refusals(dialect.refusal):
-                body = await off_loop(request, dialect.check, await json_body(request))
+                given, raw = await json_body(request), await whole_body(request)
+                body = await by_size(len(raw), dialect.check, given)
                 began = 0.0 if self._admission.is_open else await self._admission.enter()
                 try:
-                    raw, rollout_id = await request.body(), rollout_of(request)
-                    asked = await off_loop(request, self._asked, request, dialect, body, raw, rollout_id)
+                    asked = await by_size(len(raw), self._asked, request, dialect, body, raw, rollout_of(request))
                     response = await (self._streamed if body.get("stream") else self._whole)(dialect, asked)
                 except BaseException:
                     self._admission.leave(began)
