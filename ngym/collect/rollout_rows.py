@@ -40,6 +40,7 @@ TIMEOUT_S = 60.0
 NOT_OURS = frozenset({404, 405})  # the model server does not capture, or has nothing for this rollout
 TokenFormat = Literal["ng", "nemo"]
 MESSAGE_CHARS = 2000
+_TOKEN_DATA = frozenset(TOKEN_FIELDS)
 STAGES: dict[FailureClass, str] = {
     "connect": "connect",
     "model_error": "model",
@@ -344,6 +345,8 @@ def _segments(output: Iterable[Json]) -> list[Segment]:
     """The segments of a trajectory whose items still carry NeMo Gym's token fields."""
     segments: list[Segment] = []
     for item in output:
+        if _TOKEN_DATA.isdisjoint(item):
+            continue
         try:
             call = tokens_of({"output": [item]})
         except (ValueError, TypeError) as error:
