@@ -302,9 +302,14 @@ class Serving:
 
 @dataclass(slots=True)
 class _Route:
-    """statuses: the number of answers with each. buckets: of times up to each of _BOUNDS, not cumulative."""
+    """statuses: the number of answers with each. buckets: of times up to each of _BOUNDS, not cumulative.
 
+    since, created: when the first answer with a status came, and the first of all, in seconds since 1970.
+    """
+
+    created: float
     statuses: dict[int, int] = field(default_factory=dict)
+    since: dict[int, float] = field(default_factory=dict)
     buckets: list[int] = field(default_factory=lambda: [0] * len(_BOUNDS))
     seconds: float = 0.0
 
@@ -319,8 +324,11 @@ class RequestMetrics(Collector):
         """route: its template, which keeps the number of labels small."""
         counts = self._routes.get(route)
         if counts is None:
-            counts = self._routes[route] = _Route()
-        counts.statuses[status] = counts.statuses.get(status, 0) + 1
+            counts = self._routes[route] = _Route(time.time())
+        number = counts.statuses.get(status, 0)
+        counts.statuses[status] = number + 1
+        if not number:
+            counts.since[status] = time.time()
         counts.buckets[bisect_left(_BOUNDS, seconds)] += 1
         counts.seconds += seconds
 
@@ -329,9 +337,10 @@ class RequestMetrics(Collector):
         times = HistogramMetricFamily("ngym_request_seconds", "Time to answer", labels=["route"])
         for route, counts in self._routes.items():
             for status, number in counts.statuses.items():
-                requests.add_metric([route, str(status)], number)
+                requests.add_metric([route, str(status)], number, created=counts.since[status])
             buckets = zip(map(floatToGoString, _BOUNDS), accumulate(counts.buckets), strict=True)
             times.add_metric([route], list(buckets), counts.seconds)
+            times.add_sample("ngym_request_seconds_created", {"route": route}, counts.created)
         yield requests
         yield times
 
