@@ -468,7 +468,7 @@ class Upstream:
         return site.cannot_be_reached(error)
 
     async def _pause(self, attempt: int, told: ServiceError, once: bool) -> None:
-        """Wait before this retry. Raises the problem if there is none."""
+        """Wait before the next attempt. Raises the problem if no retry is left or it would not help."""
         if attempt > self._options.max_retries or not self._again(told, once):
             raise told
         if not _refused(told):
