@@ -1,5 +1,5 @@
 """The trainer on one GPU: tokens/s, MFU and peak memory of SFT and GRPO steps with random weights, SFT beside TRL's trainer;
-attention kernels; and weights handed to another process through CUDA IPC.
+attention kernels; and pushes over `ipc` into a model server.
 
     python benchmarks/gpu.py [--parts sft grpo attention ipc] [--shapes 0.6B 8B] [--micro-batch 8192] [--json FILE] [--write]
     python benchmarks/gpu.py --tiny          # the same code with tiny shapes; also on a CPU
@@ -17,10 +17,17 @@ import argparse
 import json
 import os
 import random
+import secrets
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,17 +73,18 @@ WAYS: dict[str, list[Row]] = {
         *({"engine": {**how, "activation_checkpointing": True}} for how in (IN_PARTS, ON_CPU)),
     ],
     "ours, compiled": [
-        {"engine": {**ZERO_1, "compile": True, "activation_checkpointing": again}} for again in (False, True)
+        {"engine": {**ZERO_1, "compile": True, "activation_checkpointing": again}} for again in (False, 0.6, 0.5, True)
     ],
     "TRL": [
         *({"dtype": "float32", "checkpointed": again} for again in (False, True)),
         {"dtype": "bfloat16", "checkpointed": True},
     ],
+    "TRL, Liger": [{"dtype": "float32", "checkpointed": again, "liger": True} for again in (False, True)],
     # without float32 master weights: less memory and time, and small updates round away
     "TRL, Liger, bf16": [{"dtype": "bfloat16", "checkpointed": again, "liger": True} for again in (False, True)],
 }
-# Activations of so many tokens do not fit beside master weights without checkpointing: the first way is left out.
-LARGE, MANY = ("4B", "8B"), 4096
+# Activations of so many tokens do not fit beside master weights: the first way is left out, with more all but the last.
+LARGE, MANY = ("8B",), 4096
 SEQUENCES, LENGTH, MICRO_BATCH = 16, 2048, 8192  # of an SFT step; tokens computed at once
 GROUPS, ATTEMPTS, PROMPT, ANSWER = 4, 8, 1024, 1024  # of a GRPO step; answers are of a half to the whole length
 WARM, MEASURED = 2, 5
@@ -137,14 +145,16 @@ def measurements(
         ("grpo", "ours, compiled"),
         ("grpo", "TRL, Liger, bf16"),
     ]
-    sides += [("sft", "TRL"), ("sft", "ours"), ("grpo", "ours")]
+    sides += [("sft", "TRL, Liger"), ("sft", "TRL"), ("sft", "ours"), ("grpo", "ours")]
     for shape in shapes:
         for part, side in sides:
             if part in parts:
                 if wanted and side not in wanted:
                     continue
                 master = side != "TRL, Liger, bf16"
-                ways = WAYS[side][1:] if shape in LARGE and at_once >= MANY and master else WAYS[side]
+                ways = WAYS[side]
+                if shape in LARGE and at_once >= MANY and master:
+                    ways = ways[1:] if at_once == MANY else ways[-1:]
                 more = {"micro_batch": at_once} if at_once != MICRO_BATCH else {}
                 yield [{"part": part, "shape": shape, "side": side, **way, **more} for way in ways]
 
@@ -304,7 +314,9 @@ def way(spec: Row) -> str:
     said = [f"ZeRO {how['zero_stage']}" if "zero_stage" in how else f"{spec['dtype']} weights"]
     said += ["optimizer on the CPU"] if "offload" in how else []
     again = how.get("activation_checkpointing", False) or how.get("checkpointed", False)
-    said += ["checkpointed" if again is True else f"{again} layers checkpointed"] if again else []
+    kept = isinstance(again, float)
+    words = f"{again:.0%} of activations kept" if kept else f"{again} layers checkpointed"
+    said += ["checkpointed" if again is True else words] if again else []
     said += [f"{spec['micro_batch']:,} tokens at once"] if "micro_batch" in spec else []
     return ", ".join(said)
 
@@ -520,43 +532,70 @@ def attention(spec: Row) -> Row:
 
 
 def ipc(spec: Row) -> Row:
-    """Weights handed to another process of the same GPU by CUDA IPC, and copied there: the mechanism of the transport `ipc`,
-    without a model server. On a CPU through shared memory.
+    """Pushes over `ipc` into a model server with the transformers back end, as `ng_train` makes them: names and shapes, the
+    weights, the commit, and the proof that both have the same log-probabilities.
     """
-    from torch import multiprocessing
+    from ngym.trainer.weights.push import LogprobProof, Pusher
 
-    total = 1 << 20 if spec["shape"] == "tiny" else 16 * 10**9
-    part = min(total // 4, 256 << 20)
-    device, context = device_here(), multiprocessing.get_context("spawn")
-    tensors = [
-        torch.full((part // 2,), float(index), dtype=torch.bfloat16, device=device) for index in range(total // part)
-    ]
-    sent, answers = context.Queue(), context.Queue()
-    receiver = context.Process(target=receive, args=(str(device), part // 2, len(tensors), sent, answers), daemon=True)
-    receiver.start()
-    answers.get(timeout=LIMIT_S)  # it has allocated its own weights
-    seconds = []
-    for _ in range(WARM + MEASURED):
-        began = time.perf_counter()
-        sent.put(tensors)
-        total_there = answers.get(timeout=LIMIT_S)
-        seconds.append(time.perf_counter() - began)
-        assert total_there == sum(range(len(tensors))), "other values arrived"
-    sent.put(None)
-    receiver.join(LIMIT_S)
-    size = len(tensors) * part
-    return {"gb": size / 1e9, "push_s": median(seconds[WARM:]), "slowest_s": max(seconds[WARM:])}
+    shape = shape_of(spec)
+    network = network_of(shape, torch.bfloat16, "sdpa").eval()
+    ids = list(range(20, 84))
+    with tempfile.TemporaryDirectory(prefix="ngym-", dir="/dev/shm") as name:  # 16 GB, read once
+        network.save_pretrained(Path(name, "model"))
+        for file in (HERE.parent / "data" / "tiny_policy" / "tokenizer").iterdir():
+            shutil.copy(file, Path(name, "model"))
+        with served(Path(name)) as (url, token):
+            pusher, pushes = Pusher([url], token, transport="ipc"), []
+            for _ in range(WARM + MEASURED):
+                version = pusher.prepare() + 1
+                with torch.no_grad():
+                    for weight in network.parameters():
+                        weight.mul_(1.02)  # more than bf16 rounds away
+                    logits_TV = network(torch.tensor([ids], device=device_here())).logits[0, :-1].float()
+                    told = torch.tensor(ids[1:], device=device_here())[:, None]
+                    logprobs = logits_TV.log_softmax(-1).gather(1, told)[:, 0].tolist()
+                proof = LogprobProof(ids, logprobs, "bfloat16")
+                pushes.append(pusher.push(version, network.state_dict(), proof))
+            pusher.finish()
+    seconds = [push.seconds for push in pushes[WARM:]]
+    worst = max(push.difference for push in pushes)
+    return {"gb": pushes[0].bytes / 1e9, "push_s": median(seconds), "slowest_s": max(seconds), "difference": worst}
 
 
-def receive(device: str, elements: int, count: int, sent: Any, answers: Any) -> None:
-    """Copies what arrives into its own weights, and answers with the sum of their first elements."""
-    own = [torch.zeros(elements, dtype=torch.bfloat16, device=device) for _ in range(count)]
-    answers.put(0)
-    while (tensors := sent.get()) is not None:
-        for weight, tensor in zip(own, tensors, strict=True):
-            weight.copy_(tensor)
-        answers.put(float(sum(weight[0].float() for weight in own)))  # waits for the copies
-        del tensors
+@contextmanager
+def served(folder: Path) -> Iterator[tuple[str, str]]:
+    """The address and the token of a models/transformers server of the folder's `model`, started by `ng_run`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {
+        "kind": "model",
+        "app": "models/transformers",
+        "model": "model",
+        "dtype": "bfloat16",
+        "push_token": secrets.token_hex(16),
+    }
+    (folder / "services.yaml").write_text(json.dumps({"policy": told}))
+    command = [sys.executable, "-m", "ngym", "run", "--config", str(folder / "services.yaml"), f"policy.port={port}"]
+    child = subprocess.Popen(command, cwd=folder, stdout=sys.stderr)
+    try:
+        while not is_ready(f"http://127.0.0.1:{port}/ready"):
+            if child.poll() is not None:
+                logs = [file.read_text()[-3000:] for file in folder.rglob(".ngym/logs/*.log")]
+                raise RuntimeError(f"ng_run: exit code {child.poll()}: {' '.join(logs)}")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}", told["push_token"]
+    finally:
+        child.send_signal(signal.SIGINT)
+        child.wait(20)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 PARTS: dict[str, Callable[[Row], Row]] = {"sft": sft, "grpo": grpo, "attention": attention, "ipc": ipc}
@@ -585,8 +624,8 @@ def rendered(rows: Sequence[Row], machine: str) -> str:
             lines += ["", f"Attention of a layer, forward and backward, {what}:"]
             lines += table(("kernel", "ms"), [(name, number(ms, 2)) for name, ms in kernels])
         if row["part"] == "ipc":
-            what = row.get("problem") or f"{row['gb']:.2f} GB in {number(row['push_s'], 3)} s"
-            lines += ["", f"Weights to another process by IPC: {what}."]
+            what = row.get("problem") or f"{row['gb']:.2f} GB in {number(row['push_s'], 3)} s, proof included"
+            lines += ["", f"A push over `ipc` into models/transformers: {what}."]
     return "\n".join(lines)
 
 

@@ -121,6 +121,8 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
 def _add_push(context: ServiceContext, engine: Engine, options: Options) -> None:
     from ngym.weight_push.routes import PushOptions, WeightPush  # imports torch
 
+    from .transfer import Transfer
+
     async def ready(request: Request) -> Response:
         if engine.asleep:
             raise NotReady("asleep: its memory is released for a trainer; POST /weights/wake ends that")
@@ -129,7 +131,9 @@ def _add_push(context: ServiceContext, engine: Engine, options: Options) -> None
     root = (context.root / options.weights_root).resolve() if options.weights_root else None
     push = PushOptions(options.push_token or context.admin_token, root, options.push_lease_s)
     add_route(app, "GET", "/ready", ready, summary="Readiness")
-    WeightPush(engine, engine.checkpoint_shapes(), push).add_to(app)
+    ours = engine.checkpoint_shapes()
+    transfer = Transfer(engine, ours, options.push_lease_s) if ours else None
+    WeightPush(engine, ours, push, transfer=transfer).add_to(app)
 
 
 def _find(name: str, root: Path, service: str) -> str:

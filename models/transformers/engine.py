@@ -19,7 +19,7 @@ import queue
 import shutil
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,15 @@ from time import monotonic
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
-from ngym.weight_push.stage import Shapes, shapes_in
+from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
 from .batch import Batch, Draw, Row, sampled, sliding_layers, with_room
 from .options import Options
@@ -43,6 +44,7 @@ NO_LIMIT = 1 << 20  # for a model that does not state its context length
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
 DENSE = 0.75  # the share of rows that go on at which the cache is not copied for those that ended
 MB = 1_000_000
+FILE_ROOM = 16 << 20  # for the names in a safetensors file and the config files beside it
 HEAD = "lm_head.weight"
 STOPPING = "this server is stopping"
 CUT_OFF = "a weight push with mode abort ended this answer; ask again"
@@ -226,10 +228,21 @@ class Engine:
         await self.pause_for_push(mode, patience_s)
         paused = monotonic()
         try:
-            await self._run(partial(self._switch, folder, version))
+            await self._run(partial(self._switch, partial(self._load, folder), version))
         finally:
-            await self._resume()
+            await self.resume()
         return Seconds(paused - began, monotonic() - paused)
+
+    async def switch_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Serve copies of these tensors, by the checkpoint's names, and resume the paused generation."""
+        try:
+            await self._run(partial(self._switch, partial(self._copy, tensors), version))
+        finally:
+            await self.resume()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._device)
 
     async def pause_for_push(self, mode: PauseMode, patience_s: float) -> None:
         """Pause generation between two tokens. Raises ServiceError if the answers in flight take too long to end."""
@@ -240,7 +253,7 @@ class Engine:
             async with asyncio.timeout(patience_s):
                 await asyncio.wrap_future(drained)
         except BaseException as error:
-            await self._resume()
+            await self.resume()
             if isinstance(error, TimeoutError):
                 problem = f"generations in flight did not end within {patience_s:.0f} s; push with mode keep or abort"
                 raise ServiceError(problem, status=409, retryable=True) from None
@@ -274,7 +287,8 @@ class Engine:
         except RuntimeError as error:  # such as one of memory
             raise ServiceError(f"the weights cannot be moved to {device}: {error}", retryable=True) from error
 
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
+        """Resume paused generation, unless the server sleeps."""
         if not self.asleep:
             await self._run(self._unpause)
 
@@ -470,8 +484,8 @@ class Engine:
     def _unpause(self) -> None:
         self._paused, self._drained = False, None
 
-    def _switch(self, folder: Path, version: int) -> None:
-        self._load(folder)
+    def _switch(self, load: Callable[[], None], version: int) -> None:
+        load()
         going = [row for row in self._batch.rows if not row.is_ended]
         for row in going:
             if row.unsent[0]:
@@ -483,15 +497,10 @@ class Engine:
 
     def _load(self, folder: Path) -> None:
         """Load all tensors: in place if the model has them under the checkpoint's names, else by a second model."""
-        ours = dict(self._model.state_dict(keep_vars=True))
         files = sorted(folder.glob("*.safetensors"))
-        names = shapes_in(str(file) for file in files)
-        tied = {name for name in ours if name == HEAD and self._is_tied}
-        if names.keys() == ours.keys() - tied and all(ours[name].shape == shape for name, shape in names.items()):
+        if self._has_all(shapes_in(str(file) for file in files)):
             # All files are read before the first tensor is replaced: an error leaves the old weights as they are.
-            for tensors in [load_file(file) for file in files]:
-                for name, tensor in tensors.items():
-                    ours[name].data.copy_(tensor)
+            self._replace([item for tensors in [load_file(file) for file in files] for item in tensors.items()])
             return
         for file in _checkpoint(self._folder).glob("*.json"):
             if not file.name.endswith(".index.json"):
@@ -500,6 +509,31 @@ class Engine:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         where = next(self._model.parameters()).device
         self._model = _network(AutoModelForCausalLM, str(folder), self._options).to(where)
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors that are not in files, likewise."""
+        if self._has_all({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+            self._replace(tensors.items())
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # the trainer may change them after this
+            return
+        private = PrivateFolder(sum(tensor.nbytes for tensor in tensors.values()) + FILE_ROOM)
+        try:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, private.path / "model.safetensors")
+            self._load(private.path)
+        finally:
+            private.remove()
+
+    def _has_all(self, shapes: Shapes) -> bool:
+        """Whether these are the model's own tensors, by name and shape."""
+        ours = self._model.state_dict()
+        tied = {HEAD} if self._is_tied else set()
+        return shapes.keys() == ours.keys() - tied and all(ours[name].shape == shape for name, shape in shapes.items())
+
+    def _replace(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        ours = self._model.state_dict(keep_vars=True)
+        for name, tensor in tensors:
+            ours[name].data.copy_(tensor)
 
     def _prove(self, prompt: list[int]) -> PromptLogprobs:
         ids_BT = torch.tensor([prompt], device=self._device)

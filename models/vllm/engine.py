@@ -293,7 +293,7 @@ def _configured(service: str, options: Options, model: Model) -> tuple[Namespace
     on_cpu = current_platform.is_cpu()
     arguments = parse_arguments(service, options, model, on_cpu=on_cpu)
     if transfer_backend(arguments) == "ipc":
-        # GPU memory handles are sent pickled: a client with the push token can run code in the engine process.
+        # vLLM takes the handles of GPU memory only pickled; weights/transfer.py pickles what it has checked.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     single = _is_single(arguments)
     if not on_cpu:

@@ -297,6 +297,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "compile": True,
         "activation_checkpointing": True,
     },
+    "bf16, compiled, half of the activations": {
+        "zero_stage": 1,
+        "precision": "bf16",
+        "compile": True,
+        "activation_checkpointing": 0.5,
+    },
     "fp16, compiled": {"zero_stage": 1, "precision": "fp16", "compile": True},
 }
 
@@ -680,14 +686,14 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     assert [spec["part"] for spec in made] == ["ipc", "attention", "sft", "grpo"]
     monkeypatch.setattr(gpu, "in_group", lambda measure: measure)  # this process is in one
     rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in made]
-    assert rows[0]["gb"] == (1 << 20) / 1e9
+    assert rows[0]["gb"] > 0 and rows[0]["difference"] < 0.1
     measured = [
         ms for ms in rows[1]["kernels_ms"].values() if not isinstance(ms, str)
     ]  # a kernel may refuse the shapes
     assert len(measured) >= 3 and min(measured) > 0 and min(row["tokens_s"] for row in rows[2:]) > 0
     assert rows[2]["loss"] == pytest.approx(math.log(1024), abs=0.3)
     text = gpu.rendered(rows, "this machine")
-    assert "| sft | tiny | ours |" in text and "| padded, math |" in text and "by IPC: 0.00 GB" in text
+    assert "| sft | tiny | ours |" in text and "| padded, math |" in text and "models/transformers: 0.00 GB" in text
     whole = gpu.flop_per_token(gpu.SHAPES["8B"], 8_190_735_360, 0.0)
     assert whole == pytest.approx(6 * (8.19e9 - 151936 * 4096), rel=1e-3)
 

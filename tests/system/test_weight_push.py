@@ -211,12 +211,9 @@ def test_after_a_push_the_engine_computes_with_the_new_weights(
     done = pusher.push(version, policy.change(version), policy.proof())
     pusher.finish()
     assert done.version == version and done.difference < 1e-5
-    assert server.get("/weights").json() == {
-        "policy_version": version,
-        "transport": ["http", "filesystem"],
-        "updating": False,
-        "asleep": [],
-    }
+    told = server.get("/weights").json()
+    assert (told["policy_version"], told["updating"], told["asleep"]) == (version, False, [])
+    assert told["transport"] == ["http", "filesystem", *([] if back_end == VLLM else ["ipc"])]
     after = server.answer(input=LONG, max_output_tokens=20, ignore_eos=True)
     assert after["ng"] == {"policy_version": [[0, 20, version]]}
     assert not after["usage"]["input_tokens_details"]["cached_tokens"], "keys and values of the old weights"
@@ -658,12 +655,8 @@ def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Polic
         with pytest.raises(push.PushFailed, match=f"{away}: POST /weights: ConnectionRefusedError"):
             pusher.push(before + 1, policy.change(3), policy.proof())
         pusher.finish()
-    assert server.get("/weights").json() | {"transport": []} == {
-        "policy_version": before,
-        "transport": [],
-        "updating": False,
-        "asleep": [],
-    }
+    told = server.get("/weights").json()
+    assert (told["policy_version"], told["updating"], told["asleep"]) == (before, False, [])
 
 
 def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: Any) -> None:

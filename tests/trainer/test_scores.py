@@ -269,6 +269,34 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
 
 @needs_compiler
 @torch._inductor.config.patch(QUICKLY_COMPILED)
+def test_compiled_layers_keep_as_much_of_their_activations_as_asked(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The gradient stays the same. Weights are saved, too, but they are not activations."""
+    packed = packing.pack(batch(12, 0), CPU)
+    saved, gradients = [], []
+    for kept in (None, 0.3):
+        trained = policy(tokenizer).eval()
+        layers.compile_layers(trained.network, kept)
+        trained.logprobs(packed).sum().backward()  # compiles
+        trained.zero_grad()
+        weights = {parameter.data_ptr() for parameter in trained.parameters()}
+        seen: dict[int, int] = {}
+
+        def pack(tensor: Tensor, seen: dict[int, int] = seen) -> Tensor:
+            seen[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logprobs = trained.logprobs(packed)
+        logprobs.sum().backward()
+        saved.append(sum(size for place, size in seen.items() if place not in weights))
+        gradients.append([parameter.grad.clone() for parameter in trained.parameters()])
+    assert saved[1] < 0.8 * saved[0], saved
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+@torch._inductor.config.patch(QUICKLY_COMPILED)
 def test_compiled_layers_have_the_same_gradients_and_are_compiled_once_for_all_layouts(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

@@ -229,3 +229,11 @@ def test_a_wrong_task_is_told_of_before_any_service_starts(
     result = CliRunner().invoke(main, ["grpo.yaml", *words])
     assert result.exit_code == 2 and "tasks.jsonl:1: agent_ref names 'proofs'" in result.stderr
     assert "loading torch" not in result.output
+
+
+def test_a_share_of_the_activations_needs_compiled_layers() -> None:
+    words = ["sft.yaml", "engine.activation_checkpointing=0.5"]
+    result = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert result.exit_code == 2 and "needs it; set engine.compile=true" in result.stderr
+    assert recipe(*words, "engine.compile=true").engine.activation_checkpointing == 0.5
+    assert recipe(*words[:-1], "engine.activation_checkpointing=18").engine.activation_checkpointing == 18

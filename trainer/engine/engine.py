@@ -186,12 +186,13 @@ class Engine:
         self._options = options
         self._optimizing = optimizing
         again = options.activation_checkpointing
+        kept = again if isinstance(again, float) else None
         if again or options.compile:
             for decoder in [policy.network, *([] if policy.critic is None else [policy.critic.backbone])]:
-                if again:
-                    checkpoint_layers(decoder, None if again is True else again)
+                if again and kept is None:
+                    checkpoint_layers(decoder, None if again is True else int(again))
                 if options.compile:
-                    compile_layers(decoder)
+                    compile_layers(decoder, kept)
         if options.compile and isinstance(policy, Policy):
             policy.scorer.compiled = True
         self._deepspeed, *_ = deepspeed.initialize(

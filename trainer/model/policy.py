@@ -63,9 +63,13 @@ JUST_LOGPROBS = RequestedScores()
 SAFE = {"use_safetensors": True, "trust_remote_code": False}
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:
     """Compile the model's layers on their first call, separately with and without a gradient. On a GPU, attention in half
     precision becomes FlexAttention where sequences share prefixes or differ in length.
+
+    Args:
+        kept: how much of the memory of a layer's activations the backward may use, from 0 to 1; it recomputes what does
+            not fit, cheap operations first (torch.compile's activation memory budget).
 
     Raises:
         ConfigError: there is no C++ compiler.
@@ -82,9 +86,19 @@ def compile_layers(model: PreTrainedModel) -> None:
         attention.COMPILED_NAME, torch.compiler.disable(partial(attention.packed_attention, flex=True))
     )
     model.set_attn_implementation(attention.COMPILED_NAME)
+    backend = partial(_compiled, kept=kept)  # one for all layers: a layer is compiled again for another backend
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True, options=ROUND_AS_EAGER)
+            layer.compile(dynamic=True, backend=backend)
+
+
+def _compiled(graph: Any, inputs: Any, kept: float | None) -> Any:
+    """The backend of torch.compile for a layer: Inductor, with the settings of this module."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch({} if kept is None else {"activation_memory_budget": kept}):
+        return compile_fx(graph, inputs, config_patches=ROUND_AS_EAGER)
 
 
 def checkpoint_layers(model: PreTrainedModel, most: int | None = None) -> None:

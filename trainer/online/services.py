@@ -43,6 +43,7 @@ RENEW_S = 1.0
 OWNER = "ng_train"
 VLLM = "models/vllm"
 SLEEP_MODE = "engine.enable_sleep_mode=true"
+TRANSFER = "engine.weight_transfer_config.backend="
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
 
@@ -214,15 +215,15 @@ def serving_options(recipe: Recipe) -> list[str]:
     if transport == "lora" and recipe.model.lora is not None:
         options.append(f"lora_rank={recipe.model.lora.rank}")
     if transport in ("nccl", "ipc"):
-        options.append(f"engine.weight_transfer_config.backend={transport}")
+        options.append(f"{TRANSFER}{transport}")
     return options
 
 
 def config_for(file: Path, policy: str, app: str | None, options: Sequence[str]) -> Config:
     """The config with these options of the policy. app: replaces the policy's stanza, whose own options are dropped."""
     served_by = app or load_config([file]).stanza(policy).app or ""
-    if not served_by.endswith(VLLM):
-        options = [option for option in options if option != SLEEP_MODE]  # the others need no option to sleep
+    if not served_by.endswith(VLLM):  # the others need no option to sleep or to receive
+        options = [option for option in options if option != SLEEP_MODE and not option.startswith(TRANSFER)]
     if app is None:
         return _bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
     config = load_config([file])

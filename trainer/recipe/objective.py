@@ -33,6 +33,7 @@ from .extensions import Estimator
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a command
 UNCOMPARED = ("reward", "gae")  # they do not compare rewards within a group
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]

@@ -20,7 +20,7 @@ from ngym.extras import needs
 
 from .algorithms import AnyAlgorithm, PolicyGradientOptions
 from .extensions import MetricSink, SinkPath
-from .objective import FrozenOptions, ModelName, Positive, Share, Word, existing
+from .objective import Fraction, FrozenOptions, ModelName, Positive, Share, Word, existing
 from .rollout_options import EvaluationOptions, RolloutOptions, evaluation_problem
 
 Value = TypeVar("Value")
@@ -225,13 +225,15 @@ class EngineOptions(FrozenOptions):
         description="Precision of weights and arithmetic; bf16 and fp16 keep float32 master weights, and fp16 has a "
         "dynamic loss scale.",
     )
-    activation_checkpointing: bool | Positive = Field(
+    activation_checkpointing: bool | Positive | Fraction = Field(
         default=False,
         description="Layers keep only their inputs and are recomputed in the backward: less memory, more time. A number: "
-        "so many of the layers.",
+        "so many of the layers. A fraction such as 0.5, with `compile`: so much of the activations' memory is kept, and "
+        "the cheapest operations are recomputed.",
     )
     compile: bool = Field(
         default=False,
+        validate_default=True,
         description="Layers through torch.compile; slows down the first step, and pays off in runs of more than a "
         "few minutes.",
     )
@@ -274,6 +276,11 @@ class EngineOptions(FrozenOptions):
     @field_validator("compile")
     @classmethod
     def _whole_layers(cls, value: bool, info: ValidationInfo) -> bool:
+        again = info.data.get("activation_checkpointing")
+        if isinstance(again, float) and not value:
+            raise ValueError(
+                f"engine.activation_checkpointing={again} needs it; set engine.compile=true, or checkpoint whole layers"
+            )
         if value and info.data.get("zero_stage") == 3:
             raise ValueError("ZeRO-3 gathers weights while a layer runs; set engine.zero_stage to 0, 1 or 2")
         return value

@@ -51,7 +51,6 @@ MOST_AT_ONCE = 64
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, float16
 # 4e-4, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
-FROM_GPU = ("nccl", "ipc")
 
 
 def checkpoint(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -521,7 +520,7 @@ class Pusher:
 
     def _new_transfer(self, backend: str) -> Transfer:
         check_transport(backend)
-        from .transfer import Transfer  # imports vLLM: seconds
+        from .transfer import Transfer
 
         return Transfer(backend, self._on_all, self._mode, self._patience_s)
 
@@ -577,9 +576,9 @@ def _check(answers: Mapping[Replica, Json], proof: LogprobProof, version: int | 
 
 def check_transport(transport: str) -> None:
     """Raise UsageError if this transport cannot be used here."""
-    if transport not in FROM_GPU:
+    if transport != "nccl":
         return
     if not torch.cuda.is_available():
-        raise UsageError(f"transport {transport}: moves weights between GPUs, and torch finds none here; use http")
+        raise UsageError("transport nccl: moves weights between GPUs, and torch finds none here; use http")
     if importlib.util.find_spec("vllm") is None:
-        raise UsageError(f"transport {transport}: needs vLLM in the trainer's environment too; install it, or use http")
+        raise UsageError("transport nccl: needs vLLM in the trainer's environment too; install it, or use http")

@@ -1,65 +1,33 @@
-"""Transfers weights from the trainer's GPU into the servers' GPUs with vLLM's weight transfer: `nccl`, or `ipc` on one
-GPU.
+"""Transfers weights into the servers' memory without files: `ipc` between processes of one machine, or vLLM's own weight
+transfer (`nccl`).
 
     begin (names, shapes) -> connect -> start -> the tensors -> commit; all servers at once, as one group
 
-No server can go back after `start`: if the push fails then, the servers exit, restart with their initial weights and
-get a new push. Partially loaded weights are never served. The proof after the push replaces the checksums of the other
-transports.
+A vLLM server cannot go back after `start`: if the push fails then, the servers exit, restart with their initial weights
+and get a new push. Partially loaded weights are never served. The proof after the push replaces the checksums of the
+other transports.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle  # noqa: TID251  (written, never loaded)
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, distributed
-from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import TrainerInitInfo
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ngym.errors import NgymError
 from ngym.schema import Json
+from ngym.weight_push.shared_memory import MOST_AT_ONCE, SharedTensors, device_id, share
 
 from ..engine.distributed import in_daemon_thread
 from ..recipe.extensions import Mode, OnAll, PushFailed
 
 GRACE_S = 10.0
-BUFFER_BYTES = 256 << 20
-
 Result = TypeVar("Result")
-# The records of vLLM's trainer engines, by backend: (our address, the number of processes) -> the record.
-INTRODUCTIONS: dict[str, Callable[[str, int], TrainerInitInfo]] = {
-    "nccl": lambda address, world: NCCLTrainerInitInfo(
-        rank=0,
-        master_address=address,
-        master_port=_free_port(address),
-        world_size=world,
-        packed_buffer_size_bytes=BUFFER_BYTES,
-    ),
-    "ipc": lambda address, world: IPCTrainerInitInfo(rank=0),
-}
-
-
-class Weights(WeightSource):  # type: ignore[misc]  # mypy does not read vLLM
-    """The source for vLLM's engine: the tensors of the current push, on the trainer's device."""
-
-    def __init__(self) -> None:
-        self.tensors: Mapping[str, Tensor] = {}
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        return ((name, tensor.to(device)) for name, tensor in self.tensors.items())
 
 
 class Replica(Protocol):
@@ -78,8 +46,17 @@ class Replica(Protocol):
     def commit(self, mode: Mode) -> None: ...
 
 
+class Sender(Protocol):
+    """Sends tensors to the connected servers."""
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """Start the push on all servers, send the tensors, and commit."""
+
+    def close(self) -> None: ...
+
+
 class Servers:
-    """The servers' side for vLLM's engine (a VLLMWeightSyncClient), through our routes.
+    """The servers' side, through our routes; for vLLM's engine a VLLMWeightSyncClient.
 
     Attributes:
         failed: holds the first error; this side may still be waiting.
@@ -106,8 +83,19 @@ class Servers:
         self._all(lambda replica: replica.start(self._mode))
 
     def update_weights(self, update_info: Any) -> None:
-        info = _as_json(update_info)
-        self._all(lambda replica: replica.update(info))
+        self._all(lambda replica: replica.update(update_info))
+
+    def lend(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+        """Share tensors with each server. What is returned must stay alive until the servers have committed."""
+
+        def lent(replica: Replica) -> Any:
+            shared, kept = share(tensors)
+            for first in range(0, len(shared), MOST_AT_ONCE):
+                part = SharedTensors(tensors=shared[first : first + MOST_AT_ONCE])
+                replica.update(part.model_dump(mode="json"))
+            return kept
+
+        return self._all(lent)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._all(lambda replica: replica.commit(self._mode))
@@ -121,11 +109,37 @@ class Servers:
             raise
 
 
+class SharingSender:
+    """A `Sender` for `ipc`: the servers copy from this process's memory."""
+
+    def __init__(self, servers: Servers, device: torch.device) -> None:
+        self._servers = servers
+        servers.init_weight_transfer_engine({"device": device_id(device)})
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        device = transfer_device()
+        whole = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._servers.start_weight_update()
+        kept = self._servers.lend(whole)
+        self._servers.finish_weight_update()
+        del kept
+        self.close()
+
+    def close(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+
+
+def transfer_device() -> torch.device:
+    """Where the trainer's weights are."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 class Transfer:
     """The trainer's side, for the duration of a run.
 
     Args:
-        backend: vLLM's name of the backend.
+        backend: `ipc`, or vLLM's name of its backend.
         patience_s: limit of the time for a connection or a push.
     """
 
@@ -134,9 +148,8 @@ class Transfer:
         self._on_all = on_all
         self._mode: Mode = mode
         self._patience_s = patience_s
-        self._weights = Weights()
         self._servers: Servers | None = None
-        self._engine: Any = None
+        self._sender: Sender | None = None
 
     def connect(self, replicas: Sequence[Replica]) -> None:
         """Connect to these servers, which have begun a push, unless the connection still exists.
@@ -152,12 +165,15 @@ class Transfer:
         self._refuse(workers)
         self.close()
         servers = Servers(replicas, workers, self._on_all, self._mode)
-        introduction = INTRODUCTIONS[self._backend](_our_address(replicas[0].url), 1 + sum(workers))
-        self._engine = self._within(
-            lambda: WeightTransferTrainerFactory.trainer_init(introduction, client=servers, source=self._weights),
-            servers,
-        )
+        self._sender = self._within(lambda: self._connected(servers, replicas[0].url, 1 + sum(workers)), servers)
         self._servers = servers
+
+    def _connected(self, servers: Servers, url: str, world: int) -> Sender:
+        if self._backend == "ipc":
+            return SharingSender(servers, transfer_device())
+        from .vllm_transfer import VllmSender
+
+        return VllmSender(self._backend, servers, _our_address(url), world)
 
     def push(self, tensors: Mapping[str, Tensor]) -> None:
         """Send the tensors to the connected servers, and commit.
@@ -165,28 +181,25 @@ class Transfer:
         Raises:
             TransientPushError, PushFailed: a server failed; servers that had started exit and need another push.
         """
-        servers, engine = self._servers, self._engine
-        assert servers is not None
-        self._weights.tensors = tensors
+        servers, sender = self._servers, self._sender
+        assert servers is not None and sender is not None
         try:
-            self._within(engine.send_weights, servers)
+            self._within(lambda: sender.send(tensors), servers)
         except BaseException:
-            self._servers = self._engine = None  # the group is broken: the next push reconnects
+            self._servers = self._sender = None  # the group is broken: the next push reconnects
             raise
-        finally:
-            self._weights.tensors = {}
 
     def close(self) -> None:
-        engine, self._engine, self._servers = self._engine, None, None
-        if engine is not None:
-            engine.shutdown()
+        sender, self._sender, self._servers = self._sender, None, None
+        if sender is not None:
+            sender.close()
 
     def _refuse(self, workers: Sequence[int]) -> None:
         if self._backend != "ipc":
             return
         if max(workers) > 1 or (distributed.is_initialized() and distributed.get_world_size() > 1):
             raise PushFailed(
-                "transport ipc: shares one GPU between one rank of the trainer and servers of one worker each; "
+                "transport ipc: shares the memory of one rank of the trainer with servers of one worker each; "
                 "use nccl or http"
             )
 
@@ -213,25 +226,9 @@ def _offsets(workers: Sequence[int]) -> list[int]:
     return [1 + sum(workers[:place]) for place in range(len(workers))]
 
 
-def _as_json(update_info: Json) -> Json:
-    """Handles of GPU memory are Python objects; they are pickled, as in vLLM's own client."""
-    handles = update_info.get("ipc_handles")
-    if handles is None:
-        return update_info
-    rest = {key: value for key, value in update_info.items() if key not in ("ipc_handles", "ipc_handles_pickled")}
-    return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
-
-
 def _our_address(url: str) -> str:
     """Our address as that server sees it."""
     place = urlsplit(url)
     with socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), timeout=10) as connection:
         address: str = connection.getsockname()[0]
         return address
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        port: int = listener.getsockname()[1]
-        return port

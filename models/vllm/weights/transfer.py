@@ -9,9 +9,11 @@ paused until `finish`, and if that is not reached, the engine is broken and the 
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle  # noqa: TID251  (written, never loaded)
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -19,7 +21,10 @@ from vllm.platforms import current_platform
 
 from ngym.errors import ServiceError
 from ngym.schema import Json
+from ngym.services.base.request_bodies import validated
 from ngym.weight_push.routes import PauseMode, Seconds
+from ngym.weight_push.shared_memory import SharedFile, SharedTensor, SharedTensors, cuda_arguments
+from ngym.weight_push.stage import DTYPES
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -44,6 +49,7 @@ class Transfer:
         self.backend = config.weight_transfer_config.backend if config.weight_transfer_config else None
         self.workers = config.parallel_config.world_size * config.parallel_config.data_parallel_size
         self.connection: str | None = None
+        self._trainers_gpu = ""
         self._pausing_s = self._paused = 0.0
 
     @property
@@ -54,6 +60,9 @@ class Transfer:
     async def connect(self, init_info: Json) -> str:
         """Connect with the trainer. Raises ServiceError if vLLM refuses; without the trainer, the engine is broken."""
         self.connection = None
+        self._trainers_gpu = str(init_info.get("device"))
+        if self.backend == "ipc":
+            init_info = {"packed": False}
         await self._engine.shutdown_weight_transfer_engine()
         try:
             await self._within(
@@ -80,7 +89,12 @@ class Transfer:
         await self._or_broken(self._engine.collective_rpc(method))
 
     async def update(self, update_info: Json) -> None:
-        """Receive tensors. update_info: vLLM's record for the backend."""
+        """Receive tensors. update_info: vLLM's record for the backend; for `ipc` that of `shared_memory`."""
+        if self.backend == "ipc":
+            shared = validated(SharedTensors, update_info, "the tensors of a transfer").tensors
+            if any(isinstance(tensor.memory, SharedFile) for tensor in shared):
+                raise self.broken("vLLM reads only the memory of its GPU")
+            update_info = as_vllm_reads(shared, self._trainers_gpu)
         await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish(self, version: int) -> Seconds:
@@ -108,3 +122,17 @@ class Transfer:
         if self._engine.broken is None:
             self._engine.broken = f"a weight transfer failed: {reason}; the server must restart"
         return ServiceError(self._engine.broken, retryable=True)
+
+
+def as_vllm_reads(tensors: Sequence[SharedTensor], gpu: str) -> Json:
+    """vLLM's record. It takes handles only pickled; the pickle is made here, of checked numbers and bytes.
+
+    gpu: the UUID of the trainer's GPU.
+    """
+    handles = [{gpu: cuda_arguments(tensor, 0)} for tensor in tensors]
+    return {
+        "names": [tensor.name for tensor in tensors],
+        "dtype_names": [str(DTYPES[tensor.dtype]).removeprefix("torch.") for tensor in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors],
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
+    }

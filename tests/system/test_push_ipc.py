@@ -1,0 +1,267 @@
+"""The transport `ipc` on a CPU: models/transformers copies the weights from the trainer's shared memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from machine import PATIENCE_S, wait_until
+from torch import Tensor
+from vllm_service import Server, endless, start, tokens_of, wait_until_ready, write_checkpoint
+
+from ngym.errors import BadRequest
+from ngym.trainer.weights import push
+from ngym.weight_push.shared_memory import SharedTensor, SharedTensors, device_id, opened, share
+from ngym.weight_push.stage import SHARED_MEMORY
+
+TOKEN = "a token for this test only"
+PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
+CPU = torch.device("cpu")
+Weights = dict[str, Tensor]
+
+
+class Policy:
+    """The trainer's network."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def change(self, seed: int) -> Weights:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.network.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        weights: Weights = dict(self.network.state_dict())
+        if self.network.config.tie_word_embeddings:
+            return weights
+        return {name: tensor.clone() for name, tensor in revert_weight_conversion(self.network, weights).items()}
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int], first: int = 1) -> list[float]:
+        logits_TV = self.network(torch.tensor([ids])).logits[0, first - 1 : -1]
+        result: list[float] = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
+        return result
+
+    def proof(self) -> Any:
+        return push.LogprobProof(PROMPT, self.logprobs(PROMPT))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("policy"))
+
+
+def serve(checkpoint: Path, folder: Path, root: Path) -> Iterator[Server]:
+    options = {"model": str(checkpoint), "push_lease_s": 60.0}
+    running = start(folder, root, "policy", options, app="models/transformers", fresh=True, admin_token=TOKEN)
+    try:
+        wait_until_ready(running)
+        yield running
+    finally:
+        running.end()
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Server]:
+    yield from serve(checkpoint, tmp_path_factory.mktemp("service"), root)
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path) -> Policy:
+    return Policy(checkpoint)
+
+
+@pytest.fixture
+def pusher(server: Server) -> Iterator[Any]:
+    pusher = push.Pusher([server.url], TOKEN, transport="ipc", patience_s=PATIENCE_S)
+    yield pusher
+    pusher.finish()
+
+
+def lent_folders() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob("ngym-weights-*")}
+
+
+def test_after_a_push_the_server_computes_with_copies_of_the_new_weights(
+    server: Server, policy: Policy, pusher: Any
+) -> None:
+    before = lent_folders()
+    for _ in range(2):
+        version = pusher.prepare() + 1
+        done = pusher.push(version, policy.change(version), policy.proof())
+        assert done.version == version and done.difference < 1e-5
+        answer = server.answer(input="hello", max_output_tokens=20, ignore_eos=True)
+        assert answer["ng"] == {"policy_version": [[0, 20, version]]}
+        prompt, sampled, logprobs = tokens_of(answer)
+        assert logprobs == pytest.approx(policy.logprobs(prompt + sampled, len(prompt)), abs=1e-4)
+    told = server.get("/weights").json()
+    assert "ipc" in told["transport"] and told["workers"] == 1 and not told["updating"]
+    assert lent_folders() == before, "the trainer's shared memory is freed"
+
+
+def test_a_generation_in_flight_goes_on_with_the_new_weights(server: Server, policy: Policy, pusher: Any) -> None:
+    version = pusher.prepare() + 1
+    with endless(server):
+        assert pusher.push(version, policy.change(version), policy.proof()).difference < 1e-5
+
+
+def test_tensors_that_the_model_has_fused_are_loaded_like_a_checkpoint(
+    checkpoint: Path, tmp_path: Path, root: Path
+) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shutil.copytree(checkpoint, tmp_path / "experts")
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"head_dim": 32, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(
+        **shape, vocab_size=512, max_position_embeddings=512, eos_token_id=2, tie_word_embeddings=False
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    experts = Policy(tmp_path / "experts")
+    for running in serve(tmp_path / "experts", tmp_path, root):
+        pusher = push.Pusher([running.url], TOKEN, transport="ipc", patience_s=PATIENCE_S)
+        for version in (1, 2):
+            assert pusher.push(version, experts.change(version), experts.proof()).difference < 1e-5
+        pusher.finish()
+
+
+class Session:
+    """The routes by hand, at a server that has begun a transfer of a next version."""
+
+    def __init__(self, http: httpx.Client, version: int, weights: Weights) -> None:
+        self.http = http
+        self.weights = push.checkpoint(weights)
+        announced = [
+            {"name": name, "shape": list(tensor.shape), "dtype": "F32"} for name, tensor in self.weights.items()
+        ]
+        begun = http.post("/weights", json={"version": version, "tensors": announced, "transfer": True})
+        self.params = {"push": begun.json()["push"]}
+
+    def connect(self, device: str = "cpu") -> httpx.Response:
+        return self.http.post("/weights/transfer/connect", params=self.params, json={"info": {"device": device}})
+
+    def start(self) -> httpx.Response:
+        return self.http.post("/weights/transfer/start", params=self.params, json={"mode": "keep"})
+
+    def update(self, tensors: Any) -> httpx.Response:
+        return self.http.post("/weights/transfer/update", params=self.params, json={"info": {"tensors": tensors}})
+
+    def commit(self) -> httpx.Response:
+        return self.http.post("/weights/commit", params=self.params, json={"mode": "keep"})
+
+
+@pytest.fixture
+def session(server: Server, policy: Policy) -> Iterator[Session]:
+    """For a push that must change nothing: the server then serves what it served, and takes the next push."""
+    pusher = push.Pusher([server.url], TOKEN, transport="ipc", patience_s=PATIENCE_S)
+    old = pusher.prepare() + 1
+    pusher.push(old, policy.change(old), policy.proof())
+    proof = policy.proof()
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S) as http:
+        yield Session(http, old + 1, policy.change(old + 1))
+    wait_until(lambda: not server.get("/weights").json()["updating"])
+    assert server.process.poll() is None and pusher.prepare() == old and pusher.prove(proof) < 1e-5
+    answer = server.answer(input="hello", max_output_tokens=4, ignore_eos=True)
+    assert answer["ng"] == {"policy_version": [[0, 4, old]]}, "it generates"
+    pusher.push(old + 1, policy.change(old + 1), policy.proof())
+    pusher.finish()
+
+
+Changed = Callable[[list[dict[str, Any]]], Any]
+WRONG: dict[str, tuple[Changed, str]] = {
+    "another shape": (lambda told: told[0].update(shape=[2, 2], stride=[2, 1]), "is not one that is missing"),
+    "an unknown name": (lambda told: told[0].update(name="x"), "is not one that is missing"),
+    "twice": (lambda told: told.append(told[0]), "is not one that is missing"),
+    "a path": (lambda told: told[0]["memory"].update(folder="../etc"), "there is no shared memory"),
+    "a folder that is gone": (
+        lambda told: told[0]["memory"].update(folder="ngym-weights-gone"),
+        "there is no shared memory",
+    ),
+    "beyond the end": (lambda told: told[0]["memory"].update(offset=1 << 40), "is not a part of the shared memory"),
+    "not aligned": (lambda told: told[0]["memory"].update(offset=3), "is not a part of the shared memory"),
+    "a GPU": (
+        lambda told: told[0].update(
+            memory={
+                "handle": "eA==",
+                "bytes": 1,
+                "offset": 0,
+                "counter": "eA==",
+                "counter_offset": 0,
+                "event": "eA==",
+                "waits": False,
+            }
+        ),
+        "is on a GPU, and this server's weights are on the cpu",
+    ),
+    "no base64": (lambda told: told[0].update(memory={"handle": "?"}), "the tensors of a transfer"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_memory_ends_the_push_and_the_old_weights_serve(session: Session, kind: str) -> None:
+    change, problem = WRONG[kind]
+    assert session.connect().status_code == session.start().status_code == 200
+    lent = share(session.weights)
+    told = [tensor.model_dump(mode="json") for tensor in lent.tensors]
+    change(told)
+    reply = session.update(told)
+    assert reply.status_code == 422 and problem in reply.json()["detail"], reply.text
+
+
+def test_a_commit_before_all_tensors_have_come_ends_the_push(session: Session) -> None:
+    session.connect(), session.start()
+    lent = share(session.weights)
+    assert session.update([lent.tensors[0].model_dump(mode="json")]).status_code == 200
+    reply = session.commit()
+    assert reply.status_code == 422 and f"{len(lent.tensors) - 1} tensors are missing" in reply.json()["detail"]
+
+
+def test_a_trainer_that_gives_up_after_the_start_changes_nothing(session: Session) -> None:
+    session.connect(), session.start()
+    assert session.http.delete("/weights", params=session.params).status_code == 204
+
+
+def test_a_trainer_on_another_device_is_refused(session: Session) -> None:
+    reply = session.connect("GPU-1")
+    assert reply.status_code == 422 and "this server's on cpu; use http" in reply.json()["detail"]
+
+
+# Without a server
+
+
+def test_shared_tensors_are_read_back_and_freed() -> None:
+    before = lent_folders()
+    weights = {
+        "matrix": torch.randn(3, 5),
+        "transposed": torch.randn(7, 2).bfloat16().T,
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.float16),
+    }
+    lent = share(weights)
+    sent = SharedTensors(tensors=lent.tensors).model_dump_json()
+    for told in SharedTensors.model_validate_json(sent).tensors:
+        tensor = opened(told, CPU)
+        assert tensor.dtype == weights[told.name].dtype and torch.equal(tensor, weights[told.name])
+    assert device_id(CPU) == "cpu" and len(lent_folders() - before) == 1
+    del lent
+    assert lent_folders() == before
+
+
+def test_a_link_is_not_opened(tmp_path: Path) -> None:
+    lent = share({"x": torch.zeros(4)})
+    told = lent.tensors[0].model_dump()
+    folder = SHARED_MEMORY / told["memory"]["folder"]
+    (tmp_path / "secret").write_bytes(bytes(64))
+    (folder / "tensors").unlink()
+    (folder / "tensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(BadRequest, match="tensor x: there is no shared memory"):
+        opened(SharedTensor.model_validate(told), CPU)
