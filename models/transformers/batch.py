@@ -107,8 +107,8 @@ class PaddedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
 
 def _buffer(states: Tensor, length: int) -> Tensor:
-    """A buffer for at least so many tokens that begins with these states. The rest is zero: NaN would pass a mask."""
-    buffer = states.new_zeros((*states.shape[:2], with_room(length), states.shape[3]))
+    """A buffer for at least so many tokens that begins with these states. Nothing reads the rest before it is written."""
+    buffer = states.new_empty((*states.shape[:2], with_room(length), states.shape[3]))
     buffer[:, :, : states.shape[2]] = states
     return buffer
 
@@ -141,6 +141,14 @@ class Batch:
         self.bytes_per_token = 0  # of one row; 0 before the first pass
         self._sliding = sliding
         self._device = device
+
+    def repeat(self, cache: Cache, rows: Sequence[int]) -> Cache:
+        """A cache of these rows of another one, which may occur more than once."""
+        repeated = self.layers()
+        for layer, old in zip(repeated.layers, cache.layers, strict=True):
+            layer.keys, layer.values = old.keys[rows], old.values[rows]
+            layer.is_initialized, layer.dtype, layer.device, layer.length = True, old.dtype, old.device, old.length
+        return repeated
 
     def layers(self) -> Cache:
         assert self._sliding is not None
@@ -204,14 +212,18 @@ class Batch:
     def _aligned(self, states: list[Tensor | None], parts: list[Part], used: list[int], length: int) -> Tensor:
         one = next(state for state in states if state is not None)
         count = sum(len(part.rows) for part in parts)
-        buffer = one.new_zeros((count, one.shape[1], with_room(length), one.shape[3]))
+        buffer = one.new_empty((count, one.shape[1], with_room(length), one.shape[3]))
         first = 0
         for state, part, columns in zip(states, parts, used, strict=True):
-            last = first + len(part.rows)
+            rows = buffer[first : first + len(part.rows)]
+            first += len(part.rows)
+            padding = length if state is None else length - columns
+            rows[:, :, :padding] = 0  # NaN would pass a mask
             if state is not None:
-                picked = state[part.rows] if len(part.rows) < len(state) else state
-                buffer[first:last, :, length - columns : length] = picked[:, :, part.length - columns : part.length]
-            first = last
+                columns_used = state[:, :, part.length - columns : part.length]
+                rows[:, :, padding:length] = (
+                    columns_used if part.rows == list(range(len(state))) else columns_used[part.rows]
+                )
         return buffer
 
 

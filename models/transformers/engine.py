@@ -449,22 +449,26 @@ class Engine:
             batch.keep(range(count))
 
     def _prefilled(self, rows: list[Row], longest: int) -> tuple[Any, list[int]]:
-        """A cache of all ids but the last of each row, and the columns where the rows begin."""
+        """A cache of all ids but the last of each row, and the columns where the rows begin. Equal prompts, such as those
+        of a group of rollouts, are computed once.
+        """
         starts = [longest - len(row.ids) + 1 for row in rows]
         cache = self._batch.layers()
         if longest == 0:
             return cache, starts
-        ids = [[0] * start + row.ids[:-1] for start, row in zip(starts, rows, strict=True)]
+        places: dict[tuple[int, ...], int] = {}
+        repeated = [places.setdefault(tuple(row.ids[:-1]), len(places)) for row in rows]
+        ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in places]
         more: dict[str, Any] = {}
-        starts_B = torch.tensor(starts, device=self._device)[:, None]
+        starts_B = torch.tensor([longest - len(prompt) for prompt in places], device=self._device)[:, None]
         columns_T = torch.arange(longest, device=self._device)
         if max(starts) > 0:
             more["attention_mask"] = (columns_T >= starts_B).long()
         if self._takes_positions:
             more["position_ids"] = (columns_T - starts_B).clamp_(min=0)
         ids_BT = torch.tensor(ids, device=self._device)
-        out = self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
-        return out.past_key_values, starts
+        self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
+        return cache if len(places) == len(rows) else self._batch.repeat(cache, repeated), starts
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         """Pause generation. Returns a future that is done when it has stopped."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from paths import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_service import write_checkpoint
 
+from ngym.chat_codec import Sampling
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import load
 
@@ -89,6 +92,36 @@ async def test_answers_of_one_batch_are_those_of_each_alone(folder: Path) -> Non
             alone = await sampled(client, **request(number))
             assert alone[1] == answers[number][1], "a seed decides, whatever else is in the batch"
             assert alone[2] == pytest.approx(answers[number][2], abs=1e-4)
+
+
+async def test_equal_prompts_are_computed_once_and_answered_as_each_alone(folder: Path) -> None:
+    """A group of rollouts: the engine by itself, so that the rows of each pass can be seen."""
+    app = load(ROOT / "models" / "transformers" / "app.py")
+    engine = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine")
+    served = engine.Engine(str(folder), app.Options.model_validate({"model": str(folder)}), lambda tokens: None)
+    passes: list[tuple[int, int]] = []
+    served._model.register_forward_pre_hook(
+        lambda network, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    prompts = [[1, 40, 41, 42, 2, 1, 77]] * 6 + [[1, 40, 41]] * 2 + [[50, 60, 61, 62]]
+
+    async def answer(seed: int, prompt: list[int]) -> tuple[list[int], list[float]]:
+        sampling = Sampling(8, 1.0, 1.0, 0, 0.0, seed, (), (), True, {}, False)
+        [said] = [one async for one in served.generate(prompt, sampling)]
+        return said.ids, said.logprobs
+
+    try:
+        await served._run(partial(served._pause, "keep"))  # all of them join between the same two tokens
+        asking = asyncio.gather(*[answer(seed, prompt) for seed, prompt in enumerate(prompts)])
+        await asyncio.sleep(0)
+        await served._run(served._unpause)
+        together = await asking
+        assert passes[0] == (3, 6) and passes[1] == (9, 1)
+        for seed, prompt in enumerate(prompts):
+            ids, logprobs = await answer(seed, prompt)
+            assert ids == together[seed][0] and logprobs == pytest.approx(together[seed][1], abs=1e-4)
+    finally:
+        served.close()
 
 
 async def test_greedy_filtered_and_hot_answers_share_a_batch(folder: Path) -> None:
