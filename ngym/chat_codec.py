@@ -18,7 +18,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import orjson
 
 from ngym.convert import content_text, without_allowed_tools
 from ngym.errors import BadRequest
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from ngym.services.models.token_capture import SeenCall
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+PROMPTS_KEPT, KEPT_BYTES = 64, 1 << 18  # the ids of so many conversations, each of at most so much JSON
 LONG = 20_000  # characters: some milliseconds
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
@@ -71,6 +75,8 @@ class Template:
             id_ for id_, token in added.items() if token.special and token.content not in (THINK, THOUGHT, CALL, CALLED)
         )
         """Ids that are left out of texts: special tokens, as in vLLM, but not those that the parser reads."""
+        self._kept = lru_cache(PROMPTS_KEPT)(lambda conversation, minute: tuple(self._ids(*orjson.loads(conversation))))
+        self._opens = lru_cache(PROMPTS_KEPT)(self._opens_thought)
 
     def prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
         """The ids of a checked Chat request, including the generation prompt.
@@ -102,8 +108,10 @@ class Template:
 
     def in_thought(self, prompt: list[int]) -> bool:
         """Whether the template has opened a reasoning block at the prompt's end."""
-        tail = self.tokenizer.decode(prompt[-THOUGHT_TAIL:], skip_special_tokens=False).rstrip()
-        return tail.endswith("<think>")
+        return self._opens(tuple(prompt[-THOUGHT_TAIL:]))
+
+    def _opens_thought(self, tail: tuple[int, ...]) -> bool:
+        return self.tokenizer.decode(list(tail), skip_special_tokens=False).rstrip().endswith("<think>")
 
     def _rendered(self, messages: list[Json], request: Json, *, prompt: bool = True) -> list[int]:
         effort = request.get("reasoning_effort")
@@ -111,6 +119,16 @@ class Template:
         kwargs |= {"enable_thinking": False} if effort == "none" else {}
         kwargs |= request.get("chat_template_kwargs") or {}
         kwargs = {"tools": request.get("tools") or None, "add_generation_prompt": prompt} | kwargs
+        try:
+            conversation = orjson.dumps([messages, kwargs])
+        except TypeError:  # such as an integer of more than 64 bits
+            return self._ids(messages, kwargs)
+        if len(conversation) > KEPT_BYTES:
+            return self._ids(messages, kwargs)
+        # A group of rollouts has the same prompt. A template may write the time.
+        return list(self._kept(conversation, int(time.time()) // 60))
+
+    def _ids(self, messages: list[Json], kwargs: Json) -> list[int]:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # jinja raises errors of any type
@@ -160,6 +178,8 @@ class Detokenizer:
         return self._more(final=True)
 
     def _more(self, *, final: bool) -> str:
+        if self._told == len(self._ids):
+            return ""
         before = self._decoded(self._ids[self._start : self._told])
         text = self._decoded(self._ids[self._start :])
         if len(text) <= len(before) or (text.endswith(UNFINISHED) and not final):
@@ -168,7 +188,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def _decoded(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
 
 class Stops:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from minded import tokenizer
 
+from ngym import chat_codec
 from ngym.chat_codec import AnswerParser, AnswerPiece, Detokenizer, Stops, Template, turn_ends
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
@@ -131,3 +132,28 @@ def test_what_a_template_refuses_is_the_callers_fault():
     broken.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(BadRequest, match="chat template refuses the conversation: roles must alternate"):
         Template(broken, turn_ends(broken, 2)).prompt({"messages": [{"role": "user", "content": "hi"}]}, None)
+
+
+def test_equal_conversations_are_rendered_once_and_others_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch):
+    """A group of rollouts asks with the same prompt."""
+    mine, rendered = tokenizer(), []
+    render = mine.apply_chat_template
+    monkeypatch.setattr(
+        mine, "apply_chat_template", lambda *given, **more: rendered.append(1) or render(*given, **more)
+    )
+    template = Template(mine, turn_ends(mine, 2))
+    monkeypatch.setattr(chat_codec.time, "time", lambda: 600.0)
+    hi, bye = ({"messages": [{"role": "user", "content": word}]} for word in ("hi", "bye"))
+    first = template.prompt(hi, None)
+    assert first == prompt(hi["messages"])
+    wanted = list(first)
+    first.append(7)  # a caller's list is its own
+    assert template.prompt(hi, None) == wanted and len(rendered) == 1
+    assert template.prompt(bye, None) == prompt(bye["messages"]) and len(rendered) == 2
+    assert template.prompt(hi | {"chat_template_kwargs": {"x": 1}}, None) == wanted and len(rendered) == 3
+    assert template.whole(hi) == wanted[: len(template.whole(hi))] and len(rendered) == 4
+    monkeypatch.setattr(chat_codec.time, "time", lambda: 660.0)  # a template may write the time
+    assert template.prompt(hi, None) == wanted and len(rendered) == 5
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {2**70}}}'}}
+    large = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+    assert template.prompt(large, None) == template.prompt(large, None) and len(rendered) == 7

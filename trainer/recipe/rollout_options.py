@@ -103,7 +103,8 @@ class RolloutOptions(FrozenOptions):
     transport: Transport = Field(
         default="http",
         description="How new weights reach the policy service: http and filesystem send a checkpoint, lora an "
-        "adapter; nccl and ipc move it from GPU to GPU. Or the import path of a PushTransport: my_file.py:MyTransport.",
+        "adapter; nccl moves it from GPU to GPU; with ipc, servers on this machine copy it from the trainer's memory. "
+        "Or the import path of a PushTransport: my_file.py:MyTransport.",
     )
     push_folder: Path | None = Field(
         default=None,
