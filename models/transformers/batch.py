@@ -238,10 +238,14 @@ def sampled(rows: Sequence[Row], logits_BV: Tensor, draw: torch.Generator) -> tu
         if row.is_filtered and row.sampling.temperature > 0:
             logits_BV[index] = filtered(logits_BV[index], row.sampling)
     logprobs_BV = logits_BV.log_softmax(-1)
-    noise_BV = torch.empty_like(logprobs_BV).exponential_(generator=draw)
-    seeded = {index: row.draw.next(noise_BV[index]) for index, row in enumerate(rows) if row.draw is not None}
-    if seeded:
-        noise_BV[list(seeded)] = torch.stack(list(seeded.values()))
+    like_V = logprobs_BV[0]
+    seeded = {index: row.draw.next(like_V) for index, row in enumerate(rows) if row.draw is not None}
+    if len(seeded) == len(rows):
+        noise_BV = torch.stack(list(seeded.values()))
+    else:
+        noise_BV = torch.empty_like(logprobs_BV).exponential_(generator=draw)
+        if seeded:
+            noise_BV[list(seeded)] = torch.stack(list(seeded.values()))
     if greedy:
         noise_BV[greedy] = 1.0
     tokens_B = (logprobs_BV - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()).argmax(-1)

@@ -356,7 +356,11 @@ class Engine:
         more: dict[str, Any] = {}
         if padded:
             mask = batch.valid[:, : batch.length]
-            more["attention_mask"] = mask[:, None, None] if self._takes_mask else mask.long()
+            if self._takes_mask:  # as SDPA adds it: each layer would convert booleans
+                zero = torch.zeros((), dtype=self.dtype, device=self._device)
+                more["attention_mask"] = zero.where(mask[:, None, None], -math.inf)
+            else:
+                more["attention_mask"] = mask.long()
         if self._takes_positions:
             ended = [row.is_ended for row in batch.rows]
             first = batch.length - count

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from machine import PATIENCE_S, wait_until
-from torch import Tensor
+from pushed_policy import Experts, Policy, Weights
 from vllm_service import Server, endless, start, tokens_of, wait_until_ready, write_checkpoint
 
 from ngym.errors import BadRequest
@@ -20,39 +20,7 @@ from ngym.weight_push.shared_memory import SharedTensor, SharedTensors, device_i
 from ngym.weight_push.stage import SHARED_MEMORY
 
 TOKEN = "a token for this test only"
-PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
 CPU = torch.device("cpu")
-Weights = dict[str, Tensor]
-
-
-class Policy:
-    """The trainer's network."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-
-    def change(self, seed: int) -> Weights:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.network.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-        weights: Weights = dict(self.network.state_dict())
-        if self.network.config.tie_word_embeddings:
-            return weights
-        return {name: tensor.clone() for name, tensor in revert_weight_conversion(self.network, weights).items()}
-
-    @torch.no_grad()
-    def logprobs(self, ids: list[int], first: int = 1) -> list[float]:
-        logits_TV = self.network(torch.tensor([ids])).logits[0, first - 1 : -1]
-        result: list[float] = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
-        return result
-
-    def proof(self) -> Any:
-        return push.LogprobProof(PROMPT, self.logprobs(PROMPT))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +94,7 @@ def test_tensors_that_the_model_has_fused_are_loaded_like_a_checkpoint(
         **shape, vocab_size=512, max_position_embeddings=512, eos_token_id=2, tie_word_embeddings=False
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
-    experts = Policy(tmp_path / "experts")
+    experts = Experts(tmp_path / "experts")
     for running in serve(tmp_path / "experts", tmp_path, root):
         pusher = push.Pusher([running.url], TOKEN, transport="ipc", patience_s=PATIENCE_S)
         for version in (1, 2):
