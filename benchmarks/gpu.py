@@ -19,15 +19,11 @@ import os
 import random
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -535,6 +531,7 @@ def ipc(spec: Row) -> Row:
     """Pushes over `ipc` into a model server with the transformers back end, as `ng_train` makes them: names and shapes, the
     weights, the commit, and the proof that both have the same log-probabilities.
     """
+    import ngym
     from ngym.trainer.weights.push import LogprobProof, Pusher
 
     shape = shape_of(spec)
@@ -544,58 +541,32 @@ def ipc(spec: Row) -> Row:
         network.save_pretrained(Path(name, "model"))
         for file in (HERE.parent / "data" / "tiny_policy" / "tokenizer").iterdir():
             shutil.copy(file, Path(name, "model"))
-        with served(Path(name)) as (url, token):
-            pusher, pushes = Pusher([url], token, transport="ipc"), []
+        token = secrets.token_hex(16)
+        told = {
+            "kind": "model",
+            "app": "models/transformers",
+            "model": "model",
+            "dtype": "bfloat16",
+            "push_token": token,
+        }
+        config = Path(name, "services.yaml")
+        config.write_text(json.dumps({"policy": told}))
+        with ngym.run(config, progress=False) as services:
+            pusher, pushes = Pusher(services.urls["policy"], token, transport="ipc"), []
             for _ in range(WARM + MEASURED):
                 version = pusher.prepare() + 1
                 with torch.no_grad():
                     for weight in network.parameters():
                         weight.mul_(1.02)  # more than bf16 rounds away
                     logits_TV = network(torch.tensor([ids], device=device_here())).logits[0, :-1].float()
-                    told = torch.tensor(ids[1:], device=device_here())[:, None]
-                    logprobs = logits_TV.log_softmax(-1).gather(1, told)[:, 0].tolist()
+                    next_T1 = torch.tensor(ids[1:], device=device_here())[:, None]
+                    logprobs = logits_TV.log_softmax(-1).gather(1, next_T1)[:, 0].tolist()
                 proof = LogprobProof(ids, logprobs, "bfloat16")
                 pushes.append(pusher.push(version, network.state_dict(), proof))
             pusher.finish()
     seconds = [push.seconds for push in pushes[WARM:]]
     worst = max(push.difference for push in pushes)
     return {"gb": pushes[0].bytes / 1e9, "push_s": median(seconds), "slowest_s": max(seconds), "difference": worst}
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[tuple[str, str]]:
-    """The address and the token of a models/transformers server of the folder's `model`, started by `ng_run`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = {
-        "kind": "model",
-        "app": "models/transformers",
-        "model": "model",
-        "dtype": "bfloat16",
-        "push_token": secrets.token_hex(16),
-    }
-    (folder / "services.yaml").write_text(json.dumps({"policy": told}))
-    command = [sys.executable, "-m", "ngym", "run", "--config", str(folder / "services.yaml"), f"policy.port={port}"]
-    child = subprocess.Popen(command, cwd=folder, stdout=sys.stderr)
-    try:
-        while not is_ready(f"http://127.0.0.1:{port}/ready"):
-            if child.poll() is not None:
-                logs = [file.read_text()[-3000:] for file in folder.rglob(".ngym/logs/*.log")]
-                raise RuntimeError(f"ng_run: exit code {child.poll()}: {' '.join(logs)}")
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", told["push_token"]
-    finally:
-        child.send_signal(signal.SIGINT)
-        child.wait(20)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False
 
 
 PARTS: dict[str, Callable[[Row], Row]] = {"sft": sft, "grpo": grpo, "attention": attention, "ipc": ipc}

@@ -132,7 +132,7 @@ def _add_push(context: ServiceContext, engine: Engine, options: Options) -> None
     push = PushOptions(options.push_token or context.admin_token, root, options.push_lease_s)
     add_route(app, "GET", "/ready", ready, summary="Readiness")
     ours = engine.checkpoint_shapes()
-    transfer = Transfer(engine, ours, options.push_lease_s) if ours else None
+    transfer = Transfer(engine, ours) if ours else None
     WeightPush(engine, ours, push, transfer=transfer).add_to(app)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from ngym.errors import BadRequest, ServiceError
 from ngym.schema import Json
 from ngym.services.base.request_bodies import validated
-from ngym.weight_push.routes import PauseMode, Seconds
 from ngym.weight_push.shared_memory import SharedTensors, device_id, opened
 from ngym.weight_push.stage import Shapes
 
@@ -28,18 +26,15 @@ class Transfer:
 
     Args:
         ours: the shapes of the checkpoint.
-        patience_s: how long generations in flight may take to end.
     """
 
     backend: str | None = "ipc"
 
-    def __init__(self, engine: Engine, ours: Shapes, patience_s: float) -> None:
+    def __init__(self, engine: Engine, ours: Shapes) -> None:
         self._engine = engine
         self._ours = ours
-        self._patience_s = patience_s
         self._received: dict[str, Tensor] = {}
         self._resuming: asyncio.Task[None] | None = None
-        self._pausing_s = self._paused = 0.0
         self.connection: str | None = None
 
     @property
@@ -58,13 +53,6 @@ class Transfer:
         self.connection = secrets.token_urlsafe(8)
         return self.connection
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause generation. Raises ServiceError if that takes too long, and generation resumes."""
-        began = time.monotonic()
-        await self._engine.pause_for_push(mode, self._patience_s)
-        self._paused = time.monotonic()
-        self._pausing_s = self._paused - began
-
     async def start(self) -> None:
         self._received.clear()
 
@@ -75,13 +63,12 @@ class Transfer:
                 raise BadRequest(f"tensor {shared.name}: is not one that is missing, with the shape {shared.shape}")
             self._received[shared.name] = opened(shared, self._engine.device)
 
-    async def finish(self, version: int) -> Seconds:
+    async def finish(self, version: int) -> None:
         """Copy the tensors and resume generation. Raises BadRequest: some are missing."""
         if missing := [name for name in self._ours if name not in self._received]:
             raise BadRequest(f"{len(missing)} tensors are missing: {', '.join(missing[:3])} ...")
         await self._engine.switch_tensors(self._received, version)
         self._received = {}
-        return Seconds(self._pausing_s, time.monotonic() - self._paused)
 
     def broken(self, reason: str) -> ServiceError:
         """Resume generation with the old weights."""

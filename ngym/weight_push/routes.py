@@ -22,6 +22,7 @@ import asyncio
 import hmac
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -154,13 +155,12 @@ class PushTransfer(Protocol):
 
     async def connect(self, init_info: Json) -> str: ...
 
-    async def pause(self, mode: PauseMode) -> None: ...
-
     async def start(self) -> None: ...
 
     async def update(self, update_info: Json) -> None: ...
 
-    async def finish(self, version: int) -> Seconds: ...
+    async def finish(self, version: int) -> None:
+        """Serve what was received, and resume generation."""
 
     def broken(self, reason: str) -> ServiceError: ...
 
@@ -245,13 +245,15 @@ BODIES: dict[str, type[BaseModel]] = {
 class Push:
     """A push under way.
 
-    stage: None for a transfer, which has no files. started: whether the transfer has started and cannot be undone.
+    stage: None for a transfer, which has no files. paused: when generation had paused for a transfer, which may have
+    begun to replace the weights since; None: it has not started. pausing_s: how long the pause took.
     """
 
     version: int
     stage: Stage | None
     adapter: AdapterShape | None
-    started: bool = False
+    paused: float | None = None
+    pausing_s: float = 0.0
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease: asyncio.TimerHandle | None = None
@@ -451,12 +453,12 @@ class WeightPush:
     async def _serve(self, push: Push, mode: PauseMode) -> Seconds:
         patience_s = self._options.lease_s
         if push.stage is None:
-            if not push.started:
+            if push.paused is None:
                 raise BadRequest("this push is a transfer, and nothing has been received")
             assert self._transfer is not None
-            seconds = await self._transfer.finish(push.version)
-            push.started = False
-            return seconds
+            await self._transfer.finish(push.version)
+            paused, push.paused = push.paused, None
+            return Seconds(push.pausing_s, time.monotonic() - paused)
         push.stage.check_complete()
         if push.adapter is None:
             return await self._engine.switch_weights(push.stage.folder, push.version, mode, patience_s)
@@ -477,8 +479,10 @@ class WeightPush:
             await self._refuse_stale(push.version)
             if transfer.connection is None:
                 raise BadRequest("there is no connection; connect first")
-            await transfer.pause(body.mode)
-            push.started = True
+            began = time.monotonic()
+            await self._engine.pause_for_push(body.mode, self._options.lease_s)
+            push.paused = time.monotonic()
+            push.pausing_s = push.paused - began
             await transfer.start()
         return JsonResponse({"push": push.id})
 
@@ -491,8 +495,9 @@ class WeightPush:
     def _checked_transfer(self, push: Push, *, started: bool) -> PushTransfer:
         if push.stage is not None or self._transfer is None:
             raise BadRequest("this push uses files; send them, or begin with transfer: true")
-        if push.started != started:
-            raise BadRequest("the transfer has started already" if push.started else "the transfer has not started")
+        has_started = push.paused is not None
+        if has_started != started:
+            raise BadRequest("the transfer has started already" if has_started else "the transfer has not started")
         return self._transfer
 
     async def _give_up(self, request: Request) -> Response:
@@ -529,7 +534,7 @@ class WeightPush:
     def _end(self, push: Push) -> None:
         if push.stage is not None:
             push.stage.remove()
-        if push.started and self._transfer is not None:
+        if push.paused is not None and self._transfer is not None:
             self._transfer.broken("the push did not end")
         if self._current is push:
             self._current = None

@@ -34,7 +34,7 @@ from ngym.trainer import loop
 from ngym.trainer.algorithms import Setup, dpo, kto, reward_model, sft
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine, optimizer, sanity_checks
-from ngym.trainer.model import attention, packing
+from ngym.trainer.model import attention, layers, packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 from ngym.trainer.weights.colocated_phases import ColocatedPhases
@@ -254,7 +254,7 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     """Prefixes are shared, lengths differ, and the head's kernels are compiled, too."""
     if device.type == "cpu" and family != "gspo":
         pytest.skip("FlexAttention has no backward on a CPU; tests/trainer/test_scores.py has the rest")
-    if not any(map(shutil.which, model.COMPILERS)):
+    if not any(map(shutil.which, layers.COMPILERS)):
         pytest.skip("there is no C++ compiler")
     used: list[int] = []
     flex = attention._compiled_flex()
@@ -311,7 +311,7 @@ def compiles(device: torch.device) -> None:
     """Skip where compilation takes too long or is impossible."""
     if device.type == "cpu":
         pytest.skip("tests/trainer/test_scores.py compiles for a CPU; it takes half a minute")
-    if not any(map(shutil.which, model.COMPILERS)):
+    if not any(map(shutil.which, layers.COMPILERS)):
         pytest.skip("there is no C++ compiler")
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from ngym.trainer.model.policy import COMPILERS
+from ngym.trainer.model.layers import COMPILERS
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
 # Options of torch._inductor.config. The C++ compiler takes most of the time: it need not make scalar loops fast. For all

@@ -15,7 +15,7 @@ from pushed_policy import Experts, Policy, Weights
 from vllm_service import Server, endless, start, tokens_of, wait_until_ready, write_checkpoint
 
 from ngym.errors import BadRequest
-from ngym.trainer.weights import push
+from ngym.trainer.weights import push, transfer
 from ngym.weight_push.shared_memory import SharedTensor, SharedTensors, device_id, opened, share
 from ngym.weight_push.stage import SHARED_MEMORY
 
@@ -55,14 +55,17 @@ def pusher(server: Server) -> Iterator[Any]:
     pusher.finish()
 
 
-def lent_folders() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob("ngym-weights-*")}
-
-
 def test_after_a_push_the_server_computes_with_copies_of_the_new_weights(
-    server: Server, policy: Policy, pusher: Any
+    server: Server, policy: Policy, pusher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = lent_folders()
+    folders = []
+
+    def shared(weights: Weights) -> Any:
+        lent = share(weights)
+        folders.append(SHARED_MEMORY / lent.tensors[0].memory.folder)
+        return lent
+
+    monkeypatch.setattr(transfer, "share", shared)
     for _ in range(2):
         version = pusher.prepare() + 1
         done = pusher.push(version, policy.change(version), policy.proof())
@@ -73,13 +76,33 @@ def test_after_a_push_the_server_computes_with_copies_of_the_new_weights(
         assert logprobs == pytest.approx(policy.logprobs(prompt + sampled, len(prompt)), abs=1e-4)
     told = server.get("/weights").json()
     assert "ipc" in told["transport"] and told["workers"] == 1 and not told["updating"]
-    assert lent_folders() == before, "the trainer's shared memory is freed"
+    assert len(folders) == 2 and not any(map(Path.exists, folders)), "the trainer's shared memory is freed"
 
 
 def test_a_generation_in_flight_goes_on_with_the_new_weights(server: Server, policy: Policy, pusher: Any) -> None:
     version = pusher.prepare() + 1
     with endless(server):
         assert pusher.push(version, policy.change(version), policy.proof()).difference < 1e-5
+
+
+def test_a_push_that_fails_after_its_start_is_ended_on_the_servers_at_once(
+    server: Server, policy: Policy, pusher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation has paused: without that, it would stay so until the lease ends."""
+    version = pusher.prepare() + 1
+    pusher.push(version, policy.change(version), policy.proof())
+
+    def fails(replica: Any, info: Any) -> None:
+        raise push.PushFailed("another server died")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(push.Replica, "update", fails)
+        with pytest.raises(push.PushFailed, match="another server died"):
+            pusher.push(version + 1, policy.change(version + 1), policy.proof())
+    assert not server.get("/weights").json()["updating"]
+    answer = server.answer(input="hello", max_output_tokens=4, ignore_eos=True)
+    assert answer["ng"] == {"policy_version": [[0, 4, version]]}
+    assert pusher.push(version + 1, policy.change(version + 1), policy.proof()).difference < 1e-5
 
 
 def test_tensors_that_the_model_has_fused_are_loaded_like_a_checkpoint(
@@ -207,7 +230,6 @@ def test_a_trainer_on_another_device_is_refused(session: Session) -> None:
 
 
 def test_shared_tensors_are_read_back_and_freed() -> None:
-    before = lent_folders()
     weights = {
         "matrix": torch.randn(3, 5),
         "transposed": torch.randn(7, 2).bfloat16().T,
@@ -219,9 +241,10 @@ def test_shared_tensors_are_read_back_and_freed() -> None:
     for told in SharedTensors.model_validate_json(sent).tensors:
         tensor = opened(told, CPU)
         assert tensor.dtype == weights[told.name].dtype and torch.equal(tensor, weights[told.name])
-    assert device_id(CPU) == "cpu" and len(lent_folders() - before) == 1
+    (folder,) = {SHARED_MEMORY / told.memory.folder for told in lent.tensors}
+    assert device_id(CPU) == "cpu" and folder.is_dir()
     del lent
-    assert lent_folders() == before
+    assert not folder.exists()
 
 
 def test_a_link_is_not_opened(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
-from ngym.trainer.model import chunked_logprobs, packing
+from ngym.trainer.model import chunked_logprobs, layers, packing
 from ngym.trainer.model import chunked_logprobs as decoder
-from ngym.trainer.model import policy as layers
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 

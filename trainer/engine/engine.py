@@ -32,6 +32,7 @@ from ngym.schema import Json
 
 from ..data.samples import Sample
 from ..model.chunked_logprobs import RequestedScores, Scores
+from ..model.layers import checkpoint_layers, compile_layers
 from ..model.packing import Packed, pack, plan
 from ..model.policy import (
     CheckpointTensor,
@@ -39,9 +40,7 @@ from ..model.policy import (
     Trained,
     adapter_off,
     adapter_tensors,
-    checkpoint_layers,
     checkpoint_tensors,
-    compile_layers,
     write_adapter,
 )
 from ..model.sequence_parallel import SequenceParallelGroup

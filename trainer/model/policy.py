@@ -1,4 +1,4 @@
-"""The policy: its network, adapters and compiled layers; a critic on a copy of its decoder; and reward models.
+"""The policy: its network and adapters; a critic on a copy of its decoder; and reward models.
 
 The critic starts with a scalar head of zeros, so a new critic returns 0. It shares no weight with the policy, and its
 loss does not change the policy.
@@ -10,13 +10,6 @@ with adapter_off(network): ...     # the network before training: the reference 
 checkpoint_tensors(network)        # W + alpha / rank * B A under the name of W: a checkpoint like any other
 adapter_tensors(network)           # A and B under PEFT's names
 write_base(folder, network, ...)   # of a 4-bit base: the dequantized weights, for servers that get only the adapter
-
-torch.compile leaves attention out: its layout is Python that differs between micro-batches, and each recompilation
-would take longer than the steps that it serves. Attention is one fused kernel anyway.
-
-Transformers checkpoints activations only in layers in training mode, but a policy under reinforcement learning is in
-evaluation mode, because dropout would break its ratios. So each layer is put into training mode by itself, without its
-submodules.
 """
 
 from __future__ import annotations
@@ -24,7 +17,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,10 +42,6 @@ from .teacher_divergence import DivergenceScorer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# A fused kernel rounds where separate ones would: otherwise the pass without a gradient and the one with it differ in
-# bf16 by what they keep, and the ratios of an unchanged policy are not 1.
-ROUND_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
-COMPILERS = ("g++", "clang++")
 ADAPTER = "default"  # of the only adapter; PEFT omits it from the names in a file
 PEFT_PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer."
@@ -61,69 +49,6 @@ LORA_MATRICES = (".lora_A.", ".lora_B.")
 JUST_LOGPROBS = RequestedScores()
 # Weights are data: pickles are not opened, and code that comes with a model does not run.
 SAFE = {"use_safetensors": True, "trust_remote_code": False}
-
-
-def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:
-    """Compile the model's layers on their first call, separately with and without a gradient. On a GPU, attention in half
-    precision becomes FlexAttention where sequences share prefixes or differ in length.
-
-    Args:
-        kept: how much of the memory of a layer's activations the backward may use, from 0 to 1; it recomputes what does
-            not fit, cheap operations first (torch.compile's activation memory budget).
-
-    Raises:
-        ConfigError: there is no C++ compiler.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if not any(map(shutil.which, COMPILERS)):
-        raise ConfigError(
-            f"engine.compile: there is no C++ compiler ({' or '.join(COMPILERS)}); install one, or set it to false"
-        )
-    # A name of its own: loading another model registers the plain function again.
-    ALL_ATTENTION_FUNCTIONS.register(
-        attention.COMPILED_NAME, torch.compiler.disable(partial(attention.packed_attention, flex=True))
-    )
-    model.set_attn_implementation(attention.COMPILED_NAME)
-    backend = partial(_compiled, kept=kept)  # one for all layers: a layer is compiled again for another backend
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True, backend=backend)
-
-
-def _compiled(graph: Any, inputs: Any, kept: float | None) -> Any:
-    """The backend of torch.compile for a layer: Inductor, with the settings of this module."""
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-
-    with config.patch({} if kept is None else {"activation_memory_budget": kept}):
-        return compile_fx(graph, inputs, config_patches=ROUND_AS_EAGER)
-
-
-def checkpoint_layers(model: PreTrainedModel, most: int | None = None) -> None:
-    """Make the layers, or the first `most` of them, keep only their inputs and recompute the rest in the backward;
-    gradients stay the same.
-
-    Raises:
-        ConfigError: the layers do not support it.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers or not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"engine.activation_checkpointing: the layers of {type(model).__name__} cannot be checkpointed; set it to false"
-        )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for number, layer in enumerate(layers):
-        if most is not None and number >= most:
-            layer.gradient_checkpointing = False
-        elif not layer.training:
-            for name, value in vars(layer).items():  # some layers (OPT's) have the probability of their own dropout
-                if "drop" in name and isinstance(value, float):
-                    setattr(layer, name, 0.0)
-            layer.training = True  # not layer.train(), which includes the submodules
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names

@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from ngym.errors import NgymError
 from ngym.schema import Json
-from ngym.weight_push.shared_memory import MOST_AT_ONCE, SharedTensors, device_id, share
+from ngym.weight_push.shared_memory import MOST_AT_ONCE, Lent, SharedTensors, device_id, share
 
 from ..engine.distributed import in_daemon_thread
 from ..recipe.extensions import Mode, OnAll, PushFailed
@@ -44,6 +44,8 @@ class Replica(Protocol):
     def update(self, info: Json) -> None: ...
 
     def commit(self, mode: Mode) -> None: ...
+
+    def give_up(self) -> None: ...
 
 
 class Sender(Protocol):
@@ -85,17 +87,24 @@ class Servers:
     def update_weights(self, update_info: Any) -> None:
         self._all(lambda replica: replica.update(update_info))
 
-    def lend(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+    def lend(self, tensors: Mapping[str, Tensor]) -> dict[Replica, Lent]:
         """Share tensors with each server. What is returned must stay alive until the servers have committed."""
+        return dict(zip(self._replicas, self._all(lambda _: share(tensors)), strict=True))
 
-        def lent(replica: Replica) -> Any:
-            shared, kept = share(tensors)
-            for first in range(0, len(shared), MOST_AT_ONCE):
-                part = SharedTensors(tensors=shared[first : first + MOST_AT_ONCE])
+    def update_shared(self, lent: Mapping[Replica, Lent]) -> None:
+        """Tell each server where its tensors are."""
+
+        def told(replica: Replica) -> None:
+            tensors = lent[replica].tensors
+            for first in range(0, len(tensors), MOST_AT_ONCE):
+                part = SharedTensors(tensors=tensors[first : first + MOST_AT_ONCE])
                 replica.update(part.model_dump(mode="json"))
-            return kept
 
-        return self._all(lent)
+        self._all(told)
+
+    def give_up(self) -> None:
+        """End the push on the servers that have not committed."""
+        self._on_all(self._replicas, lambda replica: replica.give_up())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._all(lambda replica: replica.commit(self._mode))
@@ -119,11 +128,17 @@ class SharingSender:
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         device = transfer_device()
         whole = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self._servers.start_weight_update()
-        kept = self._servers.lend(whole)
-        self._servers.finish_weight_update()
-        del kept
-        self.close()
+        lent = self._servers.lend(whole)
+        try:
+            self._servers.start_weight_update()
+            self._servers.update_shared(lent)
+            self._servers.finish_weight_update()
+        except BaseException:
+            self._servers.give_up()  # they would pause until their lease ends
+            raise
+        finally:
+            del lent
+            self.close()
 
     def close(self) -> None:
         if torch.cuda.is_available():

@@ -12,7 +12,6 @@ import asyncio
 import base64
 import pickle  # noqa: TID251  (written, never loaded)
 import secrets
-import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from vllm.platforms import current_platform
 from ngym.errors import ServiceError
 from ngym.schema import Json
 from ngym.services.base.request_bodies import validated
-from ngym.weight_push.routes import PauseMode, Seconds
 from ngym.weight_push.shared_memory import SharedFile, SharedTensor, SharedTensors, cuda_arguments
 from ngym.weight_push.stage import DTYPES
 
@@ -50,7 +48,6 @@ class Transfer:
         self.workers = config.parallel_config.world_size * config.parallel_config.data_parallel_size
         self.connection: str | None = None
         self._trainers_gpu = ""
-        self._pausing_s = self._paused = 0.0
 
     @property
     def told(self) -> Json:
@@ -76,13 +73,6 @@ class Transfer:
         self.connection = secrets.token_urlsafe(8)
         return self.connection
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause generation. Raises ServiceError if that takes too long, and generation resumes."""
-        began = time.monotonic()
-        await self._engine.pause_for_push(mode, self._patience_s)
-        self._paused = time.monotonic()
-        self._pausing_s = self._paused - began
-
     async def start(self) -> None:
         """Begin to receive. After this, only `finish` resumes generation."""
         method = "start_packed_update" if current_platform.is_cpu() else "start_weight_update"
@@ -97,12 +87,11 @@ class Transfer:
             update_info = as_vllm_reads(shared, self._trainers_gpu)
         await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
-    async def finish(self, version: int) -> Seconds:
+    async def finish(self, version: int) -> None:
         """Resume generation with the received weights."""
         method = "finish_packed_update" if current_platform.is_cpu() else "finish_weight_update"
         await self._or_broken(self._engine.collective_rpc(method))
         await self._or_broken(self._engine.serve_pushed(version))
-        return Seconds(self._pausing_s, time.monotonic() - self._paused)
 
     async def _or_broken(self, work: Awaitable[Any]) -> None:
         try:
