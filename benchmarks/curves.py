@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from ngym.runtime import event_loop
 from ngym.schema import Json
 
 MB, FIRST, SECONDS = 1e6, 2_000, 3.0
+TOKEN_BYTES = 13  # of a token in an answer: its text, its id and its log-probability
 HERE = Path(__file__).parent
 SHAPES = {  # layers, hidden size, heads of 64
     "tiny": (2, 128, 2),
@@ -64,14 +65,25 @@ def replicas(quick: bool) -> Iterator[Json]:
         yield {"replicas": count, **event_loop.run(_through_services(Case(1, False), 512, count))}
 
 
-async def _through_services(case: Case, level: int, replicas: int = 1) -> Json:
-    config = rollouts.scripted(case).replace(
+def answer_bytes(quick: bool) -> Iterator[Json]:
+    """Of a rollout without tools: a text, or the ids and log-probabilities of an answer's tokens (TOKEN_BYTES each)."""
+    for size in [1_000, 100_000] if quick else [1_000, 100_000, 1_000_000, 10_000_000]:
+        for tokens in [False, True]:
+            text = "word " * (size // (5 * TOKEN_BYTES if tokens else 5))
+            replies = {"replies.jsonl": json.dumps({"text": text})}
+            found = event_loop.run(_through_services(Case(0, tokens), 8, files=replies))
+            yield {"answer_bytes": size, "token_ids": tokens, **found}
+
+
+async def _through_services(case: Case, level: int, replicas: int = 1, files: Mapping[str, str] | None = None) -> Json:
+    """files: instead of the usual replies, by name."""
+    replies = {"replies": [], "file": next(iter(files))} if files else {}
+    config = rollouts.scripted(case, **replies).replace(
         "model: policy}", f"model: policy, max_steps: 1000, replicas: {replicas}}}"
     )
     config = config.replace("app: gym_servers/env}", f"app: gym_servers/env, replicas: {replicas}}}")
-    async with rollouts.services(
-        config.replace("models/scripted,", f"models/scripted, replicas: {replicas},")
-    ) as stack:
+    config = config.replace("models/scripted,", f"models/scripted, replicas: {replicas},")
+    async with rollouts.services(config, files or {}) as stack:
         peers = Peers(stack.urls)
         pids = {"collector": os.getpid()} | {state.label: state.pid for state in stack.states if state.pid}
         await rollouts.collected(peers, case, 0.5, 64)
@@ -202,7 +214,7 @@ def _steps(name: str, tokens: int, batch: int) -> Json:
         return {**size, "step_s": seconds, "tokens_s": found["tokens"] / seconds, "trainer_mb": peak}
 
 
-AXES = {each.__name__: each for each in (in_flight, turns, replicas, row_bytes, tasks, parameters, context)}
+AXES = {each.__name__: each for each in (in_flight, turns, replicas, answer_bytes, row_bytes, tasks, parameters, context)}
 
 
 def main() -> None:

@@ -64,7 +64,8 @@ def rollouts(rows: list[Json]) -> list[str]:
         (
             "Through agent, model server, tools and `/verify`, with a model that answers at once, collected by `ngym.collect`. A rollout of T "
             "tool turns is 4 + 2T requests (hops). `bare` are the same requests between bare uvicorn applications with a bare aiohttp client: no "
-            "framework, no check, no record. CPU is that of all processes."
+            "framework, no check, no record. Both run in alternating rounds of a second; the figures are medians of three, the ratio with its least "
+            "and most. CPU is that of all processes."
         ),
         "",
         "![Rollouts a second and memory, by how many are in flight](benchmarks.svg)",
@@ -84,7 +85,7 @@ def rollouts(rows: list[Json]) -> list[str]:
     cells = (
         (
             *(row["tool_turns"], "with" if row["token_ids"] else "without", row["in_flight"], row["rollouts_s"]),
-            *(row["bare_rollouts_s"], f"{row['rate_of_bare']:.2f}", row["p99_s"], row["bare_p99_s"]),
+            *(row["bare_rollouts_s"], of_bare(row), row["p99_s"], row["bare_p99_s"]),
             *(row["cpu_us_a_hop"], row["bare_cpu_us_a_hop"]),
         )
         for row in rows
@@ -98,6 +99,10 @@ def rollouts(rows: list[Json]) -> list[str]:
     said = {"policy": "model server", "env": "gym server", "env_agent": "agent"}
     columns = ("tool turns", "token ids", *(said.get(name, name) for name in names))
     return [*head, *table(heads, cells), "", "CPU ms a rollout at 64 in flight:", *table(columns, shares)]
+
+
+def of_bare(row: Json) -> str:
+    return f"{row['rate_of_bare']:.2f} ({row['rate_of_bare_least']:.2f} to {row['rate_of_bare_most']:.2f})"
 
 
 def memory(rows: list[Json]) -> list[str]:

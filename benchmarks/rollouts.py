@@ -2,7 +2,7 @@
 
 The model answers at once. A rollout of 0, 1 or 10 tool turns is 4, 6 or 24 requests: /run, /seed_session, the model's and the
 tools', /verify. They are collected by `ngym.collect` without files (collector.py has those). The baseline, beside it, is the same
-requests between bare uvicorn applications (bare.py).
+requests between bare uvicorn applications (bare.py); both alternate.
 
     python benchmarks/rollouts.py [--quick] [--json FILE]
 """
@@ -13,9 +13,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import median
+from types import MappingProxyType
 
 from bare import Case, Side, bare
 from parts import cpu_s, play
@@ -62,41 +64,56 @@ ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "What is 2 + 2? " * 20}]},
     "expected_answer": "4",
 }
+FIGURES = ("rollouts_s", "p50_s", "p99_s", "cpu_us_a_hop")
+ROUND_S = 1.0
 CASES = [Case(0, False), Case(1, False), Case(10, False), Case(1, True), Case(10, True)]
 
 
 def measure(quick: bool) -> Iterator[Json]:
     levels, cases = ([1, 64, 512], [CASES[1], CASES[-1]]) if quick else ([1, 64, 512, 4096], CASES)
     for case in cases:
-        sides = {"bare": bare(case, ROW), "ngym": ours(case)}
-        found = {name: event_loop.run(of_side(side, case, levels, quick)) for name, side in sides.items()}
-        for at, level in enumerate(levels):
-            own, base = found["ngym"][at], found["bare"][at]
-            yield {
-                "tool_turns": case.tools,
-                "token_ids": case.tokens,
-                "in_flight": level,
-                **own,
-                "bare_rollouts_s": base["rollouts_s"],
-                "bare_p99_s": base["p99_s"],
-                "bare_cpu_us_a_hop": base["cpu_us_a_hop"],
-                "rate_of_bare": own["rollouts_s"] / base["rollouts_s"],
-                "cpu_of_bare": own["cpu_us_a_hop"] / base["cpu_us_a_hop"],
-            }
+        yield from event_loop.run(of_case(case, levels, 1 if quick else 3))
 
 
-async def of_side(opening: AbstractAsyncContextManager[Side], case: Case, levels: list[int], quick: bool) -> list[Json]:
-    """Its figures at each level."""
-    async with opening as side:
-        await side.run(0.5, 64)  # warm-up
-        return [await at_level(side, case, level, 1.0 if quick else 3.0) for level in levels]
+async def of_case(case: Case, levels: list[int], rounds: int) -> list[Json]:
+    """The figures at each level. Both sides run all the time, and alternate."""
+    async with bare(case, ROW) as base, ours(case) as own:
+        for side in (base, own):
+            await side.run(0.5, 64)  # warm-up
+        return [await at_level(own, base, case, level, rounds) for level in levels]
 
 
-async def at_level(side: Side, case: Case, in_flight: int, seconds: float) -> Json:
+async def at_level(own: Side, base: Side, case: Case, level: int, rounds: int) -> Json:
+    """The median of each figure over the rounds; of a ratio also the least and the most."""
+    played: list[tuple[Json, Json]] = []
+    for index in range(rounds):
+        sides = [own, base] if index % 2 else [base, own]
+        found = [await one_round(side, case, level) for side in sides]
+        played.append((found[sides.index(own)], found[sides.index(base)]))
+    ratios = [ours["rollouts_s"] / bare["rollouts_s"] for ours, bare in played]
+    cpu_ratios = [ours["cpu_us_a_hop"] / bare["cpu_us_a_hop"] for ours, bare in played]
+    figures = {name: median([ours[name] for ours, _ in played]) for name in FIGURES}
+    bare_figures = {f"bare_{name}": median([bare[name] for _, bare in played]) for name in FIGURES}
+    used = {name: median([ours["cpu_ms_a_rollout"][name] for ours, _ in played]) for name in ("collector", *own.pids)}
+    return {
+        "tool_turns": case.tools,
+        "token_ids": case.tokens,
+        "in_flight": level,
+        **figures,
+        "cpu_ms_a_rollout": used,
+        **bare_figures,
+        "rate_of_bare": median(ratios),
+        "rate_of_bare_least": min(ratios),
+        "rate_of_bare_most": max(ratios),
+        "cpu_of_bare": median(cpu_ratios),
+    }
+
+
+async def one_round(side: Side, case: Case, in_flight: int) -> Json:
     pids = {"collector": os.getpid(), **side.pids}
     before = {name: own_cpu_s(pid) for name, pid in pids.items()}
     began = time.perf_counter()
-    taken = sorted(await side.run(seconds, in_flight))
+    taken = sorted(await side.run(ROUND_S, in_flight))
     rate = len(taken) / (time.perf_counter() - began)
     used = {name: (own_cpu_s(pid) - before[name]) / len(taken) * 1e3 for name, pid in pids.items()}
     return {
@@ -122,9 +139,12 @@ def scripted(case: Case, **options: object) -> str:
 
 
 @asynccontextmanager
-async def services(config: str) -> AsyncIterator[Supervisor]:
+async def services(config: str, files: Mapping[str, str] = MappingProxyType({})) -> AsyncIterator[Supervisor]:
+    """files: beside the config, by name."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
+        for name, text in files.items():
+            (root / name).write_text(text)
         (root / "gym_servers").mkdir()
         (root / "gym_servers" / "env.py").write_text(ENV)
         (root / "global_config.yaml").write_text(config)

@@ -127,4 +127,4 @@ async def verify(task: CalculatorTask) -> dict[str, Any]:
     return {"reward": reward, "extracted_answer": None if found is None else str(found)}
 
 
-app = gym_server(tools=[calculator], verify=verify, stateless=True, reward_range=(0, 1))
+app = gym_server(tools=[calculator], verify=verify, reward_range=(0, 1))

@@ -307,4 +307,4 @@ def compute_metrics(rows: list[Json]) -> dict[str, float]:
     return {**means_by(rows, "kind"), **{name: share for name, share in shares.items() if share is not None}}
 
 
-app = gym_server(verify=verify, stateless=True, options=Options, compute_metrics=compute_metrics)
+app = gym_server(verify=verify, options=Options, compute_metrics=compute_metrics)

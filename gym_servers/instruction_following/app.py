@@ -92,5 +92,5 @@ def compute_metrics(rows: list[Json]) -> dict[str, float]:
 
 
 app = gym_server(
-    verify=verify, stateless=True, options=FollowingOptions, lifespan=pool.lifespan, compute_metrics=compute_metrics
+    verify=verify, options=FollowingOptions, lifespan=pool.lifespan, compute_metrics=compute_metrics
 )

@@ -13,4 +13,4 @@ async def verify(task: LettersTask) -> float:
     return task.text.count(task.letter) / len(task.text) if task.text else 0.0
 
 
-app = gym_server(verify=verify, stateless=True)
+app = gym_server(verify=verify)

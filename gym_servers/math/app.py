@@ -49,4 +49,4 @@ async def failure(checked: WorkerOutcome, expected: str, deadline_s: float) -> d
     return checked.failure()
 
 
-app = gym_server(verify=verify, stateless=True, options=MathOptions, lifespan=pool.lifespan)
+app = gym_server(verify=verify, options=MathOptions, lifespan=pool.lifespan)

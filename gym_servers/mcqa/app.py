@@ -70,4 +70,4 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
         yield
 
 
-app = gym_server(verify=verify, stateless=True, lifespan=lifespan)
+app = gym_server(verify=verify, lifespan=lifespan)

@@ -206,4 +206,4 @@ def in_json(text: str) -> str | None:
         return None
 
 
-app = gym_server(verify=verify, stateless=True, options=QaOptions, compute_metrics=compute_metrics)
+app = gym_server(verify=verify, options=QaOptions, compute_metrics=compute_metrics)

@@ -90,4 +90,4 @@ async def failure(checked: WorkerOutcome, task: StructuredTask) -> dict[str, Any
     return checked.failure()
 
 
-app = gym_server(verify=verify, stateless=True, options=StructuredOptions, lifespan=pool.lifespan)
+app = gym_server(verify=verify, options=StructuredOptions, lifespan=pool.lifespan)

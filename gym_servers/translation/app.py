@@ -100,4 +100,4 @@ def verify(task: TranslationTask, options: TranslationOptions) -> dict[str, Any]
     return shaped({**paid, "outcome": outcome, "reason": reason}, task.response, options.shaping)
 
 
-app = gym_server(verify=verify, stateless=True, options=TranslationOptions)
+app = gym_server(verify=verify, options=TranslationOptions)

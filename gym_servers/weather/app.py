@@ -73,4 +73,4 @@ async def verify(task: WeatherTask) -> dict[str, Any]:
     return {"reward": float(sky is not None and named == {sky}), "reported_weather": sky}
 
 
-app = gym_server(tools=[get_weather], verify=verify, stateless=True)
+app = gym_server(tools=[get_weather], verify=verify)

@@ -31,6 +31,8 @@ BULK_WEIGHT = 4_000_000  # of a request with many rows
 NODE_WEIGHT = 8  # of an object, a list, and a member of an object; other values have weight 1
 BYTES_OF_WEIGHT = 16  # bytes that add a weight of 1, for long numbers
 LOOP_BYTES = 256 << 10  # smaller JSON is handled on the event loop, within some milliseconds
+_NOT_MARKS = bytes(set(range(256)) - set(b",[{:"))
+_NOT_BEFORE_VALUES = bytes(set(range(256)) - set(b",[{"))
 _threads = ThreadPoolExecutor(2, thread_name_prefix="json")
 Result = TypeVar("Result")
 
@@ -43,7 +45,7 @@ def is_room_for(size: int) -> bool:
 
 def parsed_bytes(raw: bytes) -> int:
     """An upper bound of the bytes that JSON takes once parsed."""
-    return len(raw) + OBJECT * sum(map(raw.count, (b",", b"[", b"{")))
+    return len(raw) + OBJECT * len(raw.translate(None, _NOT_BEFORE_VALUES))
 
 
 def fitted(data: bytes | memoryview) -> bytes:
@@ -94,7 +96,9 @@ def serialized(value: Any) -> bytes:
 
 def json_weight(raw: bytes) -> int:
     """The weight of JSON, an upper bound: characters within strings are also counted."""
-    return len(raw) // BYTES_OF_WEIGHT + raw.count(b",") + NODE_WEIGHT * sum(map(raw.count, (b"[", b"{", b":")))
+    marks = raw.translate(None, _NOT_MARKS)  # one pass, which is two to three times as fast as to count each mark
+    commas = marks.count(b",")
+    return len(raw) // BYTES_OF_WEIGHT + commas + NODE_WEIGHT * (len(marks) - commas)
 
 
 def _opens(raw: bytes, most: int) -> bool:

@@ -68,11 +68,12 @@ async def asked(peers: Any, path: str, body: bytes) -> httpx.Response:
         return await client.post(url + path, content=body, headers={"content-type": "application/json"})
 
 
-@pytest.mark.parametrize("window", [1, 7, 1 << 20])
+@pytest.mark.parametrize(("window", "quotes"), [(1, 0), (7, 0), (1 << 20, 0), (1 << 20, 12), (1 << 20, 256)])
 def test_the_weight_of_json_is_that_of_its_values_whatever_its_texts_hold(
-    monkeypatch: pytest.MonkeyPatch, window: int
+    monkeypatch: pytest.MonkeyPatch, window: int, quotes: int
 ) -> None:
     monkeypatch.setattr(request_bodies, "WINDOW", window)
+    monkeypatch.setattr(request_bodies, "MOST_QUOTES", quotes)
     monkeypatch.setattr(json_limits, "BYTES_OF_WEIGHT", 1 << 40)
     luck = random.Random(0)
     for _ in range(300):

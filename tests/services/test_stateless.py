@@ -88,9 +88,21 @@ def remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "STATELESS_S", 3600.0)
 
 
-@pytest.mark.parametrize("stateless", [True, False])
-async def test_only_the_first_rollout_of_a_row_begins_a_session(stateless: bool) -> None:
-    counted = Counted(gym_server(verify=verify, stateless=stateless))
+@pytest.mark.parametrize(
+    ("declared", "stateless"),
+    [
+        ({"stateless": True}, True),
+        ({}, True),
+        ({"tools": [add]}, True),
+        ({"stateless": False}, False),
+        ({"tools": [add, remember]}, False),
+        ({"verify": with_session}, False),
+    ],
+)
+async def test_only_the_first_rollout_of_a_row_begins_a_session_if_none_is_needed(
+    declared: dict[str, Any], stateless: bool
+) -> None:
+    counted = Counted(gym_server(**{"verify": verify, **declared}))
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
         rows = [await peers["agent"].post("/run", {**ROW, "_ng_rollout_index": index}) for index in range(3)]
     assert [row["reward"] for row in rows] == [1.0] * 3

@@ -219,7 +219,7 @@ def gym_server(
     compute_metrics: ComputeMetrics | None = None,
     verify_group: Callable[..., Any] | None = None,
     replays: bool = False,
-    stateless: bool = False,
+    stateless: bool | None = None,
     reward_range: RewardRange | None = None,
 ) -> FastAPI:
     """An environment as an application.
@@ -239,8 +239,9 @@ def gym_server(
         `{"reward": None, "reward_pending": "group"}`.
         replays: `verify` takes the session but can score from the response alone. Otherwise a session that was never
         seeded is not verified: its state is not the rollout's.
-        stateless: no session is needed: neither a tool nor `verify` takes one. Our agents then send a row to
-        /seed_session once, which checks it, and skip that for its further rollouts.
+        stateless: whether a rollout needs no session. By default neither a tool nor `verify` takes one. Our agents then
+            send a row to /seed_session once, which checks it, and skip that for its further rollouts. False: a session
+            for each rollout anyway.
         reward_range: the lowest and the highest reward. Another one is an error of the environment, and the rollout
         fails. The range is in the rows (`reward_range`) and in openapi.json.
     """
@@ -255,7 +256,8 @@ def gym_server(
     check_reward_type(verify)
     if stateless and app.state.verifier.session:
         raise SignatureError("gym_server(stateless=True): `verify` takes the Session; leave stateless out")
-    app.state.stateless = stateless
+    app.state.must_be_stateless = stateless is True
+    app.state.stateless = not app.state.verifier.session if stateless is None else stateless
     app.state.tools = []
     app.state.callable = {}
     app.router.routes.append(Route("/mcp", over_mcp))
@@ -266,14 +268,15 @@ def gym_server(
         session = begun(store, request, header(request.scope, SESSION_HEADER))
         await set_task(store, session, row, request)
         seeded: Json = {"tools": app.state.tools} if app.state.tools else {}
-        seeded |= {"stateless": True} if stateless else {}
+        seeded |= {"stateless": True} if app.state.stateless else {}
         return JsonResponse(seeded | over_mcp.seeded(app, session))
 
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
         task = await valid_body(request, app.state.verifier.body, raw, _row_name(raw))
         session_id = session_id_of(request.scope)
-        session = Session(session_id or "") if stateless and session_id not in store else session_for(store, request)
+        unseeded = app.state.stateless and session_id not in store
+        session = Session(session_id or "") if unseeded else session_for(store, request)
         if TASK not in session and app.state.verifier.session and not replays:
             raise ServiceError(NEVER_SEEDED, status=409)
         try:

@@ -91,6 +91,7 @@ def step_server(
         lifespan=lifespan,
         compute_metrics=compute_metrics,
         replays=True,
+        stateless=False,  # the state of the steps
         reward_range=reward_range,
     )
 
