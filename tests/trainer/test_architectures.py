@@ -120,3 +120,20 @@ def test_attention_sinks_are_refused_where_ranks_share_the_tokens() -> None:
         attention.packed_attention(
             torch.nn.Identity(), query, query, query, None, layout=layout, s_aux=torch.zeros(4), group=object()
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_attention_in_16_bits_on_a_cpu_is_that_of_float32_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, heads, attention.SHORT // 8, 16) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    gradient = torch.randn(shapes[0], dtype=dtype)
+    ours = attention.attended(*inputs, attention.AttentionKind())
+    theirs = attention.attended(*exact, attention.AttentionKind())
+    ours.backward(gradient)
+    theirs.backward(gradient.float())
+    assert ours.dtype == dtype and torch.equal(ours, theirs.to(dtype))
+    for rounded, tensor in zip(inputs, exact, strict=True):
+        assert rounded.grad is not None and tensor.grad is not None
+        assert torch.equal(rounded.grad, tensor.grad.to(dtype))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 NAME = "ngym_packed"
 COMPILED_NAME = "ngym_packed_compiled"  # of models whose layers are compiled
 SIMILAR = 0.8
+SHORT = 512  # tokens; below that the backward pass of a CPU's attention in 16 bits takes up to 4 times that in float32
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask
 
 
@@ -62,7 +63,10 @@ def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Att
     window = kind.window if kind.window is not None and kind.window < length else None
     if kind.softcap is not None or kind.sinks_H is not None:
         return _by_hand(query_SHLD, key_SKLD, value_SKLD, kind, window)
-    return F.scaled_dot_product_attention(
+    dtype = query_SHLD.dtype
+    if query_SHLD.device.type == "cpu" and query_SHLD.requires_grad and dtype.itemsize == 2 and length < SHORT:
+        query_SHLD, key_SKLD, value_SKLD = query_SHLD.float(), key_SKLD.float(), value_SKLD.float()
+    attended_SHLD = F.scaled_dot_product_attention(
         query_SHLD,
         key_SKLD,
         value_SKLD,
@@ -72,6 +76,7 @@ def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Att
         dropout_p=kind.dropout,
         enable_gqa=query_SHLD.shape[1] != key_SKLD.shape[1],
     )
+    return attended_SHLD.to(dtype)
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
