@@ -214,7 +214,9 @@ def _steps(name: str, tokens: int, batch: int) -> Json:
         return {**size, "step_s": seconds, "tokens_s": found["tokens"] / seconds, "trainer_mb": peak}
 
 
-AXES = {each.__name__: each for each in (in_flight, turns, replicas, answer_bytes, row_bytes, tasks, parameters, context)}
+AXES = {
+    each.__name__: each for each in (in_flight, turns, replicas, answer_bytes, row_bytes, tasks, parameters, context)
+}
 
 
 def main() -> None:

@@ -111,6 +111,4 @@ def compute_metrics(rows: list[Json]) -> dict[str, float]:
 
 
 assert set(Comparison.__args__) == set(COMPARISONS)  # type: ignore[attr-defined]
-app = gym_server(
-    verify=verify, options=MatchOptions, lifespan=pool.lifespan, compute_metrics=compute_metrics
-)
+app = gym_server(verify=verify, options=MatchOptions, lifespan=pool.lifespan, compute_metrics=compute_metrics)

@@ -91,6 +91,4 @@ def compute_metrics(rows: list[Json]) -> dict[str, float]:
     return numbers
 
 
-app = gym_server(
-    verify=verify, options=FollowingOptions, lifespan=pool.lifespan, compute_metrics=compute_metrics
-)
+app = gym_server(verify=verify, options=FollowingOptions, lifespan=pool.lifespan, compute_metrics=compute_metrics)

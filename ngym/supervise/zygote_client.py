@@ -6,21 +6,24 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ngym.errors import NgymError
 
 _LENGTH = struct.Struct("!Q")
 MAX_FDS = 16
+Result = TypeVar("Result")
 ZYGOTE_END_S = (
     10.0  # seconds; it needs milliseconds unless the machine is overloaded, and killing it would leave orphans
 )
@@ -35,20 +38,19 @@ class Message:
 
 
 def send(sock: socket.socket, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message. The descriptors travel with the length, which is too small to be split."""
+    """Send one message. The descriptors travel with its first bytes."""
     payload = json.dumps(content).encode()
-    header = _LENGTH.pack(len(payload))
-    if fds:
-        socket.send_fds(sock, [header], list(fds))
-        sock.sendall(payload)
-        return
-    sock.sendall(header + payload)
+    left = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while left:
+        write = partial(socket.send_fds, sock, [left], list(fds)) if fds else partial(sock.send, left)
+        left, fds = left[_when_ready(sock, select.POLLOUT, write) :], ()
 
 
 def receive(sock: socket.socket) -> Message | None:
     """The next message, or None if the other side has closed (even within a message)."""
     try:
-        header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, MAX_FDS)
+        read = partial(socket.recv_fds, sock, _LENGTH.size, MAX_FDS)
+        header, fds, _, _ = _when_ready(sock, select.POLLIN, read)
         header += _exactly(sock, _LENGTH.size - len(header))
         (length,) = _LENGTH.unpack(header)
         return Message(json.loads(_exactly(sock, length)), list(fds))
@@ -59,12 +61,23 @@ def receive(sock: socket.socket) -> Message | None:
 def _exactly(sock: socket.socket, size: int) -> bytes:
     parts = []
     while size:
-        part = sock.recv(min(size, 1 << 20))
+        part = _when_ready(sock, select.POLLIN, partial(sock.recv, min(size, 1 << 20)))
         if not part:
             raise EOFError
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
+
+
+def _when_ready(sock: socket.socket, event: int, call: Callable[[], Result]) -> Result:
+    """The call's result, once the socket is ready for it: uvloop makes the sockets that it watches non-blocking."""
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(sock, event)
+            poll.poll()
 
 
 class ZygoteGone(NgymError):

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +27,7 @@ from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, health, http_get
 from ngym.supervise.service import STEADY_S, CrashCounter, ReplicaState, ServiceFailed
 from ngym.supervise.supervisor import Supervisor
-from ngym.supervise.zygote_client import ZygoteGone
+from ngym.supervise.zygote_client import ZygoteGone, receive, send
 from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
 
 YES = """
@@ -399,6 +400,20 @@ async def test_a_killed_zygote_ends_the_run_and_every_service(project: Project) 
             zygote.kill()
             await stack.failure()
     await until(lambda: not running(services))
+
+
+def test_a_message_larger_than_the_buffer_passes_between_sockets_that_do_not_block(tmp_path: Path) -> None:
+    content, (ours, theirs) = {"spec": "x" * (4 << 20)}, socket.socketpair()
+    with ours, theirs, (tmp_path / "log").open("w") as log, ThreadPoolExecutor(1) as thread:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        sent = thread.submit(send, ours, content, [log.fileno()])
+        message = receive(theirs)
+        sent.result()
+        assert message is not None and message.content == content
+        with os.fdopen(message.fds[0], "w") as received:
+            received.write("hello")
+    assert (tmp_path / "log").read_text() == "hello" and len(message.fds) == 1
 
 
 async def test_cancelling_the_start_leaves_nothing_running(project: Project) -> None:
