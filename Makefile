@@ -39,7 +39,7 @@ check: install ## Lint, format, types, import rules, prose
 	$(BIN)/lint-imports
 	@$(BIN)/pytest -q tests/unit/test_prose.py
 
-bench: install ## Measure and write docs/benchmarks.md (ten minutes); a short run: make bench ARGS=--quick
+bench: install ## Measure and write docs/benchmarks.md (15 minutes); a short run: make bench ARGS=--quick
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 bench-peers: install ## Measure beside NeMo Gym, TRL and vLLM's own server (40 minutes); a short run: ARGS=--quick

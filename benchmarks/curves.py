@@ -39,6 +39,7 @@ from ngym.runtime import event_loop
 from ngym.schema import Json
 
 MB, FIRST, SECONDS = 1e6, 2_000, 3.0
+LONG = 100_000  # tokens: a step takes minutes, of which the first allocations are a small part
 TOKEN_BYTES = 13  # of a token in an answer: its text, its id and its log-probability
 HERE = Path(__file__).parent
 SHAPES = {  # layers, hidden size, heads of 64
@@ -181,12 +182,12 @@ def parameters(quick: bool) -> Iterator[Json]:
 
 
 def context(quick: bool) -> Iterator[Json]:
-    for tokens in [1_024, 4_096] if quick else [1_024, 4_096, 16_384, 65_536]:
-        yield {"context": tokens, **_steps("tiny", tokens, batch=1)}
+    for tokens in [1_024, 4_096] if quick else [1_024, 4_096, 16_384, 65_536, 131_072]:
+        yield {"context": tokens, **_steps("tiny", tokens, batch=1, warm=tokens < LONG)}
 
 
-def _steps(name: str, tokens: int, batch: int) -> Json:
-    """The second of two SFT steps on answers of about so many tokens."""
+def _steps(name: str, tokens: int, batch: int, warm: bool = True) -> Json:
+    """An SFT step on answers of about so many tokens. warm: after another one."""
     from trainer import new_model  # imports torch, whose memory would be counted above
 
     layers, hidden, heads = SHAPES[name]
@@ -206,7 +207,8 @@ def _steps(name: str, tokens: int, batch: int) -> Json:
         spec |= {"micro_batch_tokens": max(4096, 2 * tokens), "engine": {"zero_stage": 0, "precision": "fp32"}}
         command = [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]
         with Side(command, {**os.environ}, folder / "log") as side:
-            side.step()
+            if warm:
+                side.step()
             found = side.step()
             peak = _peak_mb(side.pid)
             seconds = found["seconds"]

@@ -1,6 +1,6 @@
 """`make bench`: every part on this machine, one after the other; its figures as JSON, and docs/benchmarks.md and its plot from them.
 
-A part that fails or exceeds its time is reported as missing, and the others continue. About ten minutes on two cores; with --quick
+A part that fails or exceeds its time is reported as missing, and the others continue. About 15 minutes on two cores; with --quick
 two, into runs/bench instead of docs.
 
     python benchmarks/run.py [--quick] [--only rollouts memory] [--folder docs]
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("startup", 120),
-    Part("rollouts", 600),
+    Part("rollouts", 1200),
     Part("memory", 120),
     Part("verify", 240),
     Part("collector", 180),
