@@ -134,6 +134,8 @@ def test_short_attention_in_16_bits_on_a_cpu_is_that_of_float32_rounded_once(dty
     ours.backward(gradient)
     theirs.backward(gradient.float())
     assert ours.dtype == dtype and torch.equal(ours, theirs.to(dtype))
+    with torch.no_grad():  # so are the scores of a batch before it is trained
+        assert torch.equal(attention.attended(*inputs, attention.AttentionKind()), ours)
     for rounded, tensor in zip(inputs, exact, strict=True):
         assert rounded.grad is not None and tensor.grad is not None
         assert torch.equal(rounded.grad, tensor.grad.to(dtype))
