@@ -81,6 +81,9 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument(
+        "--float32-matmul-precision", choices=["highest", "high", "medium"], default="highest", help="of both sides"
+    )
     parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
@@ -88,7 +91,10 @@ def main() -> None:
     python = options.trl or trl_python(options.folder / "trl")
     data = made(options.folder / "trainer")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {options.threads} threads"
-    print(f"{device}, {options.precision}; load {os.getloadavg()[0]:.1f}; torch {torch.__version__}, TRL {TRL}")
+    products = options.float32_matmul_precision
+    print(
+        f"{device}, {options.precision}, matrix products {products}; load {os.getloadavg()[0]:.1f}; torch {torch.__version__}, TRL {TRL}"
+    )
     for shape in options.shapes:
         for algorithm in options.algorithms:
             show(algorithm, shape, compare(algorithm, shape, options, python, data))
@@ -105,7 +111,11 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
         "lr": LR[shape],
         "threads": options.threads,
         "bf16": bf16,
-        "engine": {"zero_stage": int(bf16), "precision": options.precision},
+        "engine": {
+            "zero_stage": int(bf16),
+            "precision": options.precision,
+            "float32_matmul_precision": options.float32_matmul_precision,
+        },
         "micro_batch_tokens": 16384,
     }
     # Both sides: threads that wait do not spin. TRL's steps take several times as long where they do and others work, too.

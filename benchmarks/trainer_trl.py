@@ -38,6 +38,7 @@ class InTurn(TrainerCallback):  # type: ignore[misc]
 def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
+    torch.set_float32_matmul_precision(spec["engine"]["float32_matmul_precision"])
     transformers.set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     way = spec["way"]

@@ -184,6 +184,7 @@ class Engine:
             shapes = parameter_shapes(policy)
         self._options = options
         self._optimizing = optimizing
+        torch.set_float32_matmul_precision(options.float32_matmul_precision)
         again = options.activation_checkpointing
         kept = again if isinstance(again, float) else None
         if again or options.compile:
@@ -219,6 +220,11 @@ class Engine:
     def dtype(self) -> str:
         """The dtype of the compute weights, in torch's name."""
         return self._options.dtype
+
+    @property
+    def product_dtype(self) -> str:
+        """The dtype whose precision matrix products have, in torch's name."""
+        return self._options.product_dtype
 
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         """This rank's micro-batches. Each rank has the same number, some may be empty; ranks that compute together

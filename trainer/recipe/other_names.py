@@ -36,6 +36,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type", "quant_type", "qlora"), ("model.lora.base_4bit",)),
     **dict.fromkeys(("quantization", "quantization_config", "quantize", "quantization_bit"), ("model.lora.base_4bit",)),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "bnb_4bit_compute_dtype"), ("engine.precision",)),
+    **dict.fromkeys(("tf32", "allow_tf32", "matmul_precision"), ("engine.float32_matmul_precision",)),
     **dict.fromkeys(("gradient_checkpointing",), ("engine.activation_checkpointing",)),
     **dict.fromkeys(("zero", "stage"), ("engine.zero_stage",)),
     # objective

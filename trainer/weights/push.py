@@ -100,7 +100,7 @@ def _file(tensors: dict[str, Tensor]) -> File:
 class LogprobProof(NamedTuple):
     """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens except the first, at temperature 1.
 
-    dtype: of the trainer's computation, in torch's name: `float32`, `bfloat16`, `float16`.
+    dtype: whose precision the trainer's matrix products have, in torch's name: `float32`, `bfloat16`, `float16`.
     """
 
     token_ids: Sequence[int]

@@ -95,7 +95,7 @@ class WeightSync:
         with torch.no_grad():
             logprobs_N = self._engine.logprobs(packed, temperature=1.0)
         check_finite(logprobs_N, self._engine)
-        proof = LogprobProof(self._probe.segments[0].token_ids, logprobs_N.tolist(), self._engine.dtype)
+        proof = LogprobProof(self._probe.segments[0].token_ids, logprobs_N.tolist(), self._engine.product_dtype)
         weights = self._pushed()
         if self._pusher and not current:
             with tracing.span("push weights", "client") as span:
