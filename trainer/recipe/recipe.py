@@ -228,7 +228,7 @@ class EngineOptions(FrozenOptions):
     float32_matmul_precision: Literal["highest", "high", "medium"] = Field(
         default="highest",
         description="torch's setting of the same name, for matrix products of float32 tensors. high: TF32 on a GPU. "
-        "medium: also bfloat16 on a CPU that computes it faster, such as one with AMX.",
+        "medium: also bfloat16 on a CPU with AMX.",
     )
     activation_checkpointing: bool | Positive | Fraction = Field(
         default=False,
