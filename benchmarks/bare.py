@@ -43,8 +43,8 @@ class Case(NamedTuple):
 
     @property
     def requests(self) -> int:
-        """/run, /seed_session, a model call for each turn and one more, /verify."""
-        return 4 + 2 * self.tools
+        """/run, a model call for each turn and one more, the tools', /verify. A row is seeded once, as ngym does."""
+        return 3 + 2 * self.tools
 
     def __str__(self) -> str:
         return f"{self.tools} tool turns, {'with' if self.tokens else 'without'} token ids"
@@ -61,7 +61,7 @@ def service(kind: str, case: Case, listener: socket.socket, urls: dict[str, str]
     async def rollout(body: Json) -> Json:
         if not client:
             client.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        await post(urls["gym"] + "/seed_session", body)
+            await post(urls["gym"] + "/seed_session", body)
         params, items = body["responses_create_params"], list(body["responses_create_params"]["input"])
         while True:
             response = await post(urls["model"] + "/v1/responses", {**params, "input": items})

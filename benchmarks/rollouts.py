@@ -1,8 +1,8 @@
 """Rollouts a second through agent, model server, tools and /verify, and the CPU cost of each hop.
 
-The model answers at once. A rollout of 0, 1 or 10 tool turns is 4, 6 or 24 requests: /run, /seed_session, the model's and the
-tools', /verify. They are collected by `ngym.collect` without files (collector.py has those). The baseline, beside it, is the same
-requests between bare uvicorn applications (bare.py); both alternate. All rollouts have the same row: ngym seeds it once.
+The model answers at once. A rollout of 0, 1 or 10 tool turns is 3, 5 or 23 requests: /run, the model's and the tools',
+/verify. They are collected by `ngym.collect` without files (collector.py has those). The baseline, beside it, is the same
+requests between bare uvicorn applications (bare.py); both alternate. All rollouts have the same row, for which both call /seed_session once.
 
     python benchmarks/rollouts.py [--quick] [--json FILE]
 """

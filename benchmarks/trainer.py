@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument(
-        "--float32-matmul-precision", choices=["highest", "high", "medium"], default="highest", help="of both sides"
+        "--float32-matmul-precision", choices=["highest", "high"], default="highest", help="of both sides"
     )
     parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))

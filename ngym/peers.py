@@ -10,20 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import orjson
 
 from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
-from ngym.net.json_limits import LOOP_BYTES, MAX_DEPTH, by_size, is_deep, serialized
+from ngym.net.json_limits import serialized
 from ngym.net.load_balancer import Replicas, RetryBudget, SessionReplica, StickyReplica
+from ngym.peer_answers import (
+    MAYBE_PROCESSED,
+    NOT_PROCESSED,
+    SHOWN_STATUSES,
+    InSession,
+    is_own,
+    parsed,
+    refusal,
+    upstream_of,
+)
 from ngym.schema import (
     IDEMPOTENCY_HEADER,
     PREFER_HEADER,
@@ -38,14 +47,6 @@ BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refus
 REFUSED_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # pauses after other answers that a retry may change
 MAX_RETRY_AFTER_S = 30.0
 RETRY_RATIO = 0.5  # retries per success: a third of all calls may fail for long and still be retried until they succeed
-NOT_PROCESSED = frozenset({429, 503})
-MAYBE_PROCESSED = frozenset({500, 502, 504})
-SHOWN_BYTES = 100
-SAMPLING = "/v1/responses"
-KEPT_STATUSES = frozenset({400, 404, 409, 422, 429, 503, 504})
-NOT_ABOUT_THE_CALL = frozenset({401, 403, 407, 408, 429})  # about the caller's rights and timing
-SHOWN_STATUSES = frozenset({*range(400, 500), 500}) - NOT_ABOUT_THE_CALL
-PROBLEM = "application/problem+json"
 DEFAULT_TIMEOUT_S = 600.0
 FOLLOW_S = 5.0
 ToolErrors = Literal["fail", "show"]
@@ -61,127 +62,6 @@ def retry_after(reply: Reply) -> float | None:
     if not (value.isascii() and value.replace(".", "", 1).isdigit()):
         return None
     return random.uniform(1.0, 1.25) * min(float(value), MAX_RETRY_AFTER_S)
-
-
-def json_of(reply: Reply, service: str, path: str) -> Any:
-    """The JSON of a service's answer.
-
-    Raises:
-        UpstreamError: the answer is not JSON, or is nested too deeply to be forwarded.
-    """
-    try:
-        value = reply.json()
-    except orjson.JSONDecodeError as error:
-        begin = reply.body[:SHOWN_BYTES].decode("utf-8", "replace")
-        raise _wrong(reply, service, f"{service} answered {path} with no JSON ({error}); it begins {begin!r}") from None
-    if is_deep(reply.body, value):
-        raise _wrong(reply, service, f"{service} answered {path} with JSON nested deeper than {MAX_DEPTH} levels")
-    return value
-
-
-async def parsed(reply: Reply, service: str, path: str) -> Any:
-    """As `json_of`; a large answer is parsed in a thread."""
-    if len(reply.body) <= LOOP_BYTES:
-        return json_of(reply, service, path)
-    return await by_size(len(reply.body), json_of, reply, service, path)
-
-
-def _wrong(reply: Reply, service: str, what: str) -> UpstreamError:
-    return UpstreamError(what, upstream={"service": service, "url": None, "status": reply.status})
-
-
-class InSession(NamedTuple):
-    """The session that a call belongs to.
-
-    tells: whether the service has sent this id in an answer; it then does so in all of them.
-    shows: whether the model reads every refusal of the service, in any form.
-    """
-
-    id: str
-    tells: bool = False
-    shows: bool = False
-
-
-def is_own(reply: Reply, session: InSession) -> bool:
-    """Whether an answer comes from the service itself and not from a proxy, which does not know the session.
-
-    A problem document that names a service also counts: the failure may have prevented the session header.
-    """
-    return not session.tells or _names(reply, session) or (reply.status >= 300 and bool(_problem(reply).get("service")))
-
-
-def refusal(
-    service: str, reply: Reply, method: str, url: str, path: str, session: InSession | None = None
-) -> UpstreamError:
-    """The error of a peer's answer, with its own message: the first problem document of the chain has the cause."""
-    if session is not None and not is_own(reply, session):
-        return _stranger(service, reply, method, url, path)
-    problem = _problem(reply)
-    ours = bool(problem.get("service"))
-    told = words(problem)
-    says = bool(problem.get("error") or problem.get("message"))
-    detail = (
-        problem.get("detail")
-        or (told.message if says else reply.body[:300].decode("utf-8", "replace"))
-        or "no reason given"
-    )
-    if not isinstance(detail, str):
-        detail = orjson.dumps(detail)[:300].decode()
-    failure = problem["failure"] if isinstance(problem.get("failure"), str) else None
-    if path == SAMPLING and not ours and is_context_overflow(reply.status, told.code, detail):
-        failure = "context_length"
-    match problem.get("upstream"):
-        case {"service": str(), "status": int() | None} as first:
-            upstream = first
-        case _:
-            upstream = upstream_of(service, url, reply.status)
-    prefix = "" if ours else f"{service} answered {reply.status} to {method} {path}: "
-    return UpstreamError(
-        prefix + detail,
-        failure=failure,
-        upstream=upstream,
-        retryable=bool(problem.get("retryable", reply.status in NOT_PROCESSED | MAYBE_PROCESSED | {500})),
-        status=reply.status if reply.status in KEPT_STATUSES else None,
-        is_for_the_model=session is not None and _is_for_the_model(reply, problem, session),
-    )
-
-
-def _problem(reply: Reply) -> Json:
-    """The answer as an object; empty if it is not JSON that can be forwarded."""
-    try:
-        problem = reply.json()
-    except orjson.JSONDecodeError:
-        return {}
-    if is_deep(reply.body, problem):
-        return {}
-    return problem if isinstance(problem, dict) else {"detail": problem}
-
-
-def _is_for_the_model(reply: Reply, problem: Json, session: InSession) -> bool:
-    """Whether the model may read this refusal: the service marks its answer so, or the session shows all refusals."""
-    if session.shows and reply.status in SHOWN_STATUSES:
-        return True
-    named = problem.get("session") == session.id or _names(reply, session)
-    is_problem = reply.headers.get("content-type", "").startswith(PROBLEM)
-    return named and is_problem and problem.get("for_the_model") is True
-
-
-def _names(reply: Reply, session: InSession) -> bool:
-    return reply.headers.get(SESSION_HEADER) == session.id
-
-
-def _stranger(service: str, reply: Reply, method: str, url: str, path: str) -> UpstreamError:
-    says = reply.body[:300].decode("utf-8", "replace") or "nothing"
-    return UpstreamError(
-        f"something between here and {service} answered {reply.status} to {method} {path}, as a proxy would: {says}",
-        upstream=upstream_of(service, url, reply.status),
-        retryable=True,
-    )
-
-
-def upstream_of(service: str, url: str, status: int | None = None) -> dict[str, Any]:
-    """The `upstream` field of an error: service, replica and status."""
-    return {"service": service, "url": url, "status": status}
 
 
 class PeerSession:
@@ -430,42 +310,6 @@ class Peer:
         if not isinstance(affinity, SessionReplica) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
             return 0.0
         return pause
-
-
-_OVERFLOW = re.compile(
-    r"context[ _](length|window|size)|maximum (model|input) length|max_model_len|(prompt|input) is too long"
-    r"|max_(completion_)?tokens.{0,40}(too large|greater|exceed)",
-    re.IGNORECASE,
-)
-
-
-class ErrorWords(NamedTuple):
-    """An error's message, in one line, and its code or type."""
-
-    message: str
-    code: str | None
-
-
-def words(body: object) -> ErrorWords:
-    """An error body's message and code, in any of the shapes that servers use."""
-    if isinstance(body, dict):
-        inner = body.get("error", body)
-        inner = inner if isinstance(inner, dict) else {"message": inner}
-        text = inner.get("message") or inner.get("detail") or "no reason given"
-        code = inner.get("code") or inner.get("type")
-        return ErrorWords(_line(str(text)), str(code) if code else None)
-    return ErrorWords(_line(str(body or "no reason given")), None)
-
-
-def is_context_overflow(status: int, code: str | None, message: str) -> bool:
-    """Whether a back end's error says that the input and the requested output do not fit its context."""
-    if status not in (400, 413, 422):
-        return False
-    return code == "context_length_exceeded" or bool(_OVERFLOW.search(message))
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
 
 
 def given_up(name: str, reason: str) -> str:

@@ -38,7 +38,8 @@ from ngym.errors import Boundary, NgymError, ServiceError
 from ngym.grading import group_rewards
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
-from ngym.peers import Peers, json_of
+from ngym.peer_answers import json_of
+from ngym.peers import Peers
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, RolloutKey, is_pending
 from ngym.telemetry import tracing
 

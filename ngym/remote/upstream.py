@@ -28,7 +28,7 @@ from ngym.net import request_context
 from ngym.net.auth import wrong_url
 from ngym.net.json_limits import serialized
 from ngym.net.load_balancer import RetryBudget
-from ngym.peers import is_context_overflow, words
+from ngym.peer_answers import is_context_overflow, words
 from ngym.remote.rate_limiter import Caps, ConcurrencyLimiter, Turn, Used, UsedUp
 from ngym.schema import Json
 

@@ -247,6 +247,30 @@ def test_a_loss_and_its_gradient_are_those_of_plain_torch(
     assert gradient.norm() > 1e-5 and error < of_gradient, error
 
 
+@pytest.fixture
+def back_to_float32() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("back_to_float32")
+def test_products_in_tf32_have_nearly_the_gradient_of_float32_and_are_proved_as_such(
+    device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A CPU has none, and computes in float32."""
+    is_gpu = device.type == "cuda"
+    told = described(
+        start, "sft", engine={"float32_matmul_precision": "high"}, optimizer={"lr": 1e-3, "max_grad_norm": None}
+    )
+    (loss, gradient), (of_device, of_device_gradient) = first_steps(told, "sft", tokenizer, device)
+    relative, absolute, of_gradient = CLOSE["fp16" if is_gpu else "fp32"]
+    assert torch.get_float32_matmul_precision() == "high"
+    assert of_device == pytest.approx(loss, rel=relative, abs=absolute)
+    assert float((of_device_gradient - gradient).norm() / gradient.norm()) < of_gradient
+    learner = trained(told, tokenizer, device)
+    assert learner.dtype == "float32" and learner.product_dtype == ("float16" if is_gpu else "float32")
+
+
 @pytest.mark.parametrize("family", ["sft", "grpo, entropy and KL", "gspo", "distillation"])
 def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     family: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch

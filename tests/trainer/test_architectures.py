@@ -108,30 +108,6 @@ def test_two_steps_in_fp16_are_those_of_fp32(family: str, only_rank: None) -> No
         assert got == pytest.approx(right, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("precision", "like", "rel"),
-    [("highest", "float32", 0.0), ("high", "float16", 0.005), ("medium", "bfloat16", 0.02)],
-)
-def test_matrix_products_of_less_precision_are_proved_as_such_and_learn_the_same(
-    precision: str, like: str, rel: float, only_rank: None
-) -> None:
-    found = []
-    for each in ("highest", precision):
-        options = recipe.EngineOptions.model_validate({"float32_matmul_precision": each})
-        launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
-        made = policy.Policy(network("qwen3", attention.NAME))
-        learner = engine.Engine(made, launch, options, recipe.OptimizerOptions(lr=1e-2, eps=1e-3))
-        try:
-            assert torch.get_float32_matmul_precision() == each
-            steps = [loop.take_step(learner, sft.Sft(), batch(), 60, 1.0) for _ in range(2)]
-        finally:
-            torch.set_float32_matmul_precision("highest")
-        found.append([(step.means["loss"], step.update.grad_norm) for step in steps])
-    assert learner.dtype == "float32" and learner.product_dtype == like
-    for got, right in zip(*found, strict=True):
-        assert got == pytest.approx(right, rel=rel)
-
-
 def test_soft_capped_logits_are_refused() -> None:
     with pytest.raises(ConfigError, match="gemma2: its logits are soft-capped"):
         policy.Policy(network("gemma2", attention.NAME, final_logit_softcapping=3.0))

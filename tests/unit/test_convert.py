@@ -27,7 +27,7 @@ from ngym.convert import (
     without_allowed_tools,
 )
 from ngym.errors import BadRequest, UpstreamError
-from ngym.peers import is_context_overflow
+from ngym.peer_answers import is_context_overflow
 from ngym.schema import TOKEN_FIELDS, Json
 
 USER = {"role": "user", "content": "hi"}

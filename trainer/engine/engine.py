@@ -223,8 +223,9 @@ class Engine:
 
     @property
     def product_dtype(self) -> str:
-        """The dtype whose precision matrix products have, in torch's name."""
-        return self._options.product_dtype
+        """The dtype whose precision matrix products have, in torch's name: TF32 has that of float16."""
+        is_tf32 = self.device.type == "cuda" and self._options.float32_matmul_precision == "high"
+        return "float16" if is_tf32 and self.dtype == "float32" else self.dtype
 
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         """This rank's micro-batches. Each rank has the same number, some may be empty; ranks that compute together

@@ -225,10 +225,10 @@ class EngineOptions(FrozenOptions):
         description="Precision of weights and arithmetic; bf16 and fp16 keep float32 master weights, and fp16 has a "
         "dynamic loss scale.",
     )
-    float32_matmul_precision: Literal["highest", "high", "medium"] = Field(
+    float32_matmul_precision: Literal["highest", "high"] = Field(
         default="highest",
-        description="torch's setting of the same name, for matrix products of float32 tensors. high: TF32 on a GPU. "
-        "medium: also bfloat16 on a CPU with AMX.",
+        description="torch's setting of the same name, for matrix products of float32 tensors on a GPU. high: TF32, which "
+        "has 10 bits of precision.",
     )
     activation_checkpointing: bool | Positive | Fraction = Field(
         default=False,
@@ -259,13 +259,6 @@ class EngineOptions(FrozenOptions):
     def dtype(self) -> str:
         """The dtype of the compute weights, in torch's name."""
         return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.precision]
-
-    @property
-    def product_dtype(self) -> str:
-        """The dtype whose precision matrix products have, in torch's name: TF32 has that of float16."""
-        if self.precision != "fp32":
-            return self.dtype
-        return {"highest": "float32", "high": "float16", "medium": "bfloat16"}[self.float32_matmul_precision]
 
     @property
     def together(self) -> int:

@@ -14,7 +14,7 @@ import orjson
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response
 from ngym.errors import Boundary, ServiceError, UpstreamError
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
-from ngym.peers import SHOWN_BYTES
+from ngym.peer_answers import SHOWN_BYTES
 from ngym.rollout import added, extend, tokens_of, versions_in, with_latest_tokens
 from ngym.schema import SCHEMA_VERSION, FinishReason, Json, Segment, Span, StopReason, Trace, is_cut_off, stop_reason
 from ngym.services.base.options import ServiceContext, check_result, most_result_bytes

@@ -28,7 +28,8 @@ from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, ROW_BYTES, by_size, serialized
 from ngym.net.request_context import header
-from ngym.peers import PeerSession, ToolErrors, given_up, parsed
+from ngym.peer_answers import parsed
+from ngym.peers import PeerSession, ToolErrors, given_up
 from ngym.rollout import without_tokens
 from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext

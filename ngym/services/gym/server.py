@@ -256,7 +256,6 @@ def gym_server(
     check_reward_type(verify)
     if stateless and app.state.verifier.session:
         raise SignatureError("gym_server(stateless=True): `verify` takes the Session; leave stateless out")
-    app.state.must_be_stateless = stateless is True
     app.state.stateless = not app.state.verifier.session if stateless is None else stateless
     app.state.tools = []
     app.state.callable = {}
@@ -347,8 +346,13 @@ def gym_server(
     )
     if verify_group is not None:
         _add_group_route(app, inspected(verify_group, VerifyGroup), rewarded, reward_range)
-    for tool in tools:
-        register_tool(app, of_function(tool))
+    for tool in map(of_function, tools):
+        if stateless and tool.takes_session:
+            name = tool.described["name"]
+            raise SignatureError(
+                f"gym_server(stateless=True): the tool `{name}` takes the Session; leave stateless out"
+            )
+        register_tool(app, tool)
     return app
 
 

@@ -101,12 +101,7 @@ class Author(NamedTuple):
 def register_tool(app: FastAPI, tool: Tool) -> None:
     """Add a tool to a gym server: in GET /tools, at POST /<its name> and over MCP."""
     name, schema = tool.described["name"], tool.described["parameters"]
-    if tool.takes_session:
-        if app.state.must_be_stateless:
-            raise SignatureError(
-                f"gym_server(stateless=True): the tool `{name}` takes the Session; leave stateless out"
-            )
-        app.state.stateless = False
+    app.state.stateless = app.state.stateless and not tool.takes_session
     app.state.tools.append(tool.described)
     app.state.callable[name] = tool
     handler = app.state.repeats.once(_route(tool, app))
