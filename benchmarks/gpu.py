@@ -2,6 +2,7 @@
 attention kernels; and pushes over `ipc` into a model server.
 
     python benchmarks/gpu.py [--parts sft grpo attention ipc] [--shapes 0.6B 8B] [--micro-batch 8192] [--json FILE] [--write]
+    python benchmarks/gpu.py --parts ipc --server models/vllm     # where vLLM is installed
     python benchmarks/gpu.py --tiny          # the same code with tiny shapes; also on a CPU
 
 Each measurement is a process with a time limit of its own; one that fails or runs out of memory is a row that says so. The
@@ -58,7 +59,7 @@ SHAPES: dict[str, Row] = {
     "1.7B": qwen3(2048, 6144, 28, 16),
     "4B": qwen3(2560, 9728, 36, 32),
 }
-TINY = {**qwen3(64, 128, 2, 4, 2), "head_dim": 16, "vocab_size": 1024, "max_position_embeddings": 1024}
+TINY = {**qwen3(64, 128, 2, 4, 2), "head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 1024}
 # bf16 with float32 master weights and moments takes 16 bytes a parameter, and ZeRO 1 and 2 four more during a step.
 ZERO_1 = {"zero_stage": 1, "precision": "bf16"}
 IN_PARTS = {"zero_stage": 3, "precision": "bf16"}  # its step converts a part of the gradient at a time
@@ -84,6 +85,19 @@ LARGE, MANY = ("8B",), 4096
 SEQUENCES, LENGTH, MICRO_BATCH = 16, 2048, 8192  # of an SFT step; tokens computed at once
 GROUPS, ATTEMPTS, PROMPT, ANSWER = 4, 8, 1024, 1024  # of a GRPO step; answers are of a half to the whole length
 WARM, MEASURED = 2, 5
+# Model servers that pushes go into, and their options.
+SERVERS: dict[str, Row] = {
+    "models/transformers": {"dtype": "bfloat16"},
+    "models/vllm": {
+        "engine": {
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_bytes": 1 << 30,
+            "max_model_len": 1024,
+        }
+    },
+}
 LIMIT_S = 150.0  # of one measurement
 # bf16, dense, in FLOP/s (vendors' data sheets); by a part of the device's name
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
@@ -99,6 +113,7 @@ def main() -> None:
         "--steps", type=int, default=MEASURED, help=f"measured ones, after {WARM}  [default: {MEASURED}]"
     )
     parser.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="tokens at once  [default: %(default)s]")
+    parser.add_argument("--server", choices=list(SERVERS), default="models/transformers", help="that pushes go into")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
     parser.add_argument("--seconds", type=float, default=1500, help="begin no measurement after these")
     parser.add_argument("--json", type=Path, help="where the rows go, too, after each of them")
@@ -113,7 +128,7 @@ def main() -> None:
         return
     deadline, rows = time.monotonic() + options.seconds, []
     shapes = ["tiny"] if options.tiny else options.shapes
-    for specs in measurements(options.parts, shapes, options.sides, options.micro_batch):
+    for specs in measurements(options.parts, shapes, options.sides, options.micro_batch, options.server):
         if options.profile:
             options.profile.mkdir(parents=True, exist_ok=True)
             specs = [{**spec, "profile": str(options.profile.resolve())} for spec in specs]
@@ -129,12 +144,16 @@ def main() -> None:
 
 
 def measurements(
-    parts: Sequence[str], shapes: Sequence[str], wanted: Sequence[str] = (), at_once: int = MICRO_BATCH
+    parts: Sequence[str],
+    shapes: Sequence[str],
+    wanted: Sequence[str] = (),
+    at_once: int = MICRO_BATCH,
+    server: str = "models/transformers",
 ) -> Iterator[list[Row]]:
     """The specs of each row: its ways, of which the first that fits is measured."""
-    for part in ("ipc", "attention"):
+    for part, side in (("ipc", server), ("attention", "")):
         if part in parts:
-            yield [{"part": part, "shape": "tiny" if shapes == ["tiny"] else "8B", "side": ""}]
+            yield [{"part": part, "shape": "tiny" if shapes == ["tiny"] else "8B", "side": side}]
     sides = [
         ("sft", "ours, compiled"),
         ("sft", "TRL, Liger, bf16"),
@@ -528,8 +547,8 @@ def attention(spec: Row) -> Row:
 
 
 def ipc(spec: Row) -> Row:
-    """Pushes over `ipc` into a model server with the transformers back end, as `ng_train` makes them: names and shapes, the
-    weights, the commit, and the proof that both have the same log-probabilities.
+    """Pushes over `ipc` into a model server, as `ng_train` makes them: names and shapes, the weights, the commit, and the
+    proof that both have the same log-probabilities. vLLM takes no `ipc` on a CPU: there they go over `http`.
     """
     import ngym
     from ngym.trainer.weights.push import LogprobProof, Pusher
@@ -542,17 +561,15 @@ def ipc(spec: Row) -> Row:
         for file in (HERE.parent / "data" / "tiny_policy" / "tokenizer").iterdir():
             shutil.copy(file, Path(name, "model"))
         token = secrets.token_hex(16)
-        told = {
-            "kind": "model",
-            "app": "models/transformers",
-            "model": "model",
-            "dtype": "bfloat16",
-            "push_token": token,
-        }
+        server, on_gpu = spec["side"], torch.cuda.is_available()
+        told: Row = {"kind": "model", "app": server, "model": "model", "push_token": token, **SERVERS[server]}
+        transport = "ipc" if on_gpu or server == "models/transformers" else "http"
+        if on_gpu and "engine" in told:
+            told["engine"] = {**told["engine"], "weight_transfer_config": {"backend": "ipc"}}
         config = Path(name, "services.yaml")
         config.write_text(json.dumps({"policy": told}))
         with ngym.run(config, progress=False) as services:
-            pusher, pushes = Pusher(services.urls["policy"], token, transport="ipc"), []
+            pusher, pushes = Pusher(services.urls["policy"], token, transport=transport), []
             for _ in range(WARM + MEASURED):
                 version = pusher.prepare() + 1
                 with torch.no_grad():
@@ -566,7 +583,13 @@ def ipc(spec: Row) -> Row:
             pusher.finish()
     seconds = [push.seconds for push in pushes[WARM:]]
     worst = max(push.difference for push in pushes)
-    return {"gb": pushes[0].bytes / 1e9, "push_s": median(seconds), "slowest_s": max(seconds), "difference": worst}
+    return {
+        "gb": pushes[0].bytes / 1e9,
+        "push_s": median(seconds),
+        "slowest_s": max(seconds),
+        "difference": worst,
+        "over": transport,
+    }
 
 
 PARTS: dict[str, Callable[[Row], Row]] = {"sft": sft, "grpo": grpo, "attention": attention, "ipc": ipc}
@@ -596,7 +619,7 @@ def rendered(rows: Sequence[Row], machine: str) -> str:
             lines += table(("kernel", "ms"), [(name, number(ms, 2)) for name, ms in kernels])
         if row["part"] == "ipc":
             what = row.get("problem") or f"{row['gb']:.2f} GB in {number(row['push_s'], 3)} s, proof included"
-            lines += ["", f"A push over `ipc` into models/transformers: {what}."]
+            lines += ["", f"A push over `{row.get('over', 'ipc')}` into {row['side']}: {what}."]
     return "\n".join(lines)
 
 

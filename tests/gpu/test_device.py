@@ -280,9 +280,15 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
         pytest.skip("FlexAttention has no backward on a CPU; tests/trainer/test_scores.py has the rest")
     if not any(map(shutil.which, layers.COMPILERS)):
         pytest.skip("there is no C++ compiler")
-    used: list[int] = []
-    flex = attention._compiled_flex()
-    monkeypatch.setattr(attention, "_compiled_flex", lambda: used.append(1) or flex)
+    masks: list[attention.Layout] = []
+    make_block_mask = attention.Layout.make_block_mask
+    monkeypatch.setattr(
+        attention.Layout, "make_block_mask", lambda self, device: masks.append(self) or make_block_mask(self, device)
+    )
+    plain, outside = attention.packed_attention, list[bool]()
+    monkeypatch.setattr(
+        attention, "packed_attention", lambda *args, **named: outside.append("flex" in named) or plain(*args, **named)
+    )
     told = described(
         start,
         family,
@@ -291,7 +297,7 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     )
     with torch._inductor.config.patch(QUICKLY_COMPILED if device.type == "cpu" else {}):
         (loss, gradient), (of_device, of_device_gradient) = first_steps(told, family, tokenizer, device)
-    assert used or device.type == "cpu"
+    assert bool(masks) == (not any(outside)) == (device.type == "cuda")  # in the layers' graphs, not outside of them
     assert of_device == pytest.approx(loss, rel=0.02, abs=0.02)
     error = float((of_device_gradient - gradient).norm() / gradient.norm())
     assert error < 0.06, error
@@ -437,7 +443,7 @@ def test_a_mask_of_blocks_is_that_of_its_rows(
 ) -> None:
     """Blocks that are called whole are, those that are left out have no row that sees another, and each block counts once."""
     batch = kernels().PackedRows.drawn(groups, size, prompt, answer, device)
-    mask, block = batch.layout.block_mask, attention.FLEX_BLOCK
+    mask, block = batch.layout.make_block_mask(device), attention.FLEX_BLOCK
     sees = torch.zeros(batch.tokens, batch.tokens, dtype=torch.bool)
     for rows in batch.rows:
         sees[rows[:, None], rows] = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
@@ -706,7 +712,11 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu
 
-    made = [specs[0] for specs in gpu.measurements(list(gpu.PARTS), ["tiny"]) if specs[0]["side"] in ("", "ours")]
+    made = [
+        specs[0]
+        for specs in gpu.measurements(list(gpu.PARTS), ["tiny"])
+        if specs[0]["side"] in ("", "models/transformers", "ours")
+    ]
     assert [spec["part"] for spec in made] == ["ipc", "attention", "sft", "grpo"]
     monkeypatch.setattr(gpu, "in_group", lambda measure: measure)  # this process is in one
     rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in made]

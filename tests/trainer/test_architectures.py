@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from compiled import needs_compiler
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ngym.errors import ConfigError
@@ -14,7 +16,7 @@ from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
-from ngym.trainer.model import attention, packing, policy
+from ngym.trainer.model import attention, layers, packing, policy
 from ngym.trainer.recipe import recipe
 
 CPU = torch.device("cpu")
@@ -92,6 +94,71 @@ def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forw
     assert any(name.endswith("sinks") for name in own) == (family == "gpt_oss")
     for name, parameter in theirs.named_parameters():
         assert torch.allclose(own[name].grad, parameter.grad, atol=5e-4, rtol=1e-3), name
+
+
+def of_lengths(*lengths: int) -> packing.Packed:
+    rng = random.Random(sum(lengths))
+    segments = [samples.Segment([rng.randrange(1, 96) for _ in range(n)], [(2, n)]) for n in lengths]
+    return packing.pack([samples.Sample((segment,)) for segment in segments], CPU)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile traces layers and their gradients as ever, and generates no code."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    monkeypatch.setattr(layers, "_compiled", lambda graph, inputs, kept: aot_eager(graph, inputs))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])  # the latter has two kinds of layers
+def test_compiled_layers_have_the_gradients_of_plain_ones_for_every_kind_of_batch(
+    family: str, traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where sequences of equal length are part of the layer's graph. FlexAttention has no backward here."""
+    takes = attention._flex_takes
+    plain, compiled = (policy.Policy(network(family, attention.NAME)) for _ in range(2))
+    layers.compile_layers(compiled.network)
+    for packed in (of_lengths(20, 20, 20), of_lengths(23), packing.pack(batch(), CPU), of_lengths(21, 21)):
+        equal = bool(packed.layout.equal)
+        monkeypatch.setattr(attention, "_flex_takes", (lambda query, kind: kind.window is None) if equal else takes)
+        found = []
+        for one in (plain, compiled):
+            one.zero_grad()
+            logprobs = one.logprobs(packed)
+            logprobs.sum().backward()
+            found.append([logprobs.detach(), *(each.grad for each in one.parameters() if each.grad is not None)])
+        for got, right in zip(*found, strict=True):
+            torch.testing.assert_close(got, right, atol=1e-4, rtol=1e-3)
+
+
+@needs_compiler
+def test_attention_is_part_of_a_layers_only_graph_whatever_the_lengths(
+    traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, without a gradient: FlexAttention has no backward on a CPU."""
+    monkeypatch.setattr(attention, "_flex_takes", lambda query, kind: True)
+    plain, compiled = (policy.Policy(network("qwen3", attention.NAME)) for _ in range(2))
+    layers.compile_layers(compiled.network)
+    batches = [of_lengths(20, 20, 20), of_lengths(30, 20), packing.pack(batch(), CPU), of_lengths(23)]
+    batches += [of_lengths(22, 22), of_lengths(40, 20, 30), packing.pack(batch()[:4], CPU), of_lengths(24)]
+    seen = []
+    with torch.no_grad():
+        for packed in batches:
+            expected = plain.logprobs(packed)
+            if not packed.layout.equal:
+                packed.layout.make_block_mask(CPU)
+            torch.testing.assert_close(compiled.logprobs(packed), expected, atol=1e-5, rtol=0)
+            seen.append(graphs())
+    assert seen == [1, 2, 2, 3, 3, 3, 3, 3]  # several of equal length, FlexAttention, one
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,9 +16,9 @@ one past the last row of the sequences that contain k.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -120,7 +120,8 @@ class Layout:
 
     row_P: the row that each place reads; padding reads a row of its own sequence and is behind every real token, where
     the causal mask hides it. place_T: the place from which each row takes its output. shared: whether some row has more
-    than one place. rows: those of each sequence, in order, on the CPU.
+    than one place. rows: those of each sequence, in order, on the CPU. equal: the number of sequences if places are rows
+    and all are of one length, otherwise 0. block_mask: FlexAttention's, once `make_block_mask` was called.
     """
 
     tokens: int
@@ -129,6 +130,8 @@ class Layout:
     place_T: Tensor | None
     shared: bool
     rows: Sequence[Tensor] = ()
+    equal: int = 0
+    block_mask: BlockMask | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Tensor], device: torch.device) -> Layout:
@@ -146,19 +149,22 @@ class Layout:
         row_P = torch.cat(padded)
         tokens, places = int(row_P.max()) + 1, torch.arange(len(row_P))
         if torch.equal(row_P, places):
-            return cls(tokens, tuple(buckets), None, None, False)
+            equal = buckets[0].sequences if len(buckets) == 1 else 0
+            return cls(tokens, tuple(buckets), None, None, False, rows, equal)
         # padding comes after the token that it repeats, so the first place of a row is not padding
         place_T = torch.full((tokens,), len(row_P)).scatter_reduce_(0, row_P, places, "amin")
         shared = sum(map(len, rows)) > tokens
         return cls(tokens, tuple(buckets), on_device(row_P, device), on_device(place_T, device), shared, rows)
 
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        """FlexAttention's mask. Whether rows see each other is known for whole blocks without looking into them."""
+    def make_block_mask(self, device: torch.device) -> BlockMask:
+        """FlexAttention's mask, made once. Whether rows see each other is known for whole blocks without looking into
+        them.
+        """
         from torch.nn.attention.flex_attention import BlockMask
 
-        assert self.row_P is not None
-        device, blocks = self.row_P.device, math.ceil(self.tokens / FLEX_BLOCK)
+        if self.block_mask is not None:
+            return self.block_mask
+        blocks = math.ceil(self.tokens / FLEX_BLOCK)
         ends_T = torch.zeros(self.tokens, dtype=torch.int64)
         for each in self.rows:
             ends_T[each] = int(each[-1]) + 1  # later sequences end later
@@ -186,6 +192,7 @@ class Layout:
             mask_mod=sees,
             seq_lengths=(self.tokens, self.tokens),
         )
+        self.block_mask = mask
         return mask
 
 
@@ -200,23 +207,22 @@ def _compiled_flex() -> Any:
 def flex_attended(
     query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scaling: float | None = None
 ) -> Tensor:
-    """FlexAttention over the rows of a layout that has places, [T, H, D]. On a CPU its kernel is not compiled, and has no
-    backward.
-    """
+    """FlexAttention over rows, [T, H, D]. On a CPU its kernel is not compiled, and has no backward."""
     from torch.nn.attention.flex_attention import flex_attention
 
     kernel: Any = _compiled_flex() if query_THD.device.type == "cuda" else flex_attention
     inputs = (x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_TKD, value_TKD))
     grouped = query_THD.shape[1] != key_TKD.shape[1]
-    attended_HTD: Tensor = kernel(*inputs, block_mask=layout.block_mask, scale=scaling, enable_gqa=grouped)[0]
+    attended_HTD: Tensor = kernel(
+        *inputs, block_mask=layout.make_block_mask(query_THD.device), scale=scaling, enable_gqa=grouped
+    )[0]
     return attended_HTD.transpose(0, 1)
 
 
-def _flex_takes(query: Tensor, layout: Layout, kind: AttentionKind) -> bool:
+def _flex_takes(query: Tensor, kind: AttentionKind) -> bool:
     """Padding is left to it, too, because each shape of a padded batch costs cuDNN a plan of its own."""
     plain = not kind.dropout and kind.window is None and kind.softcap is None and kind.sinks_H is None
-    fits = query.device.type == "cuda" and query.element_size() == 2 and query.shape[-1] >= 16
-    return plain and fits and layout.row_P is not None
+    return plain and query.device.type == "cuda" and query.element_size() == 2 and query.shape[-1] >= 16
 
 
 class _Spread(torch.autograd.Function):
@@ -280,23 +286,22 @@ def packed_attention(
     if s_aux is not None and group is not None:
         raise NotImplementedError(f"{type(module).__name__}: its attention sinks do not support sequence_parallel")
     kind = AttentionKind(scaling, dropout, sliding_window, softcap, s_aux)
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    # squeeze and split have views as gradients; those of an index or a slice are copies into zeros
+    query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
-    if flex and _flex_takes(query, layout, kind):
+    if flex and layout.row_P is not None and _flex_takes(query, kind):
         attended_THD = flex_attended(query_THD, key_TKD, value_TKD, layout, scaling)
         return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
     # every place has the key and value of its row; only the query at the row's output place counts
-    query_PHD, key_PKD, value_PKD = (
-        _spread(query_THD, layout, summed=False),
-        _spread(key_TKD, layout, summed=layout.shared),
-        _spread(value_TKD, layout, summed=layout.shared),
+    batches = zip(
+        _in_buckets(_spread(query_THD, layout, summed=False), layout),
+        _in_buckets(_spread(key_TKD, layout, summed=layout.shared), layout),
+        _in_buckets(_spread(value_TKD, layout, summed=layout.shared), layout),
+        strict=True,
     )
-    outputs = []
-    for alike in layout.buckets:
-        q_SHLD, k_SKLD, v_SKLD = (_to_batch(x, alike) for x in (query_PHD, key_PKD, value_PKD))
-        outputs.append(attended(q_SHLD, k_SKLD, v_SKLD, kind).transpose(1, 2).flatten(0, 1))
-    attended_THD = torch.cat(outputs)
+    outputs = [attended(*batch, kind).transpose(1, 2).flatten(0, 1) for batch in batches]
+    attended_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if layout.place_T is not None:
         attended_THD = cast(Tensor, _Collect.apply(attended_THD, layout.place_T))  # type: ignore[no-untyped-call]
     return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
@@ -309,7 +314,63 @@ def _spread(rows: Tensor, layout: Layout, *, summed: bool) -> Tensor:
     return cast(Tensor, _Spread.apply(rows, layout.row_P, layout.place_T, summed))  # type: ignore[no-untyped-call]
 
 
-def _to_batch(places: Tensor, bucket: Bucket) -> Tensor:
-    """The bucket's part of the places, [P, heads, D] -> [S, heads, L, D]."""
-    own = places[bucket.start : bucket.end]
-    return own.reshape(bucket.sequences, bucket.length, *own.shape[1:]).transpose(1, 2)
+def _in_buckets(places: Tensor, layout: Layout) -> list[Tensor]:
+    """The places of each bucket, [P, heads, D] -> [S, heads, L, D]."""
+    parts = places.split([bucket.end - bucket.start for bucket in layout.buckets])
+    return [
+        part.unflatten(0, (bucket.sequences, bucket.length)).transpose(1, 2)
+        for part, bucket in zip(parts, layout.buckets, strict=True)
+    ]
+
+
+def compiled_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    outside: Callable[..., tuple[Tensor, None]],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    group: SequenceParallelGroup | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention` in a layer that torch.compile traces. Where FlexAttention is possible, attention is part of the
+    layer's graph: a CPU needs half the time to start one graph per layer instead of four, and a GPU waits for it.
+
+    outside: computes everything else, outside of the graph. Which one depends on the layer and not on the layout, because
+    a graph up to a call of `outside` would be taken for all layouts.
+    """
+    assert layout is not None, "the model was called without a layout"
+    kind = AttentionKind(scaling, dropout, sliding_window, softcap, s_aux)
+    if group is None and _flex_takes(query, kind):
+        if layout.equal:
+            q_SHLD, k_SKLD, v_SKLD = (
+                x.squeeze(0).unflatten(1, (layout.equal, -1)).transpose(0, 1) for x in (query, key, value)
+            )
+            return attended(q_SHLD, k_SKLD, v_SKLD, kind).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
+        from torch.nn.attention.flex_attention import flex_attention
+
+        grouped = query.shape[1] != key.shape[1]
+        flex: Any = flex_attention
+        attended_1HTD = flex(query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=grouped)
+        return attended_1HTD.transpose(1, 2), None
+    return outside(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=scaling,
+        dropout=dropout,
+        layout=layout,
+        group=group,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        s_aux=s_aux,
+    )

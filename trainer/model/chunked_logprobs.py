@@ -27,6 +27,15 @@ from .sequence_parallel import SequenceParallelGroup
 
 # With less, chunks have so few rows that adding up the head's gradient costs more than computing it.
 LOGITS_BYTES = {"cpu": 256 << 20, "cuda": 5 << 28}  # on a GPU: of 4,096 tokens in bf16 with 160,000 words
+COMPILED_SHARE = 24  # compiled kernels have few tensors beside the logits: a 24th of a GPU's memory may hold them
+
+
+def logits_limit(device: torch.device, *, compiled: bool) -> int:
+    """Bytes of the logits of a chunk. With several chunks, the backward computes all of them again."""
+    limit = LOGITS_BYTES.get(device.type, LOGITS_BYTES["cpu"])
+    if compiled and device.type == "cuda":
+        limit = max(limit, torch.cuda.get_device_properties(device).total_memory // COMPILED_SHARE)
+    return limit
 
 
 def states(decoder: nn.Module, packed: Packed, group: SequenceParallelGroup | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The decoder's layers: torch.compile, and activation checkpointing.
 
-torch.compile leaves attention out: its layout is Python that differs between micro-batches, and each recompilation
-would take longer than the steps that it serves. Attention is one fused kernel anyway.
+Attention over padded groups of sequences stays outside of what torch.compile compiles: its layout is Python that differs
+between micro-batches, and each recompilation would take longer than the steps that it serves.
 
 Transformers checkpoints activations only in layers in training mode, but a policy under reinforcement learning is in
 evaluation mode, because dropout would break its ratios. So each layer is put into training mode by itself, without its
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # bf16 by what they keep, and the ratios of an unchanged policy are not 1.
 ROUND_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 COMPILERS = ("g++", "clang++")
+# Graphs of a layer: for one sequence, several of equal length, and others, each with and without a gradient; again for
+# models with several kinds of layers. Beyond the limit, torch compiles no more.
+GRAPHS = 64
 
 
 def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:
@@ -49,14 +52,24 @@ def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:
             f"engine.compile: there is no C++ compiler ({' or '.join(COMPILERS)}); install one, or set it to false"
         )
     # A name of its own: loading another model registers the plain function again.
-    ALL_ATTENTION_FUNCTIONS.register(
-        attention.COMPILED_NAME, torch.compiler.disable(partial(attention.packed_attention, flex=True))
-    )
+    outside = torch.compiler.disable(partial(attention.packed_attention, flex=True))
+    ALL_ATTENTION_FUNCTIONS.register(attention.COMPILED_NAME, partial(attention.compiled_attention, outside=outside))
     model.set_attn_implementation(attention.COMPILED_NAME)
+    model.get_decoder().register_forward_pre_hook(_with_block_mask, with_kwargs=True)
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
     backend = partial(_compiled, kept=kept)  # one for all layers: a layer is compiled again for another backend
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True, backend=backend)
+
+
+def _with_block_mask(decoder: Any, arguments: Any, named: dict[str, Any]) -> None:
+    """Make FlexAttention's mask before the layers are called: making it is not compiled."""
+    layout: attention.Layout = named["layout"]
+    device: torch.device = named["input_ids"].device
+    if not layout.equal and device.type == "cuda" and decoder.dtype.itemsize == 2:
+        layout.make_block_mask(device)
 
 
 def _compiled(graph: Any, inputs: Any, kept: float | None) -> Any:

@@ -34,7 +34,7 @@ from ngym.files.atomic import whole_folder
 from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
-from .chunked_logprobs import LOGITS_BYTES, RequestedScores, Scorer, Scores, states
+from .chunked_logprobs import RequestedScores, Scorer, Scores, logits_limit, states
 from .packing import Packed, pack
 from .sequence_parallel import SequenceParallelGroup
 from .teacher_divergence import DivergenceScorer
@@ -301,7 +301,7 @@ class Policy(Trained):
             token_ids_N = packed.token_ids_T[packed.trained_N]
             hidden_NH = states(self.network.get_decoder(), packed, self.group)
             head = self.network.get_output_embeddings()
-            logits_bytes = self.logits_bytes or LOGITS_BYTES.get(hidden_NH.device.type, LOGITS_BYTES["cpu"])
+            logits_bytes = self.logits_bytes or logits_limit(hidden_NH.device, compiled=self.scorer.compiled)
             divided = (self.temperature if temperature is None else temperature) / self.scale
             scores = self.scorer(
                 hidden_NH,
