@@ -23,7 +23,11 @@ def trl_python(folder: Path) -> Path:
 
 
 def nemo_gym_python(folder: Path) -> Path:
-    """The Python of an environment with NeMo Gym in this folder."""
+    """The Python of an environment with NeMo Gym in this folder.
+
+    Raises:
+        SystemExit: there is no Python 3.13, and it cannot be downloaded.
+    """
     make = [sys.executable, "-m", "uv", "venv", "--quiet", "--clear", "--seed", "--python", "3.13", str(folder)]
     return _made(folder, make, ["--ignore-requires-python", f"nemo-gym=={NEMO_GYM}"])
 
@@ -32,7 +36,8 @@ def _made(folder: Path, make: list[str], wanted: list[str]) -> Path:
     python = folder.absolute() / "bin" / "python"
     if not (folder / "made").exists():
         print(f"making {folder}", flush=True)
-        subprocess.run(make, check=True)
+        if subprocess.run(make, check=False).returncode:
+            sys.exit(f"{folder}: not made, see above; for NeMo Gym, put a python3.13 on PATH, or let uv download one")
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
         (folder / "made").touch()
     return python

@@ -343,12 +343,12 @@ def compiled_attention(
     """`packed_attention` in a layer that torch.compile traces. Where FlexAttention is possible, attention is part of the
     layer's graph: a CPU needs half the time to start one graph per layer instead of four, and a GPU waits for it.
 
-    outside: computes everything else, outside of the graph. Which one depends on the layer and not on the layout, because
-    a graph up to a call of `outside` would be taken for all layouts.
+    outside: computes everything else, outside of the graph. It should depend on the layer and not on the layout: a graph
+    that ends at a call of `outside` is taken for all layouts.
     """
     assert layout is not None, "the model was called without a layout"
     kind = AttentionKind(scaling, dropout, sliding_window, softcap, s_aux)
-    if group is None and _flex_takes(query, kind):
+    if group is None and _flex_takes(query, kind) and (layout.equal or layout.block_mask is not None):
         if layout.equal:
             q_SHLD, k_SKLD, v_SKLD = (
                 x.squeeze(0).unflatten(1, (layout.equal, -1)).transpose(0, 1) for x in (query, key, value)
