@@ -14,30 +14,34 @@ NEMO_GYM = "0.7.0"
 
 
 def trl_python(folder: Path) -> Path:
-    """The Python of an environment with TRL in this folder."""
+    """The Python of an environment with TRL in this folder.
+
+    Raises:
+        SystemExit: it cannot be made.
+    """
     import torch
     import transformers
 
     wanted = [f"torch=={torch.__version__}", f"transformers=={transformers.__version__}", f"trl=={TRL}"]
-    return _made(folder, [sys.executable, "-m", "venv", "--clear", str(folder)], wanted)
+    return _made(folder, [sys.executable, "-m", "venv", "--clear", str(folder)], wanted, "Python's venv")
 
 
 def nemo_gym_python(folder: Path) -> Path:
     """The Python of an environment with NeMo Gym in this folder.
 
     Raises:
-        SystemExit: there is no Python 3.13, and it cannot be downloaded.
+        SystemExit: it cannot be made, for example without Python 3.13, which uv may download.
     """
     make = [sys.executable, "-m", "uv", "venv", "--quiet", "--clear", "--seed", "--python", "3.13", str(folder)]
-    return _made(folder, make, ["--ignore-requires-python", f"nemo-gym=={NEMO_GYM}"])
+    return _made(folder, make, ["--ignore-requires-python", f"nemo-gym=={NEMO_GYM}"], "a python3.13 on PATH")
 
 
-def _made(folder: Path, make: list[str], wanted: list[str]) -> Path:
+def _made(folder: Path, make: list[str], wanted: list[str], needs: str) -> Path:
     python = folder.absolute() / "bin" / "python"
     if not (folder / "made").exists():
         print(f"making {folder}", flush=True)
-        if subprocess.run(make, check=False).returncode:
-            sys.exit(f"{folder}: not made, see above; for NeMo Gym, put a python3.13 on PATH, or let uv download one")
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        for command in (make, [str(python), "-m", "pip", "install", "--quiet", *wanted]):
+            if subprocess.run(command, check=False).returncode:
+                sys.exit(f"{folder}: not made, see above; it needs {needs} and a package index")
         (folder / "made").touch()
     return python

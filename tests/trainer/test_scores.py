@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,19 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
     network.supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match=r"engine\.activation_checkpointing: the layers of Qwen3ForCausalLM cannot"):
         layers.checkpoint_layers(network)
+
+
+def test_compiled_logits_may_take_a_share_of_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {0: 24 << 30, 1: 96 << 30}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=sizes[device.index])
+    )
+    small, large = (torch.device("cuda", index) for index in sizes)
+    before = chunked_logprobs.LOGITS_BYTES["cuda"]
+    assert chunked_logprobs.logits_limit(large, compiled=False) == before
+    assert chunked_logprobs.logits_limit(small, compiled=True) == before
+    assert chunked_logprobs.logits_limit(large, compiled=True) == 4 << 30
+    assert chunked_logprobs.logits_limit(CPU, compiled=True) == chunked_logprobs.LOGITS_BYTES["cpu"]
 
 
 # --- compiled layers -------------------------------------------------------------------------------------------------

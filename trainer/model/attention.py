@@ -56,6 +56,20 @@ class AttentionKind:
     softcap: float | None = None
     sinks_H: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> AttentionKind:
+        """From the keywords with which Hugging Face's layers call attention; others have no effect here."""
+        return cls(scaling, dropout, sliding_window, softcap, s_aux)
+
 
 def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: AttentionKind) -> Tensor:
     """Attention of S sequences of L tokens each, [S, H, L, D]; K key heads serve H query heads."""
@@ -267,15 +281,11 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
+    *,
     layout: Layout | None = None,
     group: SequenceParallelGroup | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     flex: bool = False,
-    **others: Any,
+    **kinds: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
@@ -283,15 +293,15 @@ def packed_attention(
     tokens. flex: whether FlexAttention may compute it; its kernel is compiled.
     """
     assert layout is not None, "the model was called without a layout"
-    if s_aux is not None and group is not None:
+    kind = AttentionKind.of(**kinds)
+    if kind.sinks_H is not None and group is not None:
         raise NotImplementedError(f"{type(module).__name__}: its attention sinks do not support sequence_parallel")
-    kind = AttentionKind(scaling, dropout, sliding_window, softcap, s_aux)
     # squeeze and split have views as gradients; those of an index or a slice are copies into zeros
     query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
     if flex and layout.row_P is not None and _flex_takes(query, kind):
-        attended_THD = flex_attended(query_THD, key_TKD, value_TKD, layout, scaling)
+        attended_THD = flex_attended(query_THD, key_TKD, value_TKD, layout, kind.scaling)
         return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
     # every place has the key and value of its row; only the query at the row's output place counts
     batches = zip(
@@ -331,14 +341,9 @@ def compiled_attention(
     attention_mask: Tensor | None,
     *,
     outside: Callable[..., tuple[Tensor, None]],
-    scaling: float | None = None,
-    dropout: float = 0.0,
     layout: Layout | None = None,
     group: SequenceParallelGroup | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
+    **kinds: Any,
 ) -> tuple[Tensor, None]:
     """`packed_attention` in a layer that torch.compile traces. Where FlexAttention is possible, attention is part of the
     layer's graph: a CPU needs half the time to start one graph per layer instead of four, and a GPU waits for it.
@@ -347,7 +352,7 @@ def compiled_attention(
     that ends at a call of `outside` is taken for all layouts.
     """
     assert layout is not None, "the model was called without a layout"
-    kind = AttentionKind(scaling, dropout, sliding_window, softcap, s_aux)
+    kind = AttentionKind.of(**kinds)
     if group is None and _flex_takes(query, kind) and (layout.equal or layout.block_mask is not None):
         if layout.equal:
             q_SHLD, k_SKLD, v_SKLD = (
@@ -358,19 +363,6 @@ def compiled_attention(
 
         grouped = query.shape[1] != key.shape[1]
         flex: Any = flex_attention
-        attended_1HTD = flex(query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=grouped)
+        attended_1HTD = flex(query, key, value, block_mask=layout.block_mask, scale=kind.scaling, enable_gqa=grouped)
         return attended_1HTD.transpose(1, 2), None
-    return outside(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        scaling=scaling,
-        dropout=dropout,
-        layout=layout,
-        group=group,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        s_aux=s_aux,
-    )
+    return outside(module, query, key, value, attention_mask, layout=layout, group=group, **kinds)
