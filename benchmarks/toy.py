@@ -4,7 +4,7 @@ Reward is the share of the letter; model, first weights, tasks, batch, group, le
 `ng_train letters.yaml` with everything in it: the model server (models/transformers), the agent, the gym server, a weight
 push after every step. TRL generates with transformers. Time is counted from the start of the command to the step whose mean
 reward reaches the goal, and again without the start-up (from the end of the first step); CPU-seconds are those of all
-processes of the command. TRL is run as it comes, and with the setting of its threads that ng_train makes for itself.
+processes of the command. TRL is run as it comes, with threads that sleep while they wait, and with those of ng_train.
 
     python benchmarks/toy.py [--runs 3] [--goal 0.92] [--tokens 32] [--trl PYTHON]
 """
@@ -24,6 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 import psutil
+from lockstep import THREADS
 from peer_environments import trl_python
 
 from ngym.config.shipped_files import shipped
@@ -59,6 +60,7 @@ def main() -> None:
             "TRL, as it comes": trl(options, python, seed, {}),
             # threads that spin while they wait make two processes on two cores many times slower
             "TRL, threads that sleep": trl(options, python, seed, {"OMP_WAIT_POLICY": "PASSIVE"}),
+            "TRL, ng_train's threads": trl(options, python, seed, THREADS),
         }
         for name, moments in sides.items():
             steps = list(moments)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu import PEAKS
-from lockstep import Side
+from lockstep import THREADS, Side
 from peer_environments import TRL, trl_python
 
 from ngym.config.shipped_files import shipped
@@ -118,8 +118,7 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
         },
         "micro_batch_tokens": 16384,
     }
-    # Both sides: threads that wait do not spin. TRL's steps take several times as long where they do and others work, too.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, **THREADS}
     commands = {"ours": [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]}
     for way in ways(algorithm, shape):
         commands[f"TRL {described(way)}"] = [

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ng_train does
-
 from lockstep import Turns
+
+from ngym.trainer.train import keep_freed_memory, limit_spinning
+
+limit_spinning(alone=True)  # before torch is imported, as ng_train does
+keep_freed_memory()
 
 from ngym.trainer import loop
 from ngym.trainer.algorithms.dpo import Dpo

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep import Side
+from lockstep import THREADS, Side
 from parts import play
 
 from ngym.config.shipped_files import shipped
@@ -51,7 +51,7 @@ def in_turns(folder: Path, shape: dict[str, Any], steps: int) -> Json:
     spec = {"algorithm": "sft", "folder": str(folder / "out"), "model": str(model), "data": str(folder / "data.jsonl")}
     spec |= {"batch": BATCH, "lr": 1e-4, "threads": threads, "micro_batch_tokens": 4096}
     spec |= {"engine": {"zero_stage": 0, "precision": "fp32"}, "micro_batch": 8}
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # for both: threads that spin make turns slow
+    environment = {**os.environ, **THREADS}
     with ExitStack() as stack:
         sides = {
             name: stack.enter_context(

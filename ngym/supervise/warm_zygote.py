@@ -47,7 +47,7 @@ READ_ONCE = re.compile(
     r"|VLLM_|TORCH|PYTORCH_|TRITON_|CUDA_|NVIDIA_|NCCL_|HF_|HUGGINGFACE_|TRANSFORMERS_|NGYM_"
 )
 """Variables that Python, vLLM and the libraries below it may read when they are imported."""
-NOT_READ = {"OMP_WAIT_POLICY"}  # ng_train sets it, and a server of one thread never waits for others
+NOT_READ = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # ng_train sets them; a server of one thread never waits for others
 NAMESPACES = ("mnt", "net", "pid", "user")
 
 

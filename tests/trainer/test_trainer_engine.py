@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,47 @@ def test_all_zero_stages_take_the_same_steps_and_save_the_same_weights(
         other.save(tmp_path / str(stage), tokenizer)
         saved = load_file(tmp_path / str(stage) / "model.safetensors")
         assert largest_difference(weights_of(reference), saved) < 1e-5, stage
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weight_decay_applies_to_a_parameter_without_a_gradient(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], stage: int
+) -> None:
+    options = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    policy = model.load_policy(options, tokenizer, 0)
+    policy.network.register_parameter("unused", torch.nn.Parameter(torch.ones(2, 2)))
+    optimizing = recipe.OptimizerOptions(lr=1e-2, name="adamw", weight_decay=0.5)
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    steps(engine.Engine(policy, launch, recipe.EngineOptions(zero_stage=stage), optimizing), samples, 2)
+    assert policy.network.unused.detach() == pytest.approx((1 - 1e-2 * 0.5) ** 2)
+
+
+FREED = """
+import resource, torch
+from ngym.trainer.train import keep_freed_memory
+keep_freed_memory()
+faults = []
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(16 << 20)  # 64 MiB
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(faults)
+"""
+
+
+def test_freed_tensors_cost_no_page_faults_again() -> None:
+    def faults(**variables: str) -> list[int]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        command = [sys.executable, "-c", FREED]
+        printed = subprocess.run(
+            command, env=environment | variables, check=True, capture_output=True, text=True
+        ).stdout
+        found: list[int] = json.loads(printed)
+        return found
+
+    found = faults()  # the heap grows some times, until an aligned tensor fits between what else was allocated
+    assert found[0] > 10_000 and max(found[-5:]) < 100, found
+    assert min(faults(MALLOC_ARENA_MAX="2")) > 10_000, "the variables of the user apply as they are"
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,10 @@ class Engine:
         if options.zero_stage in (1, 2) and options.offload.optimizer is None:
             # it looks into each gradient for what its norm shows next: on a GPU, hundreds of kernels
             self._deepspeed.optimizer.check_overflow = lambda **_: None
+        self._reduces = launch.launched or options.zero_stage > 0
+        if not self._reduces:
+            # it would copy the whole gradient into a buffer and back, to sum it over one rank
+            self._deepspeed.enable_backward_allreduce = False
         self._loss_scale = LossScale() if options.precision == "fp16" else None
         self._finite: list[Tensor] = []  # with fp16: whether each loss of this rank was, since the last step
         if self._loss_scale is not None:
@@ -273,6 +277,12 @@ class Engine:
         self._deepspeed.set_gradient_accumulation_boundary(last)
         averaged = self.ranks // self._options.tensor_parallel
         self._deepspeed.backward(loss_sum * (averaged / weight), scale_wrt_gas=False)
+        if last and not self._reduces:
+            for (
+                parameter
+            ) in self.policy.parameters():  # as DeepSpeed does where it reduces: weight decay applies to all
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def step(self, lr_multiplier: float) -> Update:
         """Clip, update and clear the gradients; learning rates are scaled by `lr_multiplier`.
