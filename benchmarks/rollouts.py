@@ -63,6 +63,7 @@ app = gym_server(verify=verify, tools=[look])
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "What is 2 + 2? " * 20}]},
     "expected_answer": "4",
+    "_ng_task_index": 0,  # without it, each row would be a task of its own, which is seeded
 }
 FIGURES = ("rollouts_s", "p50_s", "p99_s", "cpu_us_a_hop")
 ROUND_S = 1.0
@@ -168,7 +169,7 @@ async def ours(case: Case) -> AsyncIterator[Side]:
 
 async def collected(peers: Peers, case: Case, seconds: float, in_flight: int) -> list[float]:
     """The seconds that each rollout took."""
-    taken = []
+    taken, seeded = [], 0
     ends = time.perf_counter() + seconds
 
     def rows() -> Iterator[Json]:
@@ -183,7 +184,9 @@ async def collected(peers: Peers, case: Case, seconds: float, in_flight: int) ->
         assert isinstance(outcome, Rollout) and outcome.row["reward"] == 1.0, outcome
         record = outcome.row["ng"]
         assert record["tool_calls"] == case.tools and bool(record["segments"]) == case.tokens, record
+        seeded += any(name == "seed" for name, *_ in record["spans"])
         taken.append(record["timings"]["queue_s"] + record["timings"]["total_s"])
+    assert seeded <= in_flight, f"{seeded} of {len(taken)} rollouts called /seed_session"
     return taken
 
 
