@@ -143,8 +143,8 @@ def test_freed_tensors_cost_no_page_faults_again() -> None:
         return found
 
     found = faults()  # the heap grows some times, until an aligned tensor fits between what else was allocated
-    assert found[0] > 10_000 and max(found[-5:]) < 100, found
-    assert min(faults(MALLOC_ARENA_MAX="2")) > 10_000, "the variables of the user apply as they are"
+    assert max(found[-5:]) < found[0] / 10, found
+    assert min(faults(MALLOC_ARENA_MAX="2")) > found[0] / 2, "the variables of the user apply as they are"
 
 
 @pytest.mark.parametrize(

@@ -278,9 +278,8 @@ class Engine:
         averaged = self.ranks // self._options.tensor_parallel
         self._deepspeed.backward(loss_sum * (averaged / weight), scale_wrt_gas=False)
         if last and not self._reduces:
-            for (
-                parameter
-            ) in self.policy.parameters():  # as DeepSpeed does where it reduces: weight decay applies to all
+            # as DeepSpeed does where it reduces: weight decay applies to parameters without a gradient, too
+            for parameter in self.policy.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
