@@ -26,9 +26,6 @@ from pathlib import Path
 from typing import Any, Self
 
 MARK = "@turn "
-# As ng_train sets it for itself, for both sides: by default, threads that wait spin, and the other side's steps take many
-# times as long. One side waits while the other computes.
-THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 
 
 class Turns:

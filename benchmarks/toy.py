@@ -24,10 +24,10 @@ from statistics import median
 from typing import NamedTuple
 
 import psutil
-from lockstep import THREADS
 from peer_environments import trl_python
 
 from ngym.config.shipped_files import shipped
+from ngym.trainer.train import SLEEPING, SPINNING_BRIEFLY
 
 GROUP, TASKS, LR = 8, 8, 1e-3
 
@@ -59,8 +59,8 @@ def main() -> None:
             "ours": ours(options, seed),
             "TRL, as it comes": trl(options, python, seed, {}),
             # threads that spin while they wait make two processes on two cores many times slower
-            "TRL, threads that sleep": trl(options, python, seed, {"OMP_WAIT_POLICY": "PASSIVE"}),
-            "TRL, ng_train's threads": trl(options, python, seed, THREADS),
+            "TRL, threads that sleep": trl(options, python, seed, SLEEPING),
+            "TRL, ng_train's threads": trl(options, python, seed, SPINNING_BRIEFLY),
         }
         for name, moments in sides.items():
             steps = list(moments)

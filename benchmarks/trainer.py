@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu import PEAKS
-from lockstep import THREADS, Side
+from lockstep import Side
 from peer_environments import TRL, trl_python
 
 from ngym.config.shipped_files import shipped
+from ngym.trainer.train import SPINNING_BRIEFLY
 
 HERE = Path(__file__).parent
 CONFIG = """\
@@ -118,7 +119,7 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
         },
         "micro_batch_tokens": 16384,
     }
-    environment = {**os.environ, **THREADS}
+    environment = {**os.environ, **SPINNING_BRIEFLY}  # both sides: threads that spin for longer slow the other side
     commands = {"ours": [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]}
     for way in ways(algorithm, shape):
         commands[f"TRL {described(way)}"] = [

@@ -11,10 +11,9 @@ from typing import Any
 
 from lockstep import Turns
 
-from ngym.trainer.train import keep_freed_memory, limit_spinning
+from ngym.trainer.train import limit_spinning
 
 limit_spinning(alone=True)  # before torch is imported, as ng_train does
-keep_freed_memory()
 
 from ngym.trainer import loop
 from ngym.trainer.algorithms.dpo import Dpo

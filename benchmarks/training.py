@@ -20,11 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep import THREADS, Side
+from lockstep import Side
 from parts import play
 
 from ngym.config.shipped_files import shipped
 from ngym.schema import Json
+from ngym.trainer.train import SPINNING_BRIEFLY
 from trainer import SMALL, new_model
 
 TINY = {**SMALL, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
@@ -51,7 +52,7 @@ def in_turns(folder: Path, shape: dict[str, Any], steps: int) -> Json:
     spec = {"algorithm": "sft", "folder": str(folder / "out"), "model": str(model), "data": str(folder / "data.jsonl")}
     spec |= {"batch": BATCH, "lr": 1e-4, "threads": threads, "micro_batch_tokens": 4096}
     spec |= {"engine": {"zero_stage": 0, "precision": "fp32"}, "micro_batch": 8}
-    environment = {**os.environ, **THREADS}
+    environment = {**os.environ, **SPINNING_BRIEFLY}  # both sides: threads that spin for longer slow the other side
     with ExitStack() as stack:
         sides = {
             name: stack.enter_context(

@@ -28,6 +28,7 @@ from ngym.trainer.engine import engine, optimizer, sanity_checks
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
+from ngym.trainer.train import limit_spinning
 
 Weights = dict[str, torch.Tensor]
 
@@ -119,9 +120,20 @@ def test_weight_decay_applies_to_a_parameter_without_a_gradient(
     assert policy.network.unused.detach() == pytest.approx((1 - 1e-2 * 0.5) ** 2)
 
 
+def test_threads_spin_briefly_only_where_nothing_else_of_the_run_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def environment(*, alone: bool, **own: str) -> dict[str, str]:
+        monkeypatch.setattr(os, "environ", own)
+        limit_spinning(alone=alone)
+        return own
+
+    assert environment(alone=True) == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
+    assert environment(alone=False) == {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert environment(alone=True, GOMP_SPINCOUNT="0")["GOMP_SPINCOUNT"] == "0"
+
+
 FREED = """
 import resource, torch
-from ngym.trainer.train import keep_freed_memory
+from ngym.trainer.engine.engine import keep_freed_memory
 keep_freed_memory()
 faults = []
 for _ in range(20):
