@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,12 +79,17 @@ def batch() -> list[Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forward(family: str) -> None:
+def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forward(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = policy.Policy(network(family, attention.NAME)), network(family, "eager")
     packed = packing.pack(batch(), CPU)
     together = ours.logprobs(packed)
     together.sum().backward()
     alone = []
+    modeling = sys.modules[type(theirs).__module__]
+    if isinstance(rotary := getattr(modeling, layers.ROTARY), partial):
+        monkeypatch.setattr(modeling, layers.ROTARY, rotary.args[0])
     for segment in packed.segments:
         ids = torch.tensor([segment.token_ids])
         logprobs = theirs(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
@@ -94,6 +101,68 @@ def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forw
     assert any(name.endswith("sinks") for name in own) == (family == "gpt_oss")
     for name, parameter in theirs.named_parameters():
         assert torch.allclose(own[name].grad, parameter.grad, atol=5e-4, rtol=1e-3), name
+
+
+# Of each family, whether its norms and its rotary embedding are those that `fuse_layers` replaces.
+FUSED = {
+    "llama": (True, True),
+    "qwen2": (True, True),
+    "qwen3": (True, True),
+    "mistral": (True, True),
+    "phi3": (True, True),
+    "qwen3_moe": (True, True),
+    "granite": (True, True),
+    "gemma2": (False, True),  # factors of 1 + w
+    "gemma3_text": (False, True),
+    "gpt_oss": (True, False),  # half as many cosines
+    "cohere": (False, False),  # a norm with a mean; neighbours are rotated
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_that_compute_a_norm_and_rotary_embeddings_as_llama_are_fused(family: str) -> None:
+    made = policy.Policy(network(family, attention.NAME)).network
+    norms, of_plain = (
+        [module for module in one.modules() if type(module).__name__.endswith("Norm")]
+        for one in (made, network(family, attention.NAME))
+    )
+    fused = [type(module) is not type(plain) for module, plain in zip(norms, of_plain, strict=True)]
+    rotary = getattr(sys.modules[type(made).__module__], layers.ROTARY)
+    assert (all(fused), isinstance(rotary, partial)) == FUSED[family] and all(fused) == any(fused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_functions_have_the_outputs_and_gradients_of_their_formulas(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
+    weight, grad = torch.randn(8), torch.randn(2, 3, 5, 8)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    def rotary(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return x * cos.to(dtype).to(x) + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin.to(dtype).to(x)
+
+    def fused_rotary(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return layers.Rotary.apply(x, cos.to(x), sin.to(x))  # type: ignore[no-any-return,no-untyped-call]
+
+    def fused_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return layers.RmsNorm.apply(x, weight, 1e-5)  # type: ignore[no-any-return,no-untyped-call]
+
+    bound = {"atol": 4 * torch.finfo(dtype).eps, "rtol": 8 * torch.finfo(dtype).eps}
+    for fused, formula in ((fused_norm, norm), (fused_rotary, rotary)):
+        results = []
+        for function, given in ((fused, dtype), (formula, torch.float64)):
+            inputs = [each.to(dtype).to(given, copy=True).requires_grad_() for each in (x, weight)]
+            y = function(*inputs)
+            y.backward(grad.to(dtype).to(given))
+            assert y.dtype == given
+            results.append([y.detach(), *(each.grad for each in inputs if each.grad is not None)])
+        for got, right in zip(*results, strict=True):
+            assert got.dtype == dtype
+            torch.testing.assert_close(
+                got.double(), right, atol=bound["atol"] * float(right.abs().max()), rtol=bound["rtol"]
+            )
 
 
 def of_lengths(*lengths: int) -> packing.Packed:

@@ -100,7 +100,7 @@ def test_the_bytes_are_those_of_transformers(base: Path) -> None:
     assert len(packed) == LAYERS
     assert all(torch.equal(one, theirs.get_parameter(name)) for name, one in packed.items())
     ids = torch.arange(20, 50)[None]
-    assert difference(theirs.train()(ids).logits.detach(), ours(ids).logits.detach()) < 1e-6
+    assert difference(theirs.train()(ids).logits.detach(), ours(ids).logits.detach()) < 1e-5
 
 
 def test_a_product_and_its_gradient_are_those_of_the_dequantized_weights() -> None:

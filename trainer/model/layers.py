@@ -1,4 +1,9 @@
-"""The decoder's layers: torch.compile, and activation checkpointing.
+"""The decoder's layers: normalization and rotary embeddings with their own gradients, torch.compile, and activation
+checkpointing.
+
+Eager layers of Hugging Face compute RMSNorm (arXiv 1910.07467) and rotary embeddings (arXiv 2104.09864) by elementary
+operations, each of which reads and writes all activations, and RMSNorm keeps two copies of its input for the backward.
+`fuse_layers` replaces them by functions with a gradient in closed form.
 
 Attention over padded groups of sequences stays outside of what torch.compile compiles: its layout is Python that differs
 between micro-batches, and each recompilation would take longer than the steps that it serves.
@@ -11,11 +16,13 @@ submodules.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from ngym.errors import ConfigError
 
@@ -31,6 +38,127 @@ COMPILERS = ("g++", "clang++")
 # Graphs of a layer: for one sequence, several of equal length, and others, each with and without a gradient; again for
 # models with several kinds of layers. Beyond the limit, torch compiles no more.
 GRAPHS = 64
+ROTARY = "apply_rotary_pos_emb"  # in the module of a model
+IS_FUSED = "ngym_fused"
+
+
+class RmsNorm(torch.autograd.Function):
+    """y = w * x / rms(x) over the last dimension, as Hugging Face's RMSNorm rounds it; x [..., H], w [H].
+
+    With r = 1 / rms(x) and g the gradient of y, that of x is r w g - r^3 x sum(w g x) / H, that of w the sum of r x g.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_H, r)
+        y: Tensor = (x * r).to(x.dtype)
+        return y.mul_(weight_H) if y.dtype == weight_H.dtype else y * weight_H
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight_H, r = ctx.saved_tensors
+        size = x.shape[-1]
+        grad_TH, x_TH, r_T1 = grad.reshape(-1, size).float(), x.reshape(-1, size).float(), r.reshape(-1, 1)
+        products_TH = grad_TH * x_TH
+        of_weight_H = products_TH.T.mv(r_T1[:, 0]).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
+        factor_T1 = products_TH.mv(weight_H.float())[:, None].mul_(r_T1.pow(3)).div_(-size)
+        of_x_TH = torch.mul(grad_TH, weight_H, out=products_TH).mul_(r_T1).addcmul_(x_TH, factor_T1)
+        return of_x_TH.to(x.dtype).view(x.shape), of_weight_H, None
+
+
+class Rotary(torch.autograd.Function):
+    """Rotary embedding of queries or keys: x * cos + rotated(x) * sin, where rotated(x1, x2) = (-x2, x1) are the halves of
+    the last dimension. The gradient is rotated back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        return _rotated(x, cos, -sin[..., :half], sin[..., half:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        return _rotated(grad, cos, sin[..., half:], -sin[..., :half]), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """x * cos, plus the second half of x times `first` in the first half, and the other way round."""
+    half = x.shape[-1] // 2
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], first)
+    rotated[..., half:].addcmul_(x[..., :half], second)
+    return rotated
+
+
+@torch.no_grad()
+def fuse_layers(model: PreTrainedModel) -> None:
+    """Replace the model's RMSNorm layers, and the rotary embedding of its family in this process. Those that compute
+    something else (such as Gemma's norm, with a factor of 1 + w) are found by their outputs, and stay. In what
+    torch.compile compiles, the originals are used: Inductor fuses them itself.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if _eps(module) is None or hasattr(module, IS_FUSED) or not isinstance(weight, Tensor):
+            continue
+        probe = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
+        if _agree(module(probe), _normalized(probe, weight, _eps(module))):
+            kind: Any = type(module)
+            module.__class__ = _fused(kind)
+    modeling = sys.modules[type(model.get_decoder()).__module__]
+    original = getattr(modeling, ROTARY, None)
+    if original is None or isinstance(original, partial):  # it is replaced
+        return
+    q, k = torch.linspace(-2, 3, 24).view(1, 2, 3, 4), torch.linspace(3, -1, 12).view(1, 1, 3, 4)
+    cos, sin = torch.linspace(-1, 1, 12).view(1, 3, 4), torch.linspace(0, 1, 12).view(1, 3, 4)
+    fused = partial(_rotary, original)
+    try:
+        expected = original(q, k, cos, sin)
+    except (TypeError, ValueError, RuntimeError):  # other arguments, or other shapes
+        return
+    if all(map(_agree, expected, fused(q, k, cos, sin))):
+        setattr(modeling, ROTARY, fused)
+
+
+def _eps(module: nn.Module) -> float | None:
+    """The constant of an RMSNorm layer; None for another layer."""
+    if not type(module).__name__.endswith("RMSNorm"):
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+@cache
+def _fused(kind: Any) -> Any:
+    """The same class of RMSNorm layers with the fused function."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return kind.forward(self, x)
+        return _normalized(x, self.weight, _eps(self))
+
+    return type(kind.__name__, (kind,), {"forward": forward, IS_FUSED: True})
+
+
+def _normalized(x: Tensor, weight_H: Tensor, eps: float | None) -> Any:
+    return RmsNorm.apply(x, weight_H, eps)  # type: ignore[no-untyped-call]
+
+
+def _rotary(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Hugging Face's `apply_rotary_pos_emb`; some families rotate only a part of each head."""
+    if torch.compiler.is_compiling() or cos.shape[-1] != q.shape[-1]:
+        return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple(Rotary.apply(each, cos, sin) for each in (q, k))  # type: ignore[no-untyped-call]
+
+
+def _agree(expected: Tensor, found: Any) -> bool:
+    rtol = max(1e-4, 2 * torch.finfo(expected.dtype).eps)
+    return expected.shape == found.shape and torch.allclose(expected, found, rtol=rtol, atol=1e-6)
 
 
 def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:

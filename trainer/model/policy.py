@@ -35,6 +35,7 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import RequestedScores, Scorer, Scores, logits_limit, states
+from .layers import fuse_layers
 from .packing import Packed, pack
 from .sequence_parallel import SequenceParallelGroup
 from .teacher_divergence import DivergenceScorer
@@ -238,6 +239,7 @@ class Trained(nn.Module):
 
     def __init__(self, network: PreTrainedModel) -> None:
         super().__init__()
+        fuse_layers(network)
         self.network = network
         self.critic: CriticNetwork | None = None
         self.group: SequenceParallelGroup | None = None
