@@ -19,6 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ COMPILERS = ("g++", "clang++")
 # Graphs of a layer: for one sequence, several of equal length, and others, each with and without a gradient; again for
 # models with several kinds of layers. Beyond the limit, torch compiles no more.
 GRAPHS = 64
-ROTARY = "apply_rotary_pos_emb"  # in the module of a model
+ROTARY, ROTARY_ARGUMENTS = "apply_rotary_pos_emb", ["q", "k", "cos", "sin", "unsqueeze_dim"]  # in a model's module
 IS_FUSED = "ngym_fused"
 
 
@@ -97,9 +98,10 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fuse_layers(model: PreTrainedModel) -> None:
-    """Replace the model's RMSNorm layers, and the rotary embedding of its family in this process. Those that compute
-    something else (such as Gemma's norm, with a factor of 1 + w) are found by their outputs, and stay. In what
-    torch.compile compiles, the originals are used: Inductor fuses them itself.
+    """Replace the model's RMSNorm layers, and the rotary embedding of its family in this process.
+
+    Those that compute something else (such as Gemma's norm, with a factor of 1 + w) are found by their outputs, and are
+    kept. Compiled layers use the originals, which Inductor fuses itself.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -111,14 +113,14 @@ def fuse_layers(model: PreTrainedModel) -> None:
             module.__class__ = _fused(kind)
     modeling = sys.modules[type(model.get_decoder()).__module__]
     original = getattr(modeling, ROTARY, None)
-    if original is None or isinstance(original, partial):  # it is replaced
-        return
+    if original is None or isinstance(original, partial) or list(signature(original).parameters) != ROTARY_ARGUMENTS:
+        return  # the family has none, it is replaced already, or it takes something else
     q, k = torch.linspace(-2, 3, 24).view(1, 2, 3, 4), torch.linspace(3, -1, 12).view(1, 1, 3, 4)
     cos, sin = torch.linspace(-1, 1, 12).view(1, 3, 4), torch.linspace(0, 1, 12).view(1, 3, 4)
     fused = partial(_rotary, original)
     try:
         expected = original(q, k, cos, sin)
-    except (TypeError, ValueError, RuntimeError):  # other arguments, or other shapes
+    except RuntimeError:  # other shapes
         return
     if all(map(_agree, expected, fused(q, k, cos, sin))):
         setattr(modeling, ROTARY, fused)
