@@ -49,6 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "decoder_sparse_step": 1, **EXPERTS},
     "granite": {"logits_scaling": 3.0},
     "cohere": {"logit_scale": 0.3},
+    # half of each head is rotated
+    "glm4_moe": {"first_k_dense_replace": 1, "n_routed_experts": 4, "partial_rotary_factor": 0.5, **EXPERTS},
 }
 
 
@@ -115,6 +117,7 @@ FUSED = {
     "gemma2": (False, True),  # factors of 1 + w
     "gemma3_text": (False, True),
     "gpt_oss": (True, False),  # half as many cosines
+    "glm4_moe": (True, True),
     "cohere": (False, False),  # a norm with a mean; neighbours are rotated
 }
 
