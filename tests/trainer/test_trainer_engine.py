@@ -107,6 +107,24 @@ def test_all_zero_stages_take_the_same_steps_and_save_the_same_weights(
         assert largest_difference(weights_of(reference), saved) < 1e-5, stage
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_buffer_of_the_gradient_is_as_large_as_the_gradient(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty, sizes = torch.empty, [0]
+
+    def recorded(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    engine_of_stage = learner(tokenizer, stage)
+    parameters = sum(getattr(one, "ds_numel", one.numel()) for one in engine_of_stage.policy.parameters())
+    steps(engine_of_stage, samples, 1)
+    assert max(sizes) == parameters
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_weight_decay_applies_to_a_parameter_without_a_gradient(
     tokenizer: PreTrainedTokenizerBase, samples: list[Any], stage: int

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 PLANNED_AT_ONCE = 1024
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 Shared = TypeVar("Shared")
 
@@ -139,11 +140,18 @@ def imported() -> Any:
     return deepspeed
 
 
-def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's config. We handle micro-batches and their weights: for DeepSpeed each micro-batch is a batch."""
+def deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions, ranks: int, trained: int) -> dict[str, Any]:
+    """DeepSpeed's config. We handle micro-batches and their weights: for DeepSpeed each micro-batch is a batch.
+
+    trained: parameters that have a gradient.
+    """
     clips_itself = options.zero_stage > 0
     pinned = torch.cuda.is_available()
-    zero: dict[str, Any] = {"stage": options.zero_stage, "overlap_comm": torch.cuda.is_available()}
+    zero: dict[str, Any] = {
+        "stage": options.zero_stage,
+        "overlap_comm": torch.cuda.is_available(),
+        "reduce_bucket_size": min(REDUCE_BUCKET, trained),  # elements; its buffers have this size from the first step
+    }
     if ranks == 1 and options.zero_stage == 1 and options.offload.optimizer is None:
         # nothing to reduce, so no second copy of the gradient to reduce it in
         zero |= {"overlap_comm": False, "contiguous_gradients": False}
@@ -211,10 +219,11 @@ class Engine:
                     compile_layers(decoder, kept)
         if options.compile and isinstance(policy, Policy):
             policy.scorer.compiled = True
+        trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),
-            config=deepspeed_config(options, optimizing, launch.ranks),
+            config=deepspeed_config(options, optimizing, launch.ranks, trained),
             dist_init_required=False,
         )
         if options.zero_stage in (1, 2) and options.offload.optimizer is None:
