@@ -1,7 +1,8 @@
-"""How time and memory grow, one axis at a time: rollouts in flight, turns, bytes of a row, tasks, replicas, parameters, context.
+"""How time and memory grow, one axis at a time: rollouts in flight, turns, bytes of a row, tasks, replicas, parameters (of a
+trained and of a served model), context.
 
 Rollouts go through agent, gym server and a scripted model (rollouts.py); rows and tasks are collected from a stub agent
-(collector.py); training steps are those of trainer_ours.py. Memory is the largest resident set: of the three services
+(collector.py); training steps are those of trainer_ours.py; a served model answers 64 requests at once. Memory is the largest resident set: of the three services
 together, of the collecting process, or of the trainer.
 
     python benchmarks/curves.py [--only AXIS ...] [--quick] [--json FILE]
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from statistics import median
 
 import collector
 import rollouts
@@ -34,9 +36,11 @@ from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import CollectionPlan
 from ngym.collect.rollout_scheduler import CollectionLimits
 from ngym.collect.run_record import CollectionSettings
+from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.schema import Json
+from ngym.supervise.supervisor import Supervisor
 
 MB, FIRST, SECONDS = 1e6, 2_000, 3.0
 LONG = 100_000  # tokens: a step takes minutes, of which the first allocations are a small part
@@ -49,6 +53,11 @@ SHAPES = {  # layers, hidden size, heads of 64
     "large": (16, 1024, 16),
     "huge": (24, 1280, 20),
 }
+SERVERS: dict[str, Json] = {  # with the options that suit a tiny model
+    "models/transformers": {"threads": 1},
+    "models/vllm": {"threads": 1, "kv_cache_mb": 64},
+}
+ANSWERS, SAMPLED = 64, 96  # answers at once, tokens of each
 
 
 def in_flight(quick: bool) -> Iterator[Json]:
@@ -186,16 +195,53 @@ def context(quick: bool) -> Iterator[Json]:
         yield {"context": tokens, **_steps("tiny", tokens, batch=1, warm=tokens < LONG)}
 
 
+def served_parameters(quick: bool) -> Iterator[Json]:
+    """Tokens a second of a model server as it comes, and with the options of a tiny model; medians of three rounds."""
+    from trainer import new_model
+
+    for name in ["tiny"] if quick else ["tiny", "middle", "small"]:
+        with tempfile.TemporaryDirectory() as folder:
+            new_model(Path(folder, "model"), _shape(name, 512))
+            for app, options in SERVERS.items():
+                as_it_comes, small = (event_loop.run(_sampled(Path(folder), app, each)) for each in ({}, options))
+                yield {"model": name, "server": app, "tokens_s": as_it_comes, "with_small_options": small}
+
+
+async def _sampled(folder: Path, app: str, options: Json) -> float:
+    policy = {"kind": "model", "app": app, "model": "model", **options}
+    config = folder / "global_config.yaml"
+    config.write_text(json.dumps({"policy": policy, "ngym": {"head": {"port": 0}}}))
+    request = {"max_output_tokens": SAMPLED, "ignore_eos": True}
+    rates = []
+    async with Supervisor(load_config([config])) as running:
+        peers = Peers(running.urls)
+        for _ in range(4):
+            began = time.perf_counter()
+            asked = (peers["policy"].post("/v1/responses", {"input": f"{i}?", **request}) for i in range(ANSWERS))
+            answers = await asyncio.gather(*asked)
+            tokens = sum(answer["usage"]["output_tokens"] for answer in answers)
+            rates.append(tokens / (time.perf_counter() - began))
+        await peers.close()
+    return median(rates[1:])
+
+
+def _shape(name: str, context: int) -> Json:
+    layers, hidden, heads = SHAPES[name]
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "head_dim": 64}
+    return shape | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "max_position_embeddings": context,
+    }
+
+
 def _steps(name: str, tokens: int, batch: int, warm: bool = True) -> Json:
     """An SFT step on answers of about so many tokens. warm: after another one."""
     from trainer import new_model  # imports torch, whose memory would be counted above
 
-    layers, hidden, heads = SHAPES[name]
-    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "head_dim": 64}
-    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 2 * tokens}
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        new_model(folder / "model", shape)
+        new_model(folder / "model", _shape(name, 2 * tokens))
         draw = random.Random(0)
         with (folder / "data.jsonl").open("w") as lines:
             for _ in range(2 * batch):
@@ -217,7 +263,8 @@ def _steps(name: str, tokens: int, batch: int, warm: bool = True) -> Json:
 
 
 AXES = {
-    each.__name__: each for each in (in_flight, turns, replicas, answer_bytes, row_bytes, tasks, parameters, context)
+    each.__name__: each
+    for each in (in_flight, turns, replicas, answer_bytes, row_bytes, tasks, parameters, context, served_parameters)
 }
 
 

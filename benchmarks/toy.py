@@ -27,7 +27,7 @@ import psutil
 from peer_environments import trl_python
 
 from ngym.config.shipped_files import shipped
-from ngym.trainer.train import SLEEPING, SPINNING_BRIEFLY
+from ngym.runtime.cpu_threads import SLEEPING, SPINNING_BRIEFLY
 
 GROUP, TASKS, LR = 8, 8, 1e-3
 

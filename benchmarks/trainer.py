@@ -31,7 +31,7 @@ from lockstep import Side
 from peer_environments import TRL, trl_python
 
 from ngym.config.shipped_files import shipped
-from ngym.trainer.train import SPINNING_BRIEFLY
+from ngym.runtime.cpu_threads import SPINNING_BRIEFLY
 
 HERE = Path(__file__).parent
 CONFIG = """\
@@ -81,6 +81,7 @@ def main() -> None:
         "--steps", type=int, choices=range(1, 25), default=20, metavar="N", help="measured ones; three more warm up"
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384, metavar="N", help="of ours  [default: 16384]")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument(
         "--float32-matmul-precision", choices=["highest", "high"], default="highest", help="of both sides"
@@ -117,7 +118,7 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
             "precision": options.precision,
             "float32_matmul_precision": options.float32_matmul_precision,
         },
-        "micro_batch_tokens": 16384,
+        "micro_batch_tokens": options.micro_batch_tokens,
     }
     environment = {**os.environ, **SPINNING_BRIEFLY}  # both sides: threads that spin for longer slow the other side
     commands = {"ours": [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]}

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep import Turns
 
-from ngym.trainer.train import limit_spinning
+from ngym.runtime.cpu_threads import limit_spinning
 
 limit_spinning(alone=True)  # before torch is imported, as ng_train does
 

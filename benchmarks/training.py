@@ -24,8 +24,8 @@ from lockstep import Side
 from parts import play
 
 from ngym.config.shipped_files import shipped
+from ngym.runtime.cpu_threads import SPINNING_BRIEFLY
 from ngym.schema import Json
-from ngym.trainer.train import SPINNING_BRIEFLY
 from trainer import SMALL, new_model
 
 TINY = {**SMALL, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}

@@ -20,6 +20,7 @@ from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import held_folder, whole_folder, write_whole
 from ngym.files.hub_download import hub_model_problem
+from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import defer_compiler, lean_imports, quick_metadata
 from ngym.telemetry import tracing
 
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from .reporting.metrics import Metrics
 
 OTHERWISE = "choose another output=FOLDER"
-SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait
-SPINNING_BRIEFLY = {**SLEEPING, "GOMP_SPINCOUNT": "2000"}  # up to 0.1 ms, and then they sleep
 
 
 def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, resume: bool) -> Path:
@@ -115,19 +114,6 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Con
     if refused:
         raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in refused))
     return recipe, tree
-
-
-def limit_spinning(*, alone: bool) -> None:
-    """Limit how long torch's threads spin while they wait for each other. Called before OpenMP is loaded.
-
-    OpenMP's default, some milliseconds, makes a step take many times as long when other processes need the cores. Without
-    any, each operation wakes a thread, and a step of a tiny model takes up to 1.5 times as long. With up to 0.1 ms it does
-    not, but beside another busy process it takes 1.7 times as long as with threads that sleep at once.
-
-    alone: nothing else of the run computes during a step. Otherwise threads sleep at once.
-    """
-    for name, value in (SPINNING_BRIEFLY if alone else SLEEPING).items():
-        os.environ.setdefault(name, value)
 
 
 def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]) -> None:

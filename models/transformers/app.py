@@ -32,6 +32,7 @@ from ngym.errors import BadRequest, ConfigError, NotReady
 from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
 from ngym.net.json_limits import ROW_BYTES
+from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import lean_imports
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
@@ -48,14 +49,13 @@ Json = dict[str, Any]
 
 def preload() -> None:
     """Import what a server imports, in the process from which `ng_run --warm` forks servers."""
-    _prepare_environment(Options.model_fields["threads"].default)
+    _prepare_environment()
     _import_engine()
 
 
 def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
     """Whether a server with these options would import with the same variables, which libraries read once."""
-    threads = Options.model_fields["threads"].default
-    return bool(options.get("threads", threads) == threads)
+    return True
 
 
 def _import_engine() -> None:
@@ -64,9 +64,10 @@ def _import_engine() -> None:
         import_module(f"{__package__}.engine")
 
 
-def _prepare_environment(threads: int) -> None:
+def _prepare_environment() -> None:
     """Set variables that libraries read when they are imported."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    limit_spinning(alone="OMP_WAIT_POLICY" not in os.environ)  # ng_train has set it for its own case
+    os.environ["OMP_NUM_THREADS"] = "1"  # until the model is loaded, whose size decides
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -83,7 +84,7 @@ class Scoring:
 async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
-    _prepare_environment(options.threads)
+    _prepare_environment()
     if options.model_within_s:
         await asyncio.to_thread(_import_engine)  # while the folder is written
         await appeared(context.root / options.model / "config.json", options.model_within_s)

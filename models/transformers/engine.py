@@ -34,6 +34,7 @@ from transformers.utils import logging
 
 from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
+from ngym.runtime.cpu_threads import serving_threads
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
@@ -62,14 +63,15 @@ def classifies(folder: str, options: Options) -> bool:
 
 def _loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
     """The tokenizer, the model and its context length. kind: an AutoModel class."""
-    torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     model = _network(kind, folder, options)
+    if (device := _device(options)) == "cpu":
+        torch.set_num_threads(serving_threads(options.threads, model.num_parameters()))
     if tokenizer.chat_template is None:
         raise ValueError("its tokenizer has no chat template; take an instruct model")
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
-    return tokenizer, model.to(_device(options)), min(options.context or own, own)
+    return tokenizer, model.to(device), min(options.context or own, own)
 
 
 def _device(options: Options) -> str:

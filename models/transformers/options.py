@@ -16,8 +16,10 @@ class Options(TrainableModelOptions):
     )
     device: str = Field(default="auto", description="As torch names it; auto: a GPU if torch finds one, else the CPU.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of the weights.")
-    threads: int = Field(
-        default=1, ge=1, description="torch's threads on a CPU; more than 1 make a tiny model much slower."
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU only; default: one, and another for every 10 million parameters, up to the cores.",
     )
     context: int | None = Field(default=None, ge=1, description="In tokens; default: the model's own.")
     batch: int = Field(

@@ -22,7 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def preload() -> None:
     """Import what `serve` imports, in the process from which `ng_run --warm` forks servers."""
-    prepare_environment(Options.model_fields["threads"].default, local=True)
+    prepare_environment(local=True)
     with quick_metadata():
         from . import engine, routes
 
@@ -31,9 +31,8 @@ def preload() -> None:
 
 def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
     """Whether a server with these options would import with the same variables, which libraries read once."""
-    threads = Options.model_fields["threads"].default
     local = bool(options.get("model_within_s")) or (root / str(options.get("model"))).is_dir()
-    return local and options.get("threads", threads) == threads and not options.get("node")
+    return local and not options.get("node")
 
 
 async def serve(context: ServiceContext) -> None:
@@ -51,7 +50,7 @@ async def serve(context: ServiceContext) -> None:
         model = find_model(options.model, context.root, context.name)
         await asyncio.to_thread(check_hub, model, context.name)
     node = options.node
-    prepare_environment(options.threads, local=awaited or model.local, address=node.address if node else None)
+    prepare_environment(local=awaited or model.local, address=node.address if node else None)
     _die_at_once_when_told()
     if node is not None and node.rank > 0:
         from .engine import compute

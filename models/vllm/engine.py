@@ -6,15 +6,18 @@ import asyncio
 import ctypes
 import gc
 import json
+import math
 import os
 import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch._dynamo
 from vllm.config import VllmConfig
@@ -31,11 +34,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
+from ngym.runtime.cpu_threads import serving_threads
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
 
 from .cpu import bundle, leave_out_ranks, prefer_ours, share_kernels
-from .options import Options
+from .options import Options, kv_cache_bytes
 from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
@@ -317,7 +321,28 @@ def _configured(service: str, options: Options, model: Model) -> tuple[Namespace
         config.lora_config.target_modules = linear_layers(config, service)
     if on_cpu and arguments.enforce_eager:
         torch._dynamo.config.disable = True  # else vLLM compiles its sampler anyway, and the first request waits 17 s
+    if on_cpu:
+        if config.cache_config.kv_cache_memory_bytes is None:
+            config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config)
+        threads = serving_threads(options.threads, _parameters(model), config.parallel_config.world_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that are not forks of this one
+        # This process keeps one: a fork loses the others, and OpenMP would wait for them.
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, threads))
     return arguments, engine_arguments, config
+
+
+def _kv_cache_bytes(config: VllmConfig) -> int:
+    """The default size of the KV cache of each process, with keys and values of its layers and heads."""
+    model, parallel = config.model_config, config.parallel_config
+    per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    free = psutil.virtual_memory().available
+    return kv_cache_bytes(per_token * model.dtype.itemsize, model.max_model_len, free)
+
+
+def _parameters(model: Model) -> int | None:
+    """The model's number of parameters; None if it has no safetensors here."""
+    files = Path(model.name).glob("*.safetensors") if model.local else ()
+    return sum(map(math.prod, shapes_in(map(str, files)).values())) or None
 
 
 def _is_single(arguments: Namespace) -> bool:

@@ -31,6 +31,10 @@ class Node(BaseModel):
         }
 
 
+KV_TOKENS = 16_384
+KV_LEAST, KV_MOST = 64 << 20, 4096 << 20  # bytes
+
+
 class Options(TrainableModelOptions):
     model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
     served_name: str | None = Field(
@@ -45,11 +49,16 @@ class Options(TrainableModelOptions):
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="Any argument of `vllm serve`, by its name there.")
     node: Node | None = Field(default=None, description="Set by ng_run for a stanza with `nodes`.")
-    kv_cache_mb: int = Field(
-        default=64, ge=1, description="CPU only: the size of the KV cache, allocated at the start."
+    kv_cache_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU only: the size of the KV cache, allocated at the start; default: room for 16,384 tokens or one "
+        "context, from 64 to 4,096 MB and at most a quarter of the free memory.",
     )
-    threads: int = Field(
-        default=1, ge=1, description="CPU only: more help a large model, but make a tiny one much slower."
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU only; default: one, and another for every 10 million parameters, up to the cores.",
     )
     bundle_tokens: bool | Literal["auto"] = Field(
         default=False,
@@ -62,3 +71,14 @@ class Options(TrainableModelOptions):
         le=512,
         description="Adapters of up to this rank can be pushed (transport lora); null: none.",
     )
+
+
+def kv_cache_bytes(per_token: int, context: int, free: int) -> int:
+    """The default size of the KV cache on a CPU.
+
+    Args:
+        per_token: bytes of a token in all layers.
+        context: the most tokens of a conversation.
+        free: bytes of the machine's memory.
+    """
+    return max(KV_LEAST, min(max(KV_TOKENS, context) * per_token, KV_MOST, free // 4))

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngym.errors import NotReady, ServiceError
+from ngym.runtime.cpu_threads import usable_cores
 from ngym.sandbox.base import Limits, Program, Result, Sandbox, Verdict, infra_error
 from ngym.sandbox.local_guest import MEMORY_EXIT, STARVED_AFTER, GuestRequest
 from ngym.sandbox.sandbox_zygote import End, SandboxZygoteSpec
-from ngym.workers.pool import usable_cores
 
 START_TIMEOUT_S = 120.0
 SPARE_S = 30.0  # seconds beyond the wall limit, after which a silent zygote counts as lost

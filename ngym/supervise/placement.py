@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
+from ngym.runtime.cpu_threads import usable_cores
 from ngym.supervise import warm_zygote
 from ngym.supervise.node_group import NodeGroup
 from ngym.supervise.service import ProcessHost, StartedProcess, free_port, listen, url_of
@@ -174,11 +175,10 @@ class Machine(NamedTuple):
 
 def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     """The GPUs of CUDA_VISIBLE_DEVICES if that is set, else those that nvidia-smi lists; usable cores; memory."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # the limit of a container
         size = min(size, int(CGROUP_LIMIT.read_text()))
-    return Machine(visible_gpus(environ), cpus, size / 2**30)
+    return Machine(visible_gpus(environ), usable_cores(), size / 2**30)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:

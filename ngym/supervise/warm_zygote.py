@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ngym.errors import ConfigError
+from ngym.runtime.cpu_threads import SPINNING_BRIEFLY
 from ngym.supervise.zygote_client import ZygoteClient, receive, send
 
 IDLE_S = 1800.0  # seconds
@@ -47,7 +48,7 @@ READ_ONCE = re.compile(
     r"|VLLM_|TORCH|PYTORCH_|TRITON_|CUDA_|NVIDIA_|NCCL_|HF_|HUGGINGFACE_|TRANSFORMERS_|NGYM_"
 )
 """Variables that Python, vLLM and the libraries below it may read when they are imported."""
-NOT_READ = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # ng_train sets them; a server of one thread never waits for others
+NOT_READ = {*SPINNING_BRIEFLY}  # ng_train sets them, and model servers themselves
 NAMESPACES = ("mnt", "net", "pid", "user")
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from ngym.errors import NotReady, Overloaded, ServiceError
+from ngym.runtime.cpu_threads import usable_cores
 
 BUSY_SHARE = 0.25  # of its CPU seconds: a call that has used so much is computing, on a machine that is busy elsewhere
 WALL_FACTOR = 8.0  # the deadline counts CPU time; so many times as much wall time is the backstop
@@ -322,13 +323,6 @@ class WorkerPool:
             yield
         finally:
             await self.aclose()
-
-
-def usable_cores() -> int:
-    """The cores that this process may use, which in a container are fewer than the machine's."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Slot:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_service import write_checkpoint
 
 from ngym.chat_codec import Sampling
+from ngym.runtime import cpu_threads
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import load
 
@@ -122,6 +123,24 @@ async def test_equal_prompts_are_computed_once_and_answered_as_each_alone(folder
             assert ids == together[seed][0] and logprobs == pytest.approx(together[seed][1], abs=1e-4)
     finally:
         served.close()
+
+
+@pytest.mark.parametrize(
+    ("each", "asked", "expected"), [(cpu_threads.EACH, None, 1), (1, None, cpu_threads.usable_cores()), (1, 3, 3)]
+)
+async def test_the_size_of_a_model_decides_how_many_threads_sample(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, each: int, asked: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(cpu_threads, "EACH", each)
+    app = load(ROOT / "models" / "transformers" / "app.py")
+    engine = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine")
+    before = torch.get_num_threads()
+    served = engine.Engine(str(folder), app.Options(model=str(folder), threads=asked), lambda tokens: None)
+    try:
+        assert await served._run(torch.get_num_threads) == expected
+    finally:
+        served.close()
+        torch.set_num_threads(before)
 
 
 async def test_greedy_filtered_and_hot_answers_share_a_batch(folder: Path) -> None:

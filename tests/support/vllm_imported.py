@@ -10,9 +10,7 @@ from paths import ROOT
 from ngym.services.base.app import load
 
 _name = load(ROOT / "models" / "vllm" / "app.py").__name__
-importlib.import_module(f"{_name}.serving.environment").prepare_environment(
-    1, local=True
-)  # torch and vLLM read it once
+importlib.import_module(f"{_name}.serving.environment").prepare_environment(local=True)  # torch and vLLM read it once
 for _module in (
     f"{_name}.engine",
     f"{_name}.routes",

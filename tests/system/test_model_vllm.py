@@ -69,9 +69,9 @@ def reference(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Servers]:
-    """Two servers that load at the same time: one as it comes, one with a reasoning parser."""
+    """Two servers that load at the same time: one as it comes, one with a reasoning parser and two threads."""
     policy = {"model": str(checkpoint), "engine": {"max_model_len": CONTEXT}, "bundle_tokens": True}
-    thinker = {"model": str(checkpoint), "reasoning_parser": "qwen3"}
+    thinker = {"model": str(checkpoint), "reasoning_parser": "qwen3", "threads": 2}
     stanzas = {"policy": {"options": policy, "fresh": True}, "thinker": {"options": thinker}}
     with Servers(tmp_path_factory.mktemp("services"), root, stanzas) as servers:
         yield servers
@@ -93,6 +93,16 @@ def test_while_it_loads_it_is_alive_but_not_ready_and_says_why(policy: Server) -
     assert all(problem["retryable"] and problem["service"] == "policy" for problem in problems)
     assert any("importing vLLM" in problem["detail"] for problem in problems)
     assert "ngym-status: loading: importing vLLM\n" in policy.log.read_text()
+
+
+def test_a_small_model_is_computed_by_one_thread_unless_more_are_asked_for(policy: Server, thinker: Server) -> None:
+    """Before any other request, for which an engine may start threads of another kind."""
+    counts = []
+    for server in (policy, thinker):
+        server.answer(input="hello", max_output_tokens=2)
+        [engine] = psutil.Process(server.process.pid).children(recursive=True)
+        counts.append(engine.num_threads())
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

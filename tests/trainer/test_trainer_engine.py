@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ngym.cli.train import main
 from ngym.errors import ConfigError
+from ngym.runtime.cpu_threads import limit_spinning
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import file_batches
@@ -28,7 +29,6 @@ from ngym.trainer.engine import engine, optimizer, sanity_checks
 from ngym.trainer.model import layers, packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
-from ngym.trainer.train import limit_spinning
 
 Weights = dict[str, torch.Tensor]
 

@@ -70,7 +70,8 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
     values = (
         DEFAULTS
         | {"seed": options.node.seed if options.node else secrets.randbelow(2**31)}
-        | (CPU_DEFAULTS | {"kv_cache_memory_bytes": options.kv_cache_mb << 20} if on_cpu else {})
+        | (CPU_DEFAULTS if on_cpu else {})
+        | ({"kv_cache_memory_bytes": options.kv_cache_mb << 20} if on_cpu and options.kv_cache_mb else {})
     )
     known = {_name(flag): action for action in parser._actions for flag in action.option_strings}
     for key, value in options.engine.items():

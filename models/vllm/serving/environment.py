@@ -10,6 +10,7 @@ from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
 from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
+from ngym.runtime.cpu_threads import limit_spinning
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,15 @@ async def written(name: str, root: Path, service: str, within_s: float) -> Model
     return find_model(name, root, service)
 
 
-def prepare_environment(threads: int, *, local: bool, address: str | None = None) -> None:
+def prepare_environment(*, local: bool, address: str | None = None) -> None:
     """Set variables that are read at import time. The user's values are kept, unless they would break the service.
 
     address: of this node, for the other nodes of this replica.
     """
+    limit_spinning(alone="OMP_WAIT_POLICY" not in os.environ)  # ng_train has set it for its own case
     if address is not None:
         os.environ.setdefault("VLLM_HOST_IP", address)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # unset, OpenMP spins on every core: 4,400 tokens/s become 77
+    os.environ["OMP_NUM_THREADS"] = "1"  # until the model is found, whose size decides (engine.py)
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # else 1.5 GB after 600 batch shapes
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # "auto" pins two servers to the same core
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
