@@ -2,8 +2,8 @@
 trained and of a served model), context.
 
 Rollouts go through agent, gym server and a scripted model (rollouts.py); rows and tasks are collected from a stub agent
-(collector.py); training steps are those of trainer_ours.py; a served model answers 64 requests at once. Memory is the largest resident set: of the three services
-together, of the collecting process, or of the trainer.
+(collector.py); training steps are those of trainer_ours.py; a served model answers 64 requests at once. Memory is the
+largest resident set: of the three services together, of the collecting process, or of the trainer.
 
     python benchmarks/curves.py [--only AXIS ...] [--quick] [--json FILE]
 """
@@ -228,11 +228,8 @@ async def _sampled(folder: Path, app: str, options: Json) -> float:
 def _shape(name: str, context: int) -> Json:
     layers, hidden, heads = SHAPES[name]
     shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "head_dim": 64}
-    return shape | {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "max_position_embeddings": context,
-    }
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": context}
+    return shape
 
 
 def _steps(name: str, tokens: int, batch: int, warm: bool = True) -> Json:

@@ -54,7 +54,7 @@ def preload() -> None:
 
 
 def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
-    """Whether a server with these options would import with the same variables, which libraries read once."""
+    """Whether a server with these options would import with the same variables, which libraries read once: always."""
     return True
 
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import torch._dynamo
+from safetensors import SafetensorError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -34,6 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
+from ngym.net.json_limits import free_memory
 from ngym.runtime.cpu_threads import serving_threads
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
@@ -324,7 +325,8 @@ def _configured(service: str, options: Options, model: Model) -> tuple[Namespace
     if on_cpu:
         if config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config)
-        threads = serving_threads(options.threads, _parameters(model), config.parallel_config.world_size)
+        parameters = _parameters(service, model)
+        threads = serving_threads(options.threads, parameters, config.parallel_config.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that are not forks of this one
         # This process keeps one: a fork loses the others, and OpenMP would wait for them.
         os.register_at_fork(after_in_child=partial(torch.set_num_threads, threads))
@@ -335,14 +337,18 @@ def _kv_cache_bytes(config: VllmConfig) -> int:
     """The default size of the KV cache of each process, with keys and values of its layers and heads."""
     model, parallel = config.model_config, config.parallel_config
     per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    free = psutil.virtual_memory().available
-    return kv_cache_bytes(per_token * model.dtype.itemsize, model.max_model_len, free)
+    return kv_cache_bytes(per_token * model.dtype.itemsize, model.max_model_len, free_memory())
 
 
-def _parameters(model: Model) -> int | None:
-    """The model's number of parameters; None if it has no safetensors here."""
-    files = Path(model.name).glob("*.safetensors") if model.local else ()
-    return sum(map(math.prod, shapes_in(map(str, files)).values())) or None
+def _parameters(service: str, model: Model) -> int | None:
+    """The model's number of parameters; None if it has no safetensors here. Raises ConfigError if one cannot be read."""
+    count = 0
+    for file in Path(model.name).glob("*.safetensors") if model.local else ():
+        try:
+            count += sum(map(math.prod, shapes_in([str(file)]).values()))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"service {service!r}: {file}: {error}") from error
+    return count or None
 
 
 def _is_single(arguments: Namespace) -> bool:

@@ -79,6 +79,6 @@ def kv_cache_bytes(per_token: int, context: int, free: int) -> int:
     Args:
         per_token: bytes of a token in all layers.
         context: the most tokens of a conversation.
-        free: bytes of the machine's memory.
+        free: bytes of memory that the process could take.
     """
     return max(KV_LEAST, min(max(KV_TOKENS, context) * per_token, KV_MOST, free // 4))

@@ -39,8 +39,17 @@ Result = TypeVar("Result")
 
 def is_room_for(size: int) -> bool:
     """Whether this many more bytes fit, with SPARE left."""
-    # bytes that this process could still take
-    return size + SPARE < min(_of_the_limit(), _of_the_group(), _of_the_machine())
+    return size + SPARE < free_memory()
+
+
+def free_memory() -> int:
+    """The bytes that this process could still take: of its address space, its control group, and the machine."""
+    return min(_of_the_limit(), _of_the_group(), _of_the_machine())
+
+
+def own_group() -> Path:
+    """The folder of this process in control groups v2, in a container that of the container. Raises OSError."""
+    return Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip())
 
 
 def parsed_bytes(raw: bytes) -> int:
@@ -65,8 +74,7 @@ def _of_the_limit() -> int:
 def _of_the_group() -> int:
     """From control groups v2; a group without a limit has no such files, or "max" in them."""
     with contextlib.suppress(OSError, ValueError):
-        path = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-        group = Path("/sys/fs/cgroup", path)
+        group = own_group()
         limit = int((group / "memory.max").read_text())
         cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
         return limit - int((group / "memory.current").read_text()) + int(cached)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from contextlib import suppress
+
+from ngym.net.json_limits import own_group
 
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 SPINNING_BRIEFLY = {**SLEEPING, "GOMP_SPINCOUNT": "2000"}  # up to 0.1 ms, and then they sleep
@@ -25,10 +29,14 @@ def limit_spinning(*, alone: bool) -> None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, which in a container are fewer than the machine's."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """The cores that this process may use: its affinity, and the limit of its control group, which containers have."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # a group without a limit has no such file, or "max" in it
+        quota, period = map(int, (own_group() / "cpu.max").read_text().split())
+        cores = min(cores, math.ceil(quota / period))
+    return cores
 
 
 def serving_threads(asked: int | None, parameters: int | None, processes: int = 1) -> int:

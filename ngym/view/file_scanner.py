@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import orjson
 from ngym.errors import NgymError
 from ngym.files.jsonl import BOM
 from ngym.grading.answers import last_text
+from ngym.runtime.cpu_threads import usable_cores
 from ngym.schema import Json
 
 SHOWN_CHARS = 160  # of a prompt and of an answer
@@ -467,7 +467,7 @@ def scanned(path: str, start: int, size: int) -> Iterator[ScannedBatch]:
         yield from map(scan, jobs)
         return
     with ONE_FILE, ExitStack() as stack:
-        helpers = [stack.enter_context(_Helper()) for _ in range(min(MOST_HELPERS, len(os.sched_getaffinity(0))))]
+        helpers = [stack.enter_context(_Helper()) for _ in range(min(MOST_HELPERS, usable_cores()))]
         yield scan(jobs[0])
         yield from _shared(helpers, jobs[1:])
 

@@ -165,6 +165,39 @@ def test_a_few_kernels_compute_the_products_of_all_batches(root: Path, tmp_path:
     assert (wrong, asked) == ([], [*range(1, 9), *few])
 
 
+# The size of a model in two files, and of one with a damaged file.
+SIZES = """
+import importlib, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from ngym.errors import ConfigError
+from ngym.services.base.app import load
+app = load(Path(sys.argv[1]))
+engine, environment = (importlib.import_module(f"{app.__name__}.{name}") for name in ("engine", "serving.environment"))
+model = environment.Model(sys.argv[2], local=True)
+assert engine._parameters("policy", model) is None
+for name in "ab":
+    save_file({name: torch.zeros(30, 40)}, Path(model.name, f"{name}.safetensors"))
+assert engine._parameters("policy", model) == 2 * 30 * 40
+with open(Path(model.name, "b.safetensors"), "r+b") as damaged:
+    damaged.truncate(1000)
+try:
+    engine._parameters("policy", model)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@with_vllm
+def test_a_damaged_weight_file_is_one_line(root: Path, tmp_path: Path) -> None:
+    (script := tmp_path / "sizes.py").write_text(SIZES)
+    words = [str(script), str(root / "models" / "vllm" / "app.py"), str(tmp_path)]
+    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert said.splitlines()[-1].startswith(f"service 'policy': {tmp_path / 'b.safetensors'}: ")
+
+
 @with_vllm
 def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Path) -> None:
     cases: dict[str, Any] = {

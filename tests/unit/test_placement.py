@@ -8,6 +8,7 @@ import yaml
 
 from ngym.config.service_config import Config, Resources, load_config
 from ngym.errors import ConfigError
+from ngym.runtime import cpu_threads
 from ngym.supervise.placement import Machine, gpu_slices, spare_gpus, this_machine, visible_gpus
 
 
@@ -110,3 +111,32 @@ def test_what_is_no_number_of_replicas_is_one_line(tmp_path: Path, replicas: obj
 def test_a_range_is_for_models(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"is for models; 'env' is of the kind gym_server, give it a number$"):
         config(tmp_path, env={"kind": "gym_server", "replicas": {"min": 1, "max": 2}})
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 8), (None, 8)])
+def test_the_limit_of_a_container_is_the_number_of_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, cores: int
+):
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit + "\n")
+    monkeypatch.setattr(cpu_threads, "own_group", lambda: tmp_path)
+    monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert cpu_threads.usable_cores() == this_machine({"CUDA_VISIBLE_DEVICES": ""}).cpus == cores
+
+
+@pytest.mark.parametrize(
+    ("asked", "parameters", "processes", "threads"),
+    [
+        (None, 500_000, 1, 1),
+        (None, 38_000_000, 1, 4),
+        (None, 8_000_000_000, 1, 8),
+        (None, 8_000_000_000, 2, 4),
+        (None, None, 1, 8),
+        (3, 500_000, 2, 3),
+    ],
+)
+def test_a_larger_model_is_served_by_more_threads(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, parameters: int | None, processes: int, threads: int
+):
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    assert cpu_threads.serving_threads(asked, parameters, processes) == threads
