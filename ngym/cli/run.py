@@ -47,7 +47,8 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
 @click.option(
     "--warm/--no-warm",
     default=None,
-    help="Keep a process with vLLM's imports for later commands / end it.  [default: use one that is there]",
+    help="Keep a process with vLLM's imports for later commands / end it, and start nothing.  [default: use one that "
+    "is there]",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
 @click.option("--plain", is_flag=True, help="Print lines instead of a live display on a terminal.")
@@ -78,6 +79,12 @@ def main(
     if dry_run:
         show_plan(_config(configs, overrides, names), as_json, on)
         return
+    if warm is False:
+        from ngym.supervise import warm_zygote
+
+        pids = " and ".join(str(each.pid) for each in warm_zygote.end())
+        click.echo(f"ended process {pids}" if pids else "no process is kept")
+        return
     if warm and (on != "local" or sys.platform != "linux"):
         raise UsageError("--warm works on Linux, and with --on local")
     if on != "local":
@@ -90,11 +97,7 @@ def main(
     config = None
     try:
         config = _config(configs, overrides, names)
-        if warm is False:
-            from ngym.supervise import warm_zygote
-
-            warm_zygote.end()
-        asyncio.run(_run(config, launcher, as_json, plain, strict, warm=warm or False))
+        asyncio.run(_run(config, launcher, as_json, plain, strict, warm=bool(warm)))
     except ConfigError as error:
         raise ConfigError("\n".join(_all_mistakes(error, config))) from None
     finally:

@@ -135,12 +135,14 @@ def running() -> list[WarmZygote]:
     return list(_running()) if _is_used() else []
 
 
-def end() -> None:
+def end() -> list[WarmZygote]:
     """End all of this user. The services that they have forked go on."""
-    for found in running():
+    ended = running()
+    for found in ended:
         found.file.with_suffix(".sock").unlink(missing_ok=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(found.pid, signal.SIGTERM)
+    return ended
 
 
 def folder() -> Path:

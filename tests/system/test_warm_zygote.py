@@ -160,6 +160,19 @@ async def test_a_preload_that_fails_or_starts_threads_is_not_used(tmp_path: Path
     assert not warm_zygote.running()
 
 
+async def test_no_warm_ends_it_and_needs_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with command(config(tmp_path), warm=True):
+        [kept] = warm_zygote.running()
+    process = psutil.Process(kept.pid)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ended = CliRunner().invoke(run.main, ["--no-warm"])
+    assert ended.exit_code == 0 and ended.output == f"ended process {kept.pid}\n"
+    await until(lambda: not running([process]))
+    again = CliRunner().invoke(run.main, ["--no-warm"])
+    assert again.exit_code == 0 and again.output == "no process is kept\n"
+
+
 async def test_services_go_on_when_it_ends_and_end_with_their_command(tmp_path: Path) -> None:
     async with command(config(tmp_path), warm=True) as stack:
         kept = [psutil.Process(each.pid) for each in warm_zygote.running()]
