@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.supervise.node_group import NodeGroup
-from ngym.supervise.placement import check_port
+from ngym.supervise.placement import asked_cores, check_port
 from ngym.supervise.service import LOST, ProcessHost, StartedProcess, free_port, listen, url_of
 from ngym.supervise.zygote_client import Child, ZygoteClient
 
@@ -134,7 +134,7 @@ class _OnRay:
         self.url = self.node = ""
         self._port, self._tls = port, tls
         self._create = create
-        self._environment = _named_secrets(stanza)
+        self._environment = asked_cores(stanza) | _named_secrets(stanza)
         self._host: Any = None
 
     async def bind(self) -> None:

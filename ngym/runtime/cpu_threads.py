@@ -11,6 +11,8 @@ from ngym.net.json_limits import own_group
 
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 SPINNING_BRIEFLY = {**SLEEPING, "GOMP_SPINCOUNT": "2000"}  # up to 0.1 ms, and then they sleep
+CPUS = "NGYM_CPUS"
+"""The variable with the cores of a service's process: `resources.cpus`, or its share of the machine among replicas."""
 EACH = 10_000_000
 """Parameters. On two cores, two threads sample from 5 million as fast as one does, and from 12 million in 0.7 of the time."""
 
@@ -29,13 +31,15 @@ def limit_spinning(*, alone: bool) -> None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: its affinity, and the limit of its control group, which containers have."""
-    if sys.platform != "linux":
-        return os.cpu_count() or 1
-    cores = len(os.sched_getaffinity(0))
+    """The cores that this process may use, at least 1: its affinity, the limit of its control group, which containers
+    have, and the variable CPUS.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # a group without a limit has no such file, or "max" in it
         quota, period = map(int, (own_group() / "cpu.max").read_text().split())
         cores = min(cores, math.ceil(quota / period))
+    with suppress(ValueError, OverflowError):
+        cores = min(cores, max(1, math.ceil(float(os.environ.get(CPUS, "")))))
     return cores
 
 

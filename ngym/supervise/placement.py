@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
-from ngym.runtime.cpu_threads import usable_cores
+from ngym.runtime.cpu_threads import CPUS, usable_cores
 from ngym.supervise import warm_zygote
 from ngym.supervise.node_group import NodeGroup
 from ngym.supervise.service import ProcessHost, StartedProcess, free_port, listen, url_of
@@ -141,7 +141,9 @@ class LocalPlacer:
     def _place(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None, port: int) -> ProcessHost:
         remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
         sock = listen(config.settings.host, port, f"service {stanza.name!r}", remedy)
-        environment = {} if gpus is None else {VISIBLE: ",".join(gpus)}
+        environment = asked_cores(stanza) or shared_cores(stanza)
+        if gpus is not None:
+            environment[VISIBLE] = ",".join(gpus)
         place = _LocalHost(self, sock, config.settings.tls is not None, environment)
         self._places[place] = (stanza.resources or Resources(), gpus or ())
         return place
@@ -155,6 +157,20 @@ class LocalPlacer:
         self._launcher.close()
         for place in self._places:
             await place.shut()
+
+
+def asked_cores(stanza: Stanza) -> dict[str, str]:
+    """The variable with the cores of each process of a stanza, if its `resources` have `cpus`."""
+    cpus = stanza.resources.cpus if stanza.resources is not None else None
+    return {} if cpus is None else {CPUS: f"{cpus:g}"}
+
+
+def shared_cores(stanza: Stanza) -> dict[str, str]:
+    """As `asked_cores`, for processes that ask for none: a fixed number of replicas shares this machine's cores."""
+    count = stanza.first_replicas * stanza.nodes
+    if isinstance(stanza.replicas, ReplicaRange) or count == 1:
+        return {}
+    return {CPUS: str(max(1, usable_cores() // count))}
 
 
 def check_port(stanza: Stanza) -> None:

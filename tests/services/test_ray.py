@@ -41,6 +41,7 @@ async def verify(task: VerifyRequest) -> float:
 
 app = gym_server(verify=verify)
 app.add_api_route("/gpus", lambda: os.environ.get("CUDA_VISIBLE_DEVICES"), methods=["GET"])
+app.add_api_route("/cores", lambda: os.environ.get("NGYM_CPUS"), methods=["GET"])
 print("a line of its own", flush=True)
 """
 
@@ -114,6 +115,8 @@ async def test_services_get_nodes_and_gpus_move_when_a_node_dies_and_leave_nothi
             json.loads((await http_get(f"{each.url}/gpus", PATIENCE_S, stack.run_token)).body) for each in stack.states
         ]
         assert sorted(seen) == ["0", "1"] or len(hosts) == 2  # packed on one node: different GPUs
+        for each in stack.states:
+            assert (await http_get(f"{each.url}/cores", PATIENCE_S, stack.run_token)).body == b'"0.5"'
         log = stack.config.root / ".ngym" / "logs" / "sees-0.log"
         await until(lambda: "a line of its own" in log.read_text())
         commands = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
+from ngym.runtime.cpu_threads import usable_cores
 from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, health, http_get
 from ngym.supervise.service import STEADY_S, CrashCounter, ReplicaState, ServiceFailed
@@ -98,6 +99,7 @@ async def verify(task: VerifyRequest) -> float:
 
 app = gym_server(verify=verify)
 app.add_api_route("/gpus", lambda: os.environ.get("CUDA_VISIBLE_DEVICES"), methods=["GET"])
+app.add_api_route("/cores", lambda: os.environ.get("NGYM_CPUS"), methods=["GET"])
 """
 
 
@@ -511,7 +513,7 @@ def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_w
     assert deaths.too_many(5) == "died 5 times in a row without having been ready"
 
 
-async def test_each_process_sees_its_own_gpus_and_what_does_not_fit_starts_nothing(
+async def test_each_process_sees_its_own_gpus_and_cores_and_what_does_not_fit_starts_nothing(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
@@ -521,8 +523,11 @@ async def test_each_process_sees_its_own_gpus_and_what_does_not_fit_starts_nothi
     async with project.supervisor() as stack:
         seen = {}
         for state in stack.states:
-            seen[state.label] = json.loads((await http_get(f"{state.url}/gpus", PATIENCE_S)).body)
-    assert seen == {"two-0": "5", "two-1": "6", "none": "", "all": "4,5,6"}
+            seen[state.label] = [
+                json.loads((await http_get(f"{state.url}/{what}", PATIENCE_S)).body) for what in ("gpus", "cores")
+            ]
+    half = str(max(1, usable_cores() // 2))
+    assert seen == {"two-0": ["5", half], "two-1": ["6", half], "none": ["", None], "all": ["4,5,6", None]}
     project.events.clear()
     project.write({"two": {**two, "replicas": 4}}, sees=SEES)
     with pytest.raises(ConfigError, match="this machine has 3, the services ask for 4"):

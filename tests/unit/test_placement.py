@@ -1,5 +1,6 @@
 """The slices of a machine's GPUs that services get, and the refusal of what does not fit."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -9,7 +10,15 @@ import yaml
 from ngym.config.service_config import Config, Resources, load_config
 from ngym.errors import ConfigError
 from ngym.runtime import cpu_threads
-from ngym.supervise.placement import Machine, gpu_slices, spare_gpus, this_machine, visible_gpus
+from ngym.supervise.placement import (
+    Machine,
+    asked_cores,
+    gpu_slices,
+    shared_cores,
+    spare_gpus,
+    this_machine,
+    visible_gpus,
+)
 
 
 def config(folder: Path, **services: dict) -> Config:
@@ -122,6 +131,38 @@ def test_the_limit_of_a_container_is_the_number_of_its_cores(
     monkeypatch.setattr(cpu_threads, "own_group", lambda: tmp_path)
     monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda pid: set(range(8)))
     assert cpu_threads.usable_cores() == this_machine({"CUDA_VISIBLE_DEVICES": ""}).cpus == cores
+
+
+@pytest.mark.parametrize(
+    ("stanza", "cores"),
+    [
+        ({}, 8),
+        ({"replicas": 3}, 2),
+        ({"replicas": 20}, 1),
+        ({"replicas": {"min": 2, "max": 8}}, 8),
+        ({"replicas": "per_node"}, 8),
+        ({"replicas": 2, "resources": {"gpus": 1}}, 4),
+        ({"replicas": 2, "resources": {"cpus": 3}}, 3),
+        ({"resources": {"cpus": 0.5}}, 1),
+        ({"resources": {"cpus": 64}}, 8),
+    ],
+)
+def test_replicas_share_the_cores_and_resources_limit_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stanza: dict, cores: int
+):
+    monkeypatch.setattr(cpu_threads, "own_group", lambda: tmp_path)
+    monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda pid: set(range(8)))
+    policy = config(tmp_path, policy=stanza).services["policy"]
+    for name, value in (asked_cores(policy) or shared_cores(policy)).items():
+        monkeypatch.setenv(name, value)
+    assert cpu_threads.usable_cores() == cores
+
+
+@pytest.mark.parametrize("value", ["", "many", "nan", "-3", "inf", "1e400"])
+def test_a_number_of_cores_that_is_none_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setattr(cpu_threads, "own_group", lambda: tmp_path)
+    monkeypatch.setenv(cpu_threads.CPUS, value)
+    assert 1 <= cpu_threads.usable_cores() <= len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
