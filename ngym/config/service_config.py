@@ -354,10 +354,10 @@ def _check_ports(services: dict[str, Stanza], head: int) -> None:
 
 def _checked(tls: TlsSettings, tree: ConfigTree) -> TlsSettings:
     try:
-        check_pair(tls.certificate, tls.key)
         if tls.ca is not None:
             trust(tls.ca)
             client_context()
+        check_pair(tls.certificate, tls.key)
     except UsageError as error:
         raise ConfigError(f"{tree.where(f'{SETTINGS_KEY}.tls')}: {error}") from None
     return tls

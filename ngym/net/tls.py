@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,12 +20,16 @@ def trust(ca: Path) -> None:
 
 def client_context() -> ssl.SSLContext:
     """The TLS context of https requests: TLS 1.2 or newer, with checked certificates and host names."""
-    return _context(*(os.environ.get(name) for name in (CA, "SSL_CERT_FILE", "SSL_CERT_DIR")))
+    return _cached_context(*(os.environ.get(name) for name in (CA, "SSL_CERT_FILE", "SSL_CERT_DIR")))
 
 
 @cache  # reading the machine's authorities takes milliseconds
-def _context(ca: str | None, *machines: str | None) -> ssl.SSLContext:
+def _cached_context(ca: str | None, *_machines: str | None) -> ssl.SSLContext:
     """machines: the values of OpenSSL's variables for the machine's authorities, as part of the cache key."""
+    return _context(ca)
+
+
+def _context(ca: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context()
     if ca:
         try:
@@ -35,10 +40,27 @@ def _context(ca: str | None, *machines: str | None) -> ssl.SSLContext:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raise a UsageError if a server cannot use this certificate and key."""
+    """Raise a UsageError if a server cannot use this certificate and key, or if clients of this run do not trust it.
+
+    Client and server shake hands in memory. The name or address in the certificate is not checked: each connection does.
+    """
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        serving.load_cert_chain(certificate, key, password="")
     except (OSError, ssl.SSLError) as error:
         raise UsageError(
             f"{certificate} and {key} are not a PEM certificate and its unencrypted key ({error.strerror or error})"
+        ) from None
+    asking = _context(os.environ.get(CA))
+    asking.check_hostname = False
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = asking.wrap_bio(to_client, to_server)
+    server = serving.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (client, server, client):  # the second message of the client follows from its check
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise UsageError(
+            f"clients would not trust {certificate}: {error.verify_message}; `ca` names the file of its authority"
         ) from None

@@ -35,16 +35,27 @@ SERVICES = {
 }
 TLS = {"certificate": "server.pem", "key": "server.key", "ca": "ca.pem"}
 DAY = datetime.timedelta(days=1)
+USAGES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 
 
-def certify(folder: Path, name: str, signer: str | None, address: str = "127.0.0.1") -> None:
-    """NAME.pem and NAME.key; signed by SIGNER's key, or an authority of its own."""
+def certify(folder: Path, name: str, signer: str | None, address: str = "127.0.0.1", age: int = 1) -> None:
+    """NAME.pem and NAME.key; signed by SIGNER's key, or an authority of its own. Valid for two days; age: since when.
+
+    With all that RFC 5280 asks for, as clients on Python 3.13 and newer do.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
     made = x509.CertificateBuilder().subject_name(subject).public_key(key.public_key())
-    made = made.serial_number(x509.random_serial_number()).not_valid_before(now - DAY).not_valid_after(now + DAY)
+    begins = now - age * DAY
+    made = made.serial_number(x509.random_serial_number()).not_valid_before(begins).not_valid_after(begins + 2 * DAY)
     made = made.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+    made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    usage = dict.fromkeys(USAGES, False) | {"digital_signature": True, "key_cert_sign": signer is None}
+    made = made.add_extension(x509.KeyUsage(**usage), critical=True)
     made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), False)
     issuer, issuers_key = subject, key
     if signer is not None:
@@ -52,6 +63,7 @@ def certify(folder: Path, name: str, signer: str | None, address: str = "127.0.0
         loaded = serialization.load_pem_private_key((folder / f"{signer}.key").read_bytes(), None)
         assert isinstance(loaded, ec.EllipticCurvePrivateKey)
         issuers_key = loaded
+    made = made.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuers_key.public_key()), False)
     signed = made.issuer_name(issuer).sign(issuers_key, hashes.SHA256())
     (folder / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     form = serialization.PrivateFormat.PKCS8
@@ -140,8 +152,15 @@ async def test_a_certificate_for_another_address_is_not_believed(folder: Path) -
         ({"certificate": "missing.pem"}, "missing.pem and .*server.key are not a PEM certificate .*No such file"),
         ({"ca": "server.key"}, "server.key is not a file of PEM certificates"),
         ({"cert": "server.pem"}, "unknown key 'tls.cert'"),
+        (
+            {"ca": "other.pem"},
+            "clients would not trust .*server.pem: unable to get local issuer certificate; `ca` names ",
+        ),
+        ({"certificate": "old.pem", "key": "old.key"}, "clients would not trust .*old.pem: certificate has expired; "),
     ],
 )
 def test_unusable_files_are_named_before_anything_starts(folder: Path, tls: dict[str, str], problem: str) -> None:
+    certify(folder, "other", None)
+    certify(folder, "old", "ca", age=3)
     with pytest.raises(ConfigError, match=rf"global_config.yaml:\d+: .*{problem}"):
         config_in(folder, **tls)
