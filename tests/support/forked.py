@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkProcess, ForkServerProcess
@@ -143,7 +144,9 @@ def _as_new(
 
 
 def _as_at_start() -> None:
-    """Signals as a new Python handles them."""
+    """Signals and exit handlers as in a new Python."""
+    if sys.version_info >= (3, 13):  # multiprocessing clears the exit handlers, and weakref would not add its own again
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
