@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,6 +263,15 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
     network.supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match=r"engine\.activation_checkpointing: the layers of Qwen3ForCausalLM cannot"):
         layers.checkpoint_layers(network)
+
+
+@pytest.mark.parametrize(("first", "device", "said"), [("2.99", "cpu", "use torch 2.99 or newer"), ("2.99", "cuda", None), ("2.9", "cpu", None)])  # fmt: skip
+def test_a_torch_that_rounds_otherwise_on_a_cpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, first: str, device: str, said: str | None
+) -> None:
+    monkeypatch.setattr(layers, "ROUNDS_ON_CPU", first)
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        layers.check_rounding(torch.device(device))
 
 
 def test_compiled_logits_may_take_a_share_of_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from ngym.schema import Json
 
 from ..data.samples import Sample
 from ..model.chunked_logprobs import RequestedScores, Scores
-from ..model.layers import checkpoint_layers, compile_layers
+from ..model.layers import check_rounding, checkpoint_layers, compile_layers
 from ..model.packing import Packed, pack, plan
 from ..model.policy import (
     CheckpointTensor,
@@ -241,6 +241,8 @@ class Engine:
             self._deepspeed.first_dataloader_check.remove()
             mark_shards(policy, shapes, self._deepspeed.mpu.get_tensor_model_parallel_group())
         self.device = torch.device(self._deepspeed.device)
+        if options.compile and options.precision != "fp32":
+            check_rounding(self.device)
         frozen = (parameter for parameter in policy.parameters() if not parameter.requires_grad)
         self._frozen = list(frozen)  # ZeRO does not manage these
 

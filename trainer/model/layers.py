@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # A fused kernel rounds where separate ones would: otherwise the pass without a gradient and the one with it differ in
 # bf16 by what they keep, and the ratios of an unchanged policy are not 1.
 ROUND_AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+ROUNDS_ON_CPU = "2.13"  # torch's first version known to do so in its C++ kernels; 2.11 does in Triton's only
 COMPILERS = ("g++", "clang++")
 # Graphs of a layer: for one sequence, several of equal length, and others, each with and without a gradient; again for
 # models with several kinds of layers. Beyond the limit, torch compiles no more.
@@ -192,6 +193,15 @@ def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True, backend=backend)
+
+
+def check_rounding(device: torch.device) -> None:
+    """Raise ConfigError if compiled layers in half precision do not round as eager ones do on this device."""
+    if device.type == "cpu" and torch.__version__ < ROUNDS_ON_CPU:
+        raise ConfigError(
+            f"engine.compile: in half precision on a CPU, torch {torch.__version__} gives an unchanged policy ratios other "
+            f"than 1; use torch {ROUNDS_ON_CPU} or newer, precision: fp32, or compile: false"
+        )
 
 
 def _with_block_mask(decoder: Any, arguments: Any, named: dict[str, Any]) -> None:
