@@ -60,7 +60,8 @@ def check_pair(certificate: Path, key: Path) -> None:
         for side in (client, server, client):  # the second message of the client follows from its check
             with suppress(ssl.SSLWantReadError):
                 side.do_handshake()
-    except ssl.SSLCertVerificationError as error:
+    except ssl.SSLError as error:
+        reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
         raise UsageError(
-            f"clients would not trust {certificate}: {error.verify_message}; `ca` names the file of its authority"
+            f"clients would not trust {certificate}: {reason}; `ca` names the file of its authority"
         ) from None
