@@ -39,6 +39,7 @@ from ngym.collect.run_record import CollectionSettings
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.runtime import event_loop
+from ngym.runtime.cpu_threads import usable_cores
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
 
@@ -207,6 +208,21 @@ def served_parameters(quick: bool) -> Iterator[Json]:
                 yield {"model": name, "server": app, "tokens_s": as_it_comes, "with_small_options": small}
 
 
+def served_replicas(quick: bool) -> Iterator[Json]:
+    """Tokens a second of several replicas of a model server, which share the cores, and with all cores for each."""
+    from trainer import new_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        new_model(Path(folder, "model"), _shape("tiny" if quick else "small", 512))
+        for app in SERVERS:
+            for count in [2] if quick else [1, 2, 4]:
+                all_cores = {"replicas": count, "threads": usable_cores()}
+                shared, whole = (
+                    event_loop.run(_sampled(Path(folder), app, each)) for each in ({"replicas": count}, all_cores)
+                )
+                yield {"server": app, "replicas": count, "tokens_s": shared, "with_all_cores_each": whole}
+
+
 async def _sampled(folder: Path, app: str, options: Json) -> float:
     policy = {"kind": "model", "app": app, "model": "model", **options}
     config = folder / "global_config.yaml"
@@ -261,7 +277,18 @@ def _steps(name: str, tokens: int, batch: int, warm: bool = True) -> Json:
 
 AXES = {
     each.__name__: each
-    for each in (in_flight, turns, replicas, answer_bytes, row_bytes, tasks, parameters, context, served_parameters)
+    for each in (
+        in_flight,
+        turns,
+        replicas,
+        answer_bytes,
+        row_bytes,
+        tasks,
+        parameters,
+        context,
+        served_parameters,
+        served_replicas,
+    )
 }
 
 

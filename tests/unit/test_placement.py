@@ -159,7 +159,7 @@ def test_replicas_share_the_cores_and_resources_limit_them(
 
 
 @pytest.mark.parametrize("value", ["", "many", "nan", "-3", "inf", "1e400"])
-def test_a_number_of_cores_that_is_none_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str):
+def test_a_wrong_number_of_cores_leaves_at_least_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str):
     monkeypatch.setattr(cpu_threads, "own_group", lambda: tmp_path)
     monkeypatch.setenv(cpu_threads.CPUS, value)
     assert 1 <= cpu_threads.usable_cores() <= len(os.sched_getaffinity(0))
