@@ -59,6 +59,7 @@ SERVERS: dict[str, Json] = {  # with the options that suit a tiny model
     "models/vllm": {"threads": 1, "kv_cache_mb": 64},
 }
 ANSWERS, SAMPLED = 64, 96  # answers at once, tokens of each
+TURNS = 4  # of a conversation
 
 
 def in_flight(quick: bool) -> Iterator[Json]:
@@ -223,20 +224,46 @@ def served_replicas(quick: bool) -> Iterator[Json]:
                 yield {"server": app, "replicas": count, "tokens_s": shared, "with_all_cores_each": whole}
 
 
-async def _sampled(folder: Path, app: str, options: Json) -> float:
+def served_turns(quick: bool) -> Iterator[Json]:
+    """Tokens a second of a model server that conversations of several turns come to and leave: each prompt is all before
+    it. Medians of three rounds.
+    """
+    from trainer import new_model
+
+    for name in ["tiny"] if quick else ["tiny", "small"]:
+        with tempfile.TemporaryDirectory() as folder:
+            new_model(Path(folder, "model"), _shape(name, 2048))
+            for app in SERVERS:
+                yield {"model": name, "server": app, "tokens_s": event_loop.run(_sampled(Path(folder), app, {}, TURNS))}
+
+
+async def _sampled(folder: Path, app: str, options: Json, turns: int = 1) -> float:
+    """turns: of each conversation. If more than one, twice as many conversations begin as run at once, and the lengths of
+    the answers vary.
+    """
     policy = {"kind": "model", "app": app, "model": "model", **options}
     config = folder / "global_config.yaml"
     config.write_text(json.dumps({"policy": policy, "ngym": {"head": {"port": 0}}}))
-    request = {"max_output_tokens": SAMPLED, "ignore_eos": True}
+    count, at_once, draw = ANSWERS * min(turns, 2), asyncio.Semaphore(ANSWERS), random.Random(0)
+    lengths = [[draw.randrange(8, 56) if turns > 1 else SAMPLED for _ in range(turns)] for _ in range(count)]
     rates = []
     async with Supervisor(load_config([config])) as running:
         peers = Peers(running.urls)
+
+        async def conversation(number: int) -> None:
+            said: list[Json] = []
+            async with at_once:
+                for tokens in lengths[number]:
+                    said.append({"role": "user", "content": f"{number}?"})
+                    body = {"input": said, "max_output_tokens": tokens, "ignore_eos": True}
+                    answer = await peers["policy"].post("/v1/responses", body)
+                    texts = [item for item in answer["output"] if item["type"] == "message"]  # random, so maybe none
+                    said += [{"role": "assistant", "content": item["content"]} for item in texts]
+
         for _ in range(4):
             began = time.perf_counter()
-            asked = (peers["policy"].post("/v1/responses", {"input": f"{i}?", **request}) for i in range(ANSWERS))
-            answers = await asyncio.gather(*asked)
-            tokens = sum(answer["usage"]["output_tokens"] for answer in answers)
-            rates.append(tokens / (time.perf_counter() - began))
+            await asyncio.gather(*map(conversation, range(count)))
+            rates.append(sum(map(sum, lengths)) / (time.perf_counter() - began))
         await peers.close()
     return median(rates[1:])
 
@@ -288,6 +315,7 @@ AXES = {
         context,
         served_parameters,
         served_replicas,
+        served_turns,
     )
 }
 

@@ -2,6 +2,9 @@
 
 The rows are aligned at their last token and padded on the left. A row is prefilled up to the last of its ids, which the
 next step of the batch computes; so a row can leave the batch and come back with the tokens that it has so far.
+
+A row that joins is written over one that has ended, or behind the last one, so that the others are not copied. All are
+copied only when the buffers have no room.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +21,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ngym.chat_codec import Sampled, Sampling
 
 ROOM = 64  # tokens by which a cache grows at least
+ROWS = 8  # rows by which it grows at least, if its limit allows
 DRAWN = 1024  # numbers of an answer's noise that are drawn at once, if the vocabulary is smaller
 
 
-def with_room(length: int) -> int:
-    """The columns of a buffer for so many tokens and some more."""
-    return length + max(ROOM, length // 4)
+def with_room(length: int, least: int = ROOM) -> int:
+    """The columns of a buffer for so many tokens, or its rows, and some more."""
+    return length + max(least, length // 4)
 
 
 class Draw:
@@ -52,6 +56,7 @@ class Row:
         limit: the length of ids at which the answer ends.
         stops: ids that end it.
         draw: of an answer with a seed.
+        number: in the order of the requests.
         unsent: the sampled tokens that the caller does not have yet.
         given_up: whether the caller has stopped reading.
         is_ended: whether the last token, or an error, was sent. Its row of the cache may stay for a while.
@@ -62,10 +67,15 @@ class Row:
     stops: frozenset[int]
     sampling: Sampling
     draw: Draw | None
+    number: int
     answers: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
     unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     given_up: bool = False
     is_ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_ended or self.given_up
 
     @property
     def is_filtered(self) -> bool:
@@ -78,153 +88,211 @@ class Row:
         return self.sampling.streamed or bool(self.sampling.stop)
 
 
+@dataclass
+class Window:
+    """What a pass uses of a cache's buffers: the first so many rows, from this column on."""
+
+    rows: int
+    first: int = 0
+
+
 class PaddedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
-    """Keys and values [B, H, T, D] of one layer, in buffers with room for more tokens. With a sliding window it has the
-    tokens before the window, too: the mask leaves them out.
+    """Keys and values of one layer, in buffers [B + room, H, T + room, D]. With a sliding window it has the tokens before
+    the window, too: the mask leaves them out.
     """
 
-    def __init__(self, is_sliding: bool) -> None:
+    def __init__(self, is_sliding: bool, window: Window) -> None:
         super().__init__()
         self.keys: Any = None
         self.values: Any = None
         self.is_sliding = is_sliding
-        self.length = 0
+        self.window = window
+        self.end = 0  # the column after the last token
+
+    def hold(self, keys: Tensor, values: Tensor, end: int) -> None:
+        """Use these buffers."""
+        self.is_initialized, self.dtype, self.device = True, keys.dtype, keys.device
+        self.keys, self.values, self.end = keys, values, end
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        end = self.length + key_states.shape[2]
+        end = self.end + key_states.shape[2]
         if self.keys is None:
-            self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
-            self.keys, self.values = (_buffer(each, end) for each in (key_states, value_states))
-        elif end > self.keys.shape[2]:
-            self.keys, self.values = (_buffer(each, end) for each in (self.keys, self.values))
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+            self.hold(key_states, value_states, end)
+        else:
+            self.keys[: self.window.rows, :, self.end : end] = key_states
+            self.values[: self.window.rows, :, self.end : end] = value_states
+            self.end = end
+        rows, first = self.window.rows, self.window.first
+        return self.keys[:rows, :, first:end], self.values[:rows, :, first:end]
 
     def get_seq_length(self) -> int:
-        return self.length
-
-
-def _buffer(states: Tensor, length: int) -> Tensor:
-    """A buffer for at least so many tokens that begins with these states. Nothing reads the rest before it is written."""
-    buffer = states.new_empty((*states.shape[:2], with_room(length), states.shape[3]))
-    buffer[:, :, : states.shape[2]] = states
-    return buffer
-
-
-class Part(NamedTuple):
-    """Rows of one cache, for another one. starts: of each row's first token."""
-
-    cache: Cache
-    rows: list[int]
-    starts: list[int]
-    length: int
+        return self.end - self.window.first
 
 
 class Batch:
-    """The answers under way, and their KV cache of the same number of rows.
+    """The answers under way, and their KV cache.
+
+    In the buffers, the columns before a row's first token are 0: NaN would pass a mask, and a buffer that is not
+    written yet, or was another row's, may have some.
 
     Attributes:
-        starts: the columns of each row's first token; those before are padding.
-        length: the columns of the cache.
-        valid: [B, T + room], 1 where a column is not padding.
+        rows: one for each row of the cache in use. Some may be over; they are computed until others take their places.
+        starts: the columns of each row's first token.
+        end: the column after the last token of all rows.
+        cache: None before the first row; that of a family with a cache of its own is its own.
+        bytes_per_token: of one row; 0 before the first pass.
     """
 
-    def __init__(self, sliding: Sequence[bool] | None, device: str) -> None:
-        """sliding: for each layer; None: this family has a cache of its own, and one row only."""
+    def __init__(self, sliding: Sequence[bool] | None, device: str, limit: int) -> None:
+        """sliding: for each layer; None: this family has a cache of its own, and one row only. limit: bytes of the buffers
+        up to which they have room for more rows and longer prompts.
+        """
         self.rows: list[Row] = []
         self.starts: list[int] = []
-        self.length = 0
+        self.end = 0
         self.cache: Any = None
-        self.valid = torch.zeros(0, 0, dtype=torch.bool, device=device)
-        self.bytes_per_token = 0  # of one row; 0 before the first pass
+        self.bytes_per_token = 0
         self._sliding = sliding
         self._device = device
+        self._limit = limit
+        self._window = Window(0)
 
-    def repeat(self, cache: Cache, rows: Sequence[int]) -> Cache:
-        """A cache of these rows of another one, which may occur more than once."""
-        repeated = self.layers()
-        for layer, old in zip(repeated.layers, cache.layers, strict=True):
-            layer.keys, layer.values = old.keys[rows], old.values[rows]
-            layer.is_initialized, layer.dtype, layer.device, layer.length = True, old.dtype, old.device, old.length
-        return repeated
+    @property
+    def going(self) -> list[int]:
+        """The rows that are not over."""
+        return [index for index, row in enumerate(self.rows) if not row.is_over]
 
-    def layers(self) -> Cache:
-        assert self._sliding is not None
-        return Cache(layers=[PaddedLayer(each) for each in self._sliding])
+    @property
+    def length(self) -> int:
+        """The columns from the first token of a row that is not over."""
+        return self.end - self._first(self.going)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Leave out all other rows."""
-        if len(rows) == len(self.rows):
-            return
-        self._compose([self._part(list(rows))], [self.rows[row] for row in rows])
-
-    def add(self, rows: list[Row], cache: Any, starts: list[int], length: int) -> None:
-        """Add rows with their cache of so many columns."""
-        if self._sliding is None:
-            self.rows, self.starts, self.length, self.cache = rows, starts, length, cache
-            return
-        new = Part(cache, list(range(len(rows))), starts, length)
-        self._compose([self._part(list(range(len(self.rows)))), new], self.rows + rows)
+    def new_cache(self, rows: int) -> Cache:
+        """An empty cache for so many rows."""
+        return self._cache(Window(rows))
 
     def clear(self) -> None:
-        self.rows, self.starts, self.length, self.cache = [], [], 0, None
+        self.rows, self.starts, self.end, self.cache = [], [], 0, None
 
-    def grow(self, count: int) -> None:
-        """Make the next columns valid, which the next pass fills: one, unless the family has a cache of its own."""
-        if self._sliding is not None:
-            if self.length == self.valid.shape[1]:
-                valid = self.valid.new_zeros(len(self.rows), with_room(self.length))
-                valid[:, : self.length] = self.valid
-                self.valid = valid
-            self.valid[:, self.length] = True
-        self.length += count
+    def add(self, rows: list[Row], cache: Any, places: Sequence[int], longest: int) -> None:
+        """Add rows; the keys and values of each, without its last id, end in the last of the `longest` columns of a row of
+        `cache`.
 
-    def _part(self, rows: list[int]) -> Part:
-        return Part(self.cache, rows, [self.starts[row] for row in rows], self.length)
+        Args:
+            places: that row, for each of ours. Equal ones have it in common.
+        """
+        if self._sliding is None:
+            self.rows, self.starts, self.end, self.cache = rows, [0], 0, cache
+            return
+        if not self.bytes_per_token and longest:
+            self.bytes_per_token = sum(2 * layer.keys[0, :, :1].nbytes for layer in cache.layers)
+        over = [index for index, row in enumerate(self.rows) if row.is_over][: len(rows)]
+        slots = [*over, *range(len(self.rows), len(self.rows) + len(rows) - len(over))]
+        if longest > self.end or max(slots) >= self._room[0]:
+            going = self.going
+            self._copy(going, len(going) + len(rows), longest, self.cache if any(self._room) else cache)
+            slots = list(range(len(going), len(going) + len(rows)))
+        which, source = self._index(slots), self._index(places)
+        begin = self.end - longest
+        for ours, theirs in zip(self.cache.layers, cache.layers, strict=True):
+            if ours.keys is not None:  # else no row has a token yet
+                for buffer, states in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                    buffer[which, :, :begin] = 0
+                    if longest:
+                        buffer[which, :, begin : self.end] = states[source]
+        self.rows += [rows[0]] * (max(slots) + 1 - len(self.rows))
+        self.starts += [0] * (len(self.rows) - len(self.starts))
+        for slot, row in zip(slots, rows, strict=True):
+            self.rows[slot], self.starts[slot] = row, self.end - len(row.ids) + 1
 
-    def _compose(self, parts: list[Part], rows: list[Row]) -> None:
-        """One cache of these parts' rows, aligned at their ends, without columns that are padding in all rows."""
-        parts = [part for part in parts if part.rows]
-        if not parts:
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave out all other rows: the last ones that stay move into their places."""
+        if len(rows) == len(self.rows):
+            return
+        if not rows:
             self.clear()
             return
-        used = [part.length - min(part.starts) for part in parts]
-        length = max(used)
-        cache = self.layers()
-        for index, layer in enumerate(cache.layers):
-            olds = [part.cache.layers[index] for part in parts]
-            if length:
-                layer.keys, layer.values = (
-                    self._aligned([getattr(old, name) for old in olds], parts, used, length)
-                    for name in ("keys", "values")
-                )
-                layer.is_initialized, layer.dtype, layer.device = True, layer.keys.dtype, layer.keys.device
-                layer.length = length
-        if layer.keys is not None and not self.bytes_per_token:
-            self.bytes_per_token = sum(2 * layer.keys[0, :, :1].nbytes for layer in cache.layers)
-        self.rows, self.length, self.cache = rows, length, cache
-        self.starts = [start + length - part.length for part in parts for start in part.starts]
-        columns_T = torch.arange(length, device=self._device)
-        self.valid = columns_T >= torch.tensor(self.starts, device=self._device)[:, None]
+        staying = set(rows)
+        targets = [index for index in range(len(rows)) if index not in staying]
+        sources = [index for index in rows if index >= len(rows)]
+        first = self._first(rows)
+        if targets and any(self._room):
+            into, source = self._index(targets), self._index(sources)
+            for layer in self.cache.layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer[into, :, first : self.end] = buffer[source, :, first : self.end]
+                    buffer[into, :, :first] = 0
+        for target, moved in zip(targets, sources, strict=True):
+            self.rows[target], self.starts[target] = self.rows[moved], self.starts[moved]
+        del self.rows[len(rows) :], self.starts[len(rows) :]
 
-    def _aligned(self, states: list[Tensor | None], parts: list[Part], used: list[int], length: int) -> Tensor:
-        one = next(state for state in states if state is not None)
-        count = sum(len(part.rows) for part in parts)
-        buffer = one.new_empty((count, one.shape[1], with_room(length), one.shape[3]))
-        first = 0
-        for state, part, columns in zip(states, parts, used, strict=True):
-            rows = buffer[first : first + len(part.rows)]
-            first += len(part.rows)
-            padding = length if state is None else length - columns
-            rows[:, :, :padding] = 0  # NaN would pass a mask
-            if state is not None:
-                columns_used = state[:, :, part.length - columns : part.length]
-                rows[:, :, padding:length] = (
-                    columns_used if part.rows == list(range(len(state))) else columns_used[part.rows]
-                )
-        return buffer
+    def grow(self, count: int) -> None:
+        """Add columns, which the next pass fills: one, unless the family has a cache of its own."""
+        if self._sliding is not None:
+            if self.end == self._room[1] > 0:
+                going = self.going
+                self._copy(going, len(going), 0, self.cache)
+            self._window.rows, self._window.first = len(self.rows), self._first(self.going)
+        self.end += count
+
+    def mask(self) -> Tensor | None:
+        """[B, T] of the window, False where a column is not a row's; None if all are."""
+        first = self._window.first
+        if self._sliding is None or all(start <= first for start in self.starts):
+            return None
+        columns_T = torch.arange(first, self.end, device=self._device)
+        return columns_T >= torch.tensor(self.starts, device=self._device)[:, None]
+
+    def _cache(self, window: Window) -> Cache:
+        assert self._sliding is not None
+        return Cache(layers=[PaddedLayer(each, window) for each in self._sliding])
+
+    def _first(self, rows: Sequence[int]) -> int:
+        return min((self.starts[row] for row in rows), default=self.end)
+
+    @property
+    def _room(self) -> tuple[int, int]:
+        """The rows and columns of the buffers."""
+        keys = None if self.cache is None else self.cache.layers[0].keys
+        return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
+
+    def _index(self, rows: Sequence[int]) -> Any:
+        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        return torch.tensor(rows, device=self._device)
+
+    def _copy(self, going: list[int], rows: int, longest: int, like: Cache) -> None:
+        """Copy these rows into buffers with room for `rows` rows, and for prompts of so many columns. The buffers are like
+        those of `like`.
+        """
+        used = self.end - self._first(going)
+        length = max(used, longest)
+        most, left = with_room(rows, ROWS), ROOM
+        if most * (left + with_room(length)) * self.bytes_per_token > self._limit:
+            most, left = rows, 0
+        end, columns = left + length, left + with_room(length)
+        old, self.cache = self.cache, self._cache(self._window)
+        for index, (layer, one) in enumerate(zip(self.cache.layers, like.layers, strict=True)):
+            if one.keys is None:
+                layer.end = end = 0
+                continue
+            buffers = []
+            for name in ("keys", "values"):
+                states = getattr(one, name)
+                buffer = states.new_empty((most, states.shape[1], columns, states.shape[3]))
+                buffer[: len(going), :, : end - used] = 0
+                if used:
+                    before = getattr(old.layers[index], name)
+                    buffer[: len(going), :, end - used : end] = before[
+                        self._index(going), :, self.end - used : self.end
+                    ]
+                buffers.append(buffer)
+            layer.hold(*buffers, end)
+            if old is not None:
+                old.layers[index].keys = old.layers[index].values = None
+        self.rows = [self.rows[index] for index in going]
+        self.starts = [self.starts[index] - self.end + end for index in going]
+        self.end = end
 
 
 def sampled(rows: Sequence[Row], logits_BV: Tensor, draw: torch.Generator) -> tuple[list[int], list[float]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import math
 import queue
@@ -43,7 +44,7 @@ from .options import Options
 
 NO_LIMIT = 1 << 20  # for a model that does not state its context length
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
-DENSE = 0.75  # the share of rows that go on at which the cache is not copied for those that ended
+DENSE = 0.75  # the share of rows that go on at which those that ended are still computed
 MB = 1_000_000
 FILE_ROOM = 16 << 20  # for the names in a safetensors file and the config files beside it
 HEAD = "lm_head.weight"
@@ -146,10 +147,11 @@ class Engine:
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
         self._takes_mask = model.config._attn_implementation == "sdpa" and not any(sliding or [True])
         self._device = _device(options)
-        self._batch = Batch(sliding, self._device)
+        self._batch = Batch(sliding, self._device, options.kv_cache_mb * MB)
         self._draw = torch.Generator(self._device)
         self._draw.seed()
         self._waiting: deque[Row] = deque()
+        self._numbers = itertools.count()
         self._paused = self._closing = False
         self._drained: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Row | Callable[[], None] | None] = queue.SimpleQueue()
@@ -183,7 +185,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
         draw = None if sampling.seed is None else Draw(sampling.seed, self._device)
-        row = Row(list(prompt), len(prompt) + sampling.max_tokens, stops, sampling, draw)
+        row = Row(list(prompt), len(prompt) + sampling.max_tokens, stops, sampling, draw, next(self._numbers))
         self._inbox.put(row)
         try:
             while True:
@@ -342,33 +344,28 @@ class Engine:
     def _step(self) -> None:
         """Sample the next token of every row."""
         batch = self._batch
-        going = [index for index, row in enumerate(batch.rows) if not (row.given_up or row.is_ended)]
-        if self._waiting or len(going) <= DENSE * len(batch.rows):
-            batch.keep(going)
         if self._drained is None:
             self._admit()
+        if len(going := batch.going) <= DENSE * len(batch.rows):
+            batch.keep(going)
         self._preempt()
+        # A family with a cache of its own gets its whole prompt in the first pass.
+        count = len(batch.rows[0].ids) if batch.rows and batch.cache is None else 1
+        batch.grow(count)
         if not batch.rows:
             return
-        # A family with a cache of its own gets its whole prompt in the first pass.
-        count = len(batch.rows[0].ids) if batch.cache is None else 1
         last = torch.tensor([row.ids[-count:] for row in batch.rows], device=self._device)
-        padded = max(batch.starts) > 0
-        batch.grow(count)
         more: dict[str, Any] = {}
-        if padded:
-            mask = batch.valid[:, : batch.length]
+        if (mask := batch.mask()) is not None:
             if self._takes_mask:  # as SDPA adds it: each layer would convert booleans
                 zero = torch.zeros((), dtype=self.dtype, device=self._device)
                 more["attention_mask"] = zero.where(mask[:, None, None], -math.inf)
             else:
                 more["attention_mask"] = mask.long()
         if self._takes_positions:
-            ended = [row.is_ended for row in batch.rows]
-            first = batch.length - count
             positions = [
-                [0] if end else list(range(first - start, batch.length - start))
-                for end, start in zip(ended, batch.starts, strict=True)
+                [0] if row.is_ended else list(range(batch.end - count - start, batch.end - start))
+                for row, start in zip(batch.rows, batch.starts, strict=True)
             ]
             more["position_ids"] = torch.tensor(positions, device=self._device)
         out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **self._last_only, **more)
@@ -418,10 +415,11 @@ class Engine:
         batch = self._batch
         rows: list[Row] = []
         longest = 0
-        while self._waiting and len(batch.rows) + len(rows) < self._most:
+        going = len(batch.going)
+        while self._waiting and going + len(rows) < self._most:
             row = self._waiting[0]
             length = max(longest, len(row.ids) - 1)
-            count = len(batch.rows) + len(rows) + 1
+            count = going + len(rows) + 1
             is_first = count == 1
             if not row.given_up and not is_first:
                 if rows and (len(rows) + 1) * length > PREFILL_TOKENS:
@@ -433,11 +431,10 @@ class Engine:
                 rows.append(row)
                 longest = length
         if rows and not self._is_batched:
-            batch.add(rows, None, [0], 0)
+            batch.add(rows, None, [0], longest)
         elif rows:
             try:
-                cache, starts = self._prefilled(rows, longest)
-                batch.add(rows, cache, starts, longest)
+                batch.add(rows, *self._prefilled(rows, longest), longest)
             except Exception as error:  # noqa: BLE001  (the callers raise it)
                 self._fail(rows, error)
 
@@ -447,34 +444,35 @@ class Engine:
     def _preempt(self) -> None:
         """Take the newest rows out of a batch that has outgrown its memory; they come back with their tokens."""
         batch = self._batch
-        count = len(batch.rows)
-        while count > 1 and not self._fits(count, batch.length + 1):
+        going = batch.going
+        count, length = len(going), batch.length + 1
+        while count > 1 and not self._fits(count, length):
             count -= 1
-        if count < len(batch.rows):
-            self._waiting.extendleft(row for row in reversed(batch.rows[count:]) if not row.is_ended)
-            batch.keep(range(count))
+        if count < len(going):
+            oldest = sorted(going, key=lambda index: batch.rows[index].number)
+            self._waiting.extendleft(batch.rows[index] for index in reversed(oldest[count:]))
+            batch.keep(sorted(oldest[:count]))
 
     def _prefilled(self, rows: list[Row], longest: int) -> tuple[Any, list[int]]:
-        """A cache of all ids but the last of each row, and the columns where the rows begin. Equal prompts, such as those
-        of a group of rollouts, are computed once.
+        """A cache of all ids but the last of each row, and the place there of each. Equal prompts, such as those of a
+        group of rollouts, are computed once.
         """
-        starts = [longest - len(row.ids) + 1 for row in rows]
-        cache = self._batch.layers()
+        distinct: dict[tuple[int, ...], int] = {}
+        places = [distinct.setdefault(tuple(row.ids[:-1]), len(distinct)) for row in rows]
+        cache = self._batch.new_cache(len(distinct))
         if longest == 0:
-            return cache, starts
-        places: dict[tuple[int, ...], int] = {}
-        repeated = [places.setdefault(tuple(row.ids[:-1]), len(places)) for row in rows]
-        ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in places]
+            return cache, places
+        ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in distinct]
         more: dict[str, Any] = {}
-        starts_B = torch.tensor([longest - len(prompt) for prompt in places], device=self._device)[:, None]
+        starts_B = torch.tensor([longest - len(prompt) for prompt in distinct], device=self._device)[:, None]
         columns_T = torch.arange(longest, device=self._device)
-        if max(starts) > 0:
+        if any(len(prompt) < longest for prompt in distinct):
             more["attention_mask"] = (columns_T >= starts_B).long()
         if self._takes_positions:
             more["position_ids"] = (columns_T - starts_B).clamp_(min=0)
         ids_BT = torch.tensor(ids, device=self._device)
         self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
-        return cache if len(places) == len(rows) else self._batch.repeat(cache, repeated), starts
+        return cache, places
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         """Pause generation. Returns a future that is done when it has stopped."""

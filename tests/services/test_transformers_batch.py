@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import random
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -97,32 +98,140 @@ async def test_answers_of_one_batch_are_those_of_each_alone(folder: Path) -> Non
 
 async def test_equal_prompts_are_computed_once_and_answered_as_each_alone(folder: Path) -> None:
     """A group of rollouts: the engine by itself, so that the rows of each pass can be seen."""
-    app = load(ROOT / "models" / "transformers" / "app.py")
-    engine = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine")
-    served = engine.Engine(str(folder), app.Options.model_validate({"model": str(folder)}), lambda tokens: None)
-    passes: list[tuple[int, int]] = []
-    served._model.register_forward_pre_hook(
-        lambda network, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
-    )
     prompts = [[1, 40, 41, 42, 2, 1, 77]] * 6 + [[1, 40, 41]] * 2 + [[50, 60, 61, 62]]
-
-    async def answer(seed: int, prompt: list[int]) -> tuple[list[int], list[float]]:
-        sampling = Sampling(8, 1.0, 1.0, 0, 0.0, seed, (), (), True, {}, False)
-        [said] = [one async for one in served.generate(prompt, sampling)]
-        return said.ids, said.logprobs
-
-    try:
-        await served._run(partial(served._pause, "keep"))  # all of them join between the same two tokens
-        asking = asyncio.gather(*[answer(seed, prompt) for seed, prompt in enumerate(prompts)])
-        await asyncio.sleep(0)
-        await served._run(served._unpause)
+    requests = [(prompt, 8) for prompt in prompts]
+    async with engine_of(folder) as (engine, _):
+        passes: list[tuple[int, int]] = []
+        engine._model.register_forward_pre_hook(
+            lambda network, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+        )
+        await engine._run(partial(engine._pause, "keep"))  # all of them join between the same two tokens
+        asking = asyncio.create_task(stream(engine, requests, len(requests)))
+        await waiting(engine, len(requests))
+        await engine._run(engine._unpause)
         together = await asking
         assert passes[0] == (3, 6) and passes[1] == (9, 1)
-        for seed, prompt in enumerate(prompts):
-            ids, logprobs = await answer(seed, prompt)
-            assert ids == together[seed][0] and logprobs == pytest.approx(together[seed][1], abs=1e-4)
+        one_by_one = await stream(engine, requests, 1)
+    for (_, ids, logprobs), (_, alone, expected) in zip(together, one_by_one, strict=True):
+        assert ids == alone and logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@asynccontextmanager
+async def engine_of(folder: Path, **options: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """The engine by itself, and its module of the batch."""
+    app = load(ROOT / "models" / "transformers" / "app.py")
+    package = app.Options.__module__.rpartition(".")[0]
+    engine = importlib.import_module(f"{package}.engine").Engine(
+        str(folder), app.Options.model_validate({"model": str(folder), **options}), lambda tokens: None
+    )
+    try:
+        yield engine, importlib.import_module(f"{package}.batch")
     finally:
-        served.close()
+        engine.close()
+
+
+async def stream(engine: Any, requests: list[tuple[list[int], int]], in_flight: int) -> list[Answer]:
+    """Ask for answers of so many tokens to these prompts; each begins when an earlier one has ended."""
+    places = asyncio.Semaphore(in_flight)
+
+    async def answer(number: int, prompt: list[int], tokens: int) -> Answer:
+        async with places:
+            sampling = Sampling(tokens, 1.0, 1.0, 0, 0.0, number, (), (), True, {}, False)
+            [said] = [one async for one in engine.generate(prompt, sampling)]
+            return prompt, said.ids, said.logprobs
+
+    return await asyncio.gather(*[answer(number, *request) for number, request in enumerate(requests)])
+
+
+async def waiting(engine: Any, requests: int) -> None:
+    while engine.waiting < requests:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("other", [None, "mistral", "gpt2"])
+async def test_answers_that_join_take_the_places_of_those_that_ended(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    """Nothing of the memory that was not written, or was another row's, is read: it is filled with NaN."""
+    model = family(tmp_path, folder, other) if other else folder
+    draw = random.Random(0)
+    requests = [
+        ([draw.randrange(3, 60) for _ in range(draw.choice([1, 2, 9, 30, 120]))], draw.randrange(1, 90))
+        for _ in range(40)
+    ]
+
+    def never_written(states: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=states.dtype)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", never_written)
+    async with engine_of(model, context=512) as (engine, batch):
+        replaced = {"add": 0, "keep": 0}
+
+        def first_lost(name: str, call: Any) -> Any:
+            def losing(self: Any, *given: Any) -> None:
+                over = [index for index, row in enumerate(self.rows) if row.is_over]
+                for layer in self.cache.layers if any(self._room) else ():
+                    layer.keys[over] = layer.values[over] = torch.nan
+                replaced[name] += bool(over)
+                call(self, *given)
+
+            return losing
+
+        for name in replaced:
+            monkeypatch.setattr(batch.Batch, name, first_lost(name, getattr(batch.Batch, name)))
+        answers = await stream(engine, requests, 6)
+    assert [len(ids) for _, ids, _ in answers] == [tokens for _, tokens in requests]
+    assert all(replaced.values())
+    check(model, answers)
+
+
+async def test_a_longer_prompt_joins_a_row_that_took_the_place_of_another(folder: Path) -> None:
+    async with engine_of(folder, context=512) as (engine, _):
+        passes = 0
+
+        def pause_after_the_fourth(*_: Any) -> None:  # the prompts, and three tokens
+            nonlocal passes
+            passes += 1
+            engine._paused = engine._paused or passes == 4
+
+        def compact() -> None:
+            for layer in engine._batch.cache.layers:
+                layer.keys[:2] = layer.values[:2] = torch.nan
+            engine._batch.keep([2])
+
+        engine._model.register_forward_hook(pause_after_the_fourth)
+        await engine._run(partial(engine._pause, "keep"))
+        asking = asyncio.create_task(stream(engine, [([5] * 30, 3), ([6] * 30, 3), ([7] * 30, 40)], 3))
+        await waiting(engine, 3)
+        await engine._run(engine._unpause)
+        while engine.running != 1:
+            await asyncio.sleep(0)
+        await engine._run(compact)
+        longer = asyncio.create_task(stream(engine, [([8] * 60, 10)], 1))
+        await waiting(engine, 1)
+        await engine._run(engine._unpause)
+        check(folder, [*await asking, *await longer])
+
+
+async def test_the_cache_is_copied_only_when_it_has_no_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [([number % 50 + 3] * 20, 10 + number % 7) for number in range(80)]
+    async with engine_of(folder) as (engine, batch):
+        copy, copies = batch.Batch._copy, 0
+
+        def counted(self: Any, going: list[int], *more: Any) -> None:
+            nonlocal copies
+            copies += bool(going)
+            copy(self, going, *more)
+
+        monkeypatch.setattr(batch.Batch, "_copy", counted)
+        widths: list[int] = []
+        engine._model.register_forward_pre_hook(
+            lambda network, given, named: widths.append(named["past_key_values"].get_seq_length()), with_kwargs=True
+        )
+        answers = await stream(engine, requests, 8)
+    assert max(widths) < 20 + 16, "columns before the first token of all rows are not computed"
+    assert copies <= 1 + len(widths) / batch.ROOM  # 80 answers began, at most 8 at a time
+    check(folder, answers)
 
 
 @pytest.mark.parametrize(
