@@ -257,8 +257,8 @@ async def _sampled(folder: Path, app: str, options: Json, turns: int = 1) -> flo
                     said.append({"role": "user", "content": f"{number}?"})
                     body = {"input": said, "max_output_tokens": tokens, "ignore_eos": True}
                     answer = await peers["policy"].post("/v1/responses", body)
-                    texts = [item for item in answer["output"] if item["type"] == "message"]  # random, so maybe none
-                    said += [{"role": "assistant", "content": item["content"]} for item in texts]
+                    # With its token ids, as agents do. An answer of random tokens may be something else than a message.
+                    said += [item for item in answer["output"] if item["type"] == "message"]
 
         for _ in range(4):
             began = time.perf_counter()

@@ -422,6 +422,7 @@ class _Answer:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[list[int]] = []
+        self._cached: int | None = None
         self._said: dict[str, list[str]] = {"reasoning_content": [], "content": []}
         self._calls: list[Json] = []
 
@@ -429,6 +430,7 @@ class _Answer:
         first = len(self._ids)
         self._ids += sampled.ids
         self._logprobs += sampled.logprobs
+        self._cached = sampled.cached
         self.finish = sampled.finish or self.finish
         if self._versions and self._versions[-1][2] == sampled.version:
             self._versions[-1][1] = len(self._ids)
@@ -491,7 +493,8 @@ class _Answer:
 
     def _usage(self) -> Json:
         prompt, said = len(self.prompt), len(self._ids)
-        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+        usage: Json = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+        return usage if self._cached is None else usage | {"prompt_tokens_details": {"cached_tokens": self._cached}}
 
 
 Finish = Literal["stop", "length"]
@@ -536,12 +539,15 @@ class Sampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The next tokens and logprobs, [n] each; the last ones with a finish reason; the version of the weights."""
+    """The next tokens and logprobs, [n] each; the last ones with a finish reason; the version of the weights; how many
+    tokens of the prompt were not computed again, if that is known.
+    """
 
     ids: list[int]
     logprobs: list[float]
     finish: Finish | None = None
     version: int = 0
+    cached: int | None = None
 
 
 Generate = Callable[[list[int], Sampling], AsyncGenerator[Sampled, None]]

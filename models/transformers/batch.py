@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ngym.chat_codec import Sampled, Sampling
 
+from .prefix_cache import LEAST, Found, Prefix, PrefixCache
+
 ROOM = 64  # tokens by which a cache grows at least
 ROWS = 8  # rows by which it grows at least, if its limit allows
 DRAWN = 1024  # numbers of an answer's noise that are drawn at once, if the vocabulary is smaller
@@ -57,6 +59,7 @@ class Row:
         stops: ids that end it.
         draw: of an answer with a seed.
         number: in the order of the requests.
+        cached: the tokens of the prompt whose keys and values were there.
         unsent: the sampled tokens that the caller does not have yet.
         given_up: whether the caller has stopped reading.
         is_ended: whether the last token, or an error, was sent. Its row of the cache may stay for a while.
@@ -70,6 +73,7 @@ class Row:
     number: int
     answers: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
     unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
+    cached: int = 0
     given_up: bool = False
     is_ended: bool = False
 
@@ -141,11 +145,12 @@ class Batch:
         end: the column after the last token of all rows.
         cache: None before the first row; that of a family with a cache of its own is its own.
         bytes_per_token: of one row; 0 before the first pass.
+        prefixes: those that fit beside the buffers.
     """
 
     def __init__(self, sliding: Sequence[bool] | None, device: str, limit: int) -> None:
-        """sliding: for each layer; None: this family has a cache of its own, and one row only. limit: bytes of the buffers
-        up to which they have room for more rows and longer prompts.
+        """sliding: for each layer; None: this family has a cache of its own, and one row only. limit: in bytes; the buffers
+        have room for more rows and longer prompts as far as it allows.
         """
         self.rows: list[Row] = []
         self.starts: list[int] = []
@@ -156,6 +161,7 @@ class Batch:
         self._device = device
         self._limit = limit
         self._window = Window(0)
+        self.prefixes = PrefixCache(limit)
 
     @property
     def going(self) -> list[int]:
@@ -172,18 +178,22 @@ class Batch:
         return self._cache(Window(rows))
 
     def clear(self) -> None:
+        """Leave out all rows."""
+        self.prefixes.shrink(self._limit)
         self.rows, self.starts, self.end, self.cache = [], [], 0, None
 
-    def add(self, rows: list[Row], cache: Any, places: Sequence[int], longest: int) -> None:
-        """Add rows; the keys and values of each, without its last id, end in the last of the `longest` columns of a row of
-        `cache`.
+    def add(self, rows: list[Row], cache: Any, places: Sequence[int], ends: Sequence[int]) -> None:
+        """Add rows, with the keys and values of their ids but the last.
 
         Args:
-            places: that row, for each of ours. Equal ones have it in common.
+            cache: has those of a row in its row `places`, which rows may have in common, before the column `ends`; the
+                columns before them are 0.
         """
         if self._sliding is None:
             self.rows, self.starts, self.end, self.cache = rows, [0], 0, cache
             return
+        lengths = [len(row.ids) - 1 for row in rows]
+        longest = max(lengths)
         if not self.bytes_per_token and longest:
             self.bytes_per_token = sum(2 * layer.keys[0, :, :1].nbytes for layer in cache.layers)
         over = [index for index, row in enumerate(self.rows) if row.is_over][: len(rows)]
@@ -192,18 +202,59 @@ class Batch:
             going = self.going
             self._copy(going, len(going) + len(rows), longest, self.cache if any(self._room) else cache)
             slots = list(range(len(going), len(going) + len(rows)))
-        which, source = self._index(slots), self._index(places)
-        begin = self.end - longest
+        for end in set(ends):
+            some = [index for index in range(len(rows)) if ends[index] == end]
+            self._write(
+                [slots[index] for index in some],
+                cache,
+                [places[index] for index in some],
+                end,
+                longest=max(lengths[index] for index in some),
+            )
+        self.rows += [rows[0]] * (max(slots) + 1 - len(self.rows))
+        self.starts += [0] * (len(self.rows) - len(self.starts))
+        for slot, row, length in zip(slots, rows, lengths, strict=True):
+            self.rows[slot], self.starts[slot] = row, self.end - length
+
+    def _write(self, slots: list[int], cache: Cache, places: list[int], end: int, *, longest: int) -> None:
+        """Write the last columns before `end` of these rows of a cache into our rows."""
+        into, source, begin = self._index(slots), self._index(places), self.end - longest
         for ours, theirs in zip(self.cache.layers, cache.layers, strict=True):
             if ours.keys is not None:  # else no row has a token yet
                 for buffer, states in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-                    buffer[which, :, :begin] = 0
+                    buffer[into, :, :begin] = 0
                     if longest:
-                        buffer[which, :, begin : self.end] = states[source]
-        self.rows += [rows[0]] * (max(slots) + 1 - len(self.rows))
-        self.starts += [0] * (len(self.rows) - len(self.starts))
-        for slot, row in zip(slots, rows, strict=True):
-            self.rows[slot], self.starts[slot] = row, self.end - len(row.ids) + 1
+                        buffer[into, :, begin : self.end] = states[source, :, end - longest : end]
+
+    def remember(self, slot: int) -> None:
+        """Keep the keys and values of a row for prompts that begin with its ids."""
+        row, start = self.rows[slot], self.starts[slot]
+        if self._sliding is None or self.end - start < LEAST:
+            return
+        layers = [
+            (layer.keys[slot, :, start : self.end].clone(), layer.values[slot, :, start : self.end].clone())
+            for layer in self.cache.layers
+        ]
+        self.prefixes.put(Prefix(list(row.ids), self.end - start, layers))
+
+    def continued(self, found: Sequence[Found], room: int) -> Cache:
+        """A cache of one row for each of these prefixes, aligned at their ends, with room for so many more tokens."""
+        longest = max(common for _, common in found)
+        cache = self.new_cache(len(found))
+        rows_of: dict[tuple[int, int], list[int]] = {}
+        for row, (prefix, common) in enumerate(found):
+            rows_of.setdefault((id(prefix), common), []).append(row)
+        for index, layer in enumerate(cache.layers):
+            buffers = [
+                states.new_zeros((len(found), states.shape[0], longest + room, states.shape[2]))
+                for states in found[0][0].layers[index]
+            ]
+            for rows in rows_of.values():
+                prefix, common = found[rows[0]]
+                for buffer, states in zip(buffers, prefix.layers[index], strict=True):
+                    buffer[self._index(rows), :, longest - common : longest] = states[:, :common]
+            layer.hold(*buffers, longest)
+        return cache
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave out all other rows: the last ones that stay move into their places."""
@@ -271,6 +322,7 @@ class Batch:
         if most * (left + with_room(length)) * self.bytes_per_token > self._limit:
             most, left = rows, 0
         end, columns = left + length, left + with_room(length)
+        self.prefixes.shrink(max(0, self._limit - most * columns * self.bytes_per_token))
         old, self.cache = self.cache, self._cache(self._window)
         for index, (layer, one) in enumerate(zip(self.cache.layers, like.layers, strict=True)):
             if one.keys is None:

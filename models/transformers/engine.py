@@ -40,7 +40,9 @@ from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
 from .batch import Batch, Draw, Row, sampled, sliding_layers, with_room
+from .grouped_attention import GROUPED
 from .options import Options
+from .prefix_cache import Found
 
 NO_LIMIT = 1 << 20  # for a model that does not state its context length
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
@@ -83,7 +85,10 @@ def _device(options: Options) -> str:
 
 def _network(kind: Any, folder: str, options: Options) -> Any:
     data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
-    return kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
+    model = kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED)
+    return model
 
 
 class Classifier:
@@ -145,7 +150,7 @@ class Engine:
         self._is_batched = sliding is not None
         self._most = options.batch if self._is_batched else 1
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
-        self._takes_mask = model.config._attn_implementation == "sdpa" and not any(sliding or [True])
+        self._takes_mask = model.config._attn_implementation == GROUPED and not any(sliding or [True])
         self._device = _device(options)
         self._batch = Batch(sliding, self._device, options.kv_cache_mb * MB)
         self._draw = torch.Generator(self._device)
@@ -334,6 +339,7 @@ class Engine:
                 self._step()
             except Exception as error:  # noqa: BLE001  (such as one of memory; the callers raise it, and the server goes on)
                 self._fail(self._batch.rows, error)
+                self._batch.prefixes.clear()
                 self._batch.clear()
             if self._drained is not None and not self._batch.rows:
                 self._paused = True
@@ -372,18 +378,18 @@ class Engine:
         batch.cache = out.past_key_values
         tokens, logprobs = sampled(batch.rows, out.logits[:, -1], self._draw)
         before = self.running
-        for row, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
-            if not row.is_ended:
-                self._add(row, token, logprob)
+        for slot, (row, token, logprob) in enumerate(zip(batch.rows, tokens, logprobs, strict=True)):
+            if not row.is_ended and self._add(row, token, logprob):
+                batch.remember(slot)
         self._count(before)
         if all(row.is_ended for row in batch.rows):
             batch.clear()
 
-    def _add(self, row: Row, token: int, logprob: float) -> None:
-        """Add a token to a row."""
+    def _add(self, row: Row, token: int, logprob: float) -> bool:
+        """Add a token to a row; returns whether it is the last one of the answer."""
         if not math.isfinite(logprob):
             self._fail([row], ServiceError("the model computed no finite log-probability"))
-            return
+            return False
         row.ids.append(token)
         ids, logprobs = row.unsent
         ids.append(token)
@@ -391,12 +397,13 @@ class Engine:
         finish: Finish | None = "stop" if token in row.stops else "length" if len(row.ids) == row.limit else None
         if finish or row.is_told_each_token:
             self._tell(row, finish)
+        return finish is not None
 
     def _tell(self, row: Row, finish: Finish | None) -> None:
         ids, logprobs = row.unsent
         row.unsent = ([], [])
         row.is_ended = row.is_ended or finish is not None
-        self._unsent.append((row, Sampled(ids, logprobs, finish, self._version)))
+        self._unsent.append((row, Sampled(ids, logprobs, finish, self._version, row.cached)))
 
     def _fail(self, rows: Sequence[Row], error: Exception) -> None:
         for row in rows:
@@ -414,6 +421,7 @@ class Engine:
         """Prefill waiting requests and add them to the batch."""
         batch = self._batch
         rows: list[Row] = []
+        found: dict[int, Found] = {}  # the prefix of a row, by its number
         longest = 0
         going = len(batch.going)
         while self._waiting and going + len(rows) < self._most:
@@ -430,13 +438,17 @@ class Engine:
             if not row.given_up:
                 rows.append(row)
                 longest = length
+                if self._takes_positions and (prefix := batch.prefixes.find(row.ids, len(row.ids) - 1)):
+                    found[row.number] = prefix
         if rows and not self._is_batched:
-            batch.add(rows, None, [0], longest)
-        elif rows:
+            batch.add(rows, None, [0], [0])
+            return
+        for some in ([row for row in rows if row.number in found], [row for row in rows if row.number not in found]):
             try:
-                batch.add(rows, *self._prefilled(rows, longest), longest)
+                if some:
+                    batch.add(some, *self._prefilled(some, found))
             except Exception as error:  # noqa: BLE001  (the callers raise it)
-                self._fail(rows, error)
+                self._fail(some, error)
 
     def _fits(self, rows: int, length: int) -> bool:
         return rows * with_room(length) * self._batch.bytes_per_token <= self._options.kv_cache_mb * MB
@@ -453,26 +465,39 @@ class Engine:
             self._waiting.extendleft(batch.rows[index] for index in reversed(oldest[count:]))
             batch.keep(sorted(oldest[:count]))
 
-    def _prefilled(self, rows: list[Row], longest: int) -> tuple[Any, list[int]]:
-        """A cache of all ids but the last of each row, and the place there of each. Equal prompts, such as those of a
-        group of rollouts, are computed once.
+    def _prefilled(self, rows: list[Row], found: Mapping[int, Found]) -> tuple[Any, list[int], list[int]]:
+        """A cache of all ids but the last of each row, the place there of each row, and the column after its last token.
+        Equal prompts, such as those of a group of rollouts, are computed once. found: prefixes of all rows, or of none.
         """
         distinct: dict[tuple[int, ...], int] = {}
         places = [distinct.setdefault(tuple(row.ids[:-1]), len(distinct)) for row in rows]
-        cache = self._batch.new_cache(len(distinct))
-        if longest == 0:
-            return cache, places
-        ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in distinct]
+        prompts = list(distinct)
+        firsts = [rows[places.index(place)].number for place in range(len(distinct))]
+        prefixes = [found[number] for number in firsts] if firsts[0] in found else []
+        common = [length for _, length in prefixes] or [0] * len(prompts)
+        for row, place in zip(rows, places, strict=True):
+            row.cached = row.cached or min(common[place], row.limit - row.sampling.max_tokens)
+        past = max(common)
+        rest = max(len(prompt) - length for prompt, length in zip(prompts, common, strict=True))
+        ends = [past + len(prompts[place]) - common[place] for place in places]
+        cache = self._batch.continued(prefixes, rest) if prefixes else self._batch.new_cache(len(prompts))
+        if rest == 0:
+            return cache, places, ends
+        # Padding behind the tokens of a row is computed, too, but none of them sees it.
+        ids = [list(prompt[length:]) for prompt, length in zip(prompts, common, strict=True)]
         more: dict[str, Any] = {}
-        starts_B = torch.tensor([longest - len(prompt) for prompt in distinct], device=self._device)[:, None]
-        columns_T = torch.arange(longest, device=self._device)
-        if any(len(prompt) < longest for prompt in distinct):
-            more["attention_mask"] = (columns_T >= starts_B).long()
+        if min(common) < past:
+            columns_T = torch.arange(past + rest, device=self._device)
+            starts_B = torch.tensor([past - length for length in common], device=self._device)
+            more["attention_mask"] = (columns_T >= starts_B[:, None]).long()
         if self._takes_positions:
-            more["position_ids"] = (columns_T - starts_B).clamp_(min=0)
-        ids_BT = torch.tensor(ids, device=self._device)
+            lasts_B = torch.tensor([max(0, len(prompt) - 1) for prompt in prompts], device=self._device)
+            common_B = torch.tensor(common, device=self._device)
+            positions_BT = common_B[:, None] + torch.arange(rest, device=self._device)
+            more["position_ids"] = positions_BT.minimum(lasts_B[:, None])
+        ids_BT = torch.tensor([each + [0] * (rest - len(each)) for each in ids], device=self._device)
         self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
-        return cache, places
+        return cache, places, ends
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         """Pause generation. Returns a future that is done when it has stopped."""
@@ -499,6 +524,7 @@ class Engine:
             if row.unsent[0]:
                 self._tell(row, None)  # these tokens are those of the old weights
         self._waiting.extendleft(reversed(going))
+        self._batch.prefixes.clear()
         self._batch.clear()
         self.weights_dropped = False
         self._version = version
@@ -550,6 +576,7 @@ class Engine:
         return PromptLogprobs(self._version, self._options.dtype, logprobs)
 
     def _move(self, device: str) -> None:
+        self._batch.prefixes.clear()
         self._model.to(device)
         if device == "cpu" and torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,0 +1,107 @@
+"""The keys and values of answers that ended, for prompts that begin with the same tokens: the next turn of a conversation
+begins with the earlier ones, and so do other conversations with the same instructions and tools.
+
+A prompt finds them by the hashes of its blocks, each of which covers all blocks before it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+BLOCK = 16  # tokens
+LEAST = 64  # a shorter prefix costs more to keep than to compute
+
+
+class Prefix(NamedTuple):
+    """Token ids, and for each layer the keys and values [H, T, D] of the first `length` of them."""
+
+    ids: list[int]
+    length: int
+    layers: list[tuple[Tensor, Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+
+Found = tuple[Prefix, int]  # and how many of its tokens
+
+
+class PrefixCache:
+    """The prefixes that were used last, within a limit of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.bytes = 0
+        self._limit = limit
+        self._kept: OrderedDict[int, Prefix] = OrderedDict()  # by the hash of its last block, the longest unused first
+        self._holders: defaultdict[int, list[int]] = defaultdict(list)  # by a block: the prefixes with it
+
+    def put(self, prefix: Prefix) -> None:
+        """Keep a prefix, instead of those with which it begins. One that is short, or too large, is not kept."""
+        if prefix.length < LEAST or prefix.bytes > self._limit:
+            return
+        blocks = list(_blocks(prefix.ids, prefix.length))
+        for block in blocks:
+            if block == blocks[-1] or (block in self._kept and _begins(prefix, self._kept[block])):
+                self._remove(block)
+        self._kept[blocks[-1]] = prefix
+        self.bytes += prefix.bytes
+        for block in blocks:
+            self._holders[block].append(blocks[-1])
+        self.shrink(self._limit)
+
+    def find(self, ids: Sequence[int], most: int) -> Found | None:
+        """A prefix with which these ids begin, and how many tokens they have in common: LEAST to `most`; None: there is
+        none.
+        """
+        found = None
+        for block in _blocks(ids, most):
+            if block not in self._holders:
+                break
+            found = self._holders[block][-1]
+        if found is None:
+            return None
+        prefix = self._kept[found]
+        most = min(most, prefix.length)
+        common = next((place for place in range(most) if prefix.ids[place] != ids[place]), most)
+        if common < LEAST:
+            return None
+        self._kept.move_to_end(found)
+        return prefix, common
+
+    def shrink(self, limit: int) -> None:
+        """Set the limit, and drop those that were used longest ago until it holds."""
+        self._limit = limit
+        while self.bytes > limit:
+            self._remove(next(iter(self._kept)))
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._holders.clear()
+        self.bytes = 0
+
+    def _remove(self, last: int) -> None:
+        prefix = self._kept.pop(last, None)
+        if prefix is None:
+            return
+        self.bytes -= prefix.bytes
+        for block in _blocks(prefix.ids, prefix.length):
+            self._holders[block].remove(last)
+            if not self._holders[block]:
+                del self._holders[block]
+
+
+def _begins(longer: Prefix, shorter: Prefix) -> bool:
+    return shorter.length <= longer.length and longer.ids[: shorter.length] == shorter.ids[: shorter.length]
+
+
+def _blocks(ids: Sequence[int], length: int) -> Iterator[int]:
+    """The hash of each whole block of the first `length` ids, with all blocks before it."""
+    so_far = 0
+    for end in range(BLOCK, length + 1, BLOCK):
+        so_far = hash((so_far, *ids[end - BLOCK : end]))
+        yield so_far
