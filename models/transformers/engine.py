@@ -35,7 +35,9 @@ from transformers.utils import logging
 
 from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
+from ngym.net.json_limits import free_memory
 from ngym.runtime.cpu_threads import serving_threads
+from ngym.trainer.model.layers import fuse_layers
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
@@ -88,6 +90,8 @@ def _network(kind: Any, folder: str, options: Options) -> Any:
     model = kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
+    if kind is AutoModelForCausalLM:
+        fuse_layers(model)
     return model
 
 
@@ -152,7 +156,9 @@ class Engine:
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
         self._takes_mask = model.config._attn_implementation == GROUPED and not any(sliding or [True])
         self._device = _device(options)
-        self._batch = Batch(sliding, self._device, options.kv_cache_mb * MB)
+        limit = options.kv_cache_mb * MB
+        spare = limit if self._device != "cpu" else min(limit, free_memory() // 4)
+        self._batch = Batch(sliding, self._device, spare)
         self._draw = torch.Generator(self._device)
         self._draw.seed()
         self._waiting: deque[Row] = deque()

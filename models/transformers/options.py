@@ -26,6 +26,8 @@ class Options(TrainableModelOptions):
         default=256, ge=1, description="The most answers that are sampled at once; more requests wait for them."
     )
     kv_cache_mb: int = Field(
-        default=4096, ge=1, description="Limit of the KV cache of all answers; one answer alone may exceed it."
+        default=4096,
+        ge=1,
+        description="Limit of the KV cache of all answers and of kept prefixes; one answer alone may exceed it.",
     )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")

@@ -101,10 +101,7 @@ async def test_equal_prompts_are_computed_once_and_answered_as_each_alone(folder
     prompts = [[1, 40, 41, 42, 2, 1, 77]] * 6 + [[1, 40, 41]] * 2 + [[50, 60, 61, 62]]
     requests = [(prompt, 8) for prompt in prompts]
     async with engine_of(folder) as (engine, _):
-        passes: list[tuple[int, int]] = []
-        engine._model.register_forward_pre_hook(
-            lambda network, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
-        )
+        passes = shapes(engine)
         await engine._run(partial(engine._pause, "keep"))  # all of them join between the same two tokens
         asking = asyncio.create_task(stream(engine, requests, len(requests)))
         await waiting(engine, len(requests))
@@ -232,6 +229,90 @@ async def test_the_cache_is_copied_only_when_it_has_no_room(folder: Path, monkey
     assert max(widths) < 20 + 16, "columns before the first token of all rows are not computed"
     assert copies <= 1 + len(widths) / batch.ROOM  # 80 answers began, at most 8 at a time
     check(folder, answers)
+
+
+def shapes(engine: Any) -> list[tuple[int, int]]:
+    """The rows and columns of each pass from now on."""
+    passes: list[tuple[int, int]] = []
+    engine._model.register_forward_pre_hook(
+        lambda network, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    return passes
+
+
+@pytest.mark.parametrize("other", [None, "mistral", "gemma3_text", "gpt2"])
+async def test_a_prompt_that_begins_as_an_earlier_answer_computes_only_the_rest(
+    folder: Path, tmp_path: Path, other: str | None
+) -> None:
+    """Three answers at once go on after the same prefix by different lengths, and one after less of it."""
+    model = family(tmp_path, folder, other) if other else folder
+    async with engine_of(model, context=512) as (engine, _):
+        passes = shapes(engine)
+        [(prompt, ids, logprobs)] = await stream(engine, [(list(range(3, 53)) * 2, 40)], 1)
+        assert passes[0] == (1, 99)
+        said = prompt + ids
+        again = [[*said, 9], [*said, 9], [*said, 7, 8, 9, 10, 11], [*said[:70], 5, 6]]
+        passes.clear()
+        await engine._run(partial(engine._pause, "keep"))
+        asking = asyncio.create_task(stream(engine, [(each, 20) for each in again], 4))
+        await waiting(engine, 4)
+        await engine._run(engine._unpause)
+        answers = await asking
+        # Of 140 ids, the last one was only sampled; the last of each prompt is computed with the first new token.
+        assert passes[:2] == [(3, 5), (4, 1)]
+        check(model, [(prompt, ids, logprobs), *answers])
+        await engine._run(partial(engine._switch, lambda: None, 2))
+        passes.clear()
+        check(model, await stream(engine, [(said, 5)], 1))
+        assert passes[0] == (1, 139), "what the weights before a push computed is gone"
+
+
+async def test_what_is_kept_and_the_answers_share_the_memory(folder: Path) -> None:
+    """1 MB are 2,000 tokens of this model."""
+    requests = [([number % 50 + 3] * 150, 20 + number) for number in range(30)]
+    async with engine_of(folder, context=512, kv_cache_mb=1) as (engine, _):
+        answers = await stream(engine, requests, 3)
+        prefixes = engine._batch.prefixes
+        assert 0 < prefixes.bytes <= 1_000_000
+        assert prefixes.bytes == sum(prefix.bytes for prefix in prefixes._kept.values())
+        found = [prefixes.find(prompt + ids, 170) is not None for prompt, ids, _ in answers]
+        assert found[-1] and not found[0], "the oldest are dropped first"
+        prefixes.shrink(0)
+        assert not (prefixes.bytes or prefixes._kept or prefixes._holders)
+    check(folder, answers)
+
+
+async def test_a_prefix_stays_while_another_that_shares_its_beginning_is_dropped(folder: Path) -> None:
+    async with engine_of(folder) as (engine, _):
+        prefixes = engine._batch.prefixes
+        kind = importlib.import_module(f"{type(engine).__module__.rpartition('.')[0]}.prefix_cache").Prefix
+
+        def prefix(*ids: int) -> Any:
+            return kind(list(ids), len(ids), [(torch.zeros(1, len(ids), 4), torch.zeros(1, len(ids), 4))])
+
+        common, one, two = [1] * 64, [2] * 20, [3] * 20
+        prefixes.put(prefix(*common, *one))
+        prefixes.put(prefix(*common, *two))
+        assert prefixes.find(common + one + [4], 84)[1] == 84
+        prefixes.shrink(prefixes.bytes - 1)  # drops `two`, which was used longest ago
+        assert prefixes.find(common + one, 84)[1] == 84
+        assert prefixes.find(common + two, 84)[1] == 64
+        prefixes.shrink(1 << 20)
+        prefixes.put(prefix(*common, *one, *two))
+        assert [len(each.ids) for each in prefixes._kept.values()] == [104], "a longer one replaces its beginning"
+        assert prefixes.find([1] * 63, 63) is None
+        assert prefixes.find([5, *common], 65) is None
+
+
+async def test_usage_says_how_much_of_the_prompt_was_there(folder: Path) -> None:
+    async with served(folder, context=512) as client:
+        asked: list[Json] = [{"role": "user", "content": "hello " * 100}]
+        body: Json = {"max_output_tokens": 30, "ignore_eos": True, "temperature": 0}
+        first = (await client.post("/v1/responses", json=body | {"input": asked})).json()
+        assert first["usage"]["input_tokens_details"]["cached_tokens"] == 0
+        again = (await client.post("/v1/responses", json=body | {"input": asked})).json()
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] == first["usage"]["input_tokens"] - 1
+        assert again["output"][-1]["generation_token_ids"] == first["output"][-1]["generation_token_ids"]
 
 
 @pytest.mark.parametrize(

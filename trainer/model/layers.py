@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +52,9 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, r = _by_rms(x, weight_H, eps)
         ctx.save_for_backward(x, weight_H, r)
-        y: Tensor = (x * r).to(x.dtype)
-        return y.mul_(weight_H) if y.dtype == weight_H.dtype else y * weight_H
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -70,6 +68,14 @@ class RmsNorm(torch.autograd.Function):
         return of_x_TH.to(x.dtype).view(x.shape), of_weight_H, None
 
 
+def _by_rms(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """w * x / rms(x) and 1 / rms(x)."""
+    r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    y: Tensor = (x * r).to(x.dtype)
+    return y.mul_(weight_H) if y.dtype == weight_H.dtype else y * weight_H, r
+
+
 class Rotary(torch.autograd.Function):
     """Rotary embedding of queries or keys: x * cos + rotated(x) * sin, where rotated(x1, x2) = (-x2, x1) are the halves of
     the last dimension. The gradient is rotated back.
@@ -78,14 +84,19 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        return _rotated(x, cos, -sin[..., :half], sin[..., half:])
+        return _rotated(x, cos, *_signed(sin))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
         return _rotated(grad, cos, sin[..., half:], -sin[..., :half]), None, None
+
+
+def _signed(sin: Tensor) -> tuple[Tensor, Tensor]:
+    """-sin of the first half, and sin of the second."""
+    half = sin.shape[-1] // 2
+    return -sin[..., :half], sin[..., half:]
 
 
 def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -148,6 +159,8 @@ def _fused(kind: Any) -> Any:
 
 
 def _normalized(x: Tensor, weight_H: Tensor, eps: float | None) -> Any:
+    if not torch.is_grad_enabled():
+        return _by_rms(x, weight_H, cast(float, eps))[0]
     return RmsNorm.apply(x, weight_H, eps)  # type: ignore[no-untyped-call]
 
 
@@ -156,6 +169,9 @@ def _rotary(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqu
     if torch.compiler.is_compiling() or cos.shape[-1] != q.shape[-1]:
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    if not torch.is_grad_enabled():
+        first, second = _signed(sin)
+        return _rotated(q, cos, first, second), _rotated(k, cos, first, second)
     return tuple(Rotary.apply(each, cos, sin) for each in (q, k))  # type: ignore[no-untyped-call]
 
 
