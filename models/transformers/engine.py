@@ -37,7 +37,6 @@ from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
 from ngym.net.json_limits import free_memory
 from ngym.runtime.cpu_threads import serving_threads
-from ngym.trainer.model.layers import fuse_layers
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
@@ -90,8 +89,6 @@ def _network(kind: Any, folder: str, options: Options) -> Any:
     model = kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
-    if kind is AutoModelForCausalLM:
-        fuse_layers(model)
     return model
 
 
@@ -154,7 +151,7 @@ class Engine:
         self._is_batched = sliding is not None
         self._most = options.batch if self._is_batched else 1
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
-        self._takes_mask = model.config._attn_implementation == GROUPED and not any(sliding or [True])
+        self._takes_mask = model.config._attn_implementation in ("sdpa", GROUPED) and not any(sliding or [True])
         self._device = _device(options)
         limit = options.kv_cache_mb * MB
         spare = limit if self._device != "cpu" else min(limit, free_memory() // 4)
