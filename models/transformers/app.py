@@ -92,7 +92,8 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     if not os.path.isabs(folder) and (problem := await asyncio.to_thread(hub_model_problem, folder)):
         raise ConfigError(f"service {context.name!r}: model: {problem}")
     await asyncio.to_thread(_import_engine)
-    from .engine import Classifier, Engine, classifies
+    from .engine import Classifier, Engine
+    from .loading import classifies
 
     def load() -> Engine | Classifier:
         with lean_imports():

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ngym.chat_codec import Sampled, Sampling
 
-from .prefix_cache import LEAST, Found, Prefix, PrefixCache
+from .prefix_cache import Found, Prefix, PrefixCache
 
 ROOM = 64  # tokens by which a cache grows at least
 ROWS = 8  # rows by which it grows at least, if its limit allows
@@ -229,13 +229,14 @@ class Batch:
     def remember(self, slot: int) -> None:
         """Keep the keys and values of a row for prompts that begin with its ids."""
         row, start = self.rows[slot], self.starts[slot]
-        if self._sliding is None or self.end - start < LEAST:
+        length = self.end - start
+        if self._sliding is None or not self.prefixes.takes(length, length * self.bytes_per_token):
             return
         layers = [
             (layer.keys[slot, :, start : self.end].clone(), layer.values[slot, :, start : self.end].clone())
             for layer in self.cache.layers
         ]
-        self.prefixes.put(Prefix(list(row.ids), self.end - start, layers))
+        self.prefixes.put(Prefix(list(row.ids), length, layers))
 
     def continued(self, found: Sequence[Found], room: int) -> Cache:
         """A cache of one row for each of these prefixes, aligned at their ends, with room for so many more tokens."""

@@ -30,22 +30,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
 from ngym.net.json_limits import free_memory
-from ngym.runtime.cpu_threads import serving_threads
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
 from .batch import Batch, Draw, Row, sampled, sliding_layers, with_room
 from .grouped_attention import GROUPED
+from .loading import checkpoint_folder, device_of, loaded, network, weight_files
 from .options import Options
 from .prefix_cache import Found
 
-NO_LIMIT = 1 << 20  # for a model that does not state its context length
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
 DENSE = 0.75  # the share of rows that go on at which those that ended are still computed
 MB = 1_000_000
@@ -53,43 +51,6 @@ FILE_ROOM = 16 << 20  # for the names in a safetensors file and the config files
 HEAD = "lm_head.weight"
 STOPPING = "this server is stopping"
 CUT_OFF = "a weight push with mode abort ended this answer; ask again"
-
-
-def classifies(folder: str, options: Options) -> bool:
-    """Whether the model is one for sequence classification.
-
-    Raises:
-        OSError, ValueError: it has no config that transformers knows.
-    """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-
-
-def _loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
-    """The tokenizer, the model and its context length. kind: an AutoModel class."""
-    logging.disable_progress_bar()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    model = _network(kind, folder, options)
-    if (device := _device(options)) == "cpu":
-        torch.set_num_threads(serving_threads(options.threads, model.num_parameters()))
-    if tokenizer.chat_template is None:
-        raise ValueError("its tokenizer has no chat template; take an instruct model")
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
-    return tokenizer, model.to(device), min(options.context or own, own)
-
-
-def _device(options: Options) -> str:
-    if options.device != "auto":
-        return options.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _network(kind: Any, folder: str, options: Options) -> Any:
-    data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
-    model = kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(GROUPED)
-    return model
 
 
 class Classifier:
@@ -100,9 +61,9 @@ class Classifier:
     """
 
     def __init__(self, folder: str, options: Options) -> None:
-        self.tokenizer, self._model, self.context = _loaded(AutoModelForSequenceClassification, folder, options)
+        self.tokenizer, self._model, self.context = loaded(AutoModelForSequenceClassification, folder, options)
         self.labels: dict[int, str] = self._model.config.id2label
-        self._device = _device(options)
+        self._device = device_of(options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
 
     def close(self) -> None:
@@ -132,7 +93,7 @@ class Engine:
     sleep_problem: str | None = None
 
     def __init__(self, folder: str, options: Options, count: Callable[[float], None]) -> None:
-        self.tokenizer, self._model, self.context = _loaded(AutoModelForCausalLM, folder, options)
+        self.tokenizer, self._model, self.context = loaded(AutoModelForCausalLM, folder, options)
         model = self._model
         self.ends: int | list[int] | None = model.generation_config.eos_token_id
         known = self.ends if isinstance(self.ends, list) else [self.ends, self.tokenizer.eos_token_id]
@@ -152,7 +113,7 @@ class Engine:
         self._most = options.batch if self._is_batched else 1
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
         self._takes_mask = model.config._attn_implementation in ("sdpa", GROUPED) and not any(sliding or [True])
-        self._device = _device(options)
+        self._device = device_of(options)
         limit = options.kv_cache_mb * MB
         spare = limit if self._device != "cpu" else min(limit, free_memory() // 4)
         self._batch = Batch(sliding, self._device, spare)
@@ -215,7 +176,7 @@ class Engine:
 
     def checkpoint_shapes(self) -> Shapes | None:
         """The shapes of the loaded checkpoint by name; None: it is not in safetensors files of a folder."""
-        files = _weight_files(_checkpoint(self._folder))
+        files = weight_files(checkpoint_folder(self._folder))
         if not files:
             return None
         shapes = shapes_in(map(str, files))
@@ -539,13 +500,13 @@ class Engine:
             # All files are read before the first tensor is replaced: an error leaves the old weights as they are.
             self._replace([item for tensors in [load_file(file) for file in files] for item in tensors.items()])
             return
-        for file in _checkpoint(self._folder).glob("*.json"):
+        for file in checkpoint_folder(self._folder).glob("*.json"):
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
         places = {name: file.name for file in files for name in shapes_in([str(file)])}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         where = next(self._model.parameters()).device
-        self._model = _network(AutoModelForCausalLM, str(folder), self._options).to(where)
+        self._model = network(AutoModelForCausalLM, str(folder), self._options).to(where)
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors that are not in files, likewise."""
@@ -588,20 +549,3 @@ class Engine:
 def _delivered(answers: list[tuple[Row, Sampled | Exception]]) -> None:
     for row, answer in answers:
         row.answers.put_nowait(answer)
-
-
-def _checkpoint(folder: str) -> Path:
-    """The folder of the checkpoint's files; that of the hub's cache for a name."""
-    if Path(folder).is_dir():
-        return Path(folder)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(folder, local_files_only=True))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads: a folder may have the weights in another format, too."""
-    if (index := folder / "model.safetensors.index.json").is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else []

@@ -27,7 +27,8 @@ def grouped_attention(
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]
     is_short = length == 1 or (length <= size and attention_mask is not None)
-    if groups == 1 or not is_short or more.get("position_bias") is not None:
+    by_head = more.get("position_bias") is not None or (attention_mask is not None and attention_mask.shape[1] > 1)
+    if groups == 1 or not is_short or by_head:
         answer: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
         return answer
     mask = attention_mask.repeat(1, 1, groups, 1) if attention_mask is not None and length > 1 else attention_mask

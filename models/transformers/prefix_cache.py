@@ -40,10 +40,12 @@ class PrefixCache:
         self._kept: OrderedDict[int, Prefix] = OrderedDict()  # by the hash of its last block, the longest unused first
         self._holders: defaultdict[int, list[int]] = defaultdict(list)  # by a block: the prefixes with it
 
+    def takes(self, length: int, size: int) -> bool:
+        """Whether a prefix of so many tokens and bytes is worth a copy, and has room."""
+        return length >= LEAST and size <= self._limit
+
     def put(self, prefix: Prefix) -> None:
-        """Keep a prefix, instead of those with which it begins. One that is short, or too large, is not kept."""
-        if prefix.length < LEAST or prefix.bytes > self._limit:
-            return
+        """Keep a prefix that this cache takes, instead of those with which it begins."""
         blocks = list(_blocks(prefix.ids, prefix.length))
         for block in blocks:
             if block == blocks[-1] or (block in self._kept and _begins(prefix, self._kept[block])):

@@ -1,0 +1,72 @@
+"""The folder of a model: its kind, its tokenizer, its network and the files of its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging
+
+from ngym.runtime.cpu_threads import serving_threads
+
+from .grouped_attention import GROUPED
+from .options import Options
+
+NO_LIMIT = 1 << 20  # for a model that does not state its context length
+
+
+def classifies(folder: str, options: Options) -> bool:
+    """Whether the model is one for sequence classification.
+
+    Raises:
+        OSError, ValueError: it has no config that transformers knows.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
+    """The tokenizer, the model and its context length. kind: an AutoModel class."""
+    logging.disable_progress_bar()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    model = network(kind, folder, options)
+    if (device := device_of(options)) == "cpu":
+        torch.set_num_threads(serving_threads(options.threads, model.num_parameters()))
+    if tokenizer.chat_template is None:
+        raise ValueError("its tokenizer has no chat template; take an instruct model")
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
+    return tokenizer, model.to(device), min(options.context or own, own)
+
+
+def device_of(options: Options) -> str:
+    if options.device != "auto":
+        return options.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def network(kind: Any, folder: str, options: Options) -> Any:
+    data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
+    model = kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED)
+    return model
+
+
+def checkpoint_folder(folder: str) -> Path:
+    """The folder of the checkpoint's files; that of the hub's cache for a name."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(folder, local_files_only=True))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads: a folder may have the weights in another format, too."""
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else []
