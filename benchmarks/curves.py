@@ -60,6 +60,7 @@ SERVERS: dict[str, Json] = {  # with the options that suit a tiny model
 }
 ANSWERS, SAMPLED = 64, 96  # answers at once, tokens of each
 TURNS = 4  # of a conversation
+LONG_PROMPT = 100  # times four tokens
 
 
 def in_flight(quick: bool) -> Iterator[Json]:
@@ -224,6 +225,23 @@ def served_replicas(quick: bool) -> Iterator[Json]:
                 yield {"server": app, "replicas": count, "tokens_s": shared, "with_all_cores_each": whole}
 
 
+def served_groups(quick: bool) -> Iterator[Json]:
+    """Tokens a second of a model server for groups of eight rollouts with the same prompt, of 400 tokens; 64 of 128 rollouts
+    at once. Medians of three rounds.
+    """
+    from trainer import new_model
+
+    for name in ["tiny"] if quick else ["tiny", "small"]:
+        with tempfile.TemporaryDirectory() as folder:
+            new_model(Path(folder, "model"), _shape(name, 2048))
+            for app in SERVERS:
+                yield {
+                    "model": name,
+                    "server": app,
+                    "tokens_s": event_loop.run(_sampled(Path(folder), app, {}, group=8)),
+                }
+
+
 def served_turns(quick: bool) -> Iterator[Json]:
     """Tokens a second of a model server that conversations of several turns come to and leave: each prompt is all before
     it. Medians of three rounds.
@@ -237,33 +255,41 @@ def served_turns(quick: bool) -> Iterator[Json]:
                 yield {"model": name, "server": app, "tokens_s": event_loop.run(_sampled(Path(folder), app, {}, TURNS))}
 
 
-async def _sampled(folder: Path, app: str, options: Json, turns: int = 1) -> float:
-    """turns: of each conversation. If more than one, twice as many conversations begin as run at once, and the lengths of
-    the answers vary.
+async def _sampled(folder: Path, app: str, options: Json, turns: int = 1, group: int = 1) -> float:
+    """Sampled tokens a second, as the usage counts them.
+
+    Args:
+        turns: of each conversation.
+        group: the conversations that begin with the same long prompt. With several, or several turns, twice as many
+            conversations begin as run at once, and the lengths of the answers vary.
     """
     policy = {"kind": "model", "app": app, "model": "model", **options}
     config = folder / "global_config.yaml"
     config.write_text(json.dumps({"policy": policy, "ngym": {"head": {"port": 0}}}))
-    count, at_once, draw = ANSWERS * min(turns, 2), asyncio.Semaphore(ANSWERS), random.Random(0)
-    lengths = [[draw.randrange(8, 56) if turns > 1 else SAMPLED for _ in range(turns)] for _ in range(count)]
+    varied = turns > 1 or group > 1
+    count, at_once, draw = ANSWERS * (2 if varied else 1), asyncio.Semaphore(ANSWERS), random.Random(0)
+    lengths = [[draw.randrange(8, 56) if varied else SAMPLED for _ in range(turns)] for _ in range(count)]
     rates = []
     async with Supervisor(load_config([config])) as running:
         peers = Peers(running.urls)
 
-        async def conversation(number: int) -> None:
+        async def conversation(number: int, played: int) -> int:
             said: list[Json] = []
+            sampled, first = 0, f"{played}-{number // group}" + " and so on" * (LONG_PROMPT if group > 1 else 0)
             async with at_once:
                 for tokens in lengths[number]:
-                    said.append({"role": "user", "content": f"{number}?"})
+                    said.append({"role": "user", "content": f"{number}?" if said else first})
                     body = {"input": said, "max_output_tokens": tokens, "ignore_eos": True}
                     answer = await peers["policy"].post("/v1/responses", body)
                     # With its token ids, as agents do. An answer of random tokens may be something else than a message.
                     said += [item for item in answer["output"] if item["type"] == "message"]
+                    sampled += answer["usage"]["output_tokens"]
+            return sampled
 
-        for _ in range(4):
+        for played in range(4):
             began = time.perf_counter()
-            await asyncio.gather(*map(conversation, range(count)))
-            rates.append(sum(map(sum, lengths)) / (time.perf_counter() - began))
+            tokens = sum(await asyncio.gather(*[conversation(number, played) for number in range(count)]))
+            rates.append(tokens / (time.perf_counter() - began))
         await peers.close()
     return median(rates[1:])
 
@@ -316,6 +342,7 @@ AXES = {
         served_parameters,
         served_replicas,
         served_turns,
+        served_groups,
     )
 }
 

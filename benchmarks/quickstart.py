@@ -1,6 +1,7 @@
-"""The quickstart by phase: seconds, and CPU seconds of all its processes, services included. FOLDER/output.txt has its output.
+"""The quickstart by phase: seconds, and CPU seconds of all its processes, services included. With several seeds, the seconds and
+the held-out reward of each. FOLDER/output.txt has the output.
 
-python benchmarks/quickstart.py [--folder runs/bench/quickstart] [--seed 0]
+python benchmarks/quickstart.py [--folder runs/bench/quickstart] [--seeds 0 1 2 3 4]
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +41,30 @@ class Spent(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/bench/quickstart"))
-    parser.add_argument("--seed", default="0")
+    parser.add_argument("--seeds", nargs="+", default=["0"], metavar="SEED")
     options = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.1f}", flush=True)
-    call = [sys.executable, "-m", "ngym", "quickstart", "--folder", str(options.folder), "--seed", options.seed]
-    began, last, phases = time.monotonic(), Spent(0.0, 0.0), list(ENDS)
-    print("\n| phase | seconds | CPU seconds |\n|---|---|---|")
+    print(f"load before: {os.getloadavg()[0]:.1f}\n", flush=True)
     options.folder.mkdir(parents=True, exist_ok=True)
+    if len(options.seeds) == 1:
+        print("| phase | seconds | CPU seconds |\n|---|---|---|")
+        spent = play(options.folder, options.seeds[0], show)
+        print(f"| all | {spent.seconds:.1f} | {spent.cpu:.1f} |\n")
+        services = (options.folder / "services.log").read_text()
+        print(f"services: {' '.join(re.findall(r'ready in [0-9.]+ s', services))} (from their start)")
+    else:
+        print("| seed | seconds | held-out reward |\n|---|---|---|")
+        for seed in options.seeds:
+            spent = play(options.folder, seed, lambda *_: None)
+            print(f"| {seed} | {spent.seconds:.1f} | {held_out(options.folder):.3f} |", flush=True)
+    print(f"load after: {os.getloadavg()[0]:.1f}")
+
+
+def play(folder: Path, seed: str, ended: Callable[[str, Spent], None]) -> Spent:
+    """One quickstart. ended: called after each phase with its name and what it took."""
+    call = [sys.executable, "-m", "ngym", "quickstart", "--folder", str(folder), "--seed", seed]
+    began, last, phases = time.monotonic(), Spent(0.0, 0.0), list(ENDS)
     with (
-        (options.folder / "output.txt").open("w") as output,
+        (folder / "output.txt").open("w") as output,
         subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process,
     ):
         assert process.stdout is not None
@@ -55,14 +72,21 @@ def main() -> None:
             output.write(line)
             if phases and re.match(ENDS[phases[0]], line):
                 now = Spent(time.monotonic() - began, cpu_of(process.pid))
-                print(f"| {phases.pop(0)} | {now.seconds - last.seconds:.1f} | {now.cpu - last.cpu:.1f} |", flush=True)
+                ended(phases.pop(0), Spent(now.seconds - last.seconds, now.cpu - last.cpu))
                 last = now
     if process.returncode or phases:
-        raise SystemExit(f"ended with {process.returncode} before: {phases}")
-    print(f"| all | {last.seconds:.1f} | {last.cpu:.1f} |\n")
-    services = (options.folder / "services.log").read_text()
-    print(f"services: {' '.join(re.findall(r'ready in [0-9.]+ s', services))} (from their start)")
-    print(f"load after: {os.getloadavg()[0]:.1f}")
+        raise SystemExit(f"seed {seed}: ended with {process.returncode} before: {phases}")
+    return last
+
+
+def show(phase: str, spent: Spent) -> None:
+    print(f"| {phase} | {spent.seconds:.1f} | {spent.cpu:.1f} |", flush=True)
+
+
+def held_out(folder: Path) -> float:
+    """The sampled reward of the held-out tasks at the end."""
+    found: list[str] = re.findall(r"held-out after \d+ steps: \S+ avg@1 ([0-9.]+)", (folder / "output.txt").read_text())
+    return float(found[-1])
 
 
 def cpu_of(pid: int) -> float:

@@ -9,13 +9,14 @@ process that forks, and the three services. RSS counts a shared page once for ea
 from __future__ import annotations
 
 import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,9 +43,12 @@ class Run(NamedTuple):
     stop_s: float
 
 
-def measure(folder: str) -> Run:
+def measure(folder: str, *options: str, variables: Mapping[str, str] | None = None) -> Run:
+    """`ng_run` in a folder with a global_config.yaml. variables: in addition to this process's environment."""
     started = time.perf_counter()
-    with subprocess.Popen(NG_RUN, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, **(variables or {})}
+    command = [*NG_RUN, *options]
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if json.loads(line)["event"] == "ready":

@@ -28,16 +28,19 @@ from peer_environments import trl_python
 
 from ngym.config.shipped_files import shipped
 from ngym.runtime.cpu_threads import SLEEPING, SPINNING_BRIEFLY
+from ngym.schema import Json
 
 GROUP, TASKS, LR = 8, 8, 1e-3
+PHASES = {"sampling": "generation", "training": "train", "push and proof": "weight_sync"}
 
 
 class Moment(NamedTuple):
-    """The end of a step: seconds since the command was started, CPU-seconds until then."""
+    """The end of a step: seconds since the command was started, CPU-seconds until then; its row of metrics."""
 
     seconds: float
     cpu: float
     reward: float
+    row: Json
 
 
 def main() -> None:
@@ -67,6 +70,9 @@ def main() -> None:
             found.setdefault(name, []).append(steps)
             curve = " ".join(f"{one.reward:.2f}" for one in steps[::5])
             print(f"{name:<24} seed {seed}: {said(steps, options.goal)}; every fifth step: {curve}", flush=True)
+    rows = [one.row for steps in found["ours"] for one in steps[1:]]
+    phases = {what: f"{median(row[f'time/{key}'] for row in rows):.3f}" for what, key in PHASES.items()}
+    print("ours, seconds of a step (medians): " + ", ".join(f"{what} {value}" for what, value in phases.items()))
     for name in list(found)[1:]:
         for what, of in (("from the start of the command", whole), ("without start-up", without_start)):
             ratio = [
@@ -115,7 +121,8 @@ def watched(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:
         ended = process.poll() is not None
         lines = rows.read_bytes().split(b"\n")[:-1] if rows.exists() else []  # a line is whole when it is ended
         for line in lines[seen:]:
-            yield Moment(time.perf_counter() - began, cpu_s(process.pid), json.loads(line)["reward/mean"])
+            row = json.loads(line)
+            yield Moment(time.perf_counter() - began, cpu_s(process.pid), row["reward/mean"], row)
         seen = len(lines)
         if ended:
             break

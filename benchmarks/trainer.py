@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--float32-matmul-precision", choices=["highest", "high"], default="highest", help="of both sides"
     )
+    parser.add_argument("--profile", action="store_true", help="the share of matrix products in another step of ours")
     parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
@@ -119,6 +120,7 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
             "float32_matmul_precision": options.float32_matmul_precision,
         },
         "micro_batch_tokens": options.micro_batch_tokens,
+        "profiled": 3 + options.steps + 1 if options.profile else None,
     }
     environment = {**os.environ, **SPINNING_BRIEFLY}  # both sides: threads that spin for longer slow the other side
     commands = {"ours": [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]}
@@ -139,6 +141,9 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
         for _ in range(3 + options.steps):
             for name, side in sides.items():
                 reports[name].append(side.step())
+        if options.profile:
+            step = sides["ours"].step()
+            print(f"\nours: matrix products are {step['products']:.0%} of a step, at {step['gflops']:.0f} GFLOP/s")
         parameters = sides["ours"].ready["parameters"]
     tokens = [report["tokens"] for report in reports["ours"]]
     found = [compared(name, each, reports["ours"], tokens) for name, each in reports.items()]

@@ -31,6 +31,7 @@ GRPO = {
     "loss": {"anchor": "trainer", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"},
     "shaping": {"skip_equal_groups": False},  # TRL computes them, so they are computed here, too
 }
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 ALGORITHMS = {"sft": {"name": "sft"}, "dpo": {"name": "dpo", "beta": 0.1}, "grpo": GRPO}
 
 
@@ -59,9 +60,16 @@ def main() -> None:
         turns = Turns()
         samples = read(spec["algorithm"], recipe, tokenizer, learner)
         turns.ready(parameters=sum(parameter.numel() for parameter in policy.parameters()), device=str(learner.device))
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_flops=True)
 
         def report(step: int, values: dict[str, float]) -> None:
-            turns.done(loss=values["loss"], grad_norm=values["grad_norm"], tokens=values["tokens"])
+            facts = {name: values[name] for name in ("loss", "grad_norm", "tokens")}
+            if step == spec.get("profiled"):
+                profiler.stop()
+                facts |= products(profiler.key_averages())
+            turns.done(**facts)
+            if step + 1 == spec.get("profiled"):
+                profiler.start()
 
         loop.train(
             learner,
@@ -72,6 +80,16 @@ def main() -> None:
             NanGuard(None, 1),
             report,
         )
+
+
+def products(events: Any) -> dict[str, float]:
+    """Of a profiled step: the share of the time that is in matrix products, and their GFLOP/s."""
+    found = [event for event in events if event.key in PRODUCTS]
+    microseconds = sum(event.self_cpu_time_total for event in found)
+    return {
+        "products": microseconds / sum(event.self_cpu_time_total for event in events),
+        "gflops": sum(event.flops for event in found) / microseconds / 1e3,
+    }
 
 
 class Read:
