@@ -66,7 +66,8 @@ def _transpose_weights(model: Any) -> None:
     """
     embedding = model.get_input_embeddings().weight
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight is not embedding:
+        # A subclass, such as a quantized one, may have weights of another layout.
+        if type(module) is nn.Linear and module.weight is not embedding:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
