@@ -64,10 +64,10 @@ def _transpose_weights(model: Any) -> None:
     So MKL multiplies the 8 to 64 rows of a decoding step without packing the weights first, in 0.4 to 0.9 of the time. An
     embedding that is the head, too, keeps its order: a token's vector is a row of it.
     """
-    embedding = model.get_input_embeddings().weight
+    embeddings = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     for module in model.modules():
         # A subclass, such as a quantized one, may have weights of another layout.
-        if type(module) is nn.Linear and module.weight is not embedding:
+        if type(module) is nn.Linear and id(module.weight) not in embeddings:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
