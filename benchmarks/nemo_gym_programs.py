@@ -146,8 +146,8 @@ def write_rows(folder: Path) -> None:
 
 
 @contextmanager
-def running(command: list[str], folder: Path, ready: str) -> Iterator[None]:
-    """A program of a project, from the time when `ready` answers with 200 until the block ends."""
+def running(command: list[str], folder: Path, ready: str) -> Iterator[int]:
+    """The process of a program of a project, from the time when `ready` answers with 200 until the block ends."""
     log = folder / f"{Path(command[0]).name}-{time.monotonic_ns()}.log"
     env = {**os.environ, "PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as output:
@@ -158,7 +158,7 @@ def running(command: list[str], folder: Path, ready: str) -> Iterator[None]:
             if program.poll() is not None or time.monotonic() > until:
                 sys.exit(f"{' '.join(command)} did not start; the end of its log:\n{log.read_text()[-3000:]}")
             time.sleep(1)
-        yield
+        yield program.pid
     finally:
         os.killpg(program.pid, signal.SIGINT)
         try:

@@ -2,7 +2,7 @@
 
 Both stacks run side by side: a gym server, the simple agent and a model server that speaks Chat Completions to one engine
 (a bare uvicorn application that answers at once). Both collectors then run the same rollouts in turns, each as a command
-of its own, with the same number in flight. The rate is that of the engine's calls, from the first to the last, so that
+of its own, with the same number in flight; meanwhile all processes of the other stack are stopped. The rate is that of the engine's calls, from the first to the last, so that
 start-up does not count; beside it is the time of the whole command. With a wrong reward the exit code is 1.
 
     python benchmarks/nemo_gym_rollouts.py [--rollouts 1024] [--in-flight 64 512] [--rounds 3] [--nemo-gym PYTHON]
@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from peer_environments import NEMO_GYM, nemo_gym_python
 
 Row = dict[str, Any]
 TASKS = 64
+IDLE_S = 10
 TOOL = {
     "type": "function",
     "name": "get_weather",
@@ -135,28 +137,29 @@ def our_config(engine_url: str, head: int) -> Row:
 
 
 class Side(NamedTuple):
-    """command: (agent, input, output, repeats, in flight) -> the arguments of its collector."""
+    """command: (agent, input, output, repeats, in flight) -> the arguments of its collector. pid: of its `ng_run`."""
 
     name: str
+    pid: int
     command: Callable[[str, str, str, int, int], list[str]]
 
 
-def theirs(venv: Path, head: int) -> Side:
+def theirs(venv: Path, head: int, pid: int) -> Side:
     def command(agent: str, rows: str, out: str, repeats: int, in_flight: int) -> list[str]:
         options = {"agent_name": agent, "input_jsonl_fpath": rows, "output_jsonl_fpath": out, "num_repeats": repeats}
         options |= {"num_samples_in_parallel": in_flight, "head_server.host": "127.0.0.1", "head_server.port": head}
         return [str(venv / "bin/ng_collect_rollouts"), *(f"+{key}={value}" for key, value in options.items())]
 
-    return Side(f"NeMo Gym {NEMO_GYM}", command)
+    return Side(f"NeMo Gym {NEMO_GYM}", pid, command)
 
 
-def ours(head: int) -> Side:
+def ours(head: int, pid: int) -> Side:
     def command(agent: str, rows: str, out: str, repeats: int, in_flight: int) -> list[str]:
         options = ["--head", f"http://127.0.0.1:{head}", "--agent", agent, "--input", rows, "--output", out]
         counts = ["--repeats", str(repeats), "--concurrency", str(in_flight)]
         return [str(BIN / "ng_collect_rollouts"), *options, *counts]
 
-    return Side("ngym", command)
+    return Side("ngym", pid, command)
 
 
 class Took(NamedTuple):
@@ -182,11 +185,39 @@ def collected(side: Side, chain: Chain, folder: Path, repeats: int, in_flight: i
     return Took(len(rewards) * (calls - 1) / calls / (last - first), seconds)
 
 
-def memory_mb(programs: list[str]) -> float:
-    """The proportional set size of these programs and their children, started within this process."""
-    found = [child for child in psutil.Process().children(recursive=True) if programs[0] in " ".join(child.cmdline())]
-    family = {one.pid: one for root in found for one in (root, *root.children(recursive=True))}
-    return sum(one.memory_full_info().pss for one in family.values()) / 1e6
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """All processes of a stack stopped until the block ends, so that what it does when idle costs the other nothing."""
+    processes = family(pid)
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+def memory_mb(pid: int) -> float:
+    """The proportional set size of a stack."""
+    return sum(one.memory_full_info().pss for one in family(pid)) / 1e6
+
+
+def cpu_share(pid: int) -> float:
+    """The share of one core that a stack uses when nothing is asked of it."""
+
+    def used_s() -> float:
+        return sum(sum(one.cpu_times()[:2]) for one in family(pid))
+
+    before = used_s()
+    time.sleep(IDLE_S)
+    return (used_s() - before) / IDLE_S
 
 
 def main() -> None:
@@ -217,15 +248,17 @@ def main() -> None:
         our_run = [str(BIN / "ng_run"), "--config", "ours.yaml"]
         their_run = [str(venv / "bin/ng_run"), "+config_paths=[theirs.yaml]"]
         began = time.monotonic()
-        with running(our_run, folder, f"http://127.0.0.1:{heads['ours']}/health"):
-            ready = {"ngym": time.monotonic() - began}
+        with running(our_run, folder, f"http://127.0.0.1:{heads['ours']}/health") as our_pid:
+            ready_s = [time.monotonic() - began]
             began = time.monotonic()
-            with running(their_run, folder, f"http://127.0.0.1:{heads['theirs']}/readyz"):
-                ready["NeMo Gym"] = time.monotonic() - began
-                memory = {"ngym": memory_mb(our_run), "NeMo Gym": memory_mb(their_run)}
-                measure(options, folder, [theirs(venv, heads["theirs"]), ours(heads["ours"])], meter)
-    for name, seconds in ready.items():
-        print(f"{name}: ready after {seconds:.1f} s (to the second), {memory[name]:,.0f} MB when idle")
+            with running(their_run, folder, f"http://127.0.0.1:{heads['theirs']}/readyz") as their_pid:
+                ready_s.insert(0, time.monotonic() - began)
+                sides = [theirs(venv, heads["theirs"], their_pid), ours(heads["ours"], our_pid)]
+                idle = [(memory_mb(side.pid), cpu_share(side.pid)) for side in sides]
+                measure(options, folder, sides, meter)
+    for side, seconds, (megabytes, share) in zip(sides, ready_s, idle, strict=True):
+        told = f"{megabytes:,.0f} MB and {share:.1%} of a core when idle"
+        print(f"{side.name}: ready after {seconds:.1f} s (to the second), {told}")
     serving.terminate()
 
 
@@ -242,8 +275,9 @@ def measure(options: argparse.Namespace, folder: Path, sides: list[Side], meter:
         for in_flight in options.in_flight:
             found: dict[str, list[Took]] = {side.name: [] for side in sides}
             for _ in range(options.rounds):
-                for side in sides:
-                    found[side.name].append(collected(side, chain, folder, repeats, in_flight, meter))
+                for side, other in (sides, sides[::-1]):
+                    with stopped(other.pid):
+                        found[side.name].append(collected(side, chain, folder, repeats, in_flight, meter))
             rates = {name: sorted(took.rollouts_s for took in rounds) for name, rounds in found.items()}
             cells = [
                 f"{median(rates[name]):,.0f} ({rates[name][0]:,.0f} to {rates[name][-1]:,.0f}), "
