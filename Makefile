@@ -42,7 +42,7 @@ check: install ## Lint, format, types, import rules, prose
 bench: install ## Measure and write docs/benchmarks.md (15 minutes); a short run: make bench ARGS=--quick
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-bench-peers: install ## Measure beside NeMo Gym, TRL and vLLM's own server (40 minutes); a short run: ARGS=--quick
+bench-peers: install ## Measure beside NeMo Gym, TRL and vLLM's own server (25 minutes); a short run: ARGS=--quick
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 docs: install ## Build the documentation site in build/site; live preview: .venv/bin/mkdocs serve

@@ -1,7 +1,7 @@
 """`make bench-peers`: ngym beside NeMo Gym, TRL and vLLM's own server, one after the other, each pair in interleaved rounds.
 
 Every comparison is a program of its own (`--only` selects), which prints its table; what all print goes to
-runs/bench/peers.txt, too. The first run makes an environment with NeMo Gym (1.4 GB) and one with TRL. About 40 minutes on two
+runs/bench/peers.txt, too. The first run makes an environment with NeMo Gym (1.4 GB) and one with TRL. About 25 minutes on two
 idle cores, with --quick 10. Do nothing else on the machine meanwhile.
 
     python benchmarks/peers.py [--quick] [--only rollouts trainer]

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ngym.chat_codec import Sampled, Sampling
+from ngym.errors import ServiceError
 
 from .prefix_cache import Found, Prefix, PrefixCache
 
@@ -71,7 +72,7 @@ class Row:
     sampling: Sampling
     draw: Draw | None
     number: int
-    answers: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
+    answers: asyncio.Queue[Sampled | ServiceError] = field(default_factory=asyncio.Queue)
     unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     cached: int = 0
     given_up: bool = False

@@ -18,10 +18,12 @@ import json
 import math
 import queue
 import shutil
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -34,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ngym.chat_codec import Finish, Sampled, Sampling
 from ngym.errors import BadRequest, NotReady, ServiceError
-from ngym.net.json_limits import free_memory
+from ngym.runtime.cpu_threads import cache_memory
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
@@ -47,6 +49,7 @@ from .prefix_cache import LEAST, Found
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
 DENSE = 0.75  # the share of rows that go on at which those that ended are still computed
 MB = 1_000_000
+KV_CACHE = 4_096 * MB  # at most, unless the options say otherwise
 FILE_ROOM = 16 << 20  # for the names in a safetensors file and the config files beside it
 HEAD = "lm_head.weight"
 STOPPING = "this server is stopping"
@@ -114,9 +117,9 @@ class Engine:
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
         self._takes_mask = model.config._attn_implementation in ("sdpa", GROUPED) and not any(sliding or [True])
         self._device = device_of(options)
-        limit = options.kv_cache_mb * MB
-        spare = limit if self._device != "cpu" else min(limit, free_memory() // 4)
-        self._batch = Batch(sliding, self._device, spare)
+        share = cache_memory() if self._device == "cpu" else sys.maxsize
+        self._limit = options.kv_cache_mb * MB if options.kv_cache_mb else min(KV_CACHE, share)
+        self._batch = Batch(sliding, self._device, min(self._limit, share))
         self._draw = torch.Generator(self._device)
         self._draw.seed()
         self._waiting: deque[Row] = deque()
@@ -125,7 +128,7 @@ class Engine:
         self._drained: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Row | Callable[[], None] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unsent: list[tuple[Row, Sampled | Exception]] = []
+        self._unsent: list[tuple[Row, Sampled | ServiceError]] = []
         self._thread = threading.Thread(target=self._work, name="transformers", daemon=True)
         self._thread.start()
 
@@ -159,8 +162,10 @@ class Engine:
         try:
             while True:
                 sampled = await row.answers.get()
-                if isinstance(sampled, Exception):
-                    raise sampled
+                if isinstance(sampled, ServiceError):
+                    raise copy(
+                        sampled
+                    ) from sampled  # an exception that many raise would hold the frames of all of them
                 yield sampled
                 if sampled.finish:
                     return
@@ -302,7 +307,7 @@ class Engine:
             try:
                 self._step()
             except Exception as error:  # noqa: BLE001  (such as one of memory; the callers raise it, and the server goes on)
-                self._fail(self._batch.rows, error)
+                self._fail(self._batch.rows, failure(error))
                 self._batch.prefixes.clear()
                 self._batch.clear()
             if self._drained is not None and not self._batch.rows:
@@ -369,7 +374,7 @@ class Engine:
         row.is_ended = row.is_ended or finish is not None
         self._unsent.append((row, Sampled(ids, logprobs, finish, self._version, row.cached)))
 
-    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
+    def _fail(self, rows: Sequence[Row], error: ServiceError) -> None:
         for row in rows:
             if not row.is_ended:
                 row.is_ended = True
@@ -414,7 +419,7 @@ class Engine:
                     batch.add(some, cache, places, ends)
                     self._remember(some, places, found)
             except Exception as error:  # noqa: BLE001  (the callers raise it)
-                self._fail(some, error)
+                self._fail(some, failure(error))
 
     def _remember(self, rows: list[Row], places: list[int], found: Mapping[int, Found]) -> None:
         """Keep prompts of which a part was computed: those of a group's other rollouts may come later."""
@@ -424,7 +429,7 @@ class Engine:
                 self._batch.remember(self._batch.rows.index(row))
 
     def _fits(self, rows: int, length: int) -> bool:
-        return rows * with_room(length) * self._batch.bytes_per_token <= self._options.kv_cache_mb * MB
+        return rows * with_room(length) * self._batch.bytes_per_token <= self._limit
 
     def _preempt(self) -> None:
         """Take the newest rows out of a batch that has outgrown its memory; they come back with their tokens."""
@@ -555,6 +560,13 @@ class Engine:
             torch.cuda.empty_cache()
 
 
-def _delivered(answers: list[tuple[Row, Sampled | Exception]]) -> None:
+def failure(error: Exception) -> ServiceError:
+    """What callers raise for an error of the model, which is its cause."""
+    failed = ServiceError(f"the model failed: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def _delivered(answers: list[tuple[Row, Sampled | ServiceError]]) -> None:
     for row, answer in answers:
         row.answers.put_nowait(answer)

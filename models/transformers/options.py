@@ -25,9 +25,10 @@ class Options(TrainableModelOptions):
     batch: int = Field(
         default=256, ge=1, description="The most answers that are sampled at once; more requests wait for them."
     )
-    kv_cache_mb: int = Field(
-        default=4096,
+    kv_cache_mb: int | None = Field(
+        default=None,
         ge=1,
-        description="Limit of the KV cache of all answers and of kept prefixes; one answer alone may exceed it.",
+        description="Limit of the KV cache of all answers and of kept prefixes; one answer alone may exceed it. Default: "
+        "4,096, on a CPU at most a quarter of the free memory; all replicas together at most half.",
     )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")

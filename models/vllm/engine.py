@@ -34,8 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
-from ngym.net.json_limits import free_memory
-from ngym.runtime.cpu_threads import serving_threads
+from ngym.runtime.cpu_threads import cache_memory, serving_threads
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
 
@@ -337,7 +336,7 @@ def _kv_cache_bytes(config: VllmConfig) -> int:
     """The default size of the KV cache of each process, with keys and values of its layers and heads."""
     model, parallel = config.model_config, config.parallel_config
     per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    return kv_cache_bytes(per_token * model.dtype.itemsize, model.max_model_len, free_memory())
+    return kv_cache_bytes(per_token * model.dtype.itemsize, model.max_model_len, cache_memory())
 
 
 def _parameters(service: str, model: Model) -> int | None:

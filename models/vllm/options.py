@@ -53,7 +53,7 @@ class Options(TrainableModelOptions):
         default=None,
         ge=1,
         description="CPU only: the size of the KV cache, allocated at the start; default: room for 16,384 tokens or one "
-        "context, from 64 to 4,096 MB and at most a quarter of the free memory.",
+        "context, from 64 to 4,096 MB and at most a quarter of the free memory; all replicas together at most half.",
     )
     threads: int | None = Field(
         default=None,
@@ -73,12 +73,12 @@ class Options(TrainableModelOptions):
     )
 
 
-def kv_cache_bytes(per_token: int, context: int, free: int) -> int:
+def kv_cache_bytes(per_token: int, context: int, share: int) -> int:
     """The default size of the KV cache on a CPU.
 
     Args:
         per_token: bytes of a token in all layers.
         context: the most tokens of a conversation.
-        free: bytes of memory that the process could take.
+        share: bytes of memory that a KV cache of this process may take.
     """
-    return max(KV_LEAST, min(max(KV_TOKENS, context) * per_token, KV_MOST, free // 4))
+    return max(KV_LEAST, min(max(KV_TOKENS, context) * per_token, KV_MOST, share))

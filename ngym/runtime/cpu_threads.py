@@ -1,4 +1,4 @@
-"""The threads that compute a model on a CPU: how many, and how they wait for each other."""
+"""What computes a model on a CPU: how many threads, how they wait for each other, and the memory of the KV cache."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import sys
 from contextlib import suppress
 
-from ngym.net.json_limits import own_group
+from ngym.net.json_limits import free_memory, own_group
 
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 SPINNING_BRIEFLY = {**SLEEPING, "GOMP_SPINCOUNT": "2000"}  # up to 0.1 ms, and then they sleep
 CPUS = "NGYM_CPUS"
 """The variable with the cores of a service's process: `resources.cpus`, or its share of the machine among replicas."""
+PROCESSES = "NGYM_PROCESSES"
+"""The variable with the most processes of a service on this machine, its own included."""
 EACH = 10_000_000
 """Parameters. On two cores, two threads sample from 5 million as fast as one does, and from 12 million in 0.7 of the time."""
 
@@ -56,3 +58,13 @@ def serving_threads(asked: int | None, parameters: int | None, processes: int = 
         return asked
     cores = max(1, usable_cores() // processes)
     return cores if parameters is None else min(cores, 1 + parameters // EACH)
+
+
+def cache_memory() -> int:
+    """The bytes that the KV cache of a server may take by default: a quarter of the free memory, or its share of half of
+    it among more than two processes.
+    """
+    processes = 1
+    with suppress(ValueError):
+        processes = int(os.environ.get(PROCESSES, ""))
+    return free_memory() // max(4, 2 * processes)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
-from ngym.runtime.cpu_threads import CPUS, usable_cores
+from ngym.runtime.cpu_threads import CPUS, PROCESSES, usable_cores
 from ngym.supervise import warm_zygote
 from ngym.supervise.node_group import NodeGroup
 from ngym.supervise.service import ProcessHost, StartedProcess, free_port, listen, url_of
@@ -141,7 +141,7 @@ class LocalPlacer:
     def _place(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None, port: int) -> ProcessHost:
         remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
         sock = listen(config.settings.host, port, f"service {stanza.name!r}", remedy)
-        environment = asked_cores(stanza) or shared_cores(stanza)
+        environment = (asked_cores(stanza) or shared_cores(stanza)) | shared_memory(stanza)
         if gpus is not None:
             environment[VISIBLE] = ",".join(gpus)
         place = _LocalHost(self, sock, config.settings.tls is not None, environment)
@@ -173,10 +173,18 @@ def shared_cores(stanza: Stanza) -> dict[str, str]:
     return {CPUS: str(max(1, usable_cores() // count))}
 
 
+def shared_memory(stanza: Stanza) -> dict[str, str]:
+    """The variable with the most processes of a stanza on this machine, which share its memory."""
+    return {PROCESSES: str(_most_replicas(stanza) * stanza.nodes)}
+
+
+def _most_replicas(stanza: Stanza) -> int:
+    return stanza.replicas.max if isinstance(stanza.replicas, ReplicaRange) else stanza.first_replicas
+
+
 def check_port(stanza: Stanza) -> None:
     """Raise a ConfigError if several processes have the same port."""
-    most = stanza.replicas.max if isinstance(stanza.replicas, ReplicaRange) else stanza.first_replicas
-    if stanza.port and most > 1:
+    if stanza.port and (most := _most_replicas(stanza)) > 1:
         where = stanza.key_where.get("port", stanza.where)
         raise ConfigError(f"{where}: {stanza.name!r} has {most} replicas and one port; leave `port` out")
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import random
 import shutil
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -294,6 +295,39 @@ async def test_a_groups_rollouts_that_come_later_do_not_compute_the_prompt_again
         assert [kept.find(each, 99)[1] for each in (group, unlike)] == [99, 99]
         assert kept.find([*short, 1], 50) is None
     check(model, answers)
+
+
+async def test_callers_raise_an_error_of_the_model_each_its_own_and_the_server_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine_of(folder) as (engine, _):
+
+        def fails(**_: Any) -> None:
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_model", fails)
+            asked = [asyncio.create_task(stream(engine, [([3, 4, number], 5)], 1)) for number in range(3)]
+            errors = await asyncio.gather(*asked, return_exceptions=True)
+        assert [str(error) for error in errors] == ["the model failed: RuntimeError: no memory"] * 3
+        assert len({id(error) for error in errors}) == 3
+        assert all(str(error.__cause__.__cause__) == "no memory" for error in errors)
+        for error in errors:
+            frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            assert frames.count("generate") == 1, "the frames of its own caller alone"
+        check(folder, await stream(engine, [([3, 4, 5], 5)], 1))
+
+
+async def test_without_a_limit_the_kv_cache_takes_this_server_s_share_of_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for processes, limit in (("1", 100_000_000), ("8", 25_000_000)):
+        monkeypatch.setattr(cpu_threads, "free_memory", lambda: 400_000_000)
+        monkeypatch.setenv(cpu_threads.PROCESSES, processes)
+        async with engine_of(folder) as (engine, _):
+            assert engine._limit == engine._batch._limit == limit
+        async with engine_of(folder, kv_cache_mb=900) as (engine, _):
+            assert (engine._limit, engine._batch._limit) == (900_000_000, limit), "kept prefixes stay within the share"
 
 
 async def test_what_is_kept_and_the_answers_share_the_memory(folder: Path) -> None:

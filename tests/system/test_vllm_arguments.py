@@ -43,22 +43,22 @@ async def test_a_model_may_still_be_written_while_its_server_starts(root: Path, 
 
 
 @pytest.mark.parametrize(
-    ("per_token", "context", "free_gb", "expected_mb"),
+    ("per_token", "context", "share_gb", "expected_mb"),
     [
-        (2_048, 1_024, 16, 64),  # a tiny model
-        (24_576, 1_024, 16, 384),
-        (24_576, 32_768, 16, 768),  # one context is longer
-        (229_376, 8_192, 16, 3_584),
-        (229_376, 40_960, 64, 4_096),
-        (229_376, 8_192, 4, 1_024),  # a small machine
+        (2_048, 1_024, 4, 64),  # a tiny model
+        (24_576, 1_024, 4, 384),
+        (24_576, 32_768, 4, 768),  # one context is longer
+        (229_376, 8_192, 4, 3_584),
+        (229_376, 40_960, 16, 4_096),
+        (229_376, 8_192, 1, 1_024),  # a small machine
     ],
 )
 def test_the_kv_cache_of_a_cpu_has_room_for_many_conversations(
-    root: Path, per_token: int, context: int, free_gb: int, expected_mb: int
+    root: Path, per_token: int, context: int, share_gb: int, expected_mb: int
 ) -> None:
     module = load(root / "models" / "vllm" / "app.py")
     options = importlib.import_module(f"{module.__name__}.options")
-    assert options.kv_cache_bytes(per_token, context, free_gb << 30) == expected_mb << 20
+    assert options.kv_cache_bytes(per_token, context, share_gb << 30) == expected_mb << 20
 
 
 # In a process of its own, for to import vLLM changes what a process does.

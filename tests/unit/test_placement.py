@@ -15,6 +15,7 @@ from ngym.supervise.placement import (
     asked_cores,
     gpu_slices,
     shared_cores,
+    shared_memory,
     spare_gpus,
     this_machine,
     visible_gpus,
@@ -156,6 +157,24 @@ def test_replicas_share_the_cores_and_resources_limit_them(
     for name, value in (asked_cores(policy) or shared_cores(policy)).items():
         monkeypatch.setenv(name, value)
     assert cpu_threads.usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("stanza", "share_gb"),
+    [
+        ({}, 16),
+        ({"replicas": 2}, 16),
+        ({"replicas": 4}, 8),
+        ({"replicas": {"min": 1, "max": 8}}, 4),
+    ],
+)
+def test_the_kv_caches_of_replicas_together_take_at_most_half_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stanza: dict, share_gb: int
+):
+    monkeypatch.setattr(cpu_threads, "free_memory", lambda: 64 << 30)
+    for name, value in shared_memory(config(tmp_path, policy=stanza).services["policy"]).items():
+        monkeypatch.setenv(name, value)
+    assert cpu_threads.cache_memory() == share_gb << 30
 
 
 @pytest.mark.parametrize("value", ["", "many", "nan", "-3", "inf", "1e400"])
