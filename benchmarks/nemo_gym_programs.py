@@ -147,7 +147,7 @@ def write_rows(folder: Path) -> None:
 
 @contextmanager
 def running(command: list[str], folder: Path, ready: str) -> Iterator[int]:
-    """The process of a program of a project, from the time when `ready` answers with 200 until the block ends."""
+    """The process id of a program of a project, from the time when `ready` answers with 200 until the block ends."""
     log = folder / f"{Path(command[0]).name}-{time.monotonic_ns()}.log"
     env = {**os.environ, "PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as output:

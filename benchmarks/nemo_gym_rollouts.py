@@ -2,8 +2,9 @@
 
 Both stacks run side by side: a gym server, the simple agent and a model server that speaks Chat Completions to one engine
 (a bare uvicorn application that answers at once). Both collectors then run the same rollouts in turns, each as a command
-of its own, with the same number in flight; meanwhile all processes of the other stack are stopped. The rate is that of the engine's calls, from the first to the last, so that
-start-up does not count; beside it is the time of the whole command. With a wrong reward the exit code is 1.
+of its own, with the same number in flight; meanwhile all processes of the other stack are stopped. The rate is that of the
+engine's calls, from the first to the last, so that start-up does not count; beside it is the time of the whole command. With
+a wrong reward the exit code is 1.
 
     python benchmarks/nemo_gym_rollouts.py [--rollouts 1024] [--in-flight 64 512] [--rounds 3] [--nemo-gym PYTHON]
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -195,13 +196,15 @@ def family(pid: int) -> list[psutil.Process]:
 def stopped(pid: int) -> Iterator[None]:
     """All processes of a stack stopped until the block ends, so that what it does when idle costs the other nothing."""
     processes = family(pid)
-    for process in processes:
-        process.suspend()
     try:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
         yield
     finally:
         for process in processes:
-            process.resume()
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def memory_mb(pid: int) -> float:

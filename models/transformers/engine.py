@@ -163,9 +163,8 @@ class Engine:
             while True:
                 sampled = await row.answers.get()
                 if isinstance(sampled, ServiceError):
-                    raise copy(
-                        sampled
-                    ) from sampled  # an exception that many raise would hold the frames of all of them
+                    # One exception that many callers raise would hold the frames of all of them.
+                    raise copy(sampled) from sampled
                 yield sampled
                 if sampled.finish:
                     return
