@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ngym.runtime.event_loop import as_ctrl_c
+
 Row = dict[str, Any]
 BIN = Path(sys.executable).parent
 WAIT_S = 300
@@ -289,4 +291,5 @@ def main(venv: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).absolute()))
+    with as_ctrl_c():
+        sys.exit(main(Path(sys.argv[1]).absolute()))

@@ -38,6 +38,8 @@ from bare import read, reply
 from nemo_gym_programs import BIN, free_port, relay, running, stanza, write_venvs
 from peer_environments import NEMO_GYM, nemo_gym_python
 
+from ngym.runtime.event_loop import as_ctrl_c
+
 Row = dict[str, Any]
 TASKS = 64
 IDLE_S = 10
@@ -292,4 +294,5 @@ def measure(options: argparse.Namespace, folder: Path, sides: list[Side], meter:
 
 
 if __name__ == "__main__":
-    main()
+    with as_ctrl_c():
+        main()

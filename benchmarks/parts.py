@@ -1,11 +1,16 @@
-"""The command line of a part of `make bench`: a separate program with `--quick` and `--json FILE`, which writes rows of JSON."""
+"""The command line of a part of `make bench`: a separate program with `--quick` and `--json FILE`, which writes rows of JSON;
+and the processes that benchmarks start.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -44,3 +49,14 @@ def cpu_s(pid: int) -> float:
     """User and system time of a process, its children, and those of theirs that have ended."""
     process = psutil.Process(pid)
     return sum(sum(one.cpu_times()[:4]) for one in (process, *process.children(recursive=True)))
+
+
+def end(child: subprocess.Popen[Any]) -> None:
+    """End a process and its descendants, which may have their own sessions; nothing if it has ended."""
+    if child.poll() is None:
+        started = psutil.Process(child.pid).children(recursive=True)
+        child.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs([psutil.Process(child.pid), *started], timeout=10)
+        for one in alive:
+            one.kill()
+        child.wait()

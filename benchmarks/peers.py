@@ -18,6 +18,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from parts import end
+
+from ngym.runtime.event_loop import as_ctrl_c
+
 HERE = Path(__file__).parent
 POLICY = Path("runs/quickstart/sft/policy")  # of `make quickstart`
 
@@ -71,8 +75,12 @@ def main() -> int:
             began = time.monotonic()
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
                 assert program.stdout is not None
-                for line in program.stdout:
-                    tell(file, line.rstrip())
+                try:
+                    for line in program.stdout:
+                        tell(file, line.rstrip())
+                except BaseException:
+                    end(program)
+                    raise
             if program.returncode:
                 failed.append(name)
             tell(file, f"   ({time.monotonic() - began:.0f} s)")
@@ -86,4 +94,5 @@ def tell(file: TextIO, line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with as_ctrl_c():
+        sys.exit(main())

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from parts import end
+
+from ngym.runtime.event_loop import as_ctrl_c
 
 # Phase -> the line of output that ends it.
 ENDS = {
@@ -68,12 +71,16 @@ def play(folder: Path, seed: str, ended: Callable[[str, Spent], None]) -> Spent:
         subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process,
     ):
         assert process.stdout is not None
-        for line in process.stdout:
-            output.write(line)
-            if phases and re.match(ENDS[phases[0]], line):
-                now = Spent(time.monotonic() - began, cpu_of(process.pid))
-                ended(phases.pop(0), Spent(now.seconds - last.seconds, now.cpu - last.cpu))
-                last = now
+        try:
+            for line in process.stdout:
+                output.write(line)
+                if phases and re.match(ENDS[phases[0]], line):
+                    now = Spent(time.monotonic() - began, cpu_of(process.pid))
+                    ended(phases.pop(0), Spent(now.seconds - last.seconds, now.cpu - last.cpu))
+                    last = now
+        except BaseException:
+            end(process)
+            raise
     if process.returncode or phases:
         raise SystemExit(f"seed {seed}: ended with {process.returncode} before: {phases}")
     return last
@@ -99,4 +106,5 @@ def cpu_of(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with as_ctrl_c():
+        main()

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,10 @@ from typing import NamedTuple
 
 import psutil
 from page import picture, rendered
+from parts import end
 
 from ngym.files.atomic import write_whole
+from ngym.runtime.event_loop import as_ctrl_c
 from ngym.schema import Json
 
 HERE = Path(__file__).parent
@@ -93,17 +94,6 @@ def measured(part: Part, quick: bool) -> Json:
     return {"rows": rows, "load": round(load, 1), "seconds": round(time.monotonic() - began), "quick": quick}
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """The process and its descendants, which may have their own sessions."""
-    if child.poll() is None:
-        started = psutil.Process(child.pid).children(recursive=True)
-        child.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs([psutil.Process(child.pid), *started], timeout=10)
-        for one in alive:
-            one.kill()
-        child.wait()
-
-
 def machine() -> Json:
     info = Path("/proc/cpuinfo")
     names = [line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model name")]
@@ -133,4 +123,5 @@ def write(folder: Path, results: Json) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with as_ctrl_c():
+        main()

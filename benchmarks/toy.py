@@ -24,10 +24,12 @@ from statistics import median
 from typing import NamedTuple
 
 import psutil
+from parts import end
 from peer_environments import trl_python
 
 from ngym.config.shipped_files import shipped
 from ngym.runtime.cpu_threads import SLEEPING, SPINNING_BRIEFLY
+from ngym.runtime.event_loop import as_ctrl_c
 from ngym.schema import Json
 
 GROUP, TASKS, LR = 8, 8, 1e-3
@@ -117,16 +119,19 @@ def trl(options: argparse.Namespace, python: Path, seed: int, environment: dict[
 def watched(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:
     """Each step of its file when it is there, until the process ends."""
     began, seen = time.perf_counter(), 0
-    while True:
-        ended = process.poll() is not None
-        lines = rows.read_bytes().split(b"\n")[:-1] if rows.exists() else []  # a line is whole when it is ended
-        for line in lines[seen:]:
-            row = json.loads(line)
-            yield Moment(time.perf_counter() - began, cpu_s(process.pid), row["reward/mean"], row)
-        seen = len(lines)
-        if ended:
-            break
-        time.sleep(0.02)
+    try:
+        while True:
+            ended = process.poll() is not None
+            lines = rows.read_bytes().split(b"\n")[:-1] if rows.exists() else []  # a line is whole when it is ended
+            for line in lines[seen:]:
+                row = json.loads(line)
+                yield Moment(time.perf_counter() - began, cpu_s(process.pid), row["reward/mean"], row)
+            seen = len(lines)
+            if ended:
+                break
+            time.sleep(0.02)
+    finally:
+        end(process)
     if process.returncode:
         raise SystemExit(f"{process.args} ended with exit code {process.returncode}; see the logs beside {rows}")
 
@@ -166,4 +171,5 @@ def said(steps: Sequence[Moment], goal: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with as_ctrl_c():
+        main()

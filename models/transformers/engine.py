@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ngym.chat_codec import Finish, Sampled, Sampling
-from ngym.errors import BadRequest, NotReady, ServiceError
+from ngym.errors import BadRequest, Boundary, NotReady, ServiceError
 from ngym.runtime.cpu_threads import cache_memory
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
@@ -53,6 +53,7 @@ KV_CACHE = 4_096 * MB  # at most, unless the options say otherwise
 FILE_ROOM = 16 << 20  # for the names in a safetensors file and the config files beside it
 HEAD = "lm_head.weight"
 STOPPING = "this server is stopping"
+FAILED = Boundary("model_error", "the model failed")
 CUT_OFF = "a weight push with mode abort ended this answer; ask again"
 
 
@@ -304,9 +305,10 @@ class Engine:
                 self._send()
                 continue
             try:
-                self._step()
-            except Exception as error:  # noqa: BLE001  (such as one of memory; the callers raise it, and the server goes on)
-                self._fail(self._batch.rows, failure(error))
+                with FAILED:
+                    self._step()
+            except ServiceError as error:  # such as one of memory; the callers raise it, and the server goes on
+                self._fail(self._batch.rows, error)
                 self._batch.prefixes.clear()
                 self._batch.clear()
             if self._drained is not None and not self._batch.rows:
@@ -414,11 +416,12 @@ class Engine:
         for some in ([row for row in rows if row.number in found], [row for row in rows if row.number not in found]):
             try:
                 if some:
-                    cache, places, ends = self._prefilled(some, found)
-                    batch.add(some, cache, places, ends)
-                    self._remember(some, places, found)
-            except Exception as error:  # noqa: BLE001  (the callers raise it)
-                self._fail(some, failure(error))
+                    with FAILED:
+                        cache, places, ends = self._prefilled(some, found)
+                        batch.add(some, cache, places, ends)
+                        self._remember(some, places, found)
+            except ServiceError as error:  # the callers raise it
+                self._fail(some, error)
 
     def _remember(self, rows: list[Row], places: list[int], found: Mapping[int, Found]) -> None:
         """Keep prompts of which a part was computed: those of a group's other rollouts may come later."""
@@ -557,13 +560,6 @@ class Engine:
         self._model.to(device)
         if device == "cpu" and torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def failure(error: Exception) -> ServiceError:
-    """What callers raise for an error of the model, which is its cause."""
-    failed = ServiceError(f"the model failed: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
 
 
 def _delivered(answers: list[tuple[Row, Sampled | ServiceError]]) -> None:

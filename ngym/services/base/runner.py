@@ -39,9 +39,7 @@ from ngym.telemetry.log_format import Form, Redactor, configure_logging, say, se
 log = logging.getLogger("ngym.services")
 MARKS_S = 0.05
 STALL_S = 0.1
-COMPUTED = (
-    0.1  # share of a stall; a process that computed less was stopped by the machine, or waited in a blocking call
-)
+COMPUTED = 0.1  # of a stall; a process that computed less was stopped by the machine, or waited in a blocking call
 IDLE = (("runners.py", "run"), ("selectors.py", "select"))  # innermost frames of a loop that runs no callback
 SAYS_EVERY_S = 1.0  # seconds between log lines: an overloaded machine has many stalls; the rest are only counted
 FRAMES = 12
@@ -152,8 +150,11 @@ class Watchdog:
             log.warning(told, stall.seconds, stall.cpu_s, stall.where or "unknown: it ended before it could be located")
 
     def _watch(self) -> None:
-        while not self._over.wait(MARKS_S):
-            if not self._where and time.monotonic() - self._mark.now > MARKS_S + STALL_S:
+        due_s = MARKS_S
+        while not self._over.wait(due_s):
+            stalled_s = time.monotonic() - self._mark.now - MARKS_S
+            due_s = max(STALL_S - stalled_s, MARKS_S)  # a stall is not yet one before
+            if not self._where and stalled_s > STALL_S:
                 frame = sys._current_frames().get(self._watched)
                 if frame is not None and (Path(frame.f_code.co_filename).name, frame.f_code.co_name) not in IDLE:
                     self._where = "".join(traceback.format_stack(frame, limit=None)[-FRAMES:]).rstrip()
@@ -240,9 +241,8 @@ async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions,
         return
     app = module.app
     app.state.context = context
-    async with app.router.lifespan_context(
-        app
-    ):  # here, so that what it raises is a ngym error and not a traceback from uvicorn
+    # Started here, an application raises a ngym error; within uvicorn it would be a traceback.
+    async with app.router.lifespan_context(app):
         await serve_app(app, context, lifespan="off")
 
 
