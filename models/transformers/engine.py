@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ from .options import Options
 from .prefix_cache import LEAST, Found
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
+GATHER_S = 0.002  # an idle engine waits for further requests while they come at this interval,
+GATHER_MOST_S = 0.03  # and at most so long
 DENSE = 0.75  # the share of rows that go on at which those that ended are still computed
 MB = 1_000_000
 KV_CACHE = 4_096 * MB  # at most, unless the options say otherwise
@@ -126,6 +128,7 @@ class Engine:
         self._waiting: deque[Row] = deque()
         self._numbers = itertools.count()
         self._paused = self._closing = False
+        self._largest = 0  # number of answers at once since the engine was idle
         self._drained: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Row | Callable[[], None] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -288,11 +291,7 @@ class Engine:
     @torch.inference_mode()
     def _work(self) -> None:
         while True:
-            idle = self._paused or not (self._batch.rows or self._waiting)
-            told = [self._inbox.get()] if idle else []
-            while not self._inbox.empty():
-                told.append(self._inbox.get())
-            for item in told:
+            for item in self._told():
                 if item is None:
                     self._fail([*self._batch.rows, *self._waiting], NotReady(STOPPING))
                     self._send()
@@ -316,6 +315,27 @@ class Engine:
                 self._drained.set_result(None)
                 self._drained = None
             self._send()
+
+    def _told(self) -> list[Row | Callable[[], None] | None]:
+        """What is in the inbox. An idle engine waits for it."""
+        is_idle = self._paused or not (self._batch.rows or self._waiting)
+        told = [self._inbox.get()] if is_idle else []
+        if told and isinstance(told[0], Row) and not self._paused:
+            self._gather()
+        while not self._inbox.empty():
+            told.append(self._inbox.get())
+        return told
+
+    def _gather(self) -> None:
+        """Wait for the rest of a burst, such as the rollouts of a training step: one pass then prefills all of them, and
+        no step samples for only a few. A request after one that was alone does not wait.
+        """
+        is_burst, self._largest = self._largest > 1, 0
+        until = monotonic() + GATHER_MOST_S
+        came = -1
+        while is_burst and self._inbox.qsize() > came and monotonic() < until:
+            came = self._inbox.qsize()
+            sleep(GATHER_S)
 
     def _step(self) -> None:
         """Sample the next token of every row."""
@@ -410,6 +430,7 @@ class Engine:
                 longest = length
                 if self._takes_positions and (prefix := batch.prefixes.find(row.ids, len(row.ids) - 1)):
                     found[row.number] = prefix
+        self._largest = max(self._largest, going + len(rows))
         if rows and not self._is_batched:
             batch.add(rows, None, [0], [0])
             return
