@@ -401,9 +401,8 @@ class Pusher:
         Args:
             weights: every tensor of the checkpoint by its Hugging Face name, or of the adapter by PEFT's; of tensors
                 that share their memory (a tied head) the first is sent.
-            before_proof: called when all servers have committed, and before the proof, for which they must generate. It
-                is
-            called once: with it, a server that dies between its commit and its proof ends the push.
+            before_proof: called once, when all servers have committed, and before the proof, for which they must generate.
+                With it, a server that dies between its commit and its proof ends the push.
 
         Raises:
             PushFailed: a server refused, was unreachable for longer than the patience, or serves other weights now.
