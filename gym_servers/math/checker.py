@@ -56,9 +56,8 @@ VULGAR = re.compile(r"(?<![0-9])[\u00bc-\u00be\u2150-\u215e]")
 SYMBOLS = {"\u00b0": r"^\circ ", "\u00b7": r"\cdot ", "\u221e": r"\infty ", r"\log_e": r"\ln", r"\log_{e}": r"\ln"}
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\})(?=\d{3})")
 SPACED = re.compile(r"(?<![\w.,\\^_{])\d{1,3}(?:(?:\\ |~| )\d{3})+(?!\d)")  # 12 000
-UPRIGHT = re.compile(
-    r"\\(?:mathrm|textrm|text|rm|operatorname)\s*\{\s*([ei])\s*\}"
-)  # else it would be dropped as a unit
+# An upright letter alone; else it would be dropped as a unit.
+UPRIGHT = re.compile(r"\\(?:mathrm|textrm|text|rm|operatorname)\s*\{\s*([ei])\s*\}")
 FLOAT = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([-+]?\d{1,3})")
 # Removed so that powers have the form `10^10^10`; a space or sign between two factors stays.
 LOOSE = re.compile(r"\\left|\\right|\s+(?=[\^{}!])|(?<=[\^{])\s+|[{(]|(?<=\d),(?=\d{3}(?!\d))|(?<=\d)}(?=\s*\^)")

@@ -283,9 +283,8 @@ async def _client(options: Options, root: Path) -> AsyncIterator[Client]:
             http = httpx2.AsyncClient(headers=options.headers, timeout=httpx2.Timeout(30, read=read_s))
             transport = streamable_http_client(options.server, http_client=await stack.enter_async_context(http))
         yield await stack.enter_async_context(
-            Client(
-                transport, read_timeout_seconds=options.start_timeout_s, cache=None
-            )  # no cache: each call goes to the server
+            # No cache: each call goes to the server.
+            Client(transport, read_timeout_seconds=options.start_timeout_s, cache=None)
         )
 
 

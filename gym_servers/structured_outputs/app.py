@@ -16,9 +16,8 @@ from ngym.workers import WorkerOutcome, WorkerPool
 
 from .checker import Format
 
-require(
-    "structured", "gym_servers/structured_outputs", "defusedxml", "jsonschema-rs"
-)  # workers import it, which is later
+# Workers import it, which is later.
+require("structured", "gym_servers/structured_outputs", "defusedxml", "jsonschema-rs")
 MARKED = re.compile(r"<\|BEGIN_CODE\|>\s*(.*?)(?:<\|END_CODE\|>|\Z)", re.DOTALL)  # StructEval's
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", deadline_s=5.0, memory_mib=1024)
 

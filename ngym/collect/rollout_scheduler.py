@@ -186,9 +186,8 @@ class Outages:
         was_down = await self._wait_until_ready(service)
         restarts = await self._restarts_now()
         if was_down or restarts.get(service, 0) > self._restarts.get(service, 0):
-            self._restarts[service] = restarts.get(
-                service, 0
-            )  # only of this service: lost attempts of others still compare theirs
+            # Only of this service: lost attempts of others still compare theirs.
+            self._restarts[service] = restarts.get(service, 0)
             self._back_at[service] = asyncio.get_running_loop().time()
             return True
         return False

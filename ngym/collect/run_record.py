@@ -22,9 +22,8 @@ from ngym.errors import UsageError
 from ngym.files.atomic import write_whole
 from ngym.schema import SCHEMA_VERSION, Json
 
-PLACES = frozenset(
-    {"url", "urls", "host", "port", "replicas"}
-)  # the place of a service, which does not change its rollouts
+# The place of a service, which does not change its rollouts.
+PLACES = frozenset({"url", "urls", "host", "port", "replicas"})
 REMEDY = "choose another --output, or start again with --overwrite"
 
 

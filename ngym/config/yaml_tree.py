@@ -274,9 +274,8 @@ def _describe(model: type[BaseModel], tree: ConfigTree, item: Any, other_names: 
     message = item["msg"].removeprefix("Value error, ")
     if not key:  # a rule about several keys: its input would show everything, including secrets
         return f"{tree.default_where}: {message}"
-    if "\n" in message or any(
-        name.startswith(f"{key}.") for name in tree.environment
-    ):  # a list ends with its last line
+    # A list ends with its last line.
+    if "\n" in message or any(name.startswith(f"{key}.") for name in tree.environment):
         return f"{tree.where(key)}: {key}: {message}"
     shown = tree.environment.get(key) or repr(item["input"])
     return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"

@@ -20,9 +20,8 @@ import orjson
 
 SPARE = 64 << 20  # bytes that always stay free
 PAGE = resource.getpagesize()
-OBJECT = (
-    88  # an empty list or dict, with its header and its slot in a container: the most that a few bytes of JSON become
-)
+# An empty list or dict, with its header and its slot in a container: the most that a few bytes of JSON become.
+OBJECT = 88
 MAX_DEPTH = 250
 ORJSON_WRITES = 254
 CALL_BYTES = 16 << 20  # of a request body: a tool's arguments, and all that is not the next

@@ -122,9 +122,8 @@ class ServiceTarget:
             raise UsageError(f"{overrides[0]!r}: overrides need a config; name it with config=")
         self._life = head._life if isinstance(head, RunningServices) else None
         self._url = head.rstrip("/") if isinstance(head, str) else None
-        self._launcher = (
-            ZygoteClient.start() if config is not None else None
-        )  # early, because its imports take longer than the checks below
+        # Early, because its imports take longer than the checks below.
+        self._launcher = ZygoteClient.start() if config is not None else None
         try:
             files = [config] if isinstance(config, str | Path) else config
             self.config = load_config([Path(file) for file in files], overrides) if files is not None else None

@@ -25,9 +25,8 @@ from ngym.supervise.service import ReplicaState
 
 PROC = Path("/proc")
 PAGE_BYTES = resource.getpagesize()
-PROBES = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/running", "/running/{rollout_id}"}
-)  # our own requests, which are not the service's work
+# Our own requests, which are not the service's work.
+PROBES = frozenset({"/", "/health", "/ready", "/metrics", "/running", "/running/{rollout_id}"})
 EVERY_S = 5.0
 TIMEOUT_S = 2.0
 AGAIN_S = 1.0

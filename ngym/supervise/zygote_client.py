@@ -24,9 +24,8 @@ from ngym.errors import NgymError
 _LENGTH = struct.Struct("!Q")
 MAX_FDS = 16
 Result = TypeVar("Result")
-ZYGOTE_END_S = (
-    10.0  # seconds; it needs milliseconds unless the machine is overloaded, and killing it would leave orphans
-)
+# Seconds; it needs milliseconds unless the machine is overloaded, and killing it would leave orphans.
+ZYGOTE_END_S = 10.0
 
 
 @dataclass(frozen=True)

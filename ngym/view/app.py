@@ -359,9 +359,8 @@ def _listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except UnicodeError:  # what cannot be a name does not get as far as the resolver
         raise socket.gaierror(socket.EAI_NONAME, "no host can be called so") from None
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio sets TCP_NODELAY where it sees TCP
+    # asyncio sets TCP_NODELAY where it sees TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

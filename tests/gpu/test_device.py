@@ -723,9 +723,8 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     monkeypatch.setattr(gpu, "in_group", lambda measure: measure)  # this process is in one
     rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in made]
     assert rows[0]["gb"] > 0 and rows[0]["difference"] < 0.1
-    measured = [
-        ms for ms in rows[1]["kernels_ms"].values() if not isinstance(ms, str)
-    ]  # a kernel may refuse the shapes
+    # A kernel may refuse the shapes.
+    measured = [ms for ms in rows[1]["kernels_ms"].values() if not isinstance(ms, str)]
     assert len(measured) >= 3 and min(measured) > 0 and min(row["tokens_s"] for row in rows[2:]) > 0
     assert rows[2]["loss"] == pytest.approx(math.log(1024), abs=0.3)
     text = gpu.rendered(rows, "this machine")

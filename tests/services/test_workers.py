@@ -82,9 +82,8 @@ async def test_the_function_is_warmed_once_before_the_workers_are_forked(pool):
 async def test_a_call_that_does_not_end_is_cut_at_its_deadline_and_the_next_one_served(pool, what):
     outcome = await pool.run(what, deadline_s=0.5)
     assert outcome.kind == "timeout"
-    assert outcome.detail.startswith(
-        ("used 0.5 s of CPU time", "no answer within 4 s")
-    )  # the latter on a very busy machine
+    # The latter on a very busy machine.
+    assert outcome.detail.startswith(("used 0.5 s of CPU time", "no answer within 4 s"))
     assert (await pool.run("double", 2)).value == 4
 
 

@@ -39,9 +39,8 @@ FOREIGN = frozenset(
     }
 )
 FOREIGN |= {"python", "rm", "scontrol", "source", "split", "ulimit", "ssh", "tee", "uvicorn", "uvx", "wait", "."}
-HARMLESS = frozenset(
-    {"cat", "curl", "done", "echo", "for", "head", "ls", "mkdir", "sed", "tail", "tr"}
-)  # run as they are
+# Run as they are.
+HARMLESS = frozenset({"cat", "curl", "done", "echo", "for", "head", "ls", "mkdir", "sed", "tail", "tr"})
 LAUNCHERS = frozenset({"torchrun", "deepspeed", "srun", "nohup", "time"})
 ENDS = frozenset({"|", "&&", "||", ";", "&", "(", ")"})
 REDIRECTS = frozenset({">", ">>", "<", "2>", ">&", "&>"})

@@ -55,9 +55,8 @@ class Forked:
         # multiprocessing has one such server for all its processes; here are two, with other imports.
         with (
             _starting,
-            mock.patch.dict(
-                os.environ, PYTHONPATH=str(SUPPORT)
-            ),  # for the server; the process gets its environment later
+            # For the server; the process gets its environment later.
+            mock.patch.dict(os.environ, PYTHONPATH=str(SUPPORT)),
             mock.patch.object(popen_forkserver.forkserver, "connect_to_new_process", server.connect_to_new_process),
         ):
             self._process.start()

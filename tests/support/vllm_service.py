@@ -23,9 +23,8 @@ from machine import PATIENCE_S, wait_until
 from ngym.runtime.event_loop import leave
 from ngym.services.base.runner import ServiceSpec, run
 
-CONTEXT = (
-    32_768  # tokens. One answer of so many takes half a minute where tokens come fast: it ends when a test ends it
-)
+# In tokens. One answer of so many takes half a minute where tokens come fast: it ends when a test ends it.
+CONTEXT = 32_768
 ENDLESS = CONTEXT - 100
 LOADED_S = 5 * PATIENCE_S  # two of them, on an overloaded machine
 SERVE = """

@@ -313,9 +313,8 @@ def test_the_last_values_of_two_runs_are_compared(dashboard: Callable[[str], Any
 
 def test_rollouts_of_a_step_are_a_click_away(dashboard: Callable[[str], Any]) -> None:
     page = dashboard("?step=3")
-    page.locator(".training-step a").click(
-        delay=3000
-    )  # what the growing run brings every two seconds waits for the finger
+    # What the growing run brings every two seconds waits for the finger.
+    page.locator(".training-step a").click(delay=3000)
     page.locator(".table-row", has_text="<b>task 2</b>").wait_for()
     assert "learned%3A2" in page.url and page.locator(".table-row", has_text="task 1").count() == 0
 

@@ -211,9 +211,8 @@ def bent_sampling(params: Json, temperature: float) -> str | None:
         case {"text": {"format": {"type": kind}}}:
             settings["text.format"] = kind
     match settings:
-        case {"tool_choice": {"mode": kind}} | {
-            "tool_choice": {"type": kind}
-        }:  # of some tools, or of one that must be called
+        # Of some tools, or of one that must be called.
+        case {"tool_choice": {"mode": kind}} | {"tool_choice": {"type": kind}}:
             settings["tool_choice"] = kind
     for name, neutral in NEUTRAL.items():
         if settings.get(name) not in neutral:

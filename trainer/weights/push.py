@@ -535,9 +535,8 @@ class Pusher:
         futures = [self._threads.submit(call, replica) for replica in replicas]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
-            raise min(
-                errors, key=lambda error: isinstance(error, TransientPushError)
-            )  # errors that a retry cannot fix go first
+            # Errors that a retry cannot fix go first.
+            raise min(errors, key=lambda error: isinstance(error, TransientPushError))
         return [future.result() for future in futures]
 
     def _until_it_works(self, act: Callable[[], Result]) -> Result:

@@ -57,9 +57,8 @@ def _begin(vllms: Callable[[nn.Module], None], model: nn.Module) -> None:
         for name in EXPERTS:
             tensor: Any = layer._parameters.get(name)  # vLLM attaches its loaders to parameters
             if tensor is not None:
-                tensor.weight_loader = (
-                    default_weight_loader  # the copy is already sliced and transposed for this worker
-                )
+                # The copy is already sliced and transposed for this worker.
+                tensor.weight_loader = default_weight_loader
                 tensor.weight_loader = make_online_process_loader(layer, name)
                 tensor.copy_ = partial(tensor.weight_loader, tensor)
 

@@ -52,9 +52,8 @@ class RolloutContext:
         self.tool_calls = 0
         self.tool_errors = 0
         self.stop_reason: StopReason = "answer"
-        self.failure: ServiceError | None = (
-            None  # of the environment: the rollout failed, whatever the agent does with the error
-        )
+        # An error of the environment: the rollout failed, whatever the agent does with it.
+        self.failure: ServiceError | None = None
         self.seconds = {"model_s": 0.0, "tools_s": 0.0, "verify_s": 0.0}
         self.spans: list[Span] = []
         self.started_at = datetime.now(UTC)

@@ -77,9 +77,8 @@ class McpRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         if request.method != "POST":
-            await JsonResponse({}, 405, {"allow": "POST"})(
-                scope, receive, send
-            )  # nothing to stream, and /verify ends it
+            # Nothing to stream, and /verify ends it.
+            await JsonResponse({}, 405, {"allow": "POST"})(scope, receive, send)
             return
         try:
             # refuse pages of other hosts: a page elsewhere must not drive a server that its reader's browser can
@@ -107,9 +106,8 @@ class McpRoute:
     async def _begin(self, app: FastAPI) -> StreamableHTTPSessionManager:
         if not INSTALLED:
             raise ServiceError("this gym server cannot speak MCP: pip install 'ngym[mcp]'", status=501)
-        sdk = await run_sync(
-            importlib.import_module, "ngym.services.gym.mcp_sdk_server"
-        )  # takes 0.5 s, so not on the loop
+        # Takes 0.5 s, so not on the loop.
+        sdk = await run_sync(importlib.import_module, "ngym.services.gym.mcp_sdk_server")
         manager: StreamableHTTPSessionManager = sdk.manager(app.state.context.name, app.state.callable)
         ready = asyncio.Event()
 
