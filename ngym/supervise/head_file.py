@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import ssl
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,10 +31,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Health:
-    """Whether a service can serve, and if not, why."""
+    """Whether a service can serve, and if not, why. is_distrusted: its certificate is wrong, and waiting does not help."""
 
     ready: bool
     reason: str = ""
+    is_distrusted: bool = False
 
 
 async def http_get(url: str, timeout_s: float, token: str | None = None) -> Reply:
@@ -70,6 +72,8 @@ async def health(url: str, timeout_s: float, token: str | None = None) -> Health
         reply = await http_get(f"{url.rstrip('/')}/ready", timeout_s, token)
     except TimeoutError:
         return Health(False, f"no answer within {timeout_s:g} s")
+    except ssl.SSLCertVerificationError as error:
+        return Health(False, f"its certificate is not accepted: {error.verify_message}", is_distrusted=True)
     except OSError as error:
         return Health(False, f"not reachable: {error.strerror or error}")
     return Health(True) if reply.status < 500 else Health(False, _reason(reply))

@@ -268,7 +268,12 @@ class PolledReplica:
             self._tell(state)
 
     async def watch(self, timeout_s: float = float("inf")) -> None:
-        """Poll /ready forever. TimeoutError if it is not ready for the first time within timeout_s."""
+        """Poll /ready forever.
+
+        Raises:
+            TimeoutError: it is not ready for the first time within timeout_s.
+            ConfigError: a process of this run has the wrong certificate.
+        """
         deadline = time.monotonic() + timeout_s
         been_ready = False
         while True:
@@ -290,6 +295,10 @@ class PolledReplica:
                 self.change(status="not ready", detail=found.reason, listed=listed, **lost)
             else:
                 self.describe(found.reason)
+                if found.is_distrusted and not self.state.external:
+                    reason = f"{found.reason.rstrip('.')}; it must name each address at which services listen"
+                    self.change(status="failed", detail=reason)
+                    raise ConfigError(f"ngym.tls.certificate: service {self.state.label!r}: {reason}")
                 if time.monotonic() > deadline:
                     raise TimeoutError(found.reason)
             await asyncio.sleep(READY_POLL_S if been_ready or self.state.external else STARTING_POLL_S)

@@ -134,6 +134,16 @@ async def test_a_second_terminal_finds_the_run_and_believes_its_authority(folder
     assert status.returncode == 0 and b"3 of 3 services ready; https://" in told
 
 
+async def test_a_run_whose_certificate_is_for_another_address_ends_at_once(folder: Path) -> None:
+    certify(folder, "server", "ca", address="127.0.0.2")
+    problem = (
+        "ngym.tls.certificate: service '.*': its certificate is not accepted: .*not valid for '127.0.0.1'; it must"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        async with Supervisor(config_in(folder)):
+            pass
+
+
 async def test_a_certificate_for_another_address_is_not_believed(folder: Path) -> None:
     config = config_in(folder)
     async with Supervisor(config) as stack:
