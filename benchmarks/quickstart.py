@@ -31,7 +31,7 @@ ENDS = {
     "256 rollouts, with the wait for vLLM": r"\[5/5\]",
     "GRPO: imports, set-up": r"rate  ",
     "first push, held-out tasks": r"held-out after 0 ",
-    "GRPO: steps, held-out tasks twice": r"policy saved",
+    "GRPO: steps, held-out tasks": r"policy saved",
     "end of the trainer and the services": r"Done in",
 }
 
