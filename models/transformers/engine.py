@@ -55,7 +55,7 @@ KV_CACHE = 4_096 * MB  # at most, unless the options say otherwise
 FILE_ROOM = 16 << 20  # for the names in a safetensors file and the config files beside it
 HEAD = "lm_head.weight"
 STOPPING = "this server is stopping"
-FAILED = Boundary("model_error", "the model failed")
+MODEL_ERRORS = Boundary("model_error", "the model failed")
 CUT_OFF = "a weight push with mode abort ended this answer; ask again"
 
 
@@ -291,7 +291,7 @@ class Engine:
     @torch.inference_mode()
     def _work(self) -> None:
         while True:
-            for item in self._told():
+            for item in self._received():
                 if item is None:
                     self._fail([*self._batch.rows, *self._waiting], NotReady(STOPPING))
                     self._send()
@@ -304,7 +304,7 @@ class Engine:
                 self._send()
                 continue
             try:
-                with FAILED:
+                with MODEL_ERRORS:
                     self._step()
             except ServiceError as error:  # such as one of memory; the callers raise it, and the server goes on
                 self._fail(self._batch.rows, error)
@@ -316,15 +316,15 @@ class Engine:
                 self._drained = None
             self._send()
 
-    def _told(self) -> list[Row | Callable[[], None] | None]:
+    def _received(self) -> list[Row | Callable[[], None] | None]:
         """What is in the inbox. An idle engine waits for it."""
         is_idle = self._paused or not (self._batch.rows or self._waiting)
-        told = [self._inbox.get()] if is_idle else []
-        if told and isinstance(told[0], Row) and not self._paused:
+        received = [self._inbox.get()] if is_idle else []
+        if received and isinstance(received[0], Row) and not self._paused:
             self._gather()
         while not self._inbox.empty():
-            told.append(self._inbox.get())
-        return told
+            received.append(self._inbox.get())
+        return received
 
     def _gather(self) -> None:
         """Wait for the rest of a burst, such as the rollouts of a training step: one pass then prefills all of them, and
@@ -332,9 +332,9 @@ class Engine:
         """
         is_burst, self._largest = self._largest > 1, 0
         until = monotonic() + GATHER_MOST_S
-        came = -1
-        while is_burst and self._inbox.qsize() > came and monotonic() < until:
-            came = self._inbox.qsize()
+        arrived = -1
+        while is_burst and self._inbox.qsize() > arrived and monotonic() < until:
+            arrived = self._inbox.qsize()
             sleep(GATHER_S)
 
     def _step(self) -> None:
@@ -437,7 +437,7 @@ class Engine:
         for some in ([row for row in rows if row.number in found], [row for row in rows if row.number not in found]):
             try:
                 if some:
-                    with FAILED:
+                    with MODEL_ERRORS:
                         cache, places, ends = self._prefilled(some, found)
                         batch.add(some, cache, places, ends)
                         self._remember(some, places, found)
