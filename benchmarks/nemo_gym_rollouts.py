@@ -114,6 +114,7 @@ def engine(listener: socket.socket, meter: Any) -> None:
         meter[:] = [meter[0] + 1, meter[1] or now, now]
         await reply(send, calls if wants else says)
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # uvicorn raises it again, and the parent's handler was inherited
     config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_keep_alive=75)
     uvloop.run(uvicorn.Server(config).serve(sockets=[listener]))
 
