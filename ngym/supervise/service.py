@@ -296,7 +296,7 @@ class PolledReplica:
             else:
                 self.describe(found.reason)
                 if found.is_distrusted and not self.state.external:
-                    reason = f"{found.reason.rstrip('.')}; it must name each address at which services listen"
+                    reason = f"{found.reason.rstrip('.')}; it must be valid for each address at which services listen"
                     self.change(status="failed", detail=reason)
                     raise ConfigError(f"ngym.tls.certificate: service {self.state.label!r}: {reason}")
                 if time.monotonic() > deadline:

@@ -137,7 +137,7 @@ async def test_a_second_terminal_finds_the_run_and_believes_its_authority(folder
 async def test_a_run_whose_certificate_is_for_another_address_ends_at_once(folder: Path) -> None:
     certify(folder, "server", "ca", address="127.0.0.2")
     problem = (
-        "ngym.tls.certificate: service '.*': its certificate is not accepted: .*not valid for '127.0.0.1'; it must"
+        "ngym.tls.certificate: service '.*': its certificate is not accepted: .*not valid for '127.0.0.1'; it must be "
     )
     with pytest.raises(ConfigError, match=problem):
         async with Supervisor(config_in(folder)):
