@@ -140,15 +140,15 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
         gc.disable()  # a fifth of the imports' time would go into looking for garbage among objects that stay
-        lean = stack.enter_context(ExitStack())
+        loading = stack.enter_context(ExitStack())
         if not recipe.engine.compile:
             defer_compiler()
-        lean.enter_context(quick_metadata() if recipe.engine.compile else lean_imports())
+        loading.enter_context(quick_metadata() if recipe.engine.compile else lean_imports())
         from .algorithms import Algorithm, Setup
         from .checkpoints import CheckpointSaver
         from .engine import engine, optimizer
         from .engine.distributed import barrier, joined
-        from .engine.sanity_checks import NanGuard, NoSignalMonitor
+        from .engine.sanity_checks import NanGuard, NoSignalMonitor, memory_explained
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer, write_base
@@ -164,6 +164,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             _begin(new, Path(str(recipe.model.path)), recipe.seed)
         barrier()
 
+        loading.enter_context(memory_explained(lambda: "loading the model", recipe.micro_batch_tokens))
         tokenizer = load_tokenizer(recipe.model)
         policy: Trained
         if isinstance(recipe.algorithm, RewardModelOptions):
@@ -181,7 +182,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             make_room(recipe, services)
             barrier()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
-        lean.close()
+        loading.close()
+        stack.enter_context(memory_explained(lambda: learner.doing, recipe.micro_batch_tokens))
         algorithm: Algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)

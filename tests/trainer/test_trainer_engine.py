@@ -352,6 +352,51 @@ def test_several_steps_in_a_row_that_are_none_end_the_run_and_say_where_to_look(
     assert reports == [1, 2] and str(tmp_path / "step-000003-3.jsonl") in str(e.value)
 
 
+def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_what_to_change(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path
+) -> None:
+    class Greedy(sft.Sft):
+        def loss(self, scores: Any, packed: Any) -> Any:
+            if trained.steps:
+                torch.empty(10**15)
+            return super().loss(scores, packed)
+
+    trained = learner(tokenizer)
+    batches = [only_batch(samples[:4]), only_batch(samples[4:8])]
+    with (
+        pytest.raises(sanity_checks.OutOfMemory) as e,
+        sanity_checks.memory_explained(lambda: trained.doing, 10_000),
+    ):
+        loop.train(
+            trained,
+            Greedy(),
+            batches,
+            10_000,
+            lambda step: 1.0,
+            sanity_checks.NanGuard(None, 2),
+            lambda step, values: None,
+        )
+    tokens, longest = sum(one.tokens for one in samples[4:8]), max(one.tokens for one in samples[4:8])
+    of = f"a micro-batch of {tokens:,} tokens (samples: 4, the longest of {longest:,})"
+    assert str(e.value).startswith(f"optimizer step 2, {of}: out of memory: DefaultCPUAllocator: can't allocate memory")
+    assert "micro_batch_tokens (now 10,000;" in str(e.value)
+
+
+def test_a_gpu_that_runs_out_of_memory_is_reported_without_torchs_advice() -> None:
+    told = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.21 GiB is free. "
+        "Including non-PyTorch memory, this process has 138.58 GiB memory in use. If reserved but unallocated memory is large "
+        "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    )
+    with pytest.raises(sanity_checks.OutOfMemory) as e, sanity_checks.memory_explained(lambda: "step 1", 8192):
+        raise torch.OutOfMemoryError(told)
+    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.21 GiB is free. A" in str(
+        e.value
+    )
+    with pytest.raises(RuntimeError, match="shapes"), sanity_checks.memory_explained(lambda: "step 1", 8192):
+        raise RuntimeError("shapes do not match")
+
+
 def only_batch(batch: list[Any]) -> Any:
     return samples_module.Batch([batch])
 

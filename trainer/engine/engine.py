@@ -199,6 +199,7 @@ class Engine:
         self.rank = launch.rank
         self.ranks = launch.ranks
         self.steps = 0  # steps that changed the weights
+        self._computed = "the model"
         self._together = options.together
         if options.sequence_parallel > 1:
             policy.check_shared("engine.sequence_parallel", options.sequence_parallel, "num_key_value_heads")
@@ -257,6 +258,12 @@ class Engine:
         is_tf32 = self.device.type == "cuda" and self._options.float32_matmul_precision == "high"
         return "float16" if is_tf32 and self.dtype == "float32" else self.dtype
 
+    @property
+    def doing(self) -> str:
+        """What was computed last, and when."""
+        rank = f" on rank {self.rank}" if self.ranks > 1 else ""
+        return f"optimizer step {self.steps + 1}{rank}, {self._computed}"
+
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         """This rank's micro-batches. Each rank has the same number, some may be empty; ranks that compute together
         share them.
@@ -270,16 +277,21 @@ class Engine:
 
     def scores(self, packed: Packed, asks: RequestedScores) -> Scores:
         """The requested outputs for the trained tokens, at the training temperature."""
-        scores: Scores = self._deepspeed(packed, asks)
-        return scores
+        return self._forward(packed, asks)
 
     def logprobs(self, packed: Packed, temperature: float | None = None) -> Tensor:
         """Log p of the trained tokens, [N]; under torch.no_grad() without a graph.
 
         temperature: None for the training temperature.
         """
-        scores: Scores = self._deepspeed(packed, RequestedScores(), temperature)
-        return scores.logprobs_N
+        return self._forward(packed, RequestedScores(), temperature).logprobs_N
+
+    def _forward(self, packed: Packed, *asked: Any) -> Scores:
+        count, longest = len(packed.samples), max(sample.tokens for sample in packed.samples)
+        tokens = len(packed.token_ids_T)
+        self._computed = f"a micro-batch of {tokens:,} tokens (samples: {count}, the longest of {longest:,})"
+        scores: Scores = self._deepspeed(packed, *asked)
+        return scores
 
     def values(self, packed: Packed) -> Tensor:
         """The critic's values of the trained tokens, or the scores of a reward model, [N]."""
@@ -317,6 +329,7 @@ class Engine:
         A gradient that is not finite changes no weight on any rank; grad_norm shows it. With fp16 it lowers the loss
         scale, unless a loss was not finite.
         """
+        self._computed = "the optimizer"
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = group["base_lr"] * lr_multiplier
         lr = self._optimizing.lr * lr_multiplier

@@ -9,22 +9,16 @@ Before the first step, the samples must match the policy:
 
 A step whose loss or gradient is not finite is skipped on every rank, and its batch is kept for inspection; several in a
 row end the run. Weights are checked before they are saved, so that a step that was too large reaches neither a
-checkpoint nor the policy. Steps without a learning signal are reported.
-
-1. The policy reproduces its own logprobs with and without a graph (ratio 1). Dropout would break this.
-2. The sampler's logprobs are the policy's: mean of exp |log p - log p of the sampler| is near 1. Another policy,
-   temperature or precision would break this.
-3. Every trainable parameter gets a gradient in the first optimizer step.
-
-A step whose loss or gradient is not finite is skipped on every rank, and its batch is kept for inspection; several in a
-row end the run. Weights are checked before they are saved, so that a step that was too large reaches neither a
-checkpoint nor the policy.
+checkpoint nor the policy. Steps without a learning signal are reported. Running out of memory ends the run, with what
+was computed.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +40,7 @@ NOT_SAVED = (
     "so they are not saved, and the last good checkpoint is kept. Train again with a lower optimizer.lr, or with "
     "optimizer.max_grad_norm, from the start or from the policy/ of that checkpoint"
 )
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the text of torch's RuntimeError
 UNIFORM = 1e-5  # a logprob at least this far from log(1/V) is not from a uniform distribution
 
 
@@ -122,6 +117,32 @@ def _is_the_sampler(
             f"(bound: algorithm.max_mismatch = {bound:g}). Is model.path the policy that sampled, at algorithm.temperature? "
             "To learn from another policy's rollouts on purpose, raise the bound"
         )
+
+
+class OutOfMemory(NgymError):
+    """The memory of the GPU, or of the host, does not suffice."""
+
+
+@contextmanager
+def memory_explained(doing: Callable[[], str], budget: int) -> Iterator[None]:
+    """Raise OutOfMemory in place of torch's error of a failed allocation.
+
+    Args:
+        doing: returns what is computed at present.
+        budget: tokens that a rank computes at once.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and CPU_ALLOCATOR not in str(error):
+            raise
+        told = str(error)[max(0, str(error).find(CPU_ALLOCATOR)) :]
+        reason = " ".join(re.split(r"(?<=\.)\s", told)[:3])  # "CUDA out of memory. Tried to ... GPU 0 has a total ..."
+        raise OutOfMemory(
+            f"{doing()}: out of memory: {reason.rstrip('.')}. A smaller micro_batch_tokens (now {budget:,}; a sample is never "
+            "divided), engine.activation_checkpointing: true and the other keys in docs/gpus.md, section Train, save "
+            "memory; --resume then continues from the newest checkpoint"
+        ) from error
 
 
 class NotFinite(NgymError):
