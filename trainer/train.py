@@ -320,8 +320,8 @@ def _services(recipe: Recipe) -> Services:
     agents = agents_of(recipe, options)
     if options.config is None or HEAD in os.environ:
         return Services(partial(running, Path(options.services or Path.cwd()), agents, options.policy))
-    serving = serving_options(recipe)
-    return Services(partial(started, options.config, agents, options.policy, serving, _say, options.policy_app))
+    serving, ranks = serving_options(recipe), read_launch().local_ranks
+    return Services(partial(started, options.config, agents, options.policy, serving, _say, options.policy_app, ranks))
 
 
 def _draw(metrics: Metrics, image: Path) -> None:

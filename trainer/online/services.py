@@ -30,6 +30,7 @@ from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.event_loop import never, unless
 from ngym.supervise.head_file import RunningHead, find_running
+from ngym.supervise.placement import Machine, gpu_slices, this_machine
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
@@ -43,6 +44,8 @@ RENEW_S = 1.0
 OWNER = "ng_train"
 VLLM = "models/vllm"
 SLEEP_MODE = "engine.enable_sleep_mode=true"
+MEMORY_SHARE, BESIDE_TRAINER = "gpu_memory_utilization", 0.4
+OUR_STANZA = "rollouts.policy_app"
 TRANSFER = "engine.weight_transfer_config.backend="
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
@@ -236,7 +239,7 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
         for parent in parents:
             place = place.setdefault(parent, {})
         place[leaf] = yaml.safe_load(value)
-    stanza = Stanza(name=policy, kind="model", app=app, options=written, where="rollouts.policy_app")
+    stanza = Stanza(name=policy, kind="model", app=app, options=written, where=OUR_STANZA)
     return _bundling(config.model_copy(update={"services": {**config.services, policy: stanza}}), policy)
 
 
@@ -249,6 +252,42 @@ def _bundling(config: Config, policy: str) -> Config:
     return config.model_copy(update={"services": {**config.services, policy: bundling}})
 
 
+def gpus_of_both(config: Config, policy: str, ranks: int, machine: Machine | None = None) -> list[str]:
+    """The GPUs on which a rank trains, and of which vLLM takes nearly all memory, as it does by default.
+
+    Args:
+        ranks: on this machine; they use its first GPUs.
+    """
+    stanza = config.stanza(policy)
+    engine = stanza.options.get("engine") or {}
+    if stanza.app is None or not stanza.app.endswith(VLLM) or engine.get("enable_sleep_mode") or MEMORY_SHARE in engine:
+        return []
+    machine = machine or this_machine()
+    seen = set(machine.gpus)
+    if stanza.resources is not None and stanza.resources.gpus is not None:
+        slices = gpu_slices(config, machine)
+        seen = {gpu for (name, _), gpus in slices.items() if name == policy for gpu in gpus}
+    return [gpu for gpu in machine.gpus[:ranks] if gpu in seen]
+
+
+def beside_trainer(config: Config, policy: str, say: Callable[[str], None]) -> Config:
+    """The config with a smaller share of the GPUs' memory for a policy that shares them with the trainer. A stanza of the
+    user's is kept, with a warning.
+    """
+    stanza = config.stanza(policy)
+    if stanza.where != OUR_STANZA:
+        say(
+            f"warning: {policy!r} and the trainer share a GPU, and vLLM takes nearly all of its memory: set "
+            f"engine.{MEMORY_SHARE} in {stanza.where} (such as {BESIDE_TRAINER}), rollouts.colocated=true, or "
+            "resources.gpus there if the machine has more GPUs (docs/gpus.md)"
+        )
+        return config
+    say(f"{policy!r} and the trainer share a GPU: vLLM takes {BESIDE_TRAINER} of its memory")
+    engine = {**(stanza.options.get("engine") or {}), MEMORY_SHARE: BESIDE_TRAINER}
+    sharing = stanza.model_copy(update={"options": {**stanza.options, "engine": engine}})
+    return config.model_copy(update={"services": {**config.services, policy: sharing}})
+
+
 @asynccontextmanager
 async def started(
     file: Path,
@@ -257,14 +296,17 @@ async def started(
     options: Sequence[str],
     say: Callable[[str], None],
     app: str | None = None,
+    ranks: int = 1,
 ) -> AsyncIterator[ReadyServices]:
     """The services of a config that these agents need, started here; `app` and `options` are the policy's. They stop
-    with the block.
+    with the block. ranks: of the trainer on this machine.
     """
     launcher = ZygoteClient.start()
     try:
         config = config_for_agents(config_for(file, policy, app, options), agents, policy)
         tracing.begin(config.tracing, OWNER)
+        if gpus_of_both(config, policy, ranks):
+            config = beside_trainer(config, policy, say)
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")

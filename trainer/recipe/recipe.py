@@ -529,6 +529,7 @@ class Launch(NamedTuple):
     rank: int
     local_rank: int
     ranks: int
+    local_ranks: int = 1
 
     @property
     def launched(self) -> bool:
@@ -538,4 +539,10 @@ class Launch(NamedTuple):
 
 def read_launch() -> Launch:
     said = os.environ.get
-    return Launch(rank=int(said("RANK", 0)), local_rank=int(said("LOCAL_RANK", 0)), ranks=int(said("WORLD_SIZE", 1)))
+    ranks = int(said("WORLD_SIZE", 1))
+    return Launch(
+        rank=int(said("RANK", 0)),
+        local_rank=int(said("LOCAL_RANK", 0)),
+        ranks=ranks,
+        local_ranks=int(said("LOCAL_WORLD_SIZE", ranks)),
+    )
