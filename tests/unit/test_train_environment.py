@@ -119,14 +119,12 @@ def test_ng_init_names_the_files_that_it_wrote_or_would_write(tmp_path: Path, mo
 
 
 def test_vllm_leaves_memory_for_a_trainer_on_the_same_gpu(here: Path) -> None:
-    said: list[str] = []
     config = config_for(here / "global_config.yaml", "policy", "models/vllm", ["model=tiny"])
     assert gpus_of_both(config, "policy", 1, Machine((), 8, 64)) == []
     assert gpus_of_both(config, "policy", 1, Machine(("3", "4"), 8, 64)) == ["3"]
     assert gpus_of_both(config, "policy", 8, Machine(("3", "4"), 8, 64)) == ["3", "4"]
-    shared = beside_trainer(config, "policy", said.append)
+    shared = beside_trainer(config, "policy")
     assert shared.stanza("policy").options == {"model": "tiny", "bundle_tokens": "auto", "engine": {MEMORY: 0.4}}
-    assert said == ["'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory"]
     assert gpus_of_both(shared, "policy", 1, Machine(("3",), 8, 64)) == []
     colocated = config_for(here / "global_config.yaml", "policy", "models/vllm", ["engine.enable_sleep_mode=true"])
     assert gpus_of_both(colocated, "policy", 1, Machine(("3",), 8, 64)) == []
@@ -134,8 +132,7 @@ def test_vllm_leaves_memory_for_a_trainer_on_the_same_gpu(here: Path) -> None:
     assert gpus_of_both(other, "policy", 1, Machine(("3",), 8, 64)) == []
 
 
-def test_a_stanza_of_the_users_that_shares_the_trainers_gpu_is_kept_with_a_warning(here: Path) -> None:
-    said: list[str] = []
+def test_a_policy_with_gpus_of_its_own_or_a_share_is_kept(here: Path) -> None:
     file = here / "policy.yaml"
     file.write_text("policy: {kind: model, app: models/vllm, model: tiny, resources: {gpus: 1}}\n")
     config = config_for(file, "policy", None, [])
@@ -143,5 +140,5 @@ def test_a_stanza_of_the_users_that_shares_the_trainers_gpu_is_kept_with_a_warni
         "the trainer uses the first, it the last"
     )
     assert gpus_of_both(config, "policy", 2, Machine(("0", "1"), 8, 64)) == ["1"]
-    assert beside_trainer(config, "policy", said.append) == config
-    assert len(said) == 1 and "policy.yaml:1" in said[0] and f"engine.{MEMORY} in" in said[0]
+    config = config_for(file, "policy", None, [f"engine.{MEMORY}=0.7"])
+    assert gpus_of_both(config, "policy", 2, Machine(("0", "1"), 8, 64)) == []

@@ -45,7 +45,6 @@ OWNER = "ng_train"
 VLLM = "models/vllm"
 SLEEP_MODE = "engine.enable_sleep_mode=true"
 MEMORY_SHARE, BESIDE_TRAINER = "gpu_memory_utilization", 0.4
-OUR_STANZA = "rollouts.policy_app"
 TRANSFER = "engine.weight_transfer_config.backend="
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
@@ -239,7 +238,7 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
         for parent in parents:
             place = place.setdefault(parent, {})
         place[leaf] = yaml.safe_load(value)
-    stanza = Stanza(name=policy, kind="model", app=app, options=written, where=OUR_STANZA)
+    stanza = Stanza(name=policy, kind="model", app=app, options=written, where="rollouts.policy_app")
     return _bundling(config.model_copy(update={"services": {**config.services, policy: stanza}}), policy)
 
 
@@ -270,19 +269,9 @@ def gpus_of_both(config: Config, policy: str, ranks: int, machine: Machine | Non
     return [gpu for gpu in machine.gpus[:ranks] if gpu in seen]
 
 
-def beside_trainer(config: Config, policy: str, say: Callable[[str], None]) -> Config:
-    """The config with a smaller share of the GPUs' memory for a policy that shares them with the trainer. A stanza of the
-    user's is kept, with a warning.
-    """
+def beside_trainer(config: Config, policy: str) -> Config:
+    """The config with a smaller share of the GPUs' memory for the policy."""
     stanza = config.stanza(policy)
-    if stanza.where != OUR_STANZA:
-        say(
-            f"warning: {policy!r} and the trainer share a GPU, and vLLM takes nearly all of its memory: set "
-            f"engine.{MEMORY_SHARE} in {stanza.where} (such as {BESIDE_TRAINER}), rollouts.colocated=true, or "
-            "resources.gpus there if the machine has more GPUs (docs/gpus.md)"
-        )
-        return config
-    say(f"{policy!r} and the trainer share a GPU: vLLM takes {BESIDE_TRAINER} of its memory")
     engine = {**(stanza.options.get("engine") or {}), MEMORY_SHARE: BESIDE_TRAINER}
     sharing = stanza.model_copy(update={"options": {**stanza.options, "engine": engine}})
     return config.model_copy(update={"services": {**config.services, policy: sharing}})
@@ -306,7 +295,8 @@ async def started(
         config = config_for_agents(config_for(file, policy, app, options), agents, policy)
         tracing.begin(config.tracing, OWNER)
         if gpus_of_both(config, policy, ranks):
-            config = beside_trainer(config, policy, say)
+            config = beside_trainer(config, policy)
+            say(f"{policy!r} and the trainer share a GPU: vLLM takes {BESIDE_TRAINER} of its memory (docs/gpus.md)")
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")
