@@ -783,3 +783,12 @@ def test_a_server_on_the_device_samples_with_the_trainers_logprobs_before_and_af
         asyncio.run(both())
     finally:
         served.close()
+
+
+def test_a_failed_allocation_is_reported_in_one_line(device: torch.device) -> None:
+    told = r"^step 1: out of memory: [^\n]*[Tt]ried to allocate [^\n]*micro_batch_tokens \(now 8,192;[^\n]*$"
+    with (
+        pytest.raises(sanity_checks.OutOfMemory, match=told),
+        sanity_checks.memory_explained(lambda: "step 1", 8192),
+    ):
+        torch.empty(10**15, device=device)

@@ -259,7 +259,9 @@ def gpus_of_both(config: Config, policy: str, ranks: int, machine: Machine | Non
     """
     stanza = config.stanza(policy)
     engine = stanza.options.get("engine") or {}
-    if stanza.app is None or not stanza.app.endswith(VLLM) or engine.get("enable_sleep_mode") or MEMORY_SHARE in engine:
+    if stanza.app is None or not stanza.app.endswith(VLLM) or not isinstance(engine, Mapping):
+        return []
+    if engine.get("enable_sleep_mode") or MEMORY_SHARE in engine:
         return []
     machine = machine or this_machine()
     seen = set(machine.gpus)
