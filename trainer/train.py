@@ -148,7 +148,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .checkpoints import CheckpointSaver
         from .engine import engine, optimizer
         from .engine.distributed import barrier, joined
-        from .engine.sanity_checks import NanGuard, NoSignalMonitor, memory_explained
+        from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, memory_explained, to_fit
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer, write_base
@@ -164,7 +164,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             _begin(new, Path(str(recipe.model.path)), recipe.seed)
         barrier()
 
-        loading.enter_context(memory_explained(lambda: "loading the model", recipe.micro_batch_tokens))
+        loading.enter_context(memory_explained(lambda: "loading the model", TO_LOAD))
         tokenizer = load_tokenizer(recipe.model)
         policy: Trained
         if isinstance(recipe.algorithm, RewardModelOptions):
@@ -183,7 +183,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             barrier()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
         loading.close()
-        stack.enter_context(memory_explained(lambda: learner.doing, recipe.micro_batch_tokens))
+        stack.enter_context(memory_explained(lambda: learner.doing, to_fit(recipe.micro_batch_tokens)))
         algorithm: Algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)

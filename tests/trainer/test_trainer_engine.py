@@ -365,7 +365,7 @@ def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_what_to_change
     batches = [only_batch(samples[:4]), only_batch(samples[4:8])]
     with (
         pytest.raises(sanity_checks.OutOfMemory) as e,
-        sanity_checks.memory_explained(lambda: trained.doing, 10_000),
+        sanity_checks.memory_explained(lambda: trained.doing, sanity_checks.to_fit(10_000)),
     ):
         loop.train(
             trained,
@@ -376,7 +376,8 @@ def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_what_to_change
             sanity_checks.NanGuard(None, 2),
             lambda step, values: None,
         )
-    tokens, longest = sum(one.tokens for one in samples[4:8]), max(one.tokens for one in samples[4:8])
+    tokens = len(packing.pack(samples[4:8], trained.device).token_ids_T)
+    longest = max(one.tokens for one in samples[4:8])
     of = f"a micro-batch of {tokens:,} tokens (samples: 4, the longest of {longest:,})"
     assert str(e.value).startswith(f"optimizer step 2, {of}: out of memory: DefaultCPUAllocator: can't allocate memory")
     assert "micro_batch_tokens (now 10,000;" in str(e.value)
@@ -388,12 +389,13 @@ def test_a_gpu_that_runs_out_of_memory_is_reported_without_torchs_advice() -> No
         "Including non-PyTorch memory, this process has 138.58 GiB memory in use. If reserved but unallocated memory is large "
         "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
-    with pytest.raises(sanity_checks.OutOfMemory) as e, sanity_checks.memory_explained(lambda: "step 1", 8192):
+    with pytest.raises(sanity_checks.OutOfMemory) as e, sanity_checks.memory_explained(lambda: "step 1", "Add some."):
         raise torch.OutOfMemoryError(told)
-    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.21 GiB is free. A" in str(
-        e.value
+    assert (
+        "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.21 GiB is free. Add some."
+        in str(e.value)
     )
-    with pytest.raises(RuntimeError, match="shapes"), sanity_checks.memory_explained(lambda: "step 1", 8192):
+    with pytest.raises(RuntimeError, match="shapes"), sanity_checks.memory_explained(lambda: "step 1", "Add some."):
         raise RuntimeError("shapes do not match")
 
 

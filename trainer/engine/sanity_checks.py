@@ -40,6 +40,10 @@ NOT_SAVED = (
     "so they are not saved, and the last good checkpoint is kept. Train again with a lower optimizer.lr, or with "
     "optimizer.max_grad_norm, from the start or from the policy/ of that checkpoint"
 )
+TO_LOAD = (
+    "engine.precision: bf16, engine.zero_stage, engine.offload, model.lora and the other keys in docs/gpus.md, section Train, "
+    "save memory"
+)
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the text of torch's RuntimeError
 UNIFORM = 1e-5  # a logprob at least this far from log(1/V) is not from a uniform distribution
 
@@ -124,12 +128,12 @@ class OutOfMemory(NgymError):
 
 
 @contextmanager
-def memory_explained(doing: Callable[[], str], budget: int) -> Iterator[None]:
+def memory_explained(doing: Callable[[], str], remedy: str) -> Iterator[None]:
     """Raise OutOfMemory in place of torch's error of a failed allocation.
 
     Args:
         doing: returns what is computed at present.
-        budget: tokens that a rank computes at once.
+        remedy: what to change.
     """
     try:
         yield
@@ -138,11 +142,15 @@ def memory_explained(doing: Callable[[], str], budget: int) -> Iterator[None]:
             raise
         told = str(error)[max(0, str(error).find(CPU_ALLOCATOR)) :]
         reason = " ".join(re.split(r"(?<=\.)\s", told)[:3])  # "CUDA out of memory. Tried to ... GPU 0 has a total ..."
-        raise OutOfMemory(
-            f"{doing()}: out of memory: {reason.rstrip('.')}. A smaller micro_batch_tokens (now {budget:,}; a sample is never "
-            "divided), engine.activation_checkpointing: true and the other keys in docs/gpus.md, section Train, save "
-            "memory; --resume then continues from the newest checkpoint"
-        ) from error
+        raise OutOfMemory(f"{doing()}: out of memory: {reason.rstrip('.')}. {remedy}") from error
+
+
+def to_fit(budget: int) -> str:
+    """What to change if a step runs out of memory. budget: tokens that a rank computes at once."""
+    return (
+        f"A smaller micro_batch_tokens (now {budget:,}; a sample is never divided), engine.activation_checkpointing: true and "
+        "the other keys in docs/gpus.md, section Train, save memory; --resume then continues from the newest checkpoint"
+    )
 
 
 class NotFinite(NgymError):
