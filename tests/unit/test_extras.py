@@ -116,6 +116,21 @@ def test_the_doctor_names_what_is_missing_and_its_remedy(monkeypatch: pytest.Mon
     assert 'missing: matplotlib; pip install "ngym[plot]"' in shown
 
 
+@pytest.mark.process  # nvidia-smi, python
+def test_the_doctor_tells_what_does_not_use_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path / "a", "nvidia-smi", "#!/bin/sh\necho NVIDIA H200, 143771 MiB, 580.95.05\n")
+    monkeypatch.setenv("PATH", str(tmp_path / "a"), prepend=os.pathsep)
+    without("vllm", monkeypatch=monkeypatch)
+    shown = CliRunner().invoke(doctor.main).stdout
+    assert "NVIDIA H200, 143771 MiB" in shown
+    [of_torch] = [line for line in shown.splitlines() if line.split()[1] == "torch"]
+    assert of_torch.endswith("; the GPU stays unused: uv sync --extra vllm --extra train (docs/gpus.md)")
+    script(tmp_path, "python", "#!/bin/sh\necho 13.0 False; echo the NVIDIA driver is too old >&2\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    told = doctor._torch_for_gpu("2.13.0")
+    assert (told.status, told.text) == ("wrong", "2.13.0 cannot use the GPU: the NVIDIA driver is too old")
+
+
 def test_the_quickstart_names_all_missing_packages_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
