@@ -10,7 +10,7 @@ from ngym.cli import init
 from ngym.cli.init import project
 from ngym.cli.train import main, of_environment
 from ngym.supervise.placement import Machine
-from ngym.trainer.online.services import beside_trainer, config_for, gpus_of_both
+from ngym.trainer.online.services import beside_trainer, config_for
 
 MODEL = "model.path=Qwen/Qwen3-0.6B"
 MEMORY = "gpu_memory_utilization"
@@ -118,27 +118,50 @@ def test_ng_init_names_the_files_that_it_wrote_or_would_write(tmp_path: Path, mo
     assert named == {path for path in tmp_path.rglob("*") if path.is_file()} and len(named) > 3
 
 
-def test_vllm_leaves_memory_for_a_trainer_on_the_same_gpu(here: Path) -> None:
+def test_vllm_leaves_memory_for_a_trainer_on_the_only_gpu(here: Path) -> None:
+    said: list[str] = []
     config = config_for(here / "global_config.yaml", "policy", "models/vllm", ["model=tiny"])
-    assert gpus_of_both(config, "policy", 1, Machine((), 8, 64)) == []
-    assert gpus_of_both(config, "policy", 1, Machine(("3", "4"), 8, 64)) == ["3"]
-    assert gpus_of_both(config, "policy", 8, Machine(("3", "4"), 8, 64)) == ["3", "4"]
-    shared = beside_trainer(config, "policy")
+    shared = beside_trainer(config, "policy", 1, said.append, Machine(("3",), 8, 64))
     assert shared.stanza("policy").options == {"model": "tiny", "bundle_tokens": "auto", "engine": {MEMORY: 0.4}}
-    assert gpus_of_both(shared, "policy", 1, Machine(("3",), 8, 64)) == []
-    colocated = config_for(here / "global_config.yaml", "policy", "models/vllm", ["engine.enable_sleep_mode=true"])
-    assert gpus_of_both(colocated, "policy", 1, Machine(("3",), 8, 64)) == []
-    other = config_for(here / "global_config.yaml", "policy", "models/transformers", ["model=tiny"])
-    assert gpus_of_both(other, "policy", 1, Machine(("3",), 8, 64)) == []
+    assert said == ["'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory (docs/gpus.md)"]
+    again = beside_trainer(config, "policy", 8, said.append, Machine(("3", "4"), 8, 64))
+    assert again == shared and len(said) == 2
 
 
-def test_a_policy_with_gpus_of_its_own_or_a_share_is_kept(here: Path) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "parallel", "ranks", "gpus", "told"),
+    [
+        (1, 1, 1, 1, "'policy' gets GPU 3, the trainer 0"),
+        (2, 1, 2, 1, "'policy' gets GPU 2, 3, the trainer 0, 1"),
+        (1, 2, 2, 2, "'policy' gets GPU 2, 3, the trainer 0, 1"),
+        (2, 2, 1, None, "'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory (docs/gpus.md)"),
+        (1, 1, 4, None, "'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory (docs/gpus.md)"),
+    ],
+)
+def test_vllm_gets_gpus_that_no_rank_uses_if_there_are_enough(
+    here: Path, replicas: int, parallel: int, ranks: int, gpus: int | None, told: str
+) -> None:
+    said: list[str] = []
     file = here / "policy.yaml"
-    file.write_text("policy: {kind: model, app: models/vllm, model: tiny, resources: {gpus: 1}}\n")
-    config = config_for(file, "policy", None, [])
-    assert gpus_of_both(config, "policy", 1, Machine(("0", "1"), 8, 64)) == [], (
-        "the trainer uses the first, it the last"
-    )
-    assert gpus_of_both(config, "policy", 2, Machine(("0", "1"), 8, 64)) == ["1"]
-    config = config_for(file, "policy", None, [f"engine.{MEMORY}=0.7"])
-    assert gpus_of_both(config, "policy", 2, Machine(("0", "1"), 8, 64)) == []
+    file.write_text(f"policy: {{kind: model, app: models/vllm, model: tiny, replicas: {replicas}}}\n")
+    config = config_for(file, "policy", None, [f"engine.tensor_parallel_size={parallel}"])
+    placed = beside_trainer(config, "policy", ranks, said.append, Machine(tuple("0123"), 8, 64)).stanza("policy")
+    assert (placed.resources.gpus if placed.resources else None) == gpus
+    assert (MEMORY in placed.options["engine"]) == (gpus is None)
+    assert said == [told]
+
+
+def test_a_stanza_that_decides_or_needs_no_gpu_is_kept(here: Path) -> None:
+    machine, said = Machine(("0", "1"), 8, 64), list[str]()
+    file = here / "policy.yaml"
+    for app, more, gpus in (
+        ("models/vllm", "resources: {gpus: 1}", machine),
+        ("models/vllm", f"engine: {{{MEMORY}: 0.7}}", machine),
+        ("models/vllm", "engine: {enable_sleep_mode: true}", machine),
+        ("models/vllm", "replicas: 2", Machine((), 8, 64)),
+        ("models/transformers", "replicas: 2", machine),
+    ):
+        file.write_text(f"policy: {{kind: model, app: {app}, model: tiny, {more}}}\n")
+        config = config_for(file, "policy", None, [])
+        assert beside_trainer(config, "policy", 1, said.append, gpus) == config
+    assert not said

@@ -7,6 +7,7 @@ thread; `Services.call` runs a coroutine there and waits for it.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -22,7 +23,7 @@ import yaml
 
 from ngym.client import CONNECT_TIMEOUT_S
 from ngym.collect.collection_session import discover
-from ngym.config.service_config import Config, Stanza, load_config, tracing_of
+from ngym.config.service_config import Config, Resources, Stanza, load_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
@@ -45,6 +46,7 @@ OWNER = "ng_train"
 VLLM = "models/vllm"
 SLEEP_MODE = "engine.enable_sleep_mode=true"
 MEMORY_SHARE, BESIDE_TRAINER = "gpu_memory_utilization", 0.4
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # of vLLM: each multiplies its GPUs
 TRANSFER = "engine.weight_transfer_config.backend="
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
@@ -247,36 +249,53 @@ def _bundling(config: Config, policy: str) -> Config:
     stanza = config.stanza(policy)
     if stanza.app != VLLM or "bundle_tokens" in stanza.options:
         return config
-    bundling = stanza.model_copy(update={"options": {**stanza.options, "bundle_tokens": "auto"}})
-    return config.model_copy(update={"services": {**config.services, policy: bundling}})
+    return _with(config, stanza, options={**stanza.options, "bundle_tokens": "auto"})
 
 
-def gpus_of_both(config: Config, policy: str, ranks: int, machine: Machine | None = None) -> list[str]:
-    """The GPUs on which a rank trains, and of which vLLM takes nearly all memory, as it does by default.
+def beside_trainer(
+    config: Config, policy: str, ranks: int, say: Callable[[str], None], machine: Machine | None = None
+) -> Config:
+    """The config, with GPUs that no rank uses for a policy on vLLM that would share one with a rank; if there are too few,
+    with a share of the memory, of which vLLM takes nearly all by default. A stanza that decides is kept.
 
     Args:
         ranks: on this machine; they use its first GPUs.
+        say: called with what was chosen.
     """
     stanza = config.stanza(policy)
     engine = stanza.options.get("engine") or {}
     if stanza.app is None or not stanza.app.endswith(VLLM) or not isinstance(engine, Mapping):
-        return []
+        return config
     if engine.get("enable_sleep_mode") or MEMORY_SHARE in engine:
-        return []
+        return config
     machine = machine or this_machine()
-    seen = set(machine.gpus)
-    if stanza.resources is not None and stanza.resources.gpus is not None:
-        slices = gpu_slices(config, machine)
-        seen = {gpu for (name, _), gpus in slices.items() if name == policy for gpu in gpus}
-    return [gpu for gpu in machine.gpus[:ranks] if gpu in seen]
+    ours = machine.gpus[:ranks]
+    if not set(ours) & _gpus_of(config, policy, machine):
+        return config
+    asked = stanza.resources or Resources()
+    if asked.gpus is None:
+        each = math.prod(size for key in PARALLEL if isinstance(size := engine.get(key), int))
+        separate = _with(config, stanza, resources=asked.model_copy(update={"gpus": each}))
+        with suppress(ConfigError):  # too few
+            theirs = _gpus_of(separate, policy, machine)
+            if not set(ours) & theirs:
+                say(f"{policy!r} gets GPU {', '.join(sorted(theirs))}, the trainer {', '.join(ours)}")
+                return separate
+    say(f"{policy!r} and the trainer share a GPU: vLLM takes {BESIDE_TRAINER} of its memory (docs/gpus.md)")
+    return _with(config, stanza, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: BESIDE_TRAINER}})
 
 
-def beside_trainer(config: Config, policy: str) -> Config:
-    """The config with a smaller share of the GPUs' memory for the policy."""
-    stanza = config.stanza(policy)
-    engine = {**(stanza.options.get("engine") or {}), MEMORY_SHARE: BESIDE_TRAINER}
-    sharing = stanza.model_copy(update={"options": {**stanza.options, "engine": engine}})
-    return config.model_copy(update={"services": {**config.services, policy: sharing}})
+def _gpus_of(config: Config, service: str, machine: Machine) -> set[str]:
+    """The GPUs that a service's processes see. Raises ConfigError: the machine has too few."""
+    resources = config.stanza(service).resources
+    if resources is None or resources.gpus is None:
+        return set(machine.gpus)
+    slices = gpu_slices(config, machine)
+    return {gpu for (name, _), gpus in slices.items() if name == service for gpu in gpus}
+
+
+def _with(config: Config, stanza: Stanza, **changes: Any) -> Config:
+    return config.model_copy(update={"services": {**config.services, stanza.name: stanza.model_copy(update=changes)}})
 
 
 @asynccontextmanager
@@ -296,9 +315,7 @@ async def started(
     try:
         config = config_for_agents(config_for(file, policy, app, options), agents, policy)
         tracing.begin(config.tracing, OWNER)
-        if gpus_of_both(config, policy, ranks):
-            config = beside_trainer(config, policy)
-            say(f"{policy!r} and the trainer share a GPU: vLLM takes {BESIDE_TRAINER} of its memory (docs/gpus.md)")
+        config = beside_trainer(config, policy, ranks, say)
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")
