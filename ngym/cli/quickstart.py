@@ -24,7 +24,11 @@ policy: {{kind: model, app: models/{engine}, model: sft/policy, model_within_s: 
 calculator: {{kind: gym_server, app: gym_servers/calculator}}
 calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
 """
-MORE = {"vllm": ", bundle_tokens: true", "transformers": ""}  # options of the engine's stanza
+ENGINES = ("vllm", "transformers")
+ON_CPU, ON_GPU = (
+    ", bundle_tokens: true",
+    ", engine: {gpu_memory_utilization: 0.4}",
+)  # vLLM's; the trainer uses that GPU, too
 STEPS = 5
 NEXT = """\
 What to try next{activate}
@@ -54,7 +58,7 @@ Any other code is that of the step that failed; its message is above."""
 @count("--repeats", "Rollouts of each task.", 8)
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="The random seed of every step.")
 @click.option(
-    "--engine", type=click.Choice(list(MORE)), metavar="NAME",
+    "--engine", type=click.Choice(ENGINES), metavar="NAME",
     help="What serves the policy: vllm or transformers.  [default: vllm if it is installed]",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show the commands without running them.")
@@ -121,7 +125,8 @@ class Places:
                 f"services run in {self.folder} (process {running.pid}): stop them first, or choose another --folder"
             )
         with writing(self.config):
-            self.config.write_text(CONFIG.format(file=self.config, engine=self.engine, more=MORE[self.engine]))
+            more = "" if self.engine != "vllm" else ON_GPU if version("vllm") else ON_CPU
+            self.config.write_text(CONFIG.format(file=self.config, engine=self.engine, more=more))
         if self.taught.exists():
             aside = self.taught.with_name("policy.old")  # `ng_train --overwrite` keeps it, with the rest of that run
             shutil.rmtree(aside, ignore_errors=True)

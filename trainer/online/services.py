@@ -279,7 +279,8 @@ def beside_trainer(
         with suppress(ConfigError):  # too few
             theirs = _gpus_of(separate, policy, machine)
             if not set(ours) & theirs:
-                say(f"{policy!r} gets GPU {', '.join(sorted(theirs))}, the trainer {', '.join(ours)}")
+                named = ", ".join(gpu for gpu in machine.gpus if gpu in theirs)
+                say(f"{policy!r} gets GPU {named}, the trainer {', '.join(ours)}")
                 return separate
     say(f"{policy!r} and the trainer share a GPU: vLLM takes {BESIDE_TRAINER} of its memory (docs/gpus.md)")
     return _with(config, stanza, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: BESIDE_TRAINER}})
