@@ -25,10 +25,8 @@ calculator: {{kind: gym_server, app: gym_servers/calculator}}
 calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
 """
 ENGINES = ("vllm", "transformers")
-ON_CPU, ON_GPU = (
-    ", bundle_tokens: true",
-    ", engine: {gpu_memory_utilization: 0.4}",
-)  # vLLM's; the trainer uses that GPU, too
+ON_CPU = ", bundle_tokens: true"  # vLLM's options in the config
+ON_GPU = ", engine: {gpu_memory_utilization: 0.4}"  # the trainer uses it, too
 STEPS = 5
 NEXT = """\
 What to try next{activate}
