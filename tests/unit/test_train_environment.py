@@ -126,6 +126,10 @@ def test_vllm_leaves_memory_for_a_trainer_on_the_only_gpu(here: Path) -> None:
     assert said == ["'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory (docs/gpus.md)"]
     again = beside_trainer(config, "policy", 8, said.append, Machine(("3", "4"), 8, 64))
     assert again == shared and len(said) == 2
+    options = ["engine.weight_transfer_config.backend=ipc"]
+    config = config_for(here / "global_config.yaml", "policy", "models/vllm", options)
+    within = beside_trainer(config, "policy", 1, said.append, Machine(("3", "4"), 8, 64)).stanza("policy")
+    assert within.resources is None and within.options["engine"][MEMORY] == 0.4
 
 
 @pytest.mark.parametrize(

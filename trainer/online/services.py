@@ -273,7 +273,9 @@ def beside_trainer(
     if not set(ours) & _gpus_of(config, policy, machine):
         return config
     asked = stanza.resources or Resources()
-    if asked.gpus is None:
+    transfer = engine.get("weight_transfer_config")
+    by_ipc = isinstance(transfer, Mapping) and transfer.get("backend") == "ipc"  # within one GPU
+    if asked.gpus is None and not by_ipc:
         each = math.prod(size for key in PARALLEL if isinstance(size := engine.get(key), int))
         separate = _with(config, stanza, resources=asked.model_copy(update={"gpus": each}))
         with suppress(ConfigError):  # too few

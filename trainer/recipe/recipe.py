@@ -524,7 +524,10 @@ class Recipe(FrozenOptions):
 
 
 class Launch(NamedTuple):
-    """This process among those of the run, from the environment of torchrun or the DeepSpeed launcher."""
+    """This process among those of the run, from the environment of torchrun or the DeepSpeed launcher.
+
+    local_ranks: the number of ranks on this machine.
+    """
 
     rank: int
     local_rank: int
