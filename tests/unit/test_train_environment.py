@@ -14,6 +14,7 @@ from ngym.trainer.online.services import beside_trainer, config_for
 
 MODEL = "model.path=Qwen/Qwen3-0.6B"
 MEMORY = "gpu_memory_utilization"
+SHARED = "'policy' and the trainer share a GPU: vLLM takes {} of its memory for each replica (docs/gpus.md)"
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_vllm_leaves_memory_for_a_trainer_on_the_only_gpu(here: Path) -> None:
     config = config_for(here / "global_config.yaml", "policy", "models/vllm", ["model=tiny"])
     shared = beside_trainer(config, "policy", 1, said.append, Machine(("3",), 8, 64))
     assert shared.stanza("policy").options == {"model": "tiny", "bundle_tokens": "auto", "engine": {MEMORY: 0.4}}
-    assert said == ["'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory (docs/gpus.md)"]
+    assert said == [SHARED.format(0.4)]
     again = beside_trainer(config, "policy", 8, said.append, Machine(("3", "4"), 8, 64))
     assert again == shared and len(said) == 2
     options = ["engine.weight_transfer_config.backend=ipc"]
@@ -138,8 +139,8 @@ def test_vllm_leaves_memory_for_a_trainer_on_the_only_gpu(here: Path) -> None:
         (1, 1, 1, 1, "'policy' gets GPU 3, the trainer 0"),
         (2, 1, 2, 1, "'policy' gets GPU 2, 3, the trainer 0, 1"),
         (1, 2, 2, 2, "'policy' gets GPU 2, 3, the trainer 0, 1"),
-        (2, 2, 1, None, "'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory (docs/gpus.md)"),
-        (1, 1, 4, None, "'policy' and the trainer share a GPU: vLLM takes 0.4 of its memory (docs/gpus.md)"),
+        (2, 2, 1, None, SHARED.format(0.2)),
+        (1, 1, 4, None, SHARED.format(0.4)),
     ],
 )
 def test_vllm_gets_gpus_that_no_rank_uses_if_there_are_enough(

@@ -284,8 +284,10 @@ def beside_trainer(
                 named = ", ".join(gpu for gpu in machine.gpus if gpu in theirs)
                 say(f"{policy!r} gets GPU {named}, the trainer {', '.join(ours)}")
                 return separate
-    say(f"{policy!r} and the trainer share a GPU: vLLM takes {BESIDE_TRAINER} of its memory (docs/gpus.md)")
-    return _with(config, stanza, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: BESIDE_TRAINER}})
+    # Replicas without GPUs of their own use the same ones.
+    share = BESIDE_TRAINER if asked.gpus is not None else round(BESIDE_TRAINER / stanza.first_replicas, 3)
+    say(f"{policy!r} and the trainer share a GPU: vLLM takes {share} of its memory for each replica (docs/gpus.md)")
+    return _with(config, stanza, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
 
 
 def _gpus_of(config: Config, service: str, machine: Machine) -> set[str]:
