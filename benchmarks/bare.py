@@ -1,4 +1,5 @@
-"""The upper bound of uvicorn and aiohttp: a rollout's requests between bare applications, without framework, checks or records.
+"""The upper bound of uvicorn and ngym's client: a rollout's requests between bare applications, without framework, checks or
+records.
 
 Each parses and dumps the JSON that ngym's services parse and dump, and nothing else: this is what rollouts.py compares with.
 """
@@ -13,14 +14,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import aiohttp
 import orjson
 import uvicorn
 import uvloop
 
+from ngym.client import Client
 from ngym.peers import Peers
 from ngym.schema import TOKEN_FIELDS, Json
 
+HEADERS = {"content-type": "application/json"}
+TIMEOUT_S = 300.0
 SAID: Json = {
     "type": "message",
     "role": "assistant",
@@ -52,15 +55,14 @@ class Case(NamedTuple):
 
 def service(kind: str, case: Case, listener: socket.socket, urls: dict[str, str]) -> None:
     """One bare service, until it is ended."""
-    client: list[aiohttp.ClientSession] = []
+    client: list[Client] = []
 
     async def post(url: str, body: Any) -> Any:
-        async with client[0].post(url, data=orjson.dumps(body)) as response:
-            return orjson.loads(await response.read())
+        return (await client[0].request("POST", url, orjson.dumps(body), HEADERS, TIMEOUT_S)).json()
 
     async def rollout(body: Json) -> Json:
         if not client:
-            client.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+            client.append(Client({}))
             await post(urls["gym"] + "/seed_session", body)
         params, items = body["responses_create_params"], list(body["responses_create_params"]["input"])
         while True:

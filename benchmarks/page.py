@@ -63,7 +63,7 @@ def rollouts(rows: list[Json]) -> list[str]:
         "",
         (
             "Through agent, model server, tools and `/verify`, with a model that answers at once, collected by `ngym.collect`. A rollout of T "
-            "tool turns is 3 + 2T requests (hops). `bare` are the same requests between bare uvicorn applications with a bare aiohttp client: no "
+            "tool turns is 3 + 2T requests (hops). `bare` are the same requests between bare uvicorn applications, by ngym's own client: no "
             "framework, no check, no record. All rollouts have the same row, and the environment has no session, so that both send "
             "`/seed_session` once. Both run in alternating rounds of a second; the figures are medians of three, the "
             "ratio with its least and most. CPU is that of all processes."

@@ -2,7 +2,8 @@
 
 The model answers at once. A rollout of 0, 1 or 10 tool turns is 3, 5 or 23 requests: /run, the model's and the tools',
 /verify. They are collected by `ngym.collect` without files (collector.py has those). The baseline, beside it, is the same
-requests between bare uvicorn applications (bare.py); both alternate. All rollouts have the same row, which both seed once.
+requests by the same client between bare uvicorn applications (bare.py); both alternate. All rollouts have the same row, which
+both seed once.
 
     python benchmarks/rollouts.py [--quick] [--json FILE]
 """

@@ -152,8 +152,6 @@ def _engine(has_gpu: bool) -> list[Finding]:
 
 def _torch_for_gpu(installed: str) -> Finding:
     """torch on a machine with a GPU. installed: its version."""
-    if "+cpu" in installed:
-        return Finding("torch", "missing", f"{installed}; {FOR_GPU}")
     command = [sys.executable, "-P", "-c", "import torch; print(torch.version.cuda, torch.cuda.is_available())"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_S, check=False)

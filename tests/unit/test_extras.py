@@ -124,7 +124,7 @@ def test_the_doctor_tells_what_does_not_use_the_gpu(tmp_path: Path, monkeypatch:
     shown = CliRunner().invoke(doctor.main).stdout
     assert "NVIDIA H200, 143771 MiB" in shown
     [of_torch] = [line for line in shown.splitlines() if line.split()[1] == "torch"]
-    assert of_torch.endswith("; the GPU stays unused: uv sync --extra vllm --extra train (docs/gpus.md)")
+    assert of_torch.endswith(" without CUDA; the GPU stays unused: uv sync --extra vllm --extra train (docs/gpus.md)")
     script(tmp_path, "python", "#!/bin/sh\necho 13.0 False; echo the NVIDIA driver is too old >&2\n")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     told = doctor._torch_for_gpu("2.13.0")

@@ -276,7 +276,8 @@ def beside_trainer(
     transfer = engine.get("weight_transfer_config")
     by_ipc = isinstance(transfer, Mapping) and transfer.get("backend") == "ipc"  # within one GPU
     if asked.gpus is None and not by_ipc:
-        each = math.prod(size for key in PARALLEL if isinstance(size := engine.get(key), int))
+        count = math.prod(size for key in PARALLEL if isinstance(size := engine.get(key), int))
+        each = math.ceil(count / stanza.nodes)
         separate = _with(config, stanza, resources=asked.model_copy(update={"gpus": each}))
         with suppress(ConfigError):  # too few
             theirs = _gpus_of(separate, policy, machine)
