@@ -86,7 +86,10 @@ def main() -> None:
     parser.add_argument(
         "--float32-matmul-precision", choices=["highest", "high"], default="highest", help="of both sides"
     )
-    parser.add_argument("--profile", action="store_true", help="the share of matrix products in another step of ours")
+    parser.add_argument(
+        "--compile", action="store_true", help="ours with engine.compile; TRL with and without its torch_compile"
+    )
+    parser.add_argument("--profile", action="store_true", help="the parts of another step of ours, and their rates")
     parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
@@ -118,13 +121,14 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
             "zero_stage": int(bf16),
             "precision": options.precision,
             "float32_matmul_precision": options.float32_matmul_precision,
+            "compile": options.compile,
         },
         "micro_batch_tokens": options.micro_batch_tokens,
         "profiled": 3 + options.steps + 1 if options.profile else None,
     }
     environment = {**os.environ, **SPINNING_BRIEFLY}  # both sides: threads that spin for longer slow the other side
     commands = {"ours": [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]}
-    for way in ways(algorithm, shape):
+    for way in ways(algorithm, shape, options.compile):
         commands[f"TRL {described(way)}"] = [
             str(python),
             str(HERE / "trainer_trl.py"),
@@ -142,8 +146,7 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
             for name, side in sides.items():
                 reports[name].append(side.step())
         if options.profile:
-            step = sides["ours"].step()
-            print(f"\nours: matrix products are {step['products']:.0%} of a step, at {step['gflops']:.0f} GFLOP/s")
+            print(f"\nours, a step: {parts(sides['ours'].step())}")
         parameters = sides["ours"].ready["parameters"]
     tokens = [report["tokens"] for report in reports["ours"]]
     found = [compared(name, each, reports["ours"], tokens) for name, each in reports.items()]
@@ -153,9 +156,19 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
     return found
 
 
-def ways(algorithm: str, shape: str) -> list[dict[str, Any]]:
+def parts(step: dict[str, float]) -> str:
+    rest = 1 - step["products"] - step["attention"] - step["adamw"]
+    return (
+        f"matrix products {step['products']:.0%}, at {step['gflops']:.0f} GFLOP/s (a single large one: "
+        f"{step['most_gflops']:.0f}); attention {step['attention']:.0%}; AdamW {step['adamw']:.1%}, at "
+        f"{step['adamw_gb_s']:.0f} GB/s (copying: {step['copied_gb_s']:.0f}); the rest {rest:.0%}"
+    )
+
+
+def ways(algorithm: str, shape: str, compiled: bool) -> list[dict[str, Any]]:
     """All that could be TRL's fastest; of the small model only those that leave room for the others in 24 GB."""
-    return [way for way in WAYS[algorithm] if shape == "tiny" or way["micro_batch"] == 8 or "padding_free" in way]
+    found = [way for way in WAYS[algorithm] if shape == "tiny" or way["micro_batch"] == 8 or "padding_free" in way]
+    return found + [{**way, "compile": True} for way in found] if compiled else found
 
 
 def compared(
@@ -191,7 +204,8 @@ def show(algorithm: str, shape: str, found: Sequence[Compared]) -> None:
 
 
 def described(way: dict[str, Any]) -> str:
-    return f"{'padding-free' if way.get('padding_free') else 'padded'}, {way['micro_batch']} at once"
+    how = "padding-free" if way.get("padding_free") else "padded"
+    return f"{how}, {way['micro_batch']} at once{', compiled' if way.get('compile') else ''}"
 
 
 def mfu(tokens_per_s: float, parameters: int) -> float:

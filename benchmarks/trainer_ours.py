@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ GRPO = {
     "shaping": {"skip_equal_groups": False},  # TRL computes them, so they are computed here, too
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+ADAMW, ADAMW_BYTES = "aten::_fused_adamw_", 28  # a parameter: reads four float32, writes three
+PROBE = 2048  # rows and columns of the products that show the processor's own limit
 ALGORITHMS = {"sft": {"name": "sft"}, "dpo": {"name": "dpo", "beta": 0.1}, "grpo": GRPO}
 
 
@@ -59,14 +62,15 @@ def main() -> None:
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
         turns = Turns()
         samples = read(spec["algorithm"], recipe, tokenizer, learner)
-        turns.ready(parameters=sum(parameter.numel() for parameter in policy.parameters()), device=str(learner.device))
+        parameters = sum(parameter.numel() for parameter in policy.parameters())
+        turns.ready(parameters=parameters, device=str(learner.device))
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_flops=True)
 
         def report(step: int, values: dict[str, float]) -> None:
             facts = {name: values[name] for name in ("loss", "grad_norm", "tokens")}
             if step == spec.get("profiled"):
                 profiler.stop()
-                facts |= products(profiler.key_averages())
+                facts |= profiled(profiler.key_averages(), parameters)
             turns.done(**facts)
             if step + 1 == spec.get("profiled"):
                 profiler.start()
@@ -82,14 +86,38 @@ def main() -> None:
         )
 
 
-def products(events: Any) -> dict[str, float]:
-    """Of a profiled step: the share of the time that is in matrix products, and their GFLOP/s."""
-    found = [event for event in events if event.key in PRODUCTS]
-    microseconds = sum(event.self_cpu_time_total for event in found)
-    return {
-        "products": microseconds / sum(event.self_cpu_time_total for event in events),
-        "gflops": sum(event.flops for event in found) / microseconds / 1e3,
+def profiled(events: Any, parameters: int) -> dict[str, float]:
+    """Of a profiled step: the shares of the time of its parts, and the rates of matrix products (GFLOP/s) and of AdamW
+    (GB/s), each beside the rate at which this process can multiply two large matrices, or copy one.
+    """
+    products = [event for event in events if event.key in PRODUCTS]
+    seconds = {
+        "products": sum(event.self_cpu_time_total for event in products) / 1e6,
+        "attention": sum(event.self_cpu_time_total for event in events if "scaled_dot_product" in event.key) / 1e6,
+        "adamw": sum(event.self_cpu_time_total for event in events if event.key == ADAMW) / 1e6,
     }
+    whole = sum(event.self_cpu_time_total for event in events) / 1e6
+    torch = sys.modules["torch"]
+    left, right = torch.rand(2, PROBE, PROBE)
+    large = torch.rand(16, PROBE, PROBE)
+    copy = torch.empty_like(large)
+    return {
+        **{name: time / whole for name, time in seconds.items()},
+        "gflops": sum(event.flops for event in products) / seconds["products"] / 1e9,
+        "most_gflops": 2 * PROBE**3 / fastest(lambda: torch.mm(left, right)) / 1e9,
+        "adamw_gb_s": parameters * ADAMW_BYTES / seconds["adamw"] / 1e9,
+        "copied_gb_s": 2 * large.nbytes / fastest(lambda: copy.copy_(large)) / 1e9,
+    }
+
+
+def fastest(call: Callable[[], object]) -> float:
+    """The least seconds of ten calls."""
+    taken = []
+    for _ in range(10):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
 
 
 class Read:

@@ -71,6 +71,7 @@ def common(spec: dict[str, Any], way: dict[str, Any]) -> dict[str, Any]:
         "bf16": spec["bf16"],
         "use_cpu": not torch.cuda.is_available(),
         "gradient_checkpointing": False,
+        "torch_compile": way.get("compile", False),
         "disable_tqdm": True,
         "seed": 0,
     }

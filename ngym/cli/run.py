@@ -249,9 +249,9 @@ def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
     import yaml
 
     from ngym.config.service_config import shown_config
-    from ngym.supervise.placement import gpu_slices
+    from ngym.supervise.placement import gpu_slices, with_own_gpus
 
-    slices = gpu_slices(config) if on == "local" else {}  # on a cluster, Ray chooses them
+    slices = gpu_slices(with_own_gpus(config)) if on == "local" else {}  # on a cluster, Ray chooses them
     services = [_planned(config, stanza, slices) for stanza in config.services.values()]
     logs = config.root / FOLDER / "logs"
     head = config.settings.head

@@ -203,6 +203,11 @@ class Config(BaseModel):
             raise ConfigError(f"{self.files[0].name}: no service named {name!r}{did_you_mean(name, self.services)}")
         return self.services[name]
 
+    def changed(self, name: str, **keys: Any) -> Config:
+        """The config with these keys of a stanza changed."""
+        stanza = self.stanza(name).model_copy(update=keys)
+        return self.model_copy(update={"services": {**self.services, name: stanza}})
+
     @property
     def others(self) -> dict[str, str | None]:
         """External services and their bearer tokens, from the variable that `token_env` names."""
@@ -285,8 +290,8 @@ def _settings(tree: ConfigTree) -> Settings:
 
 
 # Shipped model servers whose option `model` is a folder, relative to the config file, or a hub name.
-LOADS_A_MODEL = ("models/vllm", "models/transformers")
-ON_SEVERAL_NODES = "models/vllm"
+VLLM = "models/vllm"
+LOADS_A_MODEL = (VLLM, "models/transformers")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 QUICKSTART = Path("runs/quickstart/sft/policy")
 
@@ -427,7 +432,7 @@ def _problems_of_nodes(stanza: Stanza, part: ConfigTree) -> Iterator[str]:
     where = f"{part.where('nodes')}: nodes"
     if stanza.external:
         yield f"{where}: {stanza.name!r} runs elsewhere; remove this key"
-    elif not Path(stanza.app or "").as_posix().endswith(ON_SEVERAL_NODES):
+    elif not Path(stanza.app or "").as_posix().endswith(VLLM):
         yield f"{where}: only models/vllm runs one replica on several machines; remove it, or raise `replicas`"
     if stanza.replicas == "per_node":
         yield f"{where}: a replica on {stanza.nodes} machines cannot be one per_node; give `replicas` a number"

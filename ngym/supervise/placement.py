@@ -6,6 +6,7 @@ An engine places processes and starts them: on this machine (`LocalPlacer`), or 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
+from ngym.config.service_config import VLLM, Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
 from ngym.runtime.cpu_threads import CPUS, PROCESSES, usable_cores
 from ngym.supervise import warm_zygote
@@ -28,6 +29,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 QUERY = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 QUERY_S = 30.0
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # of vLLM: each multiplies its GPUs
+MEMORY_SHARE, SHARES = "gpu_memory_utilization", 0.5  # of vLLM; with at most this, several are to share a GPU
 
 
 class ProcessPlacer(Protocol):
@@ -57,7 +60,7 @@ class _LocalHost:
         self.url = url_of(sock, tls)
         self._placer = placer
         self._socket = sock
-        self._environment = environment
+        self.environment = environment
 
     async def rendezvous(self) -> tuple[str, int]:
         address = urlsplit(self.url).hostname or ""
@@ -68,26 +71,31 @@ class _LocalHost:
 
     async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
         launcher = await self._placer.launcher(Path(spec["app_file"]), python)
-        return await launcher.fork("run", title, spec, log, [self._socket], python, self._environment)
+        return await launcher.fork("run", title, spec, log, [self._socket], python, self.environment)
 
 
 class LocalPlacer:
     """The processes of this machine, forked by the zygote, or by one that an earlier command left behind.
 
-    warm: leave one behind for each app with a `preload` function (`ng_run --warm`).
+    warm: leave one behind for each app with a `preload` function (`ng_run --warm`). ranks: of a trainer, which use the
+    first GPUs.
     """
 
-    def __init__(self, launcher: ZygoteClient, warm: bool = False) -> None:
+    def __init__(self, launcher: ZygoteClient, warm: bool = False, ranks: int = 0) -> None:
         self.started = launcher.started
         self._launcher = launcher
         self._warm = warm
+        self._ranks = ranks
+        self._asked: dict[str, Resources | None] = {}  # of each process of a service
         self._preloaded: dict[Path, asyncio.Task[ZygoteClient | None]] = {}
         self._places: dict[_LocalHost, tuple[Resources, tuple[str, ...]]] = {}
         self._machine: Machine | None = None
 
     async def places(self, config: Config) -> Mapping[str, list[ProcessHost]]:
+        config = with_own_gpus(config, self._ranks)
         slices = gpu_slices(config)
         own = [stanza for stanza in config.services.values() if not stanza.external]
+        self._asked = {stanza.name: stanza.resources for stanza in own}
         for stanza in own:
             check_port(stanza)
         return {
@@ -112,14 +120,16 @@ class LocalPlacer:
         return await asyncio.shield(self._preloaded[app_file]) or self._launcher
 
     async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
-        asked, slices = stanza.resources, list[tuple[str, ...] | None]()
+        asked, slices = self._asked.get(stanza.name, stanza.resources), list[tuple[str, ...] | None]()
+        stanza = stanza.model_copy(update={"resources": asked})
         reserved = list(self._places.values())
         for _ in range(stanza.nodes):
             if asked is None:
                 slices.append(None)
                 continue
             if self._machine is None:
-                self._machine = await asyncio.to_thread(this_machine)
+                machine = await asyncio.to_thread(this_machine)
+                self._machine = machine._replace(gpus=machine.gpus[self._ranks :])
             gpus = spare_gpus(asked, reserved, self._machine)
             if gpus is None:
                 return None
@@ -220,6 +230,43 @@ def processes(config: Config) -> Iterator[tuple[Stanza, int, Resources]]:
         if stanza.resources is not None and not stanza.external:
             for number in range(stanza.first_replicas * stanza.nodes):
                 yield stanza, number, stanza.resources
+
+
+def with_own_gpus(config: Config, ranks: int = 0, machine: Machine | None = None) -> Config:
+    """The config, in which each process of models/vllm asks for GPUs of its own: by default all would use the first ones,
+    of whose memory each takes nearly all. The config itself, if there is one process at most or the GPUs do not suffice.
+
+    A stanza keeps `resources.gpus`, and shares GPUs if it asks vLLM for at most half of the memory, for sleep mode, or for
+    weights through the trainer's memory (ipc).
+
+    ranks: of a trainer on this machine, which use its first GPUs.
+    """
+    found = {stanza.name: each for stanza in config.services.values() if (each := _filled_gpus(stanza))}
+    most = sum(_most_replicas(config.stanza(name)) * config.stanza(name).nodes for name in found)
+    if not most or ranks + most < 2:
+        return config
+    machine = machine or this_machine()
+    changed = config
+    for name, gpus in found.items():
+        asked = config.stanza(name).resources or Resources()
+        changed = changed.changed(name, resources=asked.model_copy(update={"gpus": gpus}))
+    wanted = ranks + sum(asked.gpus or 0 for _, _, asked in processes(changed))
+    return changed if wanted <= len(machine.gpus) else config
+
+
+def _filled_gpus(stanza: Stanza) -> int | None:
+    """The GPUs of each process of a stanza that takes all of their memory without asking for any; None: it does not."""
+    engine = stanza.options.get("engine") or {}
+    asks = stanza.resources is not None and stanza.resources.gpus is not None
+    if stanza.app is None or not stanza.app.endswith(VLLM) or asks or not isinstance(engine, Mapping):
+        return None
+    share, transfer = engine.get(MEMORY_SHARE), engine.get("weight_transfer_config")
+    is_small = isinstance(share, int | float) and share <= SHARES
+    by_ipc = isinstance(transfer, Mapping) and transfer.get("backend") == "ipc"
+    if is_small or by_ipc or engine.get("enable_sleep_mode"):
+        return None
+    gpus = math.prod(size for key in PARALLEL if isinstance(size := engine.get(key), int))
+    return math.ceil(gpus / stanza.nodes)
 
 
 def gpu_slices(config: Config, machine: Machine | None = None) -> dict[tuple[str, int], tuple[str, ...]]:

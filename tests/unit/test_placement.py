@@ -3,6 +3,7 @@
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from ngym.config.service_config import Config, Resources, load_config
 from ngym.errors import ConfigError
 from ngym.runtime import cpu_threads
 from ngym.supervise.placement import (
+    VISIBLE,
+    LocalPlacer,
     Machine,
     asked_cores,
     gpu_slices,
@@ -19,6 +22,7 @@ from ngym.supervise.placement import (
     spare_gpus,
     this_machine,
     visible_gpus,
+    with_own_gpus,
 )
 
 
@@ -67,6 +71,62 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, resources: dic
 
 def test_a_config_without_resources_asks_for_nothing(tmp_path: Path):
     assert gpu_slices(config(tmp_path, policy={"replicas": 500}), Machine((), 1, 1)) == {}
+
+
+FULL = {"app": "models/vllm", "model": "a/b"}
+SHARING = {**FULL, "engine": {"gpu_memory_utilization": 0.4}}
+
+
+@pytest.mark.parametrize(
+    ("services", "ranks", "slices"),
+    [
+        ({"policy": {**FULL, "replicas": 2}}, 0, {("policy", 0): ("2",), ("policy", 1): ("3",)}),
+        ({"policy": FULL, "judge": FULL}, 1, {("policy", 0): ("2",), ("judge", 0): ("3",)}),
+        (
+            {"policy": {**FULL, "engine": {"tensor_parallel_size": 2}}, "judge": {"resources": {"gpus": 1}}},
+            1,
+            {("policy", 0): ("1", "2"), ("judge", 0): ("3",)},
+        ),
+        ({"policy": {**FULL, "replicas": {"min": 1, "max": 8}}}, 0, {("policy", 0): ("3",)}),
+        (
+            {"policy": {**FULL, "nodes": 2, "engine": {"tensor_parallel_size": 2}}},
+            0,
+            {("policy", 0): ("2",), ("policy", 1): ("3",)},
+        ),
+        ({"policy": FULL}, 1, {("policy", 0): ("3",)}),
+        ({"policy": FULL, "judge": SHARING}, 1, {("policy", 0): ("3",)}),
+        ({"policy": FULL}, 0, {}),  # nothing shares the first one with it
+        ({"policy": {**FULL, "replicas": 4}}, 1, {}),  # too few
+        ({"policy": {**SHARING, "replicas": 2}}, 0, {}),
+        ({"policy": {**FULL, "engine": {"enable_sleep_mode": True}}}, 1, {}),
+        ({"policy": {**FULL, "engine": {"weight_transfer_config": {"backend": "ipc"}}}}, 1, {}),
+        ({"policy": {**FULL, "app": "x", "replicas": 2}}, 0, {}),
+    ],
+)
+def test_processes_of_vllm_that_would_share_a_gpu_get_one_each(
+    tmp_path: Path, services: dict, ranks: int, slices: dict
+):
+    machine = Machine(tuple("0123"), 8, 16)
+    placed = with_own_gpus(config(tmp_path, **services), ranks, machine)
+    assert gpu_slices(placed, machine) == slices
+
+
+@pytest.mark.process
+async def test_replicas_that_are_added_get_the_gpus_that_neither_replicas_nor_ranks_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(VISIBLE, "0,1,2")
+    wanted = config(tmp_path, policy={**FULL, "replicas": {"min": 1, "max": 8}})
+    placer = LocalPlacer(SimpleNamespace(started=0.0, close=lambda: None), ranks=1)
+    try:
+        [first] = (await placer.places(wanted))["policy"]
+        second = await placer.more(wanted, wanted.stanza("policy"))
+        assert [place.environment[VISIBLE] for place in (first, second)] == ["2", "1"]
+        assert await placer.more(wanted, wanted.stanza("policy")) is None
+        await placer.release(first)
+        assert (await placer.more(wanted, wanted.stanza("policy"))).environment[VISIBLE] == "2"
+    finally:
+        await placer.close()
 
 
 @pytest.mark.parametrize(

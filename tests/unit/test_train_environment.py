@@ -161,7 +161,8 @@ def test_a_stanza_that_decides_or_needs_no_gpu_is_kept(here: Path) -> None:
     file = here / "policy.yaml"
     for app, more, gpus in (
         ("models/vllm", "resources: {gpus: 1}", machine),
-        ("models/vllm", f"engine: {{{MEMORY}: 0.7}}", machine),
+        ("models/vllm", f"engine: {{{MEMORY}: 0.5}}", machine),
+        ("models/vllm", f"engine: {{{MEMORY}: 0.7}}", Machine(("0",), 8, 64)),
         ("models/vllm", "engine: {enable_sleep_mode: true}", machine),
         ("models/vllm", "replicas: 2", Machine((), 8, 64)),
         ("models/transformers", "replicas: 2", machine),

@@ -7,7 +7,6 @@ thread; `Services.call` runs a coroutine there and waits for it.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -23,7 +22,7 @@ import yaml
 
 from ngym.client import CONNECT_TIMEOUT_S
 from ngym.collect.collection_session import discover
-from ngym.config.service_config import Config, Resources, Stanza, load_config, tracing_of
+from ngym.config.service_config import VLLM, Config, Stanza, load_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
@@ -31,7 +30,7 @@ from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.event_loop import never, unless
 from ngym.supervise.head_file import RunningHead, find_running
-from ngym.supervise.placement import Machine, gpu_slices, this_machine
+from ngym.supervise.placement import MEMORY_SHARE, LocalPlacer, Machine, gpu_slices, this_machine, with_own_gpus
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
@@ -43,10 +42,8 @@ Result = TypeVar("Result")
 NEW_POLICY_WITHIN_S = 600
 RENEW_S = 1.0
 OWNER = "ng_train"
-VLLM = "models/vllm"
 SLEEP_MODE = "engine.enable_sleep_mode=true"
-MEMORY_SHARE, BESIDE_TRAINER = "gpu_memory_utilization", 0.4
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # of vLLM: each multiplies its GPUs
+BESIDE_TRAINER = 0.4  # of a GPU's memory
 TRANSFER = "engine.weight_transfer_config.backend="
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
@@ -249,46 +246,39 @@ def _bundling(config: Config, policy: str) -> Config:
     stanza = config.stanza(policy)
     if stanza.app != VLLM or "bundle_tokens" in stanza.options:
         return config
-    return _with(config, stanza, options={**stanza.options, "bundle_tokens": "auto"})
+    return config.changed(policy, options={**stanza.options, "bundle_tokens": "auto"})
 
 
 def beside_trainer(
     config: Config, policy: str, ranks: int, say: Callable[[str], None], machine: Machine | None = None
 ) -> Config:
-    """The config, with GPUs that no rank uses for a policy on vLLM that would share one with a rank; if there are too few,
-    with a share of the memory, of which vLLM takes nearly all by default. A stanza that decides is kept.
+    """The config for a trainer on this machine: each process of models/vllm gets GPUs that no rank uses, if there are
+    enough. A policy that shares one with a rank gets a part of its memory, unless its stanza decides.
 
     Args:
         ranks: on this machine; they use its first GPUs.
         say: called with what was chosen.
     """
-    stanza = config.stanza(policy)
-    engine = stanza.options.get("engine") or {}
-    if stanza.app is None or not stanza.app.endswith(VLLM) or not isinstance(engine, Mapping):
-        return config
-    if engine.get("enable_sleep_mode") or MEMORY_SHARE in engine:
+    if not any((stanza.app or "").endswith(VLLM) for stanza in config.services.values()):
         return config
     machine = machine or this_machine()
-    ours = machine.gpus[:ranks]
-    if not set(ours) & _gpus_of(config, policy, machine):
-        return config
-    asked = stanza.resources or Resources()
-    transfer = engine.get("weight_transfer_config")
-    by_ipc = isinstance(transfer, Mapping) and transfer.get("backend") == "ipc"  # within one GPU
-    if asked.gpus is None and not by_ipc:
-        count = math.prod(size for key in PARALLEL if isinstance(size := engine.get(key), int))
-        each = math.ceil(count / stanza.nodes)
-        separate = _with(config, stanza, resources=asked.model_copy(update={"gpus": each}))
-        with suppress(ConfigError):  # too few
-            theirs = _gpus_of(separate, policy, machine)
-            if not set(ours) & theirs:
-                named = ", ".join(gpu for gpu in machine.gpus if gpu in theirs)
-                say(f"{policy!r} gets GPU {named}, the trainer {', '.join(ours)}")
-                return separate
+    ours, stanza = machine.gpus[:ranks], config.stanza(policy)
+    separate = with_own_gpus(config, ranks, machine)
+    theirs = _gpus_of(separate, policy, machine)
+    if separate.stanza(policy) != stanza:
+        named = ", ".join(gpu for gpu in machine.gpus if gpu in theirs)
+        say(f"{policy!r} gets GPU {named}, the trainer {', '.join(ours)}")
+        return separate
+    engine = stanza.options.get("engine") or {}
+    if not (stanza.app or "").endswith(VLLM) or not isinstance(engine, Mapping):
+        return separate
+    if engine.get("enable_sleep_mode") or MEMORY_SHARE in engine or not set(ours) & theirs:
+        return separate
     # Replicas without GPUs of their own use the same ones.
-    share = BESIDE_TRAINER if asked.gpus is not None else round(BESIDE_TRAINER / stanza.first_replicas, 3)
+    has_own = stanza.resources is not None and stanza.resources.gpus is not None
+    share = BESIDE_TRAINER if has_own else round(BESIDE_TRAINER / stanza.first_replicas, 3)
     say(f"{policy!r} and the trainer share a GPU: vLLM takes {share} of its memory for each replica (docs/gpus.md)")
-    return _with(config, stanza, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
+    return separate.changed(policy, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
 
 
 def _gpus_of(config: Config, service: str, machine: Machine) -> set[str]:
@@ -298,10 +288,6 @@ def _gpus_of(config: Config, service: str, machine: Machine) -> set[str]:
         return set(machine.gpus)
     slices = gpu_slices(config, machine)
     return {gpu for (name, _), gpus in slices.items() if name == service for gpu in gpus}
-
-
-def _with(config: Config, stanza: Stanza, **changes: Any) -> Config:
-    return config.model_copy(update={"services": {**config.services, stanza.name: stanza.model_copy(update=changes)}})
 
 
 @asynccontextmanager
@@ -323,7 +309,7 @@ async def started(
         tracing.begin(config.tracing, OWNER)
         config = beside_trainer(config, policy, ranks, say)
         say(f"starting {', '.join(config.services)}")
-        async with Supervisor(config, _failures(say), launcher) as stack:
+        async with Supervisor(config, _failures(say), engine=LocalPlacer(launcher, ranks=ranks)) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")
             peers = Peers(stack.urls, stack.head_url, stack.run_token, owner=OWNER, others=config.others)
             try:
