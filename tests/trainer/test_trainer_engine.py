@@ -381,6 +381,8 @@ def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_what_to_change
     of = f"a micro-batch of {tokens:,} tokens (samples: 4, the longest of {longest:,})"
     assert str(e.value).startswith(f"optimizer step 2, {of}: out of memory: DefaultCPUAllocator: can't allocate memory")
     assert "micro_batch_tokens (now 10,000;" in str(e.value)
+    trained.weights()
+    assert trained.doing == "optimizer step 2, gathering the weights"
 
 
 def test_a_gpu_that_runs_out_of_memory_is_reported_without_torchs_advice() -> None:

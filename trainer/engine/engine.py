@@ -433,6 +433,7 @@ class Engine:
 
         if not weights:
             self.reload()
+        self._computed = "moving the states to the host"
         wanted = [state for state in State if weights or state is not State.lp_params]
         on_gpu = self.device.type == "cuda"
         self._deepspeed.offload_states(include=wanted, pin_memory=on_gpu)
@@ -443,6 +444,7 @@ class Engine:
 
     def reload(self) -> None:
         """Load everything back to where it is computed."""
+        self._computed = "loading the states back"
         self._deepspeed.reload_states()
         for parameter in self._frozen:
             parameter.data = parameter.data.to(self.device)
@@ -512,6 +514,7 @@ class Engine:
         return self._gathered(adapter_tensors(self.policy.network))
 
     def _gathered(self, made: Iterable[CheckpointTensor]) -> dict[str, Tensor]:
+        self._computed = "gathering the weights"
         sharded = self._options.zero_stage == 3
         if not sharded and self._options.tensor_parallel == 1:
             return {name: compute() for name, _, compute in made} if self.rank == 0 else {}
