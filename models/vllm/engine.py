@@ -44,6 +44,7 @@ from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
 from .serving.loading_server import Say
+from .serving.startup_errors import LoggedErrors, startup_explained
 from .weights.adapter import Adapter, linear_layers
 from .weights.cpu_worker import Repacking
 
@@ -68,6 +69,8 @@ class Engine(AsyncLLM):
     """The parts of MEMORY that are released; generation is paused while there are any."""
     weights_dropped: bool = False
     """Whether the weights are dropped until the next push."""
+    errors: LoggedErrors | None = None
+    """What its processes log when they die."""
     base_version: int = 0
     """The pushed version of the weights under the adapter; 0: the checkpoint."""
 
@@ -247,7 +250,9 @@ class Engine(AsyncLLM):
         while not (self.errored or self.broken):
             await asyncio.sleep(WATCH_S)
         signal.raise_signal(signal.SIGTERM)
-        raise ServiceError(self.broken or "vLLM's engine process died; its log says why")
+        reason = self.errors.reason if self.errors else None
+        died = f"vLLM's engine process died: {reason}" if reason else "vLLM's engine process died; its log says why"
+        raise ServiceError(self.broken or died)
 
 
 def start_engine(service: str, options: Options, model: Model, say: Say) -> Started:
@@ -257,6 +262,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
 
     Raises:
         ConfigError: vLLM does not know an argument, or cannot load such a model.
+        ServiceError: it could not be started this time, such as for memory that another process has.
     """
     say("loading: reading the model's configuration")
     arguments, engine_arguments, config = _configured(service, options, model)
@@ -268,12 +274,15 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     if _is_forked(arguments):
         _prepare_fork()
     say(f"loading: {options.model}")
-    engine = Engine.from_vllm_config(
-        vllm_config=config,
-        usage_context=UsageContext.OPENAI_API_SERVER,
-        disable_log_stats=engine_arguments.disable_log_stats,
-        enable_log_requests=engine_arguments.enable_log_requests,
-    )
+    errors = LoggedErrors(config)
+    with startup_explained(errors, service, options.model):
+        engine = Engine.from_vllm_config(
+            vllm_config=config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            disable_log_stats=engine_arguments.disable_log_stats,
+            enable_log_requests=engine_arguments.enable_log_requests,
+        )
+    engine.errors = errors
     return Started(arguments, engine)
 
 
@@ -282,12 +291,13 @@ def compute(service: str, options: Options, model: Model) -> NoReturn:
 
     Raises:
         ConfigError: as start_engine.
-        ServiceError: a worker ended.
+        ServiceError: as start_engine; or a worker ended.
     """
     arguments, _, config = _configured(service, options, model)
     if _is_forked(arguments):
         _prepare_fork()
-    executor = MultiprocExecutor(config, monitor_workers=False)
+    with startup_explained(LoggedErrors(config), service, options.model):
+        executor = MultiprocExecutor(config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)
     raise ServiceError("a worker of vLLM's engine ended; its log says why")
 

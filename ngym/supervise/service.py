@@ -25,6 +25,7 @@ from ngym.supervise.venvs import Venv, find_uv, make
 from ngym.telemetry.log_format import Redactor, from_text, is_json, to_text
 
 STATUS_PREFIX = "ngym-status: "
+REFUSED = "cannot be started:"  # a status of a service that ends; what it prints next is the reason
 KEPT_LINES = 200
 MAX_LINE_BYTES = 64 << 10
 MAX_FILE_BYTES = 64 << 20
@@ -46,6 +47,7 @@ class ServiceLog:
         self._redact = redact
         self._on_status = on_status
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._has_reason = False
         self._readers: set[asyncio.Task[None]] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
@@ -53,6 +55,7 @@ class ServiceLog:
     def open(self) -> int:
         """A descriptor for the next process to write to; it is read until its last writer is gone."""
         self._lines.clear()
+        self._has_reason = False
         read, write = os.pipe()
         task = asyncio.get_running_loop().create_task(self._read(read))
         self._readers.add(task)
@@ -62,6 +65,11 @@ class ServiceLog:
     def tail(self, count: int) -> list[str]:
         """The last lines of the current process, oldest first, with control characters made visible for display."""
         return list(map(harmless, list(self._lines)[-count:]))
+
+    @property
+    def reason(self) -> str:
+        """Why the process ended, in its own words, as one line; empty if it did not say so."""
+        return " ".join(self.tail(SHOWN_LINES)) if self._has_reason else ""
 
     async def drained(self) -> None:
         """Wait until everything that a dead process wrote has been read."""
@@ -128,6 +136,10 @@ class ServiceLog:
         text = line.decode(errors="replace").rstrip("\r")
         if self._wrap_as is not None:
             text = to_text(text)
+        if text == f"{STATUS_PREFIX}{REFUSED}":
+            self._lines.clear()
+            self._has_reason = True
+            return
         if text.startswith(STATUS_PREFIX):
             self._on_status(text[len(STATUS_PREFIX) :])
             return
@@ -461,9 +473,11 @@ class ServiceProcess(PolledReplica):
                     "\n".join(self._log.tail(SHOWN_LINES)) or f"{self.state.label}: cannot be started as it is"
                 )
             self._deaths.count(ready_s)
-            how = describe_exit(code)
+            how = ": ".join(filter(None, (describe_exit(code), self._log.reason)))
             if why := self._deaths.too_many(self._limits.max_deaths):
                 self.change(status="failed", detail=how, pid=None)
+                if self._log.reason:
+                    raise ServiceFailed(f"service {self.state.label!r} {why} ({how}); its log is {self._log.path}")
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
             changes = {"listed": code != LOST and not self.is_leaving, **self.without_weights()}

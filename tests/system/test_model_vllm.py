@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -20,11 +21,12 @@ import pytest
 from machine import PATIENCE_S, running, wait_until
 from starlette.requests import Request
 from starlette.responses import Response
-from vllm_service import ENDLESS, Server, Servers, endless, metric, tokens_of, user, write_checkpoint
+from vllm_service import ENDLESS, LOADED_S, Server, Servers, endless, metric, start, tokens_of, user, write_checkpoint
 
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
+from ngym.services.base.runner import EXIT_REFUSED
 from ngym.services.models.request_handler import WholeCompletion
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -36,6 +38,11 @@ ADD = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
 }
 CONTEXT = 1024
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in run
+torch.OutOfMemoryError: out of memory.
+"""
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
@@ -748,6 +755,32 @@ def test_kill_9_leaves_no_engine_behind(policy: Server) -> None:
     policy.process.kill()
     policy.process.wait(PATIENCE_S)
     wait_until(lambda: not running([engine]))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        ({"kv_cache_mb": 1}, EXIT_REFUSED, "To serve at least one request with the model's max seq len "),
+        ({"kv_cache_mb": 10**8, "engine": {"tensor_parallel_size": 2}}, 1, "Available memory on node "),
+    ],
+)
+def test_an_engine_that_cannot_start_gives_the_reason_of_the_process_that_failed(
+    checkpoint: Path, root: Path, tmp_path: Path, options: dict[str, Any], code: int, told: str
+) -> None:
+    server = start(tmp_path, root, "policy", {"model": str(checkpoint), **options})
+    assert server.process.wait(LOADED_S) == code
+    reason = server.log.read_text().partition("ngym-status: cannot be started:\n")[2].splitlines()[0]
+    assert reason.startswith(f"service 'policy': model '{checkpoint}': {told}")
+    assert reason.endswith("Options of the stanza for that: kv_cache_mb, engine.max_model_len")
+
+
+def test_an_engine_that_dies_ends_its_server_with_what_it_has_logged(policy: Server) -> None:
+    [engine] = psutil.Process(policy.process.pid).children(recursive=True)
+    [logged] = [fd for fd in Path(f"/proc/{engine.pid}/fd").iterdir() if "memfd:errors" in os.readlink(fd)]
+    logged.write_text(f"\x1eEngineCore failed\n{TRACEBACK}")
+    engine.kill()
+    assert policy.process.wait(PATIENCE_S) == 1
+    assert "\nvLLM's engine process died: torch.OutOfMemoryError: out of memory\n" in policy.log.read_text()
 
 
 # Without an engine

@@ -26,7 +26,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.runtime.cpu_threads import usable_cores
 from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, health, http_get
-from ngym.supervise.service import STEADY_S, CrashCounter, ReplicaState, ServiceFailed
+from ngym.supervise.service import STEADY_S, CrashCounter, ReplicaState, ServiceFailed, ServiceRefused
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteGone, receive, send
 from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
@@ -261,6 +261,33 @@ async def test_a_service_that_dies_again_and_again_is_named_with_its_log(project
     assert "service 'one' died 3 times in a row without having been ready (exit code 3)" in report
     assert "about to die" in report and str(project.folder / ".ngym" / "logs" / "one.log") in report
     assert project.statuses("fine")[-1] == "stopped" and project.statuses("one")[-1] == "failed"
+
+
+GIVES_REASON = """
+import os
+print("much that does not help")
+print("ngym-status: cannot be started:")
+print("the memory of the GPU is taken", flush=True)
+os._exit(%d)
+"""
+
+
+@pytest.mark.parametrize("logs", ["text", "json"])
+@pytest.mark.parametrize("code", [1, 69])
+async def test_of_a_service_that_says_why_it_ends_only_that_is_shown(project: Project, code: int, logs: str) -> None:
+    project.write({"one": gym("taken"), "ngym": {"max_restarts": 2, "logs": logs}}, taken=GIVES_REASON % code)
+    with pytest.raises((ServiceFailed, ServiceRefused)) as caught:
+        async with project.supervisor():
+            pass
+    if code == 69:
+        assert str(caught.value) == "the memory of the GPU is taken"
+        return
+    how = "exit code 1: the memory of the GPU is taken"
+    log = project.folder / ".ngym" / "logs" / "one.log"
+    died = "died 2 times in a row without having been ready"
+    assert str(caught.value) == f"service 'one' {died} ({how}); its log is {log}"
+    assert f"{how}; again in 0.2 s" in [event.detail for event in project.events]
+    assert "much that does not help" in log.read_text()
 
 
 REFUSES = "raise SystemExit(78)"

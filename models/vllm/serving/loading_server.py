@@ -16,11 +16,12 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ngym.errors import NotReady, Unauthorized
+from ngym.errors import NgymError, NotReady, Unauthorized
 from ngym.services.base.app import ProblemResponse
 
 GUARDED = ("/v1/", "/rollouts/")
 STATUS_PREFIX = "ngym-status: "  # the supervisor shows the rest as the service's status line
+REFUSED = "cannot be started:"  # the lines after this status are the reason
 LAST_CALLERS_S = 5.0
 MAX_HEAD_BYTES = 64 << 10
 LEAVE = b"\0"
@@ -70,7 +71,9 @@ class LoadingServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._pid is not None and isinstance(error, NgymError):
+            print(f"{STATUS_PREFIX}{REFUSED}", flush=True)  # vLLM may have logged a lot
         self.leave()
 
     def say(self, status: str) -> None:

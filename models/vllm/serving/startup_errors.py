@@ -1,0 +1,111 @@
+"""Why vLLM's engine did not start, or died.
+
+A process of the engine that fails only logs its error, and the server learns that a process failed. So vLLM's logging, whose
+config all of its processes apply, writes these errors into a file in memory, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import DEFAULT_LOGGING_CONFIG
+from vllm.platforms import current_platform
+
+from ngym.errors import ConfigError, ServiceError
+
+STARTERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")  # the loggers of processes that start
+RECORD = "\x1e"  # begins each record
+TRACEBACK = "Traceback (most recent call last):\n"
+BUSY = ("Free memory on device", "Available memory on node")  # too little: a server that is just ending may have it
+MOST_CHARACTERS = 800
+MORE_ROOM = {
+    "cpu": "Options of the stanza for that: kv_cache_mb, engine.max_model_len",
+    "gpu": "Options of the stanza for that: engine.gpu_memory_utilization, engine.max_model_len, resources.gpus (docs/gpus.md)",
+}
+
+
+class LoggedErrors:
+    """The errors that the processes of one engine log; none with a logging config of the user's own."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        """Change the config, before the first process starts."""
+        self._file: int | None = None
+        logging = config.logging_config
+        if logging.configure_logging and logging.pylogging_config_file is None and sys.platform == "linux":
+            self._file = os.memfd_create("errors")
+            written = os.memfd_create("logging")
+            os.write(written, json.dumps(with_errors(logging.log_level, _path(self._file))).encode())
+            config.logging_config = replace(logging, pylogging_config_file=_path(written))
+
+    @property
+    def reason(self) -> str | None:
+        """The first exception, such as `ValueError: ...`, as one line; None if there is none."""
+        if self._file is None:
+            return None
+        found = first_reason(os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace"))
+        return None if found is None else " ".join(found.split())[:MOST_CHARACTERS].rstrip(".")
+
+
+@contextmanager
+def startup_explained(errors: LoggedErrors, service: str, model: str) -> Iterator[None]:
+    """Raise an error with the reason that a process of the engine has logged, in place of vLLM's own.
+
+    Raises:
+        ConfigError: vLLM refuses the model or the options.
+        ServiceError: the start failed, and may succeed the next time.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = errors.reason
+        if reason is None:
+            raise
+        kind, _, told = reason.partition(": ")
+        advice = f". {MORE_ROOM['cpu' if current_platform.is_cpu() else 'gpu']}" if "memory" in told else ""
+        text = f"service {service!r}: model {model!r}: {told}{advice}"
+        if kind == "ValueError" and not told.startswith(BUSY):
+            raise ConfigError(text) from error
+        raise ServiceError(text, retryable=True) from error
+
+
+def with_errors(level: str, path: str) -> dict[str, Any]:
+    """vLLM's own logging config, which also writes what STARTERS log as an error into this file."""
+    config: dict[str, Any] = deepcopy(DEFAULT_LOGGING_CONFIG)
+    config["handlers"]["vllm"]["level"] = config["loggers"]["vllm"]["level"] = level
+    for formatter in config["formatters"].values():
+        formatter["log_level"] = level
+    config["formatters"]["errors"] = {"format": f"{RECORD}%(message)s"}
+    config["handlers"]["errors"] = {
+        "class": "logging.FileHandler",
+        "filename": path,
+        "level": "ERROR",
+        "formatter": "errors",
+        "delay": True,
+    }
+    config["loggers"] |= {name: {"handlers": ["errors"]} for name in STARTERS}
+    return config
+
+
+def first_reason(text: str) -> str | None:
+    """The exception of the first record with one, such as `ValueError: ...`: other processes fail because of it."""
+    for record in text.split(RECORD):
+        _, found, trace = record.rpartition(TRACEBACK)
+        lines = trace.splitlines()
+        while lines and lines[0].startswith(" "):
+            del lines[0]
+        if found and lines:
+            return "\n".join(lines)
+    return None
+
+
+def _path(fd: int) -> str:
+    """The name of an open file of this process for other processes."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
