@@ -28,7 +28,7 @@ from ngym import ModelCall, ServiceContext, model_server
 from ngym.chat_codec import ChatCodec, Template, turn_ends
 from ngym.config.service_config import model_problem
 from ngym.convert import check_chat_request
-from ngym.errors import BadRequest, ConfigError, NotReady
+from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError
 from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
 from ngym.net.json_limits import ROW_BYTES
@@ -82,7 +82,12 @@ class Scoring:
 
 @asynccontextmanager
 async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
-    """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
+    """Load the model, before the service is ready.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+        ServiceError: there is too little memory now.
+    """
     options: Options = context.options
     _prepare_environment()
     if options.model_within_s:
@@ -103,8 +108,12 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     try:
         engine = await asyncio.to_thread(load)
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())[:300]
-        raise ConfigError(f"service {context.name!r}: model {options.model!r} cannot be loaded: {told}") from None
+        raise ConfigError(_not_loaded(context.name, options.model, error)) from None
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        advice = "A smaller `dtype`, or another `device`, saves memory there"
+        raise ServiceError(f"{_not_loaded(context.name, options.model, error)}. {advice}", retryable=True) from error
     served = options.served_name or context.name
     app.state.context = replace(context, options=options.model_copy(update={"model": served}))
     try:
@@ -118,6 +127,11 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
             yield ChatCodec(template, engine.generate, served, engine.context)
     finally:
         engine.close()
+
+
+def _not_loaded(service: str, model: str, error: Exception) -> str:
+    told = " ".join(str(error).split())[:300].rstrip(".")
+    return f"service {service!r}: model {model!r} cannot be loaded: {told}"
 
 
 def _add_push(context: ServiceContext, engine: Engine, options: Options) -> None:

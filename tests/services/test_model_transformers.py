@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM
 from vllm_service import write_checkpoint
 
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, ServiceError
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import load
 
@@ -130,3 +131,12 @@ async def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"service 'policy': model 'empty': .* has no checkpoint \(no config.json\)"):
         APP._find("empty", tmp_path, "policy")
     assert APP._find("Qwen/Qwen3-0.6B", tmp_path, "policy") == "Qwen/Qwen3-0.6B"
+
+
+async def test_a_model_that_does_not_fit_into_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(f"{APP.__package__}.loading.network", lambda *_: torch.empty(10**15))
+    told = f"service 'policy': model '{folder}' cannot be loaded: .*can't allocate memory: .* saves memory there$"
+    context = SimpleNamespace(name="policy", root=folder, options=APP.Options(model=str(folder)))
+    with pytest.raises(ServiceError, match=told):
+        async with APP.loaded(context):
+            pass
