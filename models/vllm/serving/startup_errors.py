@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.config.logging import LoggingConfig
 from vllm.logger import DEFAULT_LOGGING_CONFIG
 from vllm.platforms import current_platform
 
@@ -33,16 +34,20 @@ MORE_ROOM = {
 
 
 class LoggedErrors:
-    """The errors that the processes of one engine log; none with a logging config of the user's own."""
+    """The errors that the processes of one engine log; none where Ray starts them or the user has configured logging."""
 
     def __init__(self, config: VllmConfig) -> None:
         """Change the config, before the first process starts."""
         self._file: int | None = None
-        logging = config.logging_config
-        if logging.configure_logging and logging.pylogging_config_file is None and sys.platform == "linux":
-            self._file = os.memfd_create("errors")
-            written = os.memfd_create("logging")
-            os.write(written, json.dumps(with_errors(logging.log_level, _path(self._file))).encode())
+        logging, parallel = config.logging_config, config.parallel_config
+        is_default = logging == LoggingConfig(log_level=logging.log_level) and logging.configure_logging
+        on_ray = "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend)
+        if sys.platform != "linux" or not is_default or logging.pylogging_config_file or on_ray:
+            return
+        errors, written = os.memfd_create("errors"), os.memfd_create("logging")
+        os.write(written, json.dumps(with_errors(logging.log_level, _path(errors))).encode())
+        if all(os.access(_path(fd), os.R_OK | os.W_OK) for fd in (errors, written)):  # some sandboxes hide them
+            self._file = errors
             config.logging_config = replace(logging, pylogging_config_file=_path(written))
 
     @property
