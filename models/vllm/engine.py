@@ -275,7 +275,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         _prepare_fork()
     say(f"loading: {options.model}")
     errors = LoggedErrors(config)
-    with startup_explained(errors, service, options.model):
+    with startup_explained(errors, service, options.model, on_cpu=current_platform.is_cpu()):
         engine = Engine.from_vllm_config(
             vllm_config=config,
             usage_context=UsageContext.OPENAI_API_SERVER,
@@ -296,7 +296,7 @@ def compute(service: str, options: Options, model: Model) -> NoReturn:
     arguments, _, config = _configured(service, options, model)
     if _is_forked(arguments):
         _prepare_fork()
-    with startup_explained(LoggedErrors(config), service, options.model):
+    with startup_explained(LoggedErrors(config), service, options.model, on_cpu=current_platform.is_cpu()):
         executor = MultiprocExecutor(config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)
     raise ServiceError("a worker of vLLM's engine ended; its log says why")

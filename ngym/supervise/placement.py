@@ -233,11 +233,11 @@ def processes(config: Config) -> Iterator[tuple[Stanza, int, Resources]]:
 
 
 def with_own_gpus(config: Config, ranks: int = 0, machine: Machine | None = None) -> Config:
-    """The config, in which each process of models/vllm asks for GPUs of its own: by default all would use the first ones,
-    of whose memory each takes nearly all. The config itself, if there is one process at most or the GPUs do not suffice.
+    """The config with `resources.gpus` for each process of models/vllm. Without it, all processes use the first GPUs, and
+    each takes nearly all of their memory. The config does not change for a single process, or with too few GPUs.
 
-    A stanza keeps `resources.gpus`, and shares GPUs if it asks vLLM for at most half of the memory, for sleep mode, or for
-    weights through the trainer's memory (ipc).
+    A stanza keeps its own `resources.gpus`. It shares GPUs if it asks vLLM for at most half of the memory, for sleep mode,
+    or for weights through the trainer's memory (ipc).
 
     ranks: of a trainer on this machine, which use its first GPUs.
     """
@@ -255,7 +255,7 @@ def with_own_gpus(config: Config, ranks: int = 0, machine: Machine | None = None
 
 
 def _filled_gpus(stanza: Stanza) -> int | None:
-    """The GPUs of each process of a stanza that takes all of their memory without asking for any; None: it does not."""
+    """The number of GPUs that each process of a stanza fills without asking for them; None for other stanzas."""
     engine = stanza.options.get("engine") or {}
     asks = stanza.resources is not None and stanza.resources.gpus is not None
     if stanza.app is None or not stanza.app.endswith(VLLM) or asks or not isinstance(engine, Mapping):

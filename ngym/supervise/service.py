@@ -22,10 +22,8 @@ from ngym.runtime.live_region import harmless
 from ngym.schema import Kind
 from ngym.supervise.head_file import health
 from ngym.supervise.venvs import Venv, find_uv, make
-from ngym.telemetry.log_format import Redactor, from_text, is_json, to_text
+from ngym.telemetry.log_format import REFUSED, STATUS_PREFIX, Redactor, from_text, is_json, to_text
 
-STATUS_PREFIX = "ngym-status: "
-REFUSED = "cannot be started:"  # a status of a service that ends; what it prints next is the reason
 KEPT_LINES = 200
 MAX_LINE_BYTES = 64 << 10
 MAX_FILE_BYTES = 64 << 20

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from ngym.net import request_context
 
+STATUS_PREFIX = "ngym-status: "  # of a line that a service prints: the supervisor shows the rest as its status
+REFUSED = "cannot be started:"  # a status of a service that ends; the lines after it are the reason
 REDACTED = "<redacted>"
 MIN_LITERAL = 8  # shorter values also occur in ordinary words
 SECRET_WORDS = frozenset([

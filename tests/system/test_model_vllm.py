@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -23,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllm_service import ENDLESS, LOADED_S, Server, Servers, endless, metric, start, tokens_of, user, write_checkpoint
 
+from ngym.errors import ConfigError, ServiceError
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
@@ -791,6 +794,45 @@ def parts(root: Path) -> Any:
     """models/vllm's own modules by name, those that do without vLLM."""
     module = load(root / "models" / "vllm" / "app.py")
     return lambda name: importlib.import_module(f"{module.__name__}.{name}")
+
+
+FULL = "To serve at least one request, 4 GiB KV cache is needed, which is larger than the available memory"
+TAKEN = "Available memory on node 0 (1/16 GiB) is less than requested"
+
+
+@pytest.mark.parametrize(
+    ("reason", "on_cpu", "error"),
+    [
+        (f"ValueError: {FULL}", True, ConfigError),
+        (f"ValueError: {FULL}", False, ServiceError),
+        (f"ValueError: {TAKEN}", True, ServiceError),
+        ("ValueError: no such backend", False, ConfigError),
+        ("torch.OutOfMemoryError: CUDA out of memory", False, ServiceError),
+        ("RuntimeError: no such device", True, ServiceError),
+    ],
+)
+def test_a_start_is_tried_again_if_it_may_succeed(
+    parts: Any, reason: str, on_cpu: bool, error: type[Exception]
+) -> None:
+    startup = parts("serving.startup_errors")
+    trace = f"\x1efailed\n{TRACEBACK.rpartition('torch')[0]}{reason}\n\x1eas a result\n{TRACEBACK}"
+    errors = SimpleNamespace(reason=startup.first_reason(trace))
+    with (
+        pytest.raises(error, match=re.escape(f"service 'policy': model 'm': {reason.partition(': ')[2]}")) as e,
+        startup.startup_explained(errors, "policy", "m", on_cpu=on_cpu),
+    ):
+        raise RuntimeError("Engine core initialization failed")
+    assert ("Options of the stanza for that: " in str(e.value)) == ("memory" in reason)
+
+
+def test_an_error_without_a_logged_reason_stays_as_it_is(parts: Any) -> None:
+    startup = parts("serving.startup_errors")
+    errors = SimpleNamespace(reason=startup.first_reason("\x1eno traceback"))
+    with (
+        pytest.raises(RuntimeError, match=r"^failed$"),
+        startup.startup_explained(errors, "policy", "m", on_cpu=True),
+    ):
+        raise RuntimeError("failed")
 
 
 async def test_with_keys_nobody_asks_the_model_without_one(parts: Any) -> None:

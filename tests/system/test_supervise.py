@@ -274,7 +274,9 @@ os._exit(%d)
 
 @pytest.mark.parametrize("logs", ["text", "json"])
 @pytest.mark.parametrize("code", [1, 69])
-async def test_of_a_service_that_says_why_it_ends_only_that_is_shown(project: Project, code: int, logs: str) -> None:
+async def test_a_service_that_gives_its_reason_is_reported_with_it_alone(
+    project: Project, code: int, logs: str
+) -> None:
     project.write({"one": gym("taken"), "ngym": {"max_restarts": 2, "logs": logs}}, taken=GIVES_REASON % code)
     with pytest.raises((ServiceFailed, ServiceRefused)) as caught:
         async with project.supervisor():

@@ -156,6 +156,18 @@ def test_vllm_gets_gpus_that_no_rank_uses_if_there_are_enough(
     assert said == [told]
 
 
+def test_a_judge_gets_the_gpu_that_does_not_suffice_for_the_policy_too(here: Path) -> None:
+    said: list[str] = []
+    file = here / "policy.yaml"
+    stanza = "{kind: model, app: models/vllm, model: tiny}"
+    file.write_text(f"policy: {stanza}\njudge: {stanza}\n")
+    config = config_for(file, "policy", None, [])
+    placed = beside_trainer(config, "policy", 1, said.append, Machine(("0", "1"), 8, 64))
+    assert placed.stanza("policy").resources is None and placed.stanza("policy").options["engine"] == {MEMORY: 0.4}
+    assert placed.stanza("judge").resources.gpus == 1 and "engine" not in placed.stanza("judge").options
+    assert said == [SHARED.format(0.4)]
+
+
 def test_a_stanza_that_decides_or_needs_no_gpu_is_kept(here: Path) -> None:
     machine, said = Machine(("0", "1"), 8, 64), list[str]()
     file = here / "policy.yaml"

@@ -278,7 +278,8 @@ def beside_trainer(
     has_own = stanza.resources is not None and stanza.resources.gpus is not None
     share = BESIDE_TRAINER if has_own else round(BESIDE_TRAINER / stanza.first_replicas, 3)
     say(f"{policy!r} and the trainer share a GPU: vLLM takes {share} of its memory for each replica (docs/gpus.md)")
-    return separate.changed(policy, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
+    shared = separate.changed(policy, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
+    return with_own_gpus(shared, ranks, machine)  # without the policy, the GPUs may suffice for the others
 
 
 def _gpus_of(config: Config, service: str, machine: Machine) -> set[str]:

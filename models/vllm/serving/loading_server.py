@@ -18,10 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ngym.errors import NgymError, NotReady, Unauthorized
 from ngym.services.base.app import ProblemResponse
+from ngym.telemetry.log_format import REFUSED, STATUS_PREFIX
 
 GUARDED = ("/v1/", "/rollouts/")
-STATUS_PREFIX = "ngym-status: "  # the supervisor shows the rest as the service's status line
-REFUSED = "cannot be started:"  # the lines after this status are the reason
 LAST_CALLERS_S = 5.0
 MAX_HEAD_BYTES = 64 << 10
 LEAVE = b"\0"

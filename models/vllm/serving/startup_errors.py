@@ -13,19 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
-
-from vllm.config import VllmConfig
-from vllm.config.logging import LoggingConfig
-from vllm.logger import DEFAULT_LOGGING_CONFIG
-from vllm.platforms import current_platform
+from typing import TYPE_CHECKING, Any
 
 from ngym.errors import ConfigError, ServiceError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 STARTERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")  # the loggers of processes that start
 RECORD = "\x1e"  # begins each record
 TRACEBACK = "Traceback (most recent call last):\n"
-BUSY = ("Free memory on device", "Available memory on node")  # too little: a server that is just ending may have it
+IN_USE = "Available memory on node"  # of a CPU's machine, where the size of the KV cache is fixed
 MOST_CHARACTERS = 800
 MORE_ROOM = {
     "cpu": "Options of the stanza for that: kv_cache_mb, engine.max_model_len",
@@ -34,13 +32,13 @@ MORE_ROOM = {
 
 
 class LoggedErrors:
-    """The errors that the processes of one engine log; none where Ray starts them or the user has configured logging."""
+    """Collects the errors that the processes of one engine log. Does nothing under Ray or with a custom logging config."""
 
     def __init__(self, config: VllmConfig) -> None:
-        """Change the config, before the first process starts."""
+        """Change the logging config; no process may have started."""
         self._file: int | None = None
         logging, parallel = config.logging_config, config.parallel_config
-        is_default = logging == LoggingConfig(log_level=logging.log_level) and logging.configure_logging
+        is_default = logging == type(logging)(log_level=logging.log_level) and logging.configure_logging
         on_ray = "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend)
         if sys.platform != "linux" or not is_default or logging.pylogging_config_file or on_ray:
             return
@@ -52,7 +50,7 @@ class LoggedErrors:
 
     @property
     def reason(self) -> str | None:
-        """The first exception, such as `ValueError: ...`, as one line; None if there is none."""
+        """The first logged exception as one line, such as `ValueError: ...`, or None."""
         if self._file is None:
             return None
         found = first_reason(os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace"))
@@ -60,12 +58,12 @@ class LoggedErrors:
 
 
 @contextmanager
-def startup_explained(errors: LoggedErrors, service: str, model: str) -> Iterator[None]:
+def startup_explained(errors: LoggedErrors, service: str, model: str, *, on_cpu: bool) -> Iterator[None]:
     """Raise an error with the reason that a process of the engine has logged, in place of vLLM's own.
 
     Raises:
         ConfigError: vLLM refuses the model or the options.
-        ServiceError: the start failed, and may succeed the next time.
+        ServiceError: the start failed, and may succeed the next time. On a GPU, other processes may use memory meanwhile.
     """
     try:
         yield
@@ -74,15 +72,19 @@ def startup_explained(errors: LoggedErrors, service: str, model: str) -> Iterato
         if reason is None:
             raise
         kind, _, told = reason.partition(": ")
-        advice = f". {MORE_ROOM['cpu' if current_platform.is_cpu() else 'gpu']}" if "memory" in told else ""
+        lacks_memory = "memory" in told
+        advice = f". {MORE_ROOM['cpu' if on_cpu else 'gpu']}" if lacks_memory else ""
         text = f"service {service!r}: model {model!r}: {told}{advice}"
-        if kind == "ValueError" and not told.startswith(BUSY):
+        may_pass = lacks_memory and (not on_cpu or told.startswith(IN_USE))
+        if kind == "ValueError" and not may_pass:
             raise ConfigError(text) from error
         raise ServiceError(text, retryable=True) from error
 
 
 def with_errors(level: str, path: str) -> dict[str, Any]:
     """vLLM's own logging config, which also writes what STARTERS log as an error into this file."""
+    from vllm.logger import DEFAULT_LOGGING_CONFIG  # here: tests use the rest of the module without vLLM
+
     config: dict[str, Any] = deepcopy(DEFAULT_LOGGING_CONFIG)
     config["handlers"]["vllm"]["level"] = config["loggers"]["vllm"]["level"] = level
     for formatter in config["formatters"].values():
@@ -100,7 +102,7 @@ def with_errors(level: str, path: str) -> dict[str, Any]:
 
 
 def first_reason(text: str) -> str | None:
-    """The exception of the first record with one, such as `ValueError: ...`: other processes fail because of it."""
+    """The first exception in the records, such as `ValueError: ...`. Other processes fail because of it."""
     for record in text.split(RECORD):
         _, found, trace = record.rpartition(TRACEBACK)
         lines = trace.splitlines()
