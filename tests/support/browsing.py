@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import wait_until
 from paths import ROOT
+from viewing import Viewer, viewer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 EXPECT_MS, LONG_MS = 20_000, 60_000  # on an overloaded machine
@@ -47,6 +50,14 @@ def page(browser: Any) -> Iterator[Page]:
     yield opened
     context.close()
     assert complaints == []
+
+
+@contextmanager
+def viewer_of(page: Page, *arguments: str | Path, cache: Path) -> Iterator[Viewer]:
+    """A viewer until the end of the block; the page, which polls its server, leaves it before the server ends."""
+    with viewer(*arguments, cache=cache) as served:
+        yield served
+        page.goto("about:blank")
 
 
 def is_elsewhere(url: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from browsing import eventually
+from browsing import eventually, viewer_of
 from viewing import Viewer, failure, of_task, rollout, run, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
@@ -161,7 +161,7 @@ def test_runs_without_a_common_task_are_not_compared(page: Page, tmp_path: Path)
     train = [of_task(name, draw, 0, 1.0) for draw, name in enumerate(["a", "b", "a", "b"])]
     held_out = [of_task(name, task, 0, 0.0) for task, name in enumerate(["c", "d"])]
     files = [write(tmp_path / "train.jsonl", train), write(tmp_path / "held_out.jsonl", held_out)]
-    with viewer(*files, cache=tmp_path / "cache") as served:
+    with viewer_of(page, *files, cache=tmp_path / "cache") as served:
         go(page, served, "#/compare/r1/r2")
         verdict = page.locator(".compare-summary")
         playwright.expect(verdict).to_contain_text("No task in common: these runs cannot be compared.")
@@ -341,7 +341,7 @@ def test_a_growing_file_is_followed_and_its_torn_line_is_not_shown(page: Page, s
 @pytest.mark.parametrize("pressed", ["#row-0", ".figures .pick:has(.tick)"])
 def test_what_is_pressed_while_the_file_grows_is_clicked(page: Page, tmp_path: Path, pressed: str) -> None:
     file = write(tmp_path / "out.jsonl", [attempt(0, index, 1.0) for index in range(3)])
-    with viewer(file, cache=tmp_path / "cache") as growing:
+    with viewer_of(page, file, cache=tmp_path / "cache") as growing:
         other = page.context.new_page()
         go(other, growing)
         go(page, growing)
@@ -356,11 +356,10 @@ def test_what_is_pressed_while_the_file_grows_is_clicked(page: Page, tmp_path: P
         page.mouse.up()
         page.wait_for_url(lambda url: url != before)
         other.close()
-        page.goto("about:blank")  # while there is a server
 
 
 def test_a_run_without_a_row_says_that_none_came_and_not_that_none_fits(page: Page, tmp_path: Path) -> None:
-    with viewer(write(tmp_path / "out.jsonl", []), cache=tmp_path / "cache") as empty:
+    with viewer_of(page, write(tmp_path / "out.jsonl", []), cache=tmp_path / "cache") as empty:
         go(page, empty)
         playwright.expect(page.locator(".table-note")).to_contain_text("no rollout yet")
 
@@ -421,7 +420,7 @@ def test_of_a_hundred_thousand_rows_only_those_on_the_screen_are_in_the_page(pag
     with (folder / "large.jsonl").open("wb") as file:
         numbered = (row.replace(b'"_ng_task_index":0', b'"_ng_task_index":%d' % task) for task in range(ROWS))
         file.writelines(line + b"\n" for line in numbered)
-    with viewer(folder / "large.jsonl", cache=folder / "cache") as served:
+    with viewer_of(page, folder / "large.jsonl", cache=folder / "cache") as served:
         go(page, served)
         eventually(page, lambda: page.locator(".status-line").inner_text().startswith("100,000 rollouts"))
         page.evaluate("""async () => {
@@ -435,4 +434,3 @@ def test_of_a_hundred_thousand_rows_only_those_on_the_screen_are_in_the_page(pag
         playwright.expect(page.locator(f"#row-{ROWS - 1}")).to_contain_text(str(ROWS - 1))
         assert page.locator(".table-row").count() < 100
         playwright.expect(page.locator(".headline")).to_contain_text("100,000")
-        page.goto("about:blank")  # else it may ask a server that has ended

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import eventually, findings
+from browsing import eventually, findings, viewer_of
 from viewing import Viewer, failure, rollout, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
@@ -178,7 +178,7 @@ def test_tool_errors_and_failure_classes_are_chips(page: Page, tmp_path: Path) -
     clumsy["ng"]["tool_errors"] = 2
     file = write(tmp_path / "out.jsonl", [rollout(0), clumsy])
     write(tmp_path / "out_failures.jsonl", [failure(2), failure(3), failure(4, kind="a: b")])
-    with viewer(file, cache=tmp_path / "cache") as served:
+    with viewer_of(page, file, cache=tmp_path / "cache") as served:
         go(page, served)
         chips = page.locator("button.chip")  # the chart of the failures has buttons of these names, too
         chips.filter(has_text="timeout 2").click()
@@ -189,7 +189,6 @@ def test_tool_errors_and_failure_classes_are_chips(page: Page, tmp_path: Path) -
         playwright.expect(page.locator(".status-line")).to_have_text("1 of 5 rollouts")
         page.locator("#row-0").click()
         playwright.expect(page.locator(".reward-box")).to_contain_text("2 tool errors")
-        page.goto("about:blank")
 
 
 @pytest.mark.parametrize(("route", "rows"), [("#/r/r1/row/3", 1), ("#/r/r1?q=task%3C2", 4)])
@@ -212,14 +211,13 @@ def test_a_run_leads_to_the_last_one_of_its_folder(page: Page, tmp_path: Path) -
     files = [write(tmp_path / f"{name}.jsonl", [rollout(0)]) for name in ("monday", "tuesday", "wednesday")]
     for day, file in enumerate(files):
         os.utime(file, (day, day))
-    with viewer(*files, cache=tmp_path / "cache") as served:
+    with viewer_of(page, *files, cache=tmp_path / "cache") as served:
         go(page, served, "#/r/r3")
         playwright.expect(page.locator(".table-row").first).to_be_visible()
         assert page.locator(".later").count() == 0
         go(page, served, "#/r/r1")
         page.get_by_role("link", name="Later here: wednesday").click()
         playwright.expect(page.locator(".compare-summary")).to_be_visible()
-        page.goto("about:blank")
 
 
 def test_a_report_has_the_same_trends_as_the_server(page: Page, shown: Viewer) -> None:
