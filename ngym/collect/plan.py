@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -42,7 +42,8 @@ class CollectionPlan:
 
     agent: runs every row; None: each row names its own. repeats: rollouts a task, in the order abc -> aabbcc. limit: only the first rows.
     params: override keys of each row's responses_create_params; a dotted key sets a leaf (`reasoning.effort`).
-    seed: rollout i of a task samples with seed + i; None leaves sampling free.
+    seed: of the sampling: each rollout gets a seed of its own, `sampling_seed(seed, task index, rollout index)`; None
+        leaves sampling free.
     agents: an agent that rows name -> the one that runs them; it wins over `agent`.
     """
 
@@ -89,10 +90,24 @@ class PlannedRollout:
     row: Json
     group: tuple[RolloutKey, ...] = ()
 
+    def seeded(self, seed: int) -> PlannedRollout:
+        """This rollout, sampled with this seed."""
+        params = _with_seed(self.row["responses_create_params"], seed)
+        return replace(self, row={**self.row, "responses_create_params": params})
+
     @property
     def first(self) -> RolloutKey:
         """The key that identifies its group."""
         return self.group[0] if self.group else self.key
+
+
+def sampling_seed(*parts: object) -> int:
+    """The seed of one rollout's sampling: a hash of the parts.
+
+    No two rollouts share one: with equal seeds, an engine draws the same random numbers for different prompts.
+    """
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def plan_rollouts(rows: Iterable[Json], recipe: CollectionPlan) -> Iterator[PlannedRollout]:
@@ -112,14 +127,17 @@ def plan_rollouts(rows: Iterable[Json], recipe: CollectionPlan) -> Iterator[Plan
         indices = range(first, first + recipe.repeats)
         group = tuple(RolloutKey(identity, task_index, rollout_index) for rollout_index in indices)
         for rollout_index in indices:
-            params = _overridden(row["responses_create_params"], recipe, rollout_index)
+            params = _overridden(row["responses_create_params"], recipe)
             ours = {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index, "agent_ref": reference}
-            yield PlannedRollout(
+            planned = PlannedRollout(
                 RolloutKey(identity, task_index, rollout_index),
                 reference["name"],
                 {**row, "responses_create_params": params, **ours},
                 group,
             )
+            if recipe.seed is not None:
+                planned = planned.seeded(sampling_seed(recipe.seed, task_index, rollout_index))
+            yield planned
 
 
 def input_rows(
@@ -236,8 +254,8 @@ def _is_json(text: str | bytes, kind: type) -> bool:
         return False
 
 
-def _overridden(params: Json, recipe: CollectionPlan, rollout_index: int) -> Json:
-    if not recipe.params and recipe.seed is None:
+def _overridden(params: Json, recipe: CollectionPlan) -> Json:
+    if not recipe.params:
         return params
     result = dict(params)
     for key, value in recipe.params.items():
@@ -248,13 +266,15 @@ def _overridden(params: Json, recipe: CollectionPlan, rollout_index: int) -> Jso
             place[parent] = dict(below) if isinstance(below, dict) else {}
             place = place[parent]
         place[leaf] = value
-    if recipe.seed is not None:
-        # the Responses API has no seed; model servers take it from metadata.extra_body, a JSON string
-        metadata = dict(result.get("metadata") or {})
-        extra = orjson.loads(metadata.get("extra_body") or b"{}")
-        metadata["extra_body"] = orjson.dumps({**extra, "seed": recipe.seed + rollout_index}).decode()
-        result["metadata"] = metadata
     return result
+
+
+def _with_seed(params: Json, seed: int) -> Json:
+    # the Responses API has no seed; model servers take it from metadata.extra_body, a JSON string
+    metadata = dict(params.get("metadata") or {})
+    extra = orjson.loads(metadata.get("extra_body") or b"{}")
+    metadata["extra_body"] = orjson.dumps({**extra, "seed": seed}).decode()
+    return {**params, "metadata": metadata}
 
 
 class InputCheck:

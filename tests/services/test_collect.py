@@ -20,6 +20,7 @@ from stub_agents import head, problem, scored, serving, task, text_item
 from ngym import VerifyRequest, gym_server
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Gate, Outcome, Rollout, collect
 from ngym.collect.collection_session import discover
+from ngym.collect.plan import plan_rollouts, sampling_seed
 from ngym.collect.rollout_scheduler import FREE_OUTAGES, Outages, ServiceGone
 from ngym.errors import UsageError
 from ngym.peers import Peers
@@ -197,10 +198,22 @@ async def test_overrides_reach_the_agent_and_leave_the_task_id_alone() -> None:
         "input": "x",
         "temperature": 0.5,
         "reasoning": {"summary": "auto", "effort": "low"},
-        "metadata": {"a": {"b": 1}, "extra_body": '{"seed":10}'},
+        "metadata": {"a": {"b": 1}, "extra_body": f'{{"seed":{sampling_seed(10, 0, 0)}}}'},
     }
-    assert sent[1]["metadata"]["extra_body"] == '{"seed":11}'
     assert {found["ng"]["task_id"] for found in found} == {task_id(row)}
+
+
+def test_each_rollout_of_a_seed_has_a_seed_of_its_own_which_another_run_repeats() -> None:
+    """With one seed for all tasks, their prompts get the same random numbers, and their rewards are not independent."""
+
+    def seeds(seed: int) -> list[int]:
+        planned = plan_rollouts(map(task, range(10)), CollectionPlan("agent", 8, seed=seed))
+        params = [one.row["responses_create_params"] for one in planned]
+        return [orjson.loads(each["metadata"]["extra_body"])["seed"] for each in params]
+
+    assert seeds(0) == seeds(0)
+    drawn = [*seeds(0), *seeds(1)]
+    assert len(set(drawn)) == len(drawn) == 160
 
 
 async def test_rows_that_share_a_task_index_continue_its_rollouts() -> None:

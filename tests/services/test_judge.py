@@ -13,6 +13,7 @@ from paths import ROOT
 from ngym import ModelCall, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, collect
 from ngym.collect.collection_files import CollectionFiles
+from ngym.collect.plan import sampling_seed
 from ngym.collect.run_record import CollectionSettings
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
@@ -220,14 +221,20 @@ async def test_the_same_answer_of_all_is_a_tie_and_no_judge_is_asked():
     assert [outcome["reward"] for outcome in await together(lambda *_: "none", WHOLE, WHOLE)] == [0.5, 0.5]
 
 
+SEEDS = {  # sampling seed -> the run's seed + the rollout's index
+    sampling_seed(seed, task, index): seed + index for seed in (0, 10) for task in range(6) for index in range(4)
+}
+
+
 def policy(silent_on: str):
-    """Says letters with more and fewer of the facts, by the seed of the request; with seed 13 it breaks.
+    """Says letters with more and fewer of the facts, by the run's seed and the rollout; at 13 it breaks.
 
     silent_on: of this question it never answers the last rollout.
     """
 
     async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
         seed = json.loads(request["metadata"]["extra_body"])["seed"]
+        seed = SEEDS.get(seed, seed)
         if silent_on and silent_on in str(request["input"]) and seed == 2:
             await asyncio.Event().wait()
         if seed == 13:

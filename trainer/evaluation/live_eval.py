@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
-from ngym.collect.plan import PlannedRollout, plan_rollouts
+from ngym.collect.plan import PlannedRollout, plan_rollouts, sampling_seed
 from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.files.row_log import RowLog
 from ngym.schema import Json
@@ -41,7 +41,6 @@ from ..online.rollout_stream import OURS
 from ..online.services import Services
 from ..online.task_sampler import TaskFile, for_agent, task_problem
 from ..recipe.rollout_options import EvaluationOptions, HeldOutOptions, RolloutOptions
-from ..seeds import sampling_seed
 
 KEPT = "eval_rollouts.jsonl"
 SOLVED = 1.0  # the whole reward
@@ -206,8 +205,9 @@ class Evaluation:
                     owners[number], keys[number] = tally, f"{options.key}/{index}"
                     seed = None if greedy else sampling_seed(self._seed, "evaluation", step, keys[number])
                     asked = for_agent(row, options.agent, params)
-                    recipe = CollectionPlan(repeats=attempts, params={"temperature": temperature}, seed=seed)
-                    yield from plan_rollouts([{**asked, "_ng_task_index": number}], recipe)
+                    recipe = CollectionPlan(repeats=attempts, params={"temperature": temperature})
+                    for planned in plan_rollouts([{**asked, "_ng_task_index": number}], recipe):
+                        yield planned if seed is None else planned.seeded(seed + planned.key.rollout_index)
 
 
 class HeldOutRollouts:

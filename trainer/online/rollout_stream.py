@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
-from ngym.collect.plan import PlannedRollout, plan_rollouts
+from ngym.collect.plan import PlannedRollout, plan_rollouts, sampling_seed
 from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.errors import UsageError
 from ngym.files.row_log import RowLog
@@ -42,7 +42,6 @@ from ngym.peers import Peers
 from ngym.schema import Json, is_pending
 
 from ..recipe.rollout_options import RolloutOptions
-from ..seeds import sampling_seed
 from .task_sampler import DrawnTask, Task, TaskSource
 
 OURS = "_ng_train"
@@ -396,13 +395,12 @@ class RolloutStream:
 
     def _ask(self, group: Group, index: int) -> None:
         group.running += 1
-        # with the same seed, the same weights give the same rollout
-        seed = sampling_seed(self._seed, group.task.number, index) if self._options.seeded else None
-        for one in plan_rollouts(
-            [group.task.row], CollectionPlan(params={"temperature": self._temperature}, seed=seed)
-        ):
+        for one in plan_rollouts([group.task.row], CollectionPlan(params={"temperature": self._temperature})):
             key, row = one.key._replace(rollout_index=index), {**one.row, "_ng_rollout_index": index}
-            self._due.put_nowait(PlannedRollout(key, one.agent, row))  # _judge compares the group once it is complete
+            planned = PlannedRollout(key, one.agent, row)  # _judge compares the group once it is complete
+            if self._options.seeded:  # with the same seed, the same weights give the same rollout
+                planned = planned.seeded(sampling_seed(self._seed, group.task.number, index))
+            self._due.put_nowait(planned)
 
     async def _collect(self) -> None:
         async with aclosing(self._run.outcomes(self._plan())) as outcomes:

@@ -73,7 +73,9 @@ class CollectCommand(Command):
     "--set", "settings", multiple=True, metavar="KEY=VALUE",
     help="Set a key of responses_create_params, such as top_p=0.9; repeat it.",
 )  # fmt: skip
-@click.option("--seed", type=int, metavar="N", help="Rollout i of a task samples with seed N + i.")
+@click.option(
+    "--seed", type=int, metavar="N", help="Repeatable sampling: each rollout gets a seed of its own, derived from N."
+)
 @click.option(
     "--token-format", type=Choice(["ng", "nemo"]), default="ng", show_default=True,
     help="ng: tokens as segments; nemo: also on each output item, for NeMo RL.",
