@@ -154,7 +154,7 @@ def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
         for each in islice(problems, MOST_PROBLEMS + 1)
     ]
     named = found[:MOST_PROBLEMS]
-    text = "; ".join(f"field {each.field!r}: {each.message}" for each in named)
+    text = "; ".join(f"field {each.field!r}: {each.message}" if each.field else each.message for each in named)
     more = "; and more" if len(found) > len(named) else ""
     return BadRequest(
         f"{what}: {text}{more}" if what else text + more, extra={"errors": [each._asdict() for each in named]}

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ngym.config.import_path import load_file
 from ngym.did_you_mean import did_you_mean
@@ -134,10 +134,7 @@ def find_sets(roots: Iterable[Path]) -> dict[str, PublicSet]:
 
 
 def _declared(file: Path) -> tuple[PublicSet, ...]:
-    try:
-        module = load_file(file)
-    except ValidationError as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    module = load_file(file)
     if not hasattr(module, "SETS"):
         raise ConfigError(f"{file}: declares no `SETS = (PublicSet(...), ...)`")
     return tuple(module.SETS)

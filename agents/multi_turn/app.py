@@ -6,10 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
-from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
+from ngym import AgentOptions, RolloutContext, ServiceError, agent
 from ngym.errors import BadRequest, Boundary
 from ngym.grading.answers import last_text, without_reasoning
 from ngym.services.agents.rollout_context import act, as_items, user
+from ngym.services.base.options import ModelName
 
 DONE = "###DONE###"
 USER_PROMPT = (
@@ -19,7 +20,7 @@ USER_PROMPT = (
 
 
 class Options(AgentOptions):
-    user: ServiceName | None = Field(
+    user: ModelName | None = Field(
         default=None, description="The model that plays the user of rows with user_scenario."
     )
     max_turns: int = Field(default=8, ge=1, description="Messages of the user after the prompt, at most.")

@@ -15,7 +15,7 @@ from ngym.grading.answers import without_reasoning
 from ngym.grading.llm_judge import NO_VERDICT, PLAIN_TEXT, Question, Verdict, ask, one_of, ranking, whole_number
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.peers import Peers
-from ngym.services.base.options import ServiceName
+from ngym.services.base.options import ModelName
 from ngym.services.gym.server import ReferenceText
 
 MOST = 16
@@ -115,7 +115,7 @@ class Form(BaseModel):
 
 
 class JudgeOptions(ServiceOptions):
-    judge: ServiceName = Field(default="policy", description="A model service; preferably not the policy in training.")
+    judge: ModelName = Field(default="policy", description="A model service; preferably not the policy in training.")
     attempts: int = Field(default=2, ge=1, description="Calls until its verdict can be parsed.")
     timeout_s: float = Field(default=120.0, gt=0, description="For one answer of the judge.")
     scale: int = Field(default=5, ge=1, le=100, description="A rubric's criteria are scored from 0 to this.")

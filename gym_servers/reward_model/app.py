@@ -15,7 +15,7 @@ from ngym.grading.reward_model import model_score
 from ngym.grading.reward_parts import Shaping, shaped, weighted
 from ngym.peers import Peers
 from ngym.schema import Json
-from ngym.services.base.options import ServiceName
+from ngym.services.base.options import GymServerName, ModelName
 from ngym.stats import correlation
 
 MODEL, PROGRAM = "reward_model", "programmatic"
@@ -23,10 +23,10 @@ QUARTER = 4
 
 
 class RewardModelOptions(ServiceOptions):
-    reward_model: ServiceName = Field(description="The model service that scores.")
+    reward_model: ModelName = Field(description="The model service that scores.")
     scale: Literal["sigmoid", "raw"] = Field(default="sigmoid", description="sigmoid: 0 to 1; raw: the score itself.")
     weight: float = Field(default=1.0, ge=0, description="Weight of the score.")
-    beside: ServiceName | None = Field(
+    beside: GymServerName | None = Field(
         default=None, description="A gym server whose /verify scores the same row without a session: the second part."
     )
     beside_weight: float = Field(default=0.0, ge=0, description="Weight of that reward; 0: it is only monitored.")

@@ -115,7 +115,7 @@ def answer(replies: Sequence[Reply], now: Situation) -> Answer:
             break
     else:
         raise LookupError("no reply matches")
-    calls = [(call.name, _arguments(call.arguments, values)) for call in reply.tool_calls]
+    calls = [(_filled(call.name, values), _arguments(call.arguments, values)) for call in reply.tool_calls]
     return Answer(_filled(reply.reasoning, values), _filled(reply.text, values), calls)
 
 

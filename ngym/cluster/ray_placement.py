@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.supervise.node_group import NodeGroup
-from ngym.supervise.placement import asked_cores, check_port
+from ngym.supervise.placement import asked_cores
 from ngym.supervise.service import LOST, ProcessHost, StartedProcess, free_port, listen, url_of
 from ngym.supervise.zygote_client import Child, ZygoteClient
 
@@ -212,8 +212,6 @@ class RayPlacer:
 
     async def places(self, config: Config) -> Mapping[str, list[ProcessHost]]:
         own = [stanza for stanza in config.services.values() if not stanza.external]
-        for stanza in own:
-            check_port(stanza)
         everywhere = [stanza for stanza in own if stanza.replicas == "per_node"]
         large = [stanza for stanza in own if stanza.nodes > 1]
         rest = [stanza for stanza in own if stanza not in everywhere and stanza not in large]

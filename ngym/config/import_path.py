@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ngym.did_you_mean import did_you_mean, near_file
-from ngym.errors import ConfigError, source_location
+from ngym.errors import ConfigError, NgymError, source_location
 from ngym.extras import missing_extra
+
+AUTHORS = (TypeError, ValueError, NameError, AttributeError, LookupError)  # mistakes of the code, not of the machine
 
 
 @dataclass(frozen=True)
@@ -154,8 +157,18 @@ def load_file(file: Path) -> ModuleType:
             raise ConfigError(f"{file}: {told}") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+        if isinstance(error, AUTHORS) and not isinstance(error, NgymError):
+            raise ConfigError(
+                f"{_raised_at(error, file)}: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
         raise
     return module
+
+
+def _raised_at(error: BaseException, file: Path) -> str:
+    """The last line of the file that led to the error."""
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(file)]
+    return f"{file}:{lines[-1]}" if lines else str(file)
 
 
 def _service(file: Path) -> str:

@@ -179,6 +179,11 @@ class Stanza(BaseModel):
         return 1 if self.replicas == "per_node" else self.replicas
 
     @property
+    def most_replicas(self) -> int:
+        """The most processes, on one node."""
+        return self.replicas.max if isinstance(self.replicas, ReplicaRange) else self.first_replicas
+
+    @property
     def external_urls(self) -> list[str]:
         return [self.url] if self.url else list(self.urls)
 
@@ -344,11 +349,16 @@ def _has_otel() -> bool:
 
 
 def _check_ports(services: dict[str, Stanza], head: int) -> None:
-    """Raise a ConfigError if two started services have the same port: they share an address."""
+    """Raise a ConfigError if two started processes have the same port: they share an address."""
     taken = {head: "the head"} if head else {}
     for stanza in services.values():
         if stanza.port is None or stanza.external:
             continue
+        if stanza.most_replicas > 1:
+            where = stanza.key_where.get("port", stanza.where)
+            raise ConfigError(
+                f"{where}: {stanza.name!r} has {stanza.most_replicas} replicas and one port; leave `port` out"
+            )
         if stanza.port in taken:
             where = stanza.key_where["port"]
             raise ConfigError(

@@ -111,7 +111,9 @@ class Unsayable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """prompt: the messages that the policy received. completion: the following ones, up to the policy's last turn."""
+    """prompt: the messages before the policy's first turn, also those of the environment (the observation of /reset).
+    completion: from its first turn to its last.
+    """
 
     prompt: list[Json]
     completion: list[Json]
@@ -134,14 +136,15 @@ def conversation(params: Json, response: Json, *, reasoning: bool) -> Conversati
     if not isinstance(output, list):
         raise Unsayable("response.output is not a list of items")
     said = _chat({"input": output}, "response.output")
-    last = max((index for index, message in enumerate(said["messages"]) if message["role"] == "assistant"), default=-1)
-    if last < 0:
+    turns = [index for index, message in enumerate(said["messages"]) if message["role"] == "assistant"]
+    if not turns:
         raise Unsayable("the policy said nothing")
-    if not asked["messages"]:
+    before = asked["messages"] + said["messages"][: turns[0]]
+    if not before:
         raise Unsayable("there is no prompt")
     prompt, completion = (
         [_for_templates(message, reasoning) for message in messages]
-        for messages in (asked["messages"], said["messages"][: last + 1])
+        for messages in (before, said["messages"][turns[0] : turns[-1] + 1])
     )
     return Conversation(prompt, completion, asked.get("tools", []))
 

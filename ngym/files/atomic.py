@@ -20,6 +20,7 @@ from ngym.errors import NgymError, UsageError
 
 BUFFER_BYTES = 1 << 20
 LOOK_S = 0.05
+COMPRESSED = (".gz", ".zst")  # ngym/files/jsonl.py reads them
 
 
 class WriteFailed(NgymError):
@@ -27,7 +28,11 @@ class WriteFailed(NgymError):
 
 
 def check_output(path: Path) -> None:
-    """Raise a UsageError if no file can be written there: no such folder, or the path is not a regular file."""
+    """Raise a UsageError if no file can be written there: no such folder, the path is not a regular file, or its name is
+    that of a compressed file.
+    """
+    if path.suffix in COMPRESSED:
+        raise UsageError(f"{path}: output is not compressed; name it {path.stem}, and compress it afterwards")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: the folder {path.parent} does not exist; make it first: mkdir -p {path.parent}")
     if path.is_dir():

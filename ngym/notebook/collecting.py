@@ -246,8 +246,8 @@ def _line(row: Any, number: int) -> bytes:
 def at_least_one(**given: int | None) -> None:
     """
     Raises:
-        UsageError: one of these arguments is less than 1.
+        UsageError: one of these arguments is not a whole number, or less than 1.
     """
     for name, value in given.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} must be a whole number, at least 1, not {value!r}")

@@ -168,10 +168,12 @@ class Rollouts(Sequence[Json]):
         with k scored rollouts.
 
         Raises:
-            UsageError: no task has k scored rollouts, or a row names no task.
+            UsageError: k is less than 1, no task has k scored rollouts, or a row names no task.
         """
+        if k < 1:
+            raise UsageError(f"pass_at({k}): k must be at least 1")
         groups = [[float(reward >= solved_at) for reward in group.rewards] for group in self.groups()]
-        enough = [solved for solved in groups if len(solved) >= k >= 1]
+        enough = [solved for solved in groups if len(solved) >= k]
         if not enough:
             most = max(map(len, groups), default=0)
             raise UsageError(f"pass_at({k}): no task has {k} scored rollouts; the most that one has is {most}")
@@ -248,6 +250,8 @@ class Rollouts(Sequence[Json]):
 
     def _ranked(self, n: int, sign: float) -> Rollouts:
         scored = [(fact.reward, at) for fact, at in zip(self._facts, self._all, strict=True) if fact.reward is not None]
+        if n < 0:
+            raise UsageError(f"the number of rollouts must be 0 or more, not {n}")
         ranked = sorted(scored, key=lambda pair: sign * pair[0])
         return self._of(self._stored, [place for _, place in ranked[:n]])
 

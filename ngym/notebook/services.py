@@ -197,7 +197,7 @@ class ServiceTarget:
                 yield ConnectedServices(peers, supervisor.failure)
 
 
-def run(*config: str | Path, only: Sequence[str] = (), progress: bool = True) -> RunningServices:
+def run(*config: str | Path, only: str | Sequence[str] = (), progress: bool = True) -> RunningServices:
     """Start the services of a config (default: global_config.yaml); returns when all are ready.
 
         with ngym.run("global_config.yaml", "policy.replicas=2") as services:
@@ -207,7 +207,7 @@ def run(*config: str | Path, only: Sequence[str] = (), progress: bool = True) ->
 
     Args:
         config: files, and `key=value` overrides; later ones win.
-        only: start only these services and those that they need.
+        only: start only this service, or these, and those that they need.
 
     Raises:
         ConfigError: the config is wrong. ServiceFailed: a service does not start; the message has the last lines of its
@@ -223,7 +223,7 @@ def run(*config: str | Path, only: Sequence[str] = (), progress: bool = True) ->
     return RunningServices(life)
 
 
-async def run_async(*config: str | Path, only: Sequence[str] = (), progress: bool = True) -> RunningServices:
+async def run_async(*config: str | Path, only: str | Sequence[str] = (), progress: bool = True) -> RunningServices:
     """`run` for a coroutine: `services = await ngym.run_async(...)`, or `async with await ngym.run_async(...) as services`."""
     life, watch = _begun(config, only)
     try:
@@ -235,14 +235,15 @@ async def run_async(*config: str | Path, only: Sequence[str] = (), progress: boo
     return RunningServices(life)
 
 
-def _begun(words: Sequence[str | Path], only: Sequence[str]) -> tuple[_Life, Watch]:
+def _begun(words: Sequence[str | Path], only: str | Sequence[str]) -> tuple[_Life, Watch]:
     launcher = ZygoteClient.start()
     try:
         files = [Path(word) for word in words if isinstance(word, Path) or "=" not in word]
         overrides = [word for word in words if isinstance(word, str) and "=" in word]
         config = load_config(files or [Path(DEFAULT_CONFIG)], overrides)
         watch = Watch()
-        return _Life(config.only(only) if only else config, launcher, watch), watch
+        names = [only] if isinstance(only, str) else only
+        return _Life(config.only(names) if names else config, launcher, watch), watch
     except BaseException:
         launcher.close()
         raise

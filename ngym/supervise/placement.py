@@ -96,8 +96,6 @@ class LocalPlacer:
         slices = gpu_slices(config)
         own = [stanza for stanza in config.services.values() if not stanza.external]
         self._asked = {stanza.name: stanza.resources for stanza in own}
-        for stanza in own:
-            check_port(stanza)
         return {
             stanza.name: [
                 self._replica(
@@ -185,18 +183,7 @@ def shared_cores(stanza: Stanza) -> dict[str, str]:
 
 def shared_memory(stanza: Stanza) -> dict[str, str]:
     """The variable with the most processes of a stanza on this machine, which share its memory."""
-    return {PROCESSES: str(_most_replicas(stanza) * stanza.nodes)}
-
-
-def _most_replicas(stanza: Stanza) -> int:
-    return stanza.replicas.max if isinstance(stanza.replicas, ReplicaRange) else stanza.first_replicas
-
-
-def check_port(stanza: Stanza) -> None:
-    """Raise a ConfigError if several processes have the same port."""
-    if stanza.port and (most := _most_replicas(stanza)) > 1:
-        where = stanza.key_where.get("port", stanza.where)
-        raise ConfigError(f"{where}: {stanza.name!r} has {most} replicas and one port; leave `port` out")
+    return {PROCESSES: str(stanza.most_replicas * stanza.nodes)}
 
 
 class Machine(NamedTuple):
@@ -242,7 +229,7 @@ def with_own_gpus(config: Config, ranks: int = 0, machine: Machine | None = None
     ranks: of a trainer on this machine, which use its first GPUs.
     """
     found = {stanza.name: each for stanza in config.services.values() if (each := _filled_gpus(stanza))}
-    most = sum(_most_replicas(config.stanza(name)) * config.stanza(name).nodes for name in found)
+    most = sum(config.stanza(name).most_replicas * config.stanza(name).nodes for name in found)
     if not most or ranks + most < 2:
         return config
     machine = machine or this_machine()

@@ -343,7 +343,7 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
     async with living(fair) as peers:
         source = task_sampler.TaskSource(options, seed=0)
         taking = rollout_stream.RolloutStream(
-            peers, source, options, 1.0, 0, 1, tmp_path / "rollouts.jsonl", lambda group: True
+            peers, source, options, 1.0, 1, 1, tmp_path / "rollouts.jsonl", lambda group: True
         )
         await taking.open(None)
         taking.announced(0, 0)

@@ -611,5 +611,5 @@ def test_a_module_that_declares_a_set_wrongly_is_told_with_its_file(tmp_path: Pa
     file = tmp_path / "data" / "mine" / "prepare.py"
     file.parent.mkdir(parents=True)
     file.write_text("from ngym.prepare import File\nSETS = (File(path='x', sha256='short'),)\n")
-    with pytest.raises(ConfigError, match=r"prepare\.py: .*sha256"):
+    with pytest.raises(ConfigError, match=r"prepare\.py:2: .*sha256"):
         find_sets([tmp_path])

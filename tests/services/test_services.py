@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
 import orjson
 import pytest
 from fastapi import FastAPI, Request, Response
@@ -766,6 +767,14 @@ async def test_verify_may_return_a_number_none_or_a_record():
     assert (await outcome_of(None))["reward"] is None
     scored = await outcome_of({"reward": 0.75, "reward_components": {"right": 1.0, "length": -0.25}, "why": "long"})
     assert (scored["reward"], scored["why"]) == (0.75, "long")
+    assert (await outcome_of(np.float32(0.5)))["reward"] == 0.5 and (await outcome_of(np.bool_(True)))["reward"] == 1.0
+    scored = await outcome_of({"reward": np.float32(0.5), "seen": np.array([1, 2])})
+    assert (scored["reward"], scored["seen"]) == (0.5, [1, 2])
+
+
+async def test_a_verifier_that_returns_the_whole_task_leaves_the_row_as_it_was():
+    scored = await outcome_of({"reward": 1.0, "responses_create_params": {"input": "other"}, "response": {"id": "x"}})
+    assert (scored["reward"], scored["responses_create_params"], scored["response"]) == (1.0, {}, {})
 
 
 async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environment():
@@ -786,7 +795,7 @@ async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environ
     assert caught.value.failure == "verify_error"
     answer = app.openapi()["paths"]["/verify"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert answer["properties"]["reward"] == {"type": ["number", "null"], "minimum": -1, "maximum": 1}
-    for wrong in ((1, 0), (0, math.inf)):
+    for wrong in ((1, 0), (0, math.inf), 1):
         with pytest.raises(ValueError, match="give two finite numbers, the lower one first"):
             gym_server(verify=verify_, reward_range=wrong)
 
@@ -797,6 +806,8 @@ async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environ
         (math.nan, "must be a finite number or None"),
         ("1.0", "verify must return a number, None, or a record with 'reward'; it returned str"),
         ({"score": 1.0, "why": ""}, "; it returned a record of score, why"),
+        ({"reward": 1.0, "response": "my view"}, "a field 'response', which every row has; give it another name"),
+        ({"reward": 1.0, "parts": [0.5, math.nan]}, "NaN or an infinity in 'parts', which JSON does not have"),
         ({"reward": 1.0, "reward_components": {"a": 0.5}}, "reward_components sum to 0.5"),
         (
             ZeroDivisionError("division by zero"),
@@ -825,6 +836,26 @@ def test_an_author_is_told_at_load_what_is_missing():
 
     with pytest.raises(TypeError, match="cannot be called 'seed_session'"):
         gym_server(verify=verify, tools=[seed_session])
+    with pytest.raises(TypeError, match="two tools are called 'add'; rename one"):
+        gym_server(verify=verify, tools=[add, add])
+    with pytest.raises(TypeError, match="give a list of functions"):
+        gym_server(verify=verify, tools=add)  # type: ignore[arg-type]
+
+    async def yields(task: VerifyRequest) -> Any:
+        yield 1.0
+
+    with pytest.raises(TypeError, match="yields: it is a generator; return the value instead of yielding it"):
+        gym_server(verify=yields)
+
+    class Strict(ServiceOptions):
+        tolerance: float = 0.1
+
+    async def tolerant(task: VerifyRequest, options: Strict) -> float:
+        return options.tolerance
+
+    with pytest.raises(TypeError, match=r"'options' is a Strict, but the gym server has ServiceOptions: write"):
+        gym_server(verify=tolerant)
+    gym_server(verify=tolerant, options=Strict)
 
 
 def test_sessions_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch):

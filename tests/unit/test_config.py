@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from ngym.config.service_config import load_config, shown_config
 from ngym.config.yaml_tree import load_tree, parse
 from ngym.errors import ConfigError
-from ngym.services.base.options import ServiceName, ServiceOptions, parse_options
+from ngym.services.base.options import GymServerName, ModelName, ServiceName, ServiceOptions, parse_options
 
 GYM = "kind: gym_server\n  app: gym_servers/env"
 
@@ -70,6 +70,10 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
         ("env:\n  kind: gym_server\n  app: gym_servers/enw\n", "global_config.yaml:3: no service at 'gym_servers/enw'"),
         ("env:\n  kind: gym_server\n", "global_config.yaml:1: service 'env' needs an app"),
         (f"env:\n  {GYM}\n  replicas: none\n", "global_config.yaml:4: replicas: "),
+        (
+            f"env:\n  {GYM}\n  replicas: 2\n  port: 9\n",
+            "global_config.yaml:5: 'env' has 2 replicas and one port; leave `port` out",
+        ),
         ("env: 3\n", "global_config.yaml:1: 'env' is not a service"),
         ("env:\n  app: gym_servers/env\n", "global_config.yaml:1: service 'env' has no kind"),
         ("env:\n  kind: model\n  url: ftp://x\n", "global_config.yaml:3: 'ftp://x' is not a service URL"),
@@ -105,6 +109,24 @@ def test_a_missing_file_and_a_bad_override_are_told(project: Path):
         config_at(project, f"env:\n  {GYM}\n", "level")
     with pytest.raises(ConfigError, match=r"no service named 'enw' \(did you mean 'env'\?\)"):
         config_at(project, f"env:\n  {GYM}\n", "enw.level=3")
+
+
+def test_an_option_that_names_a_service_of_the_wrong_kind_is_refused():
+    class Options(ServiceOptions):
+        model: ModelName
+        gym: GymServerName | None = None
+        other: ServiceName | None = None
+
+    lines, kinds = {"model": "c.yaml:8", "gym": "c.yaml:9"}, {"policy": "model", "env": "gym_server"}
+    services = ["policy", "env", "unknown"]
+    values = {"model": "unknown", "gym": "env", "other": "policy"}
+    assert parse_options(Options, values, lines, "c.yaml:5", services, kinds=kinds).model == "unknown"
+    with pytest.raises(ConfigError) as caught:
+        parse_options(Options, {"model": "env", "gym": "policy"}, lines, "c.yaml:5", services, kinds=kinds)
+    assert str(caught.value).splitlines() == [
+        "c.yaml:8: model: 'env' is of kind gym_server, not model (known: policy)",
+        "c.yaml:9: gym: 'policy' is of kind model, not gym_server (known: env)",
+    ]
 
 
 def test_a_services_own_options_are_checked_against_its_record():

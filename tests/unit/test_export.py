@@ -330,6 +330,19 @@ def test_reasoning_is_dropped_on_demand_also_where_it_stands_in_the_text(tmp_pat
     assert bare.keys() == {"messages"}  # a task without tools says nothing about tools
 
 
+@pytest.mark.parametrize("format", ["demonstrations", "kto"])
+def test_what_the_environment_says_before_the_policy_is_in_the_prompt(format: str, tmp_path: Path):
+    observation = {"type": "message", "role": "user", "content": "You have 12."}
+    first = rollout(1, observation, "hit", task=0, input=[])
+    second = rollout(1, observation, "hit", task=1, input=[], instructions="Play.")
+    found, _ = exported(tmp_path, format, first, second)
+    prompts = [row["prompt"] if format == "kto" else row["messages"][:-1] for row in found]
+    assert [[message["content"] for message in prompt] for prompt in prompts] == [
+        ["You have 12."],
+        ["Play.", "You have 12."],
+    ]
+
+
 def test_what_follows_the_policys_last_turn_is_not_exported(tmp_path: Path):
     user = {"type": "message", "role": "user", "content": "Bye."}
     (row,), _ = exported(tmp_path, "demonstrations", rollout(1, "A", user, "B", user))
@@ -514,6 +527,10 @@ def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
         (["--format", "rollouts", "nowhere.jsonl"], "nowhere.jsonl: no such file (--input)"),
         (["--format", "rollouts", "--output", "{input}"], "is both --input and --output"),
         (["--format", "rollouts", "--output", "nowhere/out.jsonl"], "the folder nowhere does not exist; make it first"),
+        (
+            ["--format", "rollouts", "--output", "out.jsonl.gz"],
+            "out.jsonl.gz: output is not compressed; name it out.jsonl",
+        ),
         (["--format", "dpo"], "'dpo' is not one of 'demonstrations', 'preferences', 'kto', 'sharegpt', 'rollouts'"),
     ],
 )

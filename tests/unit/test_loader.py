@@ -16,6 +16,12 @@ from ngym.services.base.app import load
         ("verify = '\n", "app.py:1: unterminated string literal (detected at line 1): verify = '"),
         ("import no_such_module\n", "app.py: No module named 'no_such_module'; install its dependencies"),
         ("verify = 1\n", "app.py: defines neither `app = gym_server"),
+        ("app = 3\n", "app.py: `app` is a int; make it with gym_server, agent or model_server"),
+        (
+            "from ngym import gym_server\n\napp = gym_server()\n",
+            "app.py:3: TypeError: gym_server() missing 1 required keyword-only argument: 'verify'",
+        ),
+        ("def table():\n    return {}['x']\n\nrows = table()\n", "app.py:2: KeyError: 'x'"),
     ],
 )
 def test_what_is_wrong_with_an_authors_file_is_one_line(tmp_path: Path, content: str, message: str) -> None:

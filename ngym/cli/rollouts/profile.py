@@ -48,10 +48,12 @@ def main(sources: tuple[str, ...], solved: float, by: str | None, output: Path |
               ng_profile runs/*/out.jsonl --by level --output tasks.jsonl
               ng_profile out.jsonl --json
     """
-    from ngym.files.atomic import write_whole
+    from ngym.files.atomic import check_output, write_whole
     from ngym.files.jsonl import checked, expanded
     from ngym.stats import profile
 
+    if output is not None:
+        check_output(output)
     tasks = profile((line.row for line in checked(expanded(sources, ""), _problem)), by)
     if not tasks:
         raise UsageError(f"{', '.join(sources)}: no rollouts in it")

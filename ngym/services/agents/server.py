@@ -35,7 +35,7 @@ from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HE
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.base.app import OBJECT, JsonResponse, add_route, context_of, object_of, service_app
 from ngym.services.base.middleware import invoke_agent
-from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
+from ngym.services.base.options import GymServerName, ModelName, ServiceContext, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
 
 STARTS = 8  # rollouts that begin in one turn of the event loop
@@ -86,8 +86,8 @@ class AdmissionQueue:
 class AgentOptions(ServiceOptions):
     """The gym server that scores, and the model that acts."""
 
-    gym: ServiceName = Field(description="The gym server that offers the tools and scores.")
-    model: ServiceName = Field(description="The model that acts.")
+    gym: GymServerName = Field(description="The gym server that offers the tools and scores.")
+    model: ModelName = Field(description="The model that acts.")
     model_timeout_s: float = Field(default=600, description="Timeout of one model call, in seconds.")
     tool_timeout_s: float = Field(default=120, description="Timeout of one tool call, in seconds.")
     verify_timeout_s: float = Field(default=120, description="Timeout of `/verify`, in seconds.")

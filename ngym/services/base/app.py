@@ -65,6 +65,10 @@ def load(file: Path) -> ModuleType:
         raise ConfigError(
             f"{file}: defines neither `app = gym_server(...)` (or agent, model_server) nor `async def serve(context)`"
         )
+    app = getattr(module, "app", None)
+    if not hasattr(module, "serve") and not hasattr(getattr(app, "state", None), "options_model"):
+        del sys.modules[module.__name__]
+        raise ConfigError(f"{file}: `app` is a {type(app).__name__}; make it with gym_server, agent or model_server")
     return module
 
 

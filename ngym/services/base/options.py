@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
@@ -22,14 +23,20 @@ from ngym.schema import Kind
 from ngym.telemetry.log_format import Redactor
 
 OPTION = "NGYM_OPTION_"  # and the option's name in capitals: an option of a service that another server starts
+MOST_SHOWN = 8  # services in a message
 RESULT_MIB = 16  # limit of a tool's result, and of all results of a rollout: a request of 32 MiB holds them, escaped
 
 
+@dataclass(frozen=True)
 class _Reference:
-    """Marks an option that names another service."""
+    """Marks an option that names another service. kind: of that service; None: any."""
+
+    kind: Kind | None = None
 
 
 ServiceName = Annotated[str, _Reference()]
+GymServerName = Annotated[str, _Reference("gym_server")]
+ModelName = Annotated[str, _Reference("model")]
 
 
 class ServiceOptions(BaseModel):
@@ -99,27 +106,40 @@ def parse_options(
     where: str,
     services: Iterable[str],
     root: Path = Path(),
+    kinds: Mapping[str, Kind] = MappingProxyType({}),
 ) -> Options:
-    """A stanza's options as the service's own record; ConfigError for unknown keys and unknown service names.
+    """A stanza's options as the service's own record.
 
-    root: the folder of the config file.
+    Args:
+        root: the folder of the config file.
+        kinds: of the services, where known.
+
+    Raises:
+        ConfigError: unknown keys, unknown service names, and names of services of another kind than the option needs.
     """
     tree = ConfigTree(dict(values), lines, root, default_where=where)
     services = list(services)
 
-    def unknown_services(given: Mapping[str, Any]) -> list[str]:
-        named = {name: given.get(name) for name, info in model.model_fields.items() if _is_reference(info)}
-        return [
-            f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}"
-            for name, value in named.items()
-            if isinstance(value, str) and value not in services
-        ]
+    def wrong_services(given: Mapping[str, Any]) -> list[str]:
+        named = [(name, given.get(name), _reference(info)) for name, info in model.model_fields.items()]
+        mistakes = []
+        for name, value, reference in named:
+            if reference is None or not isinstance(value, str):
+                continue
+            kind = kinds.get(value)
+            if value not in services:
+                mistakes.append(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
+            elif None not in (kind, reference.kind) and kind != reference.kind:
+                fit = [one for one in services if kinds.get(one) == reference.kind]
+                known = f" (known: {', '.join(fit[:MOST_SHOWN])})" if fit else ""
+                mistakes.append(f"{tree.where(name)}: {name}: {value!r} is of kind {kind}, not {reference.kind}{known}")
+        return mistakes
 
     try:
         options = parse(model, tree)
     except ConfigError as error:
-        raise ConfigError("\n".join([str(error), *unknown_services(values)])) from None
-    if mistakes := unknown_services(vars(options)):
+        raise ConfigError("\n".join([str(error), *wrong_services(values)])) from None
+    if mistakes := wrong_services(vars(options)):
         raise ConfigError("\n".join(mistakes))
     return options
 
@@ -137,7 +157,7 @@ def context_from_environment(name: str, kind: Kind, model: type[ServiceOptions])
     urls: dict[str, list[str]] = {}
     for option, info in model.model_fields.items():
         given = os.environ.get(OPTION + option.upper())
-        if _is_reference(info):
+        if _reference(info):
             if given or info.is_required() or info.default:
                 values[option] = option  # the service is called as the option
                 urls[option] = [given.rstrip("/")] if given else []
@@ -151,9 +171,9 @@ def context_from_environment(name: str, kind: Kind, model: type[ServiceOptions])
     )
 
 
-def _is_reference(info: FieldInfo) -> bool:
+def _reference(info: FieldInfo) -> _Reference | None:
     marks = [
         *info.metadata,
         *(mark for kind in get_args(info.annotation) for mark in getattr(kind, "__metadata__", ())),
     ]
-    return any(isinstance(mark, _Reference) for mark in marks)
+    return next((mark for mark in marks if isinstance(mark, _Reference)), None)

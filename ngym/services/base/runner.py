@@ -178,6 +178,7 @@ class ServiceSpec:
     where: str
     key_where: dict[str, str]
     urls: dict[str, list[str]] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
     head_url: str | None = None
     root: str = "."
     replica: int = 0
@@ -220,10 +221,12 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
 def check(spec: ServiceSpec, module: ModuleType) -> ServiceOptions:
     """The spec's options as the service's own record. Raises ConfigError with the line."""
     model = module.Options if hasattr(module, "serve") else module.app.state.options_model
-    options: ServiceOptions = parse_options(model, spec.options, spec.key_where, spec.where, spec.urls, Path(spec.root))
+    options: ServiceOptions = parse_options(
+        model, spec.options, spec.key_where, spec.where, spec.urls, Path(spec.root), spec.kinds
+    )
     kind = "model" if hasattr(module, "serve") else module.app.state.kind
     if kind != spec.kind:
-        raise ConfigError(f"{spec.where}: service {spec.name!r} is of kind {spec.kind}, but its app is a {kind}")
+        raise ConfigError(f"{spec.where}: service {spec.name!r} is of kind {spec.kind}, but its app is of kind {kind}")
     return options
 
 

@@ -41,7 +41,9 @@ from ngym.services.gym.sessions import (
 from ngym.services.gym.tools import (
     Author,
     SignatureError,
+    check_options_type,
     check_reward_type,
+    has_nan,
     inspected,
     of_function,
     register_tool,
@@ -49,6 +51,8 @@ from ngym.services.gym.tools import (
 from ngym.stats import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
+SCORES = frozenset({"reward", "reward_components"})
+OF_THE_ROW = frozenset({"responses_create_params", "response"})
 MOST_ROWS = 100_000
 MOST_OWN = 1000  # limit of an author's metrics
 _BOOLEAN: Json = {"type": "boolean"}
@@ -246,6 +250,8 @@ def gym_server(
         fails. The range is in the rows (`reward_range`) and in openapi.json.
     """
     rewarded = _rewarded(reward_range)
+    if not isinstance(tools, Iterable):
+        raise SignatureError(f"gym_server(tools={tools!r}): give a list of functions")
     store = SessionStore()
     over_mcp = McpRoute()
     app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
@@ -254,6 +260,7 @@ def gym_server(
     repeats = app.state.repeats = Repeats()
     app.state.verifier = inspected(verify, VerifyRequest)
     check_reward_type(verify)
+    check_options_type([verify, *([verify_group] if verify_group else []), *tools], options)
     if stateless and app.state.verifier.session:
         raise SignatureError("gym_server(stateless=True): `verify` takes the Session; leave stateless out")
     app.state.stateless = not app.state.verifier.session if stateless is None else stateless
@@ -347,8 +354,10 @@ def gym_server(
     if verify_group is not None:
         _add_group_route(app, inspected(verify_group, VerifyGroup), rewarded, reward_range)
     for tool in map(of_function, tools):
+        name = tool.described["name"]
+        if name in app.state.callable:
+            raise SignatureError(f"gym_server(tools=...): two tools are called {name!r}; rename one")
         if stateless and tool.takes_session:
-            name = tool.described["name"]
             raise SignatureError(
                 f"gym_server(stateless=True): the tool `{name}` takes the Session; leave stateless out"
             )
@@ -366,6 +375,8 @@ def _rewarded(reward_range: RewardRange | None) -> Json:
     """The schema of a scored row. Raises ValueError if the range is not one."""
     if reward_range is None:
         return REWARDED
+    if not isinstance(reward_range, tuple | list) or len(reward_range) != 2:
+        raise ValueError(f"reward_range is {reward_range!r}; give two finite numbers, the lower one first")
     low, high = reward_range
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"reward_range is ({low}, {high}); give two finite numbers, the lower one first")
@@ -389,6 +400,7 @@ def _add_group_route(app: FastAPI, author: Author, rewarded: Json, reward_range:
 
 def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Json:
     """The result of `verify` as the fields to add to the row."""
+    outcome = _python(outcome)
     if outcome is None or isinstance(outcome, bool | int | float):
         outcome = {"reward": outcome}
     elif isinstance(outcome, BaseModel):
@@ -400,7 +412,12 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
         raise ServiceError(
             f"verify must return a number, None, or a record with 'reward'; it returned {wrong}", failure="verify_error"
         )
-    fields = dict(outcome)
+    fields = {name: value for name, value in outcome.items() if not _of_the_row(name, value)}
+    for name, value in fields.items():
+        if name not in SCORES and has_nan(value):
+            raise ServiceError(
+                f"verify returned NaN or an infinity in {name!r}, which JSON does not have", failure="verify_error"
+            )
     fields["reward"] = _finite(fields["reward"], "reward")
     if reward_range is not None:
         low, high = reward_range
@@ -424,6 +441,26 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
     return fields
 
 
+def _of_the_row(name: Any, value: Any) -> bool:
+    """Whether it is what the row already has: a verifier may return the whole task, as NeMo Gym's do. A ServiceError for a
+    value of its own under such a name.
+    """
+    if name not in OF_THE_ROW:
+        return False
+    if isinstance(value, Mapping | BaseModel):
+        return True
+    raise ServiceError(
+        f"verify returned a field {name!r}, which every row has; give it another name", failure="verify_error"
+    )
+
+
+def _python(value: Any) -> Any:
+    """A number of numpy or torch as Python's."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
 def _bounded(answer: str) -> str:
     """A long answer's beginning and a digest of the whole, so that answers with the same beginning remain distinct
     votes.
@@ -435,6 +472,7 @@ def _bounded(answer: str) -> str:
 
 
 def _finite(value: Any, what: str) -> float | None:
+    value = _python(value)
     if value is None:
         return None
     if not isinstance(value, bool | int | float) or not math.isfinite(value):

@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -187,7 +187,7 @@ def _written(result: Any, author: Author, name: str) -> Response:
     """A tool's return value, as JSON."""
     try:
         response = JsonResponse(result)
-        if b"null" in response.body and _has_nan(result):  # JSON has no NaN: the model would read null
+        if b"null" in response.body and has_nan(result):  # JSON has no NaN: the model would read null
             raise ValueError("it contains NaN or an infinity")
         return response
     except Exception as error:
@@ -200,7 +200,8 @@ def _written(result: Any, author: Author, name: str) -> Response:
         ) from error
 
 
-def _has_nan(value: Any) -> bool:
+def has_nan(value: Any) -> bool:
+    """Whether a value that becomes JSON contains NaN or an infinity."""
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, BaseModel):
@@ -210,8 +211,8 @@ def _has_nan(value: Any) -> bool:
     elif hasattr(value, "tolist"):  # numpy
         value = value.tolist()
     if isinstance(value, Mapping):
-        return any(map(_has_nan, value.values()))
-    return isinstance(value, list | tuple) and any(map(_has_nan, value))
+        return any(map(has_nan, value.values()))
+    return isinstance(value, list | tuple) and any(map(has_nan, value))
 
 
 def _contains_itself(value: Any) -> bool:
@@ -233,6 +234,8 @@ def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bo
     Raises:
         SignatureError: a parameter has no type or cannot be filled.
     """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise _wrong(function, "it is a generator; return the value instead of yielding it")
     hints = _hints(function)
     services: dict[str, str] = {}
     others: dict[str, inspect.Parameter] = {}
@@ -268,6 +271,18 @@ def check_reward_type(verify: Callable[..., Any]) -> None:
     kind = get_origin(hint) or hint
     if isinstance(kind, type) and issubclass(kind, NO_REWARD) and not hasattr(kind, "_fields"):
         raise _wrong(verify, f"it returns {kind.__name__}; a reward is a number, None, or a record with 'reward'")
+
+
+def check_options_type(functions: Iterable[Callable[..., Any]], options: type[ServiceOptions]) -> None:
+    """Raise SignatureError if a function takes options of another type than the gym server has."""
+    for function in functions:
+        for name, kind in _hints(function).items():
+            if isinstance(kind, type) and issubclass(kind, ServiceOptions) and not issubclass(options, kind):
+                raise _wrong(
+                    function,
+                    f"parameter {name!r} is a {kind.__name__}, but the gym server has {options.__name__}: write "
+                    f"gym_server(options={kind.__name__}, ...)",
+                )
 
 
 _SERVICES: dict[str, type] = {"session": Session, "options": ServiceOptions, "peers": Peers}
