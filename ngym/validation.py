@@ -327,7 +327,8 @@ def _damaged(case: Case, form: Damaged) -> tuple[list[Json], int]:
 async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     """Those that the cases do not call anyway, with arguments made of their schemas."""
     called = {tool for case in cases for tool, _ in case.calls}
-    tools = [tool for tool in await peer.get("/tools") if tool["name"] not in called]
+    offered = await peer.get("/tools")
+    tools = [tool for tool in offered if tool["name"] not in called]
     mistakes = []
     for tool in tools if cases else ():
         session = peer.session()
@@ -337,7 +338,9 @@ async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
             await session.request("/session", None, method="DELETE")
         except ServiceError as error:
             mistakes.append(f"{tool['name']}: {error.detail}")
-    told = f"{len(tools)} that no gold case calls, tried with made-up arguments" if tools else "gold cases call all"
+    told = "gold cases call all" if offered else "none"
+    if tools:
+        told = f"{len(tools)} that no gold case calls, tried with made-up arguments"
     return Finding("tools", told, mistakes)
 
 

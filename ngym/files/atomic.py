@@ -31,6 +31,8 @@ def check_output(path: Path) -> None:
     """Raise a UsageError if no file can be written there: no such folder, the path is not a regular file, or its name is
     that of a compressed file.
     """
+    if str(path) == "-":
+        raise UsageError("-: output to standard output is not supported; name a file")
     if path.suffix in COMPRESSED:
         raise UsageError(f"{path}: output is not compressed; name it {path.stem}, and compress it afterwards")
     if not path.parent.is_dir():

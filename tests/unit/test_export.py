@@ -527,6 +527,7 @@ def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
         (["--format", "rollouts", "nowhere.jsonl"], "nowhere.jsonl: no such file (--input)"),
         (["--format", "rollouts", "--output", "{input}"], "is both --input and --output"),
         (["--format", "rollouts", "--output", "nowhere/out.jsonl"], "the folder nowhere does not exist; make it first"),
+        (["--format", "rollouts", "--output", "-"], "-: output to standard output is not supported; name a file"),
         (
             ["--format", "rollouts", "--output", "out.jsonl.gz"],
             "out.jsonl.gz: output is not compressed; name it out.jsonl",
