@@ -135,11 +135,11 @@ async def mistakes_of(
     # Each service's file is loaded in its own process, as ng_run does.
     known = {*config.services, *names}
     checks = [_check(config, stanza, launcher, known) for stanza in config.services.values() if stanza.app]
-    mistakes = [complaint for complaint in await asyncio.gather(*checks) if complaint]
+    mistakes = [mistake for found in await asyncio.gather(*checks) for mistake in found]
     return mistakes + (missing_models(config) if models else [])
 
 
-async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient, known: Collection[str]) -> str:
+async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient, known: Collection[str]) -> list[str]:
     from ngym.supervise.service import EXIT_CONFIG
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of
@@ -148,7 +148,7 @@ async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient, known: 
     try:
         python = await make(venv, partial(click.echo, err=True), find_uv()) if venv else None
     except ConfigError as error:
-        return str(error)
+        return [str(error)]
     names: dict[str, list[str]] = {name: [] for name in known}
     with tempfile.TemporaryFile() as output:
         spec = service_spec(config, stanza, names)
@@ -157,10 +157,9 @@ async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient, known: 
         output.seek(0)
         text = output.read().decode(errors="replace").strip()
     if code == 0:
-        return ""
+        return []
     if code == EXIT_CONFIG:
-        return text
+        return text.splitlines()
     lines = text.splitlines()[-SHOWN_LINES:]
-    return "\n".join(
-        [f"{stanza.where}: the app of {stanza.name!r} cannot be loaded:", *(f"  | {line}" for line in lines)]
-    )
+    told = [f"{stanza.where}: the app of {stanza.name!r} cannot be loaded:", *(f"  | {line}" for line in lines)]
+    return ["\n".join(told)]

@@ -104,7 +104,7 @@ class PlannedRollout:
 def sampling_seed(*parts: object) -> int:
     """The seed of one rollout's sampling: a hash of the parts.
 
-    No two rollouts share one: with equal seeds, an engine draws the same random numbers for different prompts.
+    Rollouts must not share a seed: an engine draws the same random numbers for it, also for different prompts.
     """
     digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

@@ -249,5 +249,9 @@ def at_least_one(**given: int | None) -> None:
         UsageError: one of these arguments is not a whole number, or less than 1.
     """
     for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} must be a whole number, at least 1, not {value!r}")
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{name} must be a whole number, not {value!r}")
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")

@@ -321,7 +321,11 @@ def test_ng_validate_names_every_mistake_of_every_service(folder: Path) -> None:
     assert shown.returncode == 2
     assert "global_config.yaml:1: unknown key 'treshold'" in shown.stderr
     assert "global_config.yaml:2: no service named 'onne' (did you mean 'one'?)" in shown.stderr
+    assert "gym_servers/broken.py:2: AttributeError: module 'ngym' has no attribute 'nonsense'" in shown.stderr
+    (folder / "gym_servers" / "broken.py").write_text("raise RuntimeError('no licence')\n")
+    shown = ended(folder, "validate")
     assert "global_config.yaml:3: the app of 'three' cannot be loaded" in shown.stderr
+    assert "RuntimeError: no licence" in shown.stderr
 
 
 def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None:

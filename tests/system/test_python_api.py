@@ -272,6 +272,7 @@ def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder
 
     refused(r"no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
     refused("repeats must be at least 1, not 0", agent="counter_agent", repeats=0)
+    refused("repeats must be a whole number, not 1.5", agent="counter_agent", repeats=1.5)
     refused("give one of the two", config=folder / "global_config.yaml")
     refused("name it with output=", agent="counter_agent", resume=True)
     refused(r"row 0 must be an object such as .*, not 'a'", input=["a"])
