@@ -24,12 +24,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 COMPILER = "torch._dynamo"
+DTENSOR = "torch.distributed.tensor"
 DEFERRED = (
     "torch._dynamo._trace_wrapped_higher_order_op",
     "torch.distributed._composable.fsdp",
     "torch.distributed.fsdp",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
-    "torch.distributed.tensor",
+    DTENSOR,
     "transformers.distributed.pipeline_parallel",
     "transformers.distributed.sharding_utils",
     "transformers.distributed.tensor_parallel",
@@ -145,6 +146,9 @@ def _is_imported(module: str) -> bool:
 def _remove(module: str) -> None:
     if isinstance(sys.modules.get(module), _Placeholder):
         del sys.modules[module]
+    parent, _, name = module.rpartition(".")
+    if isinstance(vars(sys.modules.get(parent, object)).get(name), _Placeholder):
+        delattr(sys.modules[parent], name)
 
 
 def defer_compiler() -> None:
@@ -175,6 +179,13 @@ def _put_placeholder(module: str, kind: type[_Placeholder]) -> None:
         sys.meta_path.insert(0, _Submodules())
     if module not in sys.modules:
         sys.modules[module] = kind(module)
+
+
+def name_dtensor() -> None:
+    """Set the attribute `torch.distributed.tensor`, which PEFT uses without importing that module."""
+    module, parent = importlib.import_module(DTENSOR), importlib.import_module("torch.distributed")
+    if not hasattr(parent, "tensor"):  # a placeholder is not imported, so nothing has set it
+        parent.tensor = module  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -47,6 +47,22 @@ with lean_imports():
 from torch.distributed import tensor
 assert issubclass(Own, tensor.DTensor) and issubclass(tensor.DTensor, DTensor)
 """
+LORA = """
+import sys
+import torch
+from ngym.runtime.lean_imports import lean_imports
+with lean_imports():
+    from transformers import AutoModelForCausalLM, Qwen3Config
+    from ngym.trainer.model.policy import add_adapter
+    from ngym.trainer.recipe.recipe import LoraOptions
+    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**shape, num_key_value_heads=2, head_dim=16))
+    add_adapter(model, LoraOptions(rank=2))
+assert any("lora_A" in name for name, _ in model.named_parameters())
+assert "torch.distributed.tensor" not in sys.modules and "tensor" not in vars(torch.distributed)
+from torch.distributed.tensor import DTensor
+assert torch.distributed.tensor.DTensor is DTensor
+"""
 DEFERRED = """
 import sys
 from ngym.runtime.lean_imports import defer_compiler, lean_imports
@@ -69,7 +85,9 @@ optimizer.step()
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("script", [LOADED, PLACEHOLDERS, DEFERRED], ids=["loaded", "placeholders", "deferred"])
+@pytest.mark.parametrize(
+    "script", [LOADED, PLACEHOLDERS, LORA, DEFERRED], ids=["loaded", "placeholders", "lora", "deferred"]
+)
 def test_what_is_left_out_is_imported_when_it_is_used(script: str, tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

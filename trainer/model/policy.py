@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 from ngym.files.atomic import whole_folder
+from ngym.runtime.lean_imports import name_dtensor
 
 from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
@@ -92,6 +93,7 @@ def _light_peft() -> Iterator[Any]:
     try:
         import peft
 
+        name_dtensor()
         yield peft
     finally:
         if hides:
