@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ngym.notebook.verifying import verify_async as verify_async
     from ngym.peers import Peers as Peers
     from ngym.services import AgentOptions as AgentOptions
+    from ngym.services import GymServerName as GymServerName
+    from ngym.services import ModelName as ModelName
     from ngym.services import RolloutContext as RolloutContext
     from ngym.services import ServiceContext as ServiceContext
     from ngym.services import ServiceName as ServiceName
@@ -47,8 +49,8 @@ _HOME = {
     "Peers": "ngym.peers",
     **dict.fromkeys(("ModelCall", "model_server"), "ngym.services.models.server"),
     **dict.fromkeys(
-        ("AgentOptions", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions", "Session", "VerifyGroup",
-         "VerifyRequest", "agent", "gym_server"), "ngym.services",
+        ("AgentOptions", "GymServerName", "ModelName", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions",
+         "Session", "VerifyGroup", "VerifyRequest", "agent", "gym_server"), "ngym.services",
     ),
     **dict.fromkeys(("collect_rollouts", "collect_rollouts_async"), "ngym.notebook.collecting"),
     **dict.fromkeys(("Rollouts", "load_rollouts"), "ngym.notebook.rollouts"),

@@ -291,7 +291,7 @@ class LiveSource:
             at_hand = self._live.open(state)
             if at_hand:
                 self._say(f"{at_hand:,} rollouts were collected before and are used again")
-            yield from checked(self._parts, self._live.batches(done, evaluation))
+            yield from checked(self._parts, self._live.batches(done, evaluation, metrics.say))
         except BaseException:
             with suppress(NgymError):  # the error that ended the run matters more than those of closing
                 self._close(evaluation)

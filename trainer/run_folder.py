@@ -18,11 +18,10 @@ from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
 from .recipe.recipe import run_file
-from .recipe.rollout_options import ADVANTAGES, SPOOL
+from .recipe.rollout_options import ADVANTAGES, SPOOL, SPOOL_FAILURES
 
 POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
 METRICS = "metrics.jsonl"
-SPOOL_FAILURES = "rollouts_failures.jsonl"
 SPOOL_TASKS = "rollouts_tasks.jsonl"
 EVALUATED, EVALUATED_FAILURES = "eval_rollouts.jsonl", "eval_rollouts_failures.jsonl"
 RESOLVED = "recipe.yaml"

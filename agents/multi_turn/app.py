@@ -6,11 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from ngym import AgentOptions, RolloutContext, ServiceError, agent
+from ngym import AgentOptions, ModelName, RolloutContext, ServiceError, agent
 from ngym.errors import BadRequest, Boundary
 from ngym.grading.answers import last_text, without_reasoning
 from ngym.services.agents.rollout_context import act, as_items, user
-from ngym.services.base.options import ModelName
 
 DONE = "###DONE###"
 USER_PROMPT = (

@@ -2,11 +2,11 @@
 
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.agents.server import AgentOptions, agent
-from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
+from ngym.services.base.options import GymServerName, ModelName, ServiceContext, ServiceName, ServiceOptions
 from ngym.services.gym.server import VerifyGroup, VerifyRequest, gym_server
 from ngym.services.gym.sessions import Session
 
 __all__ = [
-    "AgentOptions", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions", "Session", "VerifyGroup",
-    "VerifyRequest", "agent", "gym_server",
+    "AgentOptions", "GymServerName", "ModelName", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions",
+    "Session", "VerifyGroup", "VerifyRequest", "agent", "gym_server",
 ]  # fmt: skip

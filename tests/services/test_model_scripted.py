@@ -52,6 +52,14 @@ async def test_without_rules_it_echoes():
     assert response.usage.output_tokens == len("hello {there}") + 1
 
 
+async def test_placeholders_also_name_the_tool():
+    reply = {"match": r"use (\w+) on (\d+)", "tool_calls": [{"name": "{1}", "arguments": '{"a": {2}}'}]}
+    async with official(replies=[reply]) as client:
+        response = await client.responses.create(model="m", input="use add on 12", tools=[ADD])
+    (call,) = response.output
+    assert (call.name, orjson.loads(call.arguments)) == ("add", {"a": 12})
+
+
 async def test_a_tool_loop_through_the_official_client():
     async with official(replies=SUM_RULES) as client:
         items: list[Any] = [{"role": "user", "content": "what is 12 + 30?"}]

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from house import house
 from machine import PATIENCE_S
 from paths import ROOT
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from ngym import RolloutContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, agent, gym_server
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
@@ -565,6 +565,25 @@ async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_cal
             await peers["gym"].post("/seed_session", {"traget" if key == "target" else key: ROW[key] for key in ROW})
     assert (caught.value.status, caught.value.failure, caught.value.retryable) == (422, "config", False)
     assert model.state.seen == []
+
+
+async def test_a_row_that_is_refused_as_a_whole_names_no_field():
+    class Bounded(VerifyRequest):
+        low: int
+        high: int
+
+        @model_validator(mode="after")
+        def _in_order(self):
+            if self.low > self.high:
+                raise ValueError("low is more than high")
+            return self
+
+    async def verify_(task: Bounded) -> float:
+        return 1.0
+
+    async with house(gym=gym_server(verify=verify_)) as peers:
+        with pytest.raises(UpstreamError, match=r"the row: Value error, low is more than high"):
+            await peers["gym"].post("/seed_session", {"responses_create_params": {}, "low": 2, "high": 1})
 
 
 async def test_a_model_server_that_is_down_is_a_connect_failure_that_names_it():

@@ -352,6 +352,17 @@ def test_every_token_is_counted_and_the_first_one_is_timed(policy: Server) -> No
     assert tuple(metric(policy, name) for name in names) == (tokens + 40, first_tokens + 1, 0)
 
 
+def test_the_arguments_of_a_streamed_call_can_be_added_up(policy: Server) -> None:
+    """As clients of OpenAI's API do: the first part of a call has a name and arguments, the others add to them."""
+    body = {"messages": [user("what is 1 + 2?")], "tools": [CHAT_ADD], "max_tokens": 200}
+    forced = {"structured_outputs": {"choice": [CALL_TEXT]}}
+    events = policy.post("/v1/chat/completions", **body, **forced, stream=True).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    parts = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert parts[0]["function"]["name"] == "add" and len(parts) > 1
+    assert json.loads("".join(part["function"]["arguments"] for part in parts)) == {"a": 1, "b": 2}
+
+
 def test_an_answer_without_any_text_carries_its_tokens_too(policy: Server, tokenizer: Any) -> None:
     response = policy.answer(input="hello", logit_bias={tokenizer.eos_token_id: 100})
     assert [item["type"] for item in response["output"]] == ["message"]

@@ -126,6 +126,9 @@ def test_rollouts_are_a_sequence_with_numbers(rollouts: ngym.Rollouts) -> None:
     assert len(rollouts) == 8 and rollouts.mean_reward == 0.75 and len(rollouts.failures) == 0
     assert [row["reward"] for row in rollouts.worst(2)] == [0.0, 0.0] and rollouts.best(1)[0]["reward"] == 1.0
     assert len(rollouts[2:5]) == 3 and rollouts[2:5][-1] == rollouts[4] and rollouts[-1] == list(rollouts)[-1]
+    for call, told in ((rollouts.worst, "must be 0 or more, not -1"), (rollouts.pass_at, "k must be at least 1")):
+        with pytest.raises(ngym.UsageError, match=told):
+            call(-1)
     idle = rollouts.filter(lambda row: row["level"] == "idle")
     assert (len(idle), idle.mean_reward, len(idle.groups())) == (2, 0.0, 1)
     groups = {group.task_index: group for group in rollouts.groups()}
@@ -369,7 +372,7 @@ async def test_a_cancelled_task_stops_its_call() -> None:
 
 def test_services_that_nobody_has_any_more_end(folder: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
-    held = ngym.run(folder / "global_config.yaml", only=["longest"], progress=False)
+    held = ngym.run(folder / "global_config.yaml", only="longest", progress=False)
     started = set(psutil.Process().children(recursive=True)) - before
     assert started and "1 of 1 services ready" in repr(held) and "longest" in held._repr_html_()
     del held

@@ -57,6 +57,7 @@ def test_the_reward_rises_on_tasks_and_held_out(finished: tuple[Path, str, Stub]
     # on 30 rollouts a step the sampled reward is noise; what is likeliest is not
     greedy = {row["step"]: row["eval/agent/greedy"] for row in metrics_of(folder) if "eval/agent/greedy" in row}
     assert list(greedy) == [0, 4, 8] and greedy[8] > greedy[0] + 0.3
+    assert said.count(" rollouts failed, the first: agent: ") == 1 and ": the tool broke; all failures of the " in said
     assert "held-out after 8 steps: " in said and "step 8/8  reward 0." in said
     assert "reward/mean: " in said and (folder / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
 

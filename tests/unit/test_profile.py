@@ -54,6 +54,11 @@ def test_rows_without_task_ids_are_told_apart_by_their_index(tmp_path: Path) -> 
     assert [json.loads(line)["rollouts"] for line in result.output.splitlines()] == [2, 1]
 
 
+def test_an_output_that_is_named_as_compressed_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, [written(tmp_path, [1.0]), "--output", str(tmp_path / "tasks.jsonl.gz")])
+    assert result.exit_code != 0 and not (tmp_path / "tasks.jsonl.gz").exists()
+
+
 def test_what_counts_as_solved_can_be_said(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [written(tmp_path, [0.2, 0.4]), "--solved", "0.3", "--json"])
     assert json.loads(result.output)["verdict"] == "mixed"

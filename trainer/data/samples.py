@@ -129,11 +129,16 @@ class RolloutSample(Sample):
 
 @dataclass
 class Read:
-    """The usable rollouts, and the counts of the others. fields: of the tasks, that samples keep."""
+    """The usable rollouts, and the counts of the others.
+
+    first_failure: the service, class and message of the first failed one; "" if none failed. fields: of the tasks, that
+    samples keep.
+    """
 
     rollouts: list[RolloutSample] = field(default_factory=list)
     unscored: int = 0
     failed: int = 0
+    first_failure: str = ""
     fields: frozenset[str] = frozenset()
 
 
@@ -163,6 +168,10 @@ def take(row: Json, read: Read) -> None:
     """Add a row without problems to the result."""
     if "failure" in row:
         read.failed += 1
+        failure = row["failure"]
+        read.first_failure = read.first_failure or " ".join(
+            f"{failure.get('service')}: {failure.get('class')}: {failure.get('message')}".split()
+        )
     elif row["reward"] is None:
         read.unscored += 1
     else:

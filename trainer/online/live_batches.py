@@ -26,7 +26,7 @@ from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.recipe import Recipe
-from ..recipe.rollout_options import ADVANTAGES, SPOOL
+from ..recipe.rollout_options import ADVANTAGES, SPOOL, SPOOL_FAILURES
 from ..seeds import seeded_random
 from ..weights.weight_sync import WeightSync
 from .rollout_stream import RolloutStream, Taken
@@ -86,14 +86,25 @@ class LiveBatches:
         if self._services is not None and self._stream is not None:
             self._services.call(self._closed(self._stream))
 
-    def batches(self, done: int, evaluation: Evaluation | None) -> Iterator[Batch]:
-        """One batch for each step after the first `done`; the weights after the last one are pushed too."""
+    def batches(self, done: int, evaluation: Evaluation | None, say: Callable[[str], None]) -> Iterator[Batch]:
+        """One batch for each step after the first `done`; the weights after the last one are pushed too.
+
+        say: receives the first failure of a rollout.
+        """
         self._evaluation = evaluation
+        failed = False
         for step in range(done, self._steps):
             sync_s = self._publish(step)
             began = time.monotonic()
             read, values = self._collected(step)
             collected = time.monotonic()
+            if read.failed and not failed:
+                failed = True
+                total = len(read.rollouts) + read.unscored + read.failed
+                say(
+                    f"step {step + 1}: {read.failed:,} of {total:,} rollouts failed, the first: {read.first_failure}; all "
+                    f"failures of the run are in {self._recipe.output / SPOOL_FAILURES}"
+                )
             self._weight_sync.train()
             samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
             self._record(step + 1, samples)

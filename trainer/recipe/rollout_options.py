@@ -12,6 +12,7 @@ from .objective import ExistingPath, FrozenOptions, Positive, Share
 
 HELD_OUT = "validation.jsonl"
 SPOOL = "rollouts.jsonl"  # collected rollouts, in the run's folder
+SPOOL_FAILURES = "rollouts_failures.jsonl"
 ADVANTAGES = "advantages.jsonl"  # of the trained ones, a line for each step
 
 

@@ -258,12 +258,19 @@ def _said(
     if message is None:
         return {}
     calls = [
-        call.model_dump(exclude_none=True)
+        _with_arguments(call.model_dump(exclude_none=True))
         for call in message.tool_calls
         if call.index == 0 or request.parallel_tool_calls is not False
     ]
     said = {"reasoning_content": message.reasoning, "content": message.content, "tool_calls": calls}
     return {name: value for name, value in said.items() if value}
+
+
+def _with_arguments(call: Json) -> Json:
+    """A part of a tool call. Its first part has arguments, as OpenAI's has, to which clients add those of the others."""
+    if "id" in call:
+        call.setdefault("function", {}).setdefault("arguments", "")
+    return call
 
 
 def _usage(result: RequestOutput, sampled: list[int], thinking: Parser | None) -> Json:
