@@ -21,7 +21,10 @@ def followed(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[
     text = visible(text) if len(text) <= MAX_CHARS else ""
     readings = variants(text) if any(c.isalnum() for c in text) else []
     strict = [any(CHECKS[name](reading, **given) for reading in readings[:1]) for name, given in instructions]
-    loose = [any(CHECKS[name](reading, **given) for reading in readings) for name, given in instructions]
+    loose = [
+        found or any(CHECKS[name](reading, **given) for reading in readings[1:])
+        for found, (name, given) in zip(strict, instructions, strict=True)
+    ]
     return {"strict": strict, "loose": loose}
 
 

@@ -10,7 +10,7 @@ ANY_ID = re.compile(r"citation_[a-z0-9_:]+", re.IGNORECASE)
 # Name of a citation style -> its pattern, in which {} is the pattern of the ids. Some have an opening and a closing tag.
 STYLES = {
     "cite_xml": r"<cite>({})</cite>",
-    "claim_wrap_xml": r'<cite index="({})">[^<]*\w[^<]*</cite>',
+    "claim_wrap_xml": r'<cite index="({})">[^<\w]*\w[^<]*</cite>',
     "ascii_brackets": r"\[({})\](?!\()",
     "fullwidth_brackets": r"\u3010({})\u3011",
     "ref_colon": r"\[ref:({})\]",
@@ -47,6 +47,11 @@ def string_match(text: str, expected_markers: list[str], patterns: list[Pattern]
     return all(marker in text for marker in expected_markers) and found <= set(expected_markers)
 
 
+def _without_tags(text: str) -> str:
+    tagged, last, rest = text.rpartition(">")  # a "<" after the last ">" opens no tag, and each would search to the end
+    return re.sub(r"<[^>]*>", " ", tagged + last) + rest
+
+
 def citation_if(
     text: str,
     grammar: Literal[tuple(STYLES)],  # type: ignore[valid-type]
@@ -65,7 +70,7 @@ def citation_if(
     if mode == "no_cite":
         return not ANY_ID.search(text) and not TAG.search(text)
     rest = style.sub(" ", text)
-    prose = re.sub(r"<[^>]*>", " ", text) if grammar == "claim_wrap_xml" else rest
+    prose = _without_tags(text) if grammar == "claim_wrap_xml" else rest
     if ANY_ID.search(rest) or TAG.search(rest) or not re.search(r"\w", prose):
         return False
     wanted = cited if expected_ids is None else set(expected_ids)

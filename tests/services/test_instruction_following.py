@@ -86,6 +86,8 @@ HOSTILE = {
     "apostrophes": "a'" * 20_000,
     "digits": "1," * 20_000,
     "accents": "e\u0301" * 20_000,
+    "claims": '@cite index="citation_1">'.replace("@", "<") * 1_500 + "a" * 10_000,
+    "claim": '@cite index="citation_1">'.replace("@", "<") + "a" * 40_000,
     "too long": "a " * 101_000,
 }
 
