@@ -346,7 +346,7 @@ class ChatCodec:
         Raises:
             BadRequest: the request needs a feature that this back end lacks.
         """
-        answer = _Answer(self._model)
+        answer = _Answer(self._model, self._template.tokenizer)
         async with aclosing(self._pieces(answer, request, seen, streamed=False)) as pieces:
             async for piece in pieces:
                 answer.add(piece)
@@ -354,7 +354,7 @@ class ChatCodec:
 
     async def chunks(self, request: Json, seen: SeenCall | None) -> AsyncGenerator[Json, None]:
         """Chat chunks as the tokens come; the one with the finish_reason carries the token fields, then comes usage."""
-        answer = _Answer(self._model)
+        answer = _Answer(self._model, self._template.tokenizer)
         said: Json = {"role": "assistant"}  # sent with the first piece: an earlier failure is not a stream
         async with aclosing(self._pieces(answer, request, seen, streamed=True)) as pieces:
             async for piece in pieces:
@@ -414,7 +414,8 @@ def _without_end(sampled: Sampled, ends: frozenset[int]) -> list[int]:
 class _Answer:
     """The text and tokens of an answer so far."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self.prompt: list[int] = []
         self.finish: Finish | None = None
         self.stop: str | None = None
@@ -485,10 +486,10 @@ class _Answer:
         """The logprobs, if the client requested them."""
         if not wanted:
             return {"logprobs": None}
-        entries: list[Json] = [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(self._ids, self._logprobs, strict=True)
-        ]
+        entries: list[Json] = []
+        for token, logprob in zip(self._ids, self._logprobs, strict=True):
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return {"logprobs": {"content": entries, "refusal": None}}
 
     def _usage(self) -> Json:

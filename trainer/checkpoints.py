@@ -27,6 +27,7 @@ import orjson
 import yaml
 from pydantic import TypeAdapter
 
+from ngym.did_you_mean import nearest
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
 from ngym.files.atomic import file_digest, whole_folder
@@ -112,10 +113,27 @@ class Checkpoints:
         name, found = self._options.best, self._found()
         if name is None:
             return None
-        sign = 1 if self._options.mode == "max" else -1
+        sign = -1 if self._options.lower_is_better else 1
         values = {int(row["step"]): sign * row[name] for row in history if name in row and math.isfinite(row[name])}
         known = [step for step in found if step in values]
         return max(known, key=lambda step: (values[step], step), default=None)
+
+    def missing_best(self, history: Iterable[Mapping[str, float]]) -> str:
+        """The message that the run has no metric `best`; "" if it has, or if the recipe names none."""
+        name = self._options.best
+        known = {key for row in history for key in row}
+        if name is None or name in known:
+            return ""
+        near = f", did you mean {meant!r}" if (meant := nearest(name, sorted(known))) else ""
+        return (
+            f"warning: checkpoint.best: no step has a metric {name!r}{near}; only the newest checkpoints are kept. The "
+            f"metrics are {', '.join(sorted(known))}"
+        )
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest checkpoint, which is not verified here; 0 if there is none."""
+        return max(self._found(), default=0)
 
     def newest(self) -> Checkpoint:
         """The newest checkpoint, verified byte by byte.

@@ -148,7 +148,14 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .checkpoints import CheckpointSaver
         from .engine import engine, optimizer
         from .engine.distributed import barrier, joined
-        from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, memory_explained, to_fit
+        from .engine.sanity_checks import (
+            TO_LOAD,
+            NanGuard,
+            NoSignalMonitor,
+            NothingTrained,
+            memory_explained,
+            to_fit,
+        )
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer, write_base
@@ -214,11 +221,17 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         with Metrics(recipe.output / METRICS, source.steps, shown, history, kept) as metrics:
             batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)
 
+            def missing_best() -> str:
+                return checkpoints.missing_best(metrics.history)
+
             def report(step: int, values: dict[str, float]) -> None:
                 metrics.log(step, values)
                 if idle := untrained.noted(values):
                     metrics.say(f"step {step}: {idle}")
                 saver.after(step)
+                first = step == recipe.checkpoint.every < source.steps
+                if shown and first and not recipe.checkpoint.best_is_held_out and (missing := missing_best()):
+                    metrics.say(missing)
 
             try:
                 with closing(cast("Generator[Batch]", batches)):
@@ -235,6 +248,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             except HeldOutNotFinite as error:
                 saver.discard(error.step)
                 raise
+            except (KeyboardInterrupt, SystemExit):
+                metrics.say(f"interrupted; --resume continues after step {checkpoints.last_step}")
+                raise
             saver.tidy()
         saver.check()
         learner.save(recipe.output / POLICY, tokenizer)
@@ -242,9 +258,16 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             learner.save_adapter(recipe.output / ADAPTER, recipe.model.lora, recipe.model.path)
         if shown:
             _draw(metrics, recipe.output / CURVE)
-            if idle := untrained.summary(metrics.history, learner.steps):
+            if idle := untrained.summary(metrics.history):
                 _say(idle)
+            if missing := missing_best():
+                _say(missing)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
+    if not learner.steps:
+        raise NothingTrained(
+            "no step changed the weights: the saved policy is the one that the run began with. The lines above, and "
+            f"{recipe.output / METRICS}, show why"
+        )
 
 
 def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:

@@ -127,7 +127,9 @@ MESSAGES: dict[str, Check] = {
     "model": TEXT,
     "output_config": object_of(effort=TEXT, format=_format),
     "service_tier": one_of("auto", "standard_only"),
-    "stop_sequences": must(are_strings, "a list of strings"),
+    "stop_sequences": must(
+        lambda value: are_strings(value) and "" not in value, "a list of strings, none of them empty"
+    ),
     "stream": FLAG,
     "system": of_type((str, list), "a string or a list of text blocks"),
     "temperature": NUMBER_OF["temperature"],

@@ -429,7 +429,10 @@ SAMPLING: dict[str, Check] = {
     "priority": number(-(2**31), 2**31, whole=True),
     "repetition_penalty": number(0, 100),
     "seed": number(-(2**63), 2**63 - 1, whole=True),
-    "stop": must(lambda value: isinstance(value, str) or are_strings(value), "a string or a list of strings"),
+    "stop": must(
+        lambda value: (value != "" and isinstance(value, str)) or (are_strings(value) and "" not in value),
+        "a string or a list of strings, none of them empty",
+    ),
     "stop_token_ids": LIST,
     "structured_outputs": OBJECT,
     "top_k": NUMBER_OF["top_k"],

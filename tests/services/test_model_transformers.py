@@ -113,6 +113,24 @@ async def test_whoever_hangs_up_lets_the_next_one_in(client: httpx.AsyncClient):
     assert len((await sampled(client, max_output_tokens=3, ignore_eos=True))[1]) == 3
 
 
+async def test_logprobs_of_a_chat_completion_name_the_text_of_each_token(client: httpx.AsyncClient):
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "logprobs": True}
+    choice = (await client.post("/v1/chat/completions", json=body | {"seed": 5, "ignore_eos": True})).json()["choices"][
+        0
+    ]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == 12 and all(entry["logprob"] < 0 for entry in entries)
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in entries)
+    assert "".join(entry["token"] for entry in entries if "\ufffd" not in entry["token"]) != ""
+    assert not any(entry["token"].startswith("token_id:") for entry in entries)
+
+
+async def test_an_empty_stop_string_is_refused(client: httpx.AsyncClient):
+    for stop in ("", ["x", ""]):
+        reply = await client.post("/v1/responses", json={"input": "x", "stop": stop})
+        assert reply.status_code == 400 and "none of them empty" in reply.json()["detail"]
+
+
 @pytest.mark.parametrize("field", [{"presence_penalty": 1}, {"logit_bias": {"3": 1}}, {"top_logprobs": 2}])
 async def test_what_it_cannot_do_is_refused_by_name(client: httpx.AsyncClient, field: Json):
     reply = await client.post("/v1/responses", json={"input": "x"} | field)

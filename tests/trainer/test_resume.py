@@ -122,6 +122,22 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoints.Checkpoints(tmp_path, least).best(history) == 2  # of those that are left
 
 
+def test_a_loss_is_better_if_it_is_lower_and_an_unknown_metric_is_named(tmp_path: Path) -> None:
+    options = checkpoints.CheckpointOptions(best="val/loss")
+    history = [{"step": 0, "val/loss": 3.0}, {"step": 1, "val/loss": 1.0}, {"step": 2, "val/loss": 2.0}]
+    for step in range(3):
+        save(tmp_path, step, options)
+    assert checkpoints.Checkpoints(tmp_path, options).best(history) == 1
+    assert checkpoints.Checkpoints(tmp_path, options.model_copy(update={"mode": "max"})).best(history) == 0
+    assert checkpoints.Checkpoints(tmp_path, options).missing_best(history) == ""
+    misspelled = checkpoints.Checkpoints(tmp_path, options.model_copy(update={"best": "val/los"}))
+    assert misspelled.best(history) is None
+    assert misspelled.missing_best(history) == (
+        "warning: checkpoint.best: no step has a metric 'val/los', did you mean 'val/loss'; only the newest checkpoints "
+        "are kept. The metrics are step, val/loss"
+    )
+
+
 def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp_path: Path) -> None:
     options = checkpoints.CheckpointOptions()
     with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
@@ -236,8 +252,8 @@ def test_a_run_that_a_scheduler_warns_saves_at_once_and_goes_on(root: Path, tmp_
     wait_until(lambda: steps() >= 2 or process.poll() is not None, patience_s=600)
     os.kill(process.pid, signal.SIGUSR1)
     said, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, said
     last = len(metrics_of(tmp_path))
+    assert process.returncode == 130 and f"interrupted; --resume continues after step {last}" in said, said
     assert max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == f"step-{last:06}"
     said = finished(train(tmp_path, [*words, "--resume"]))
     assert f"resuming after step {last}" in said

@@ -138,7 +138,7 @@ def test_a_run_that_breaks_is_a_row_and_what_is_finished_is_not_run_again(root: 
     assert whole["run"] == "max_tokens=null" and whole["values"] == {"data.max_tokens": "null"}
     assert whole["status"] == "finished" and 6 < whole["metrics"]["loss"] < 8 and whole["problem"] is None
     assert broken["status"] == "failed" and broken["exit_code"] == 2 and broken["metrics"] == {}
-    assert broken["problem"] == "few.jsonl: no sample to train on; data.max_tokens is 1"
+    assert broken["problem"] == "few.jsonl: no sample to train on: all are longer than 1 tokens (data.max_tokens)"
     assert (here / "swept" / "max_tokens=null" / "policy" / "model.safetensors").exists()
     assert broken["problem"] in (here / "swept" / "max_tokens=1.log").read_text()
     table = first.stdout.splitlines()[-3:]

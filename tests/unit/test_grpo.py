@@ -238,6 +238,29 @@ def test_a_group_that_is_equal_in_sum_but_not_in_its_parts_teaches_where_parts_a
     assert policy_gradient.PolicyGradient(options(), None, None).prepare(read(lines), trained, BUDGET) == []
 
 
+def test_rewards_without_the_components_that_a_recipe_needs_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    by_part = options(advantage={"components": "normalise_then_sum"})
+    with pytest.raises(UsageError, match=r"needs reward_components, which none of these \d+ rollouts has; return them"):
+        policy_gradient.PolicyGradient(by_part, None, None).prepare(read(rows()), learner(tokenizer), BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            [{"failure": {"service": "policy", "class": "model_error", "message": "gone"}}],
+            "1 failed, 0 have the reward",
+        ),
+        ([{"reward": None, "ng": {"segments": []}}] * 2, "0 failed, 2 have the reward null"),
+    ],
+)
+def test_a_file_without_a_rollout_to_train_on_says_why(tmp_path: Path, lines: list[Any], said: str) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    with pytest.raises(UsageError, match=said):
+        samples.trainable_rollouts(file, 1.0, frozenset())
+
+
 def test_the_components_of_the_rewards_are_metrics(tokenizer: PreTrainedTokenizerBase) -> None:
     draw = random.Random(0)
     parts = [{"right": 1.0}, {"right": 0.0, "short": 0.25}, None]

@@ -47,6 +47,28 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
     assert shown["optimizer"]["muon_lr"] == 0.02 and shown["batch_size"] == shown["data"]["max_tokens"] == 4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "override", "said"),
+    [
+        ("grpo.yaml", "algorithm=dapo", "algorithm: expected a mapping; for this algorithm with its defaults write algorithm.name=dapo"),
+        ("sft.yaml", "schedule.warmup_ratio=0.1", "schedule.warmup_ratio: schedule.warmup_steps is 20; set one of the two to null"),
+        ("sft.yaml", "optimizer.lr=inf", "optimizer.lr: Input should be a finite number"),
+        ("sft.yaml", "max_steps=true", "max_steps: expected a number; got True"),
+        ("letters.yaml", "max_steps=0", "max_steps: Input should be greater than 0; got 0"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_says_what_to_write(recipe: str, override: str, said: str) -> None:
+    result = CliRunner().invoke(main, [recipe, override, "--dry-run"])
+    assert result.exit_code == 2 and result.stderr.startswith(f"command line: {said}"), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_warm_up_as_a_share_replaces_one_in_steps() -> None:
+    shown = resolved(["sft.yaml", "schedule.warmup_steps=null", "schedule.warmup_ratio=0.1"])
+    assert shown["schedule"]["warmup_ratio"] == 0.1
+    assert recipe("sft.yaml", "schedule.warmup_steps=null").schedule.warmup(100) == 0
+
+
 def test_every_mistake_is_a_line_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("optimizer:\n  lr: fast\n  beta: 1\nsede: 1\n")
     result = CliRunner().invoke(main, ["sft.yaml", str(tmp_path / "mine.yaml"), "engine.zero_stage=7"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from ..data.samples import RolloutSample, Sample, grouped, read_rollouts
+from ..data.samples import RolloutSample, Sample, grouped, trainable_rollouts
 from ..engine.engine import score
 from ..losses.advantages import all_equal
 from ..model.chunked_logprobs import RequestedScores
@@ -45,11 +45,7 @@ class OnlineDpo:
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
         options = self._options
-        return [
-            rollout
-            for rollout in read_rollouts(path, options.temperature, options.task_fields).rollouts
-            if rollout.trained
-        ]
+        return trainable_rollouts(path, options.temperature, options.task_fields)
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """A pair of each group with different rewards, with the reference's log p of both sides."""

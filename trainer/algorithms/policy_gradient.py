@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..data.samples import RolloutSample, Sample, SampledSegment, filled, grouped, read_rollouts
+from ngym.errors import UsageError
+
+from ..data.samples import RolloutSample, Sample, SampledSegment, filled, grouped, trainable_rollouts
 from ..engine.engine import score
 from ..losses.advantages import (
     advantages,
@@ -198,15 +200,21 @@ class PolicyGradient:
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
         options = self._options
-        return [
-            rollout
-            for rollout in read_rollouts(path, options.temperature, options.task_fields).rollouts
-            if rollout.trained
-        ]
+        return trainable_rollouts(path, options.temperature, options.task_fields)
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
-        """The rollouts that have a learning signal, with their advantages."""
-        rollouts = self._teaching(cast(Sequence[RolloutSample], samples))
+        """The rollouts that have a learning signal, with their advantages.
+
+        Raises:
+            UsageError: the rewards have no components, and the recipe normalizes each.
+        """
+        rollouts = cast(Sequence[RolloutSample], samples)
+        if self._options.advantage.components != "sum" and rollouts and not any(each.components for each in rollouts):
+            raise UsageError(
+                f"algorithm.advantage.components: {self._options.advantage.components} needs reward_components, which none "
+                f"of these {len(rollouts):,} rollouts has; return them from verify, or use sum"
+            )
+        rollouts = self._teaching(rollouts)
         if not rollouts:
             return []
         asked: dict[str, Callable[[Packed], Tensor]] = {}

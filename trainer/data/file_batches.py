@@ -73,13 +73,18 @@ def prepared(
     kept = [sample for sample in read if sample.longest <= bound]
     if len(kept) < len(read):
         say(f"{len(read) - len(kept):,} of {len(read):,} samples are longer than {bound} tokens: left out")
+    if not read:
+        raise UsageError(f"{data.path}: no sample to train on: the file has no rows")
     if not kept:
-        raise UsageError(f"{data.path}: no sample to train on; data.max_tokens is {bound}")
+        raise UsageError(f"{data.path}: no sample to train on: all are longer than {bound} tokens (data.max_tokens)")
     samples = algorithm.prepare(kept, learner, budget)
     if len(samples) < len(kept):
         say(f"{len(kept) - len(samples):,} of {len(kept):,} samples have no learning signal: left out")
     if not samples:
-        raise UsageError(f"{data.path}: no sample has a learning signal: in every group all rewards are equal")
+        raise UsageError(
+            f"{data.path}: no sample has a learning signal: in every group all rewards are equal, or only one rollout has a "
+            "reward"
+        )
     return samples
 
 

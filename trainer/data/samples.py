@@ -19,7 +19,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ngym.convert import extra_body
-from ngym.errors import BadRequest
+from ngym.errors import BadRequest, UsageError
 from ngym.files import jsonl
 from ngym.schema import Json
 
@@ -162,6 +162,22 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
     for line in jsonl.checked(path, wrong):
         take(line.row, read)
     return read
+
+
+def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -> list[Sample]:
+    """The rollouts of a file with a reward and sampled tokens; see `read_rollouts`.
+
+    Raises:
+        UsageError: there is none, in addition.
+    """
+    read = read_rollouts(path, temperature, fields)
+    kept: list[Sample] = [rollout for rollout in read.rollouts if rollout.trained]
+    if not kept and (read.rollouts or read.failed or read.unscored):
+        raise UsageError(
+            f"{path}: no rollout to train on: {read.failed:,} failed, {read.unscored:,} have the reward null, "
+            f"{len(read.rollouts):,} have no sampled tokens"
+        )
+    return kept
 
 
 def take(row: Json, read: Read) -> None:

@@ -167,6 +167,10 @@ def check_finite(logprobs_N: Tensor, engine: Engine) -> None:
     raise NotFinite(f"the policy's logprobs after step {engine.steps} are not finite in {engine.dtype}{wider}")
 
 
+class NothingTrained(NgymError):
+    """No step of the run changed the weights."""
+
+
 class NanGuard:
     """Counts the skipped optimizer steps, and checks the weights after the others.
 
@@ -265,16 +269,12 @@ class NoSignalMonitor:
         self._said = True
         return f"nothing was trained: {_why(values)}"
 
-    def summary(self, history: Iterable[Mapping[str, float]], steps: int) -> str:
-        """The message at the end, or "".
-
-        history: the metrics of the run. steps: how many steps changed the weights.
-        """
+    def summary(self, history: Iterable[Mapping[str, float]]) -> str:
+        """The message at the end, or "". history: the metrics of the run."""
         trained = [row["global_valid_toks"] > 0 for row in history if "global_valid_toks" in row]
         if all(trained):
             return ""
-        begun = "" if steps else "; no step changed the weights: this policy is the one that the run began with"
-        return f"warning: {trained.count(False):,} of {len(trained):,} steps trained nothing{begun}"
+        return f"warning: {trained.count(False):,} of {len(trained):,} steps trained nothing"
 
 
 def _why(values: Mapping[str, float]) -> str:

@@ -438,6 +438,8 @@ def _first_line(options: type[AlgorithmOptions]) -> str:
 
 def _parsed(value: object) -> object:
     """The options of the named algorithm, so that a mistake in them is one line, not one for each algorithm."""
+    if isinstance(value, str):
+        raise ValueError(f"expected a mapping; for this algorithm with its defaults write algorithm.name={value}")  # noqa: TRY004
     if not isinstance(value, dict):
         return value
     return options_class(str(value.get("name", ""))).model_validate(value)

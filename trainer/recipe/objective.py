@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -31,7 +31,14 @@ from ngym.files.hub_download import HUB, local_copy
 
 from .extensions import Estimator
 
-Positive = Annotated[int, Field(gt=0)]
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")  # noqa: TRY004
+    return value
+
+
+Positive = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a command
@@ -52,7 +59,7 @@ _UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}
 
 
 class FrozenOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def find_path(path: str) -> Path | None:

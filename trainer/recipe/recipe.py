@@ -377,7 +377,7 @@ class ScheduleOptions(FrozenOptions):
     name: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Form of the schedule after the warm-up."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of the warm-up.")
+    warmup_steps: int | None = Field(default=0, ge=0, description="Steps of the warm-up; null: none.")
     warmup_ratio: Share | None = Field(default=None, description="The warm-up as a share of the run's steps.")
     final: float = Field(default=0.0, ge=0, le=1, description="Factor at the end; not for `constant`.")
 
@@ -385,12 +385,12 @@ class ScheduleOptions(FrozenOptions):
     @classmethod
     def _one_warm_up(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("warmup_steps"):
-            raise ValueError("schedule.warmup_steps is given too; keep one of the two")
+            raise ValueError(f"schedule.warmup_steps is {info.data['warmup_steps']}; set one of the two to null")
         return value
 
     def warmup(self, steps: int) -> int:
         """The number of warm-up steps in a run of this many steps."""
-        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
+        return (self.warmup_steps or 0) if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
 
 class CheckpointOptions(FrozenOptions):
@@ -401,7 +401,18 @@ class CheckpointOptions(FrozenOptions):
     best: str | None = Field(
         default=None, description="A metric; the checkpoint of the step with its best value is kept too."
     )
-    mode: str = Field(default="max", pattern="^(max|min)$", description="Which values of `best` are better.")
+    mode: Literal["max", "min"] | None = Field(
+        default=None, description="Which values of `best` are better; null: min if its name ends with loss, else max."
+    )
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.mode == "min" if self.mode else (self.best or "").endswith("loss")
+
+    @property
+    def best_is_held_out(self) -> bool:
+        """Whether `best` is a metric of held-out tasks or samples, which may be evaluated later than the first checkpoint."""
+        return (self.best or "").startswith(("val/", "eval/"))
 
 
 class TrainerOptions(FrozenOptions):
@@ -488,7 +499,7 @@ class Recipe(FrozenOptions):
                 "no training data; name a file with data.path"
                 + (", or give rollouts an agent and tasks" if of_rollouts else "")
             )
-        if info.data["data"] is None and info.data.get("max_steps") is None:
+        if info.data["data"] is None and info.data.get("max_steps", ...) is None:
             raise ValueError("live rollouts do not end by themselves; set max_steps")
         return value
 

@@ -378,7 +378,10 @@ class Pusher:
         for replica, weights in zip(self._replicas, served, strict=True):
             if self._server_transport not in weights["transport"]:
                 offered = ", ".join(weights["transport"]) or "no push at all"
-                raise PushFailed(f"{replica.url}: no transport {self._server_transport!r} there; it offers {offered}")
+                missing = "; set weights_root in its stanza" if self._server_transport == "filesystem" else ""
+                raise PushFailed(
+                    f"{replica.url}: no transport {self._server_transport!r} there; it offers {offered}{missing}"
+                )
         return [int(weights["policy_version"]) for weights in served]
 
     def sleep(self) -> None:
