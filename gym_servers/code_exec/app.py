@@ -13,9 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator, ValidationError
 
-from ngym import ServiceContext, ServiceOptions, VerifyRequest, gym_server
+from ngym import ConfigError, ServiceContext, ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import fenced
 from ngym.grading.number_match import close
 from ngym.sandbox import Limits, Result, Sandbox, SandboxOptions, choose_sandbox
@@ -268,7 +268,9 @@ class CodeOptions(ServiceOptions):
         default=Limits(cpu_s=5), description="Of one run: one test of a program, or all calls of a function."
     )
     tests: Path | None = Field(
-        default=None, description="A file of JSON lines with `task_id`, `test`, `entry_point`, for rows with a task_id."
+        default=None,
+        description="A file of JSON lines with `task_id`, `test`, `entry_point`, for rows with a task_id; relative to the "
+        "config's folder.",
     )
     partial: bool = Field(
         default=False,
@@ -281,15 +283,33 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     sandbox: Sandbox = choose_sandbox(context.options.sandbox)
     async with sandbox.lifespan():
         app.state.sandbox = sandbox
-        app.state.tests = {} if context.options.tests is None else tests_of(context.options.tests)
+        tests: Path | None = context.options.tests
+        app.state.tests = {} if tests is None else tests_of(context.root / tests)
         yield
 
 
 def tests_of(file: Path) -> dict[str, Tests]:
-    """Task id -> its tests. A `.gz` file is unpacked."""
-    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return {row["task_id"]: Tests.model_validate(row) for row in rows}
+    """Task id -> its tests. A `.gz` file is unpacked.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    number = 0
+    try:
+        text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text("utf-8")
+        found = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                row = json.loads(line)
+                found[row["task_id"]] = Tests.model_validate(row)
+    except OSError as error:
+        raise ConfigError(f"tests: {file}: {error.strerror or error}") from None
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(f"tests: {file}:{number}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+    except (ValueError, KeyError, TypeError, EOFError) as error:
+        raise ConfigError(f"tests: {file}:{number}: not a row with a task_id: {error}") from None
+    return found
 
 
 async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from documents import snippets
 from house import house
 from paths import ROOT
 
-from ngym.errors import ServiceError
+from ngym.errors import ConfigError, ServiceError
 from ngym.services.base.app import load
 
 
@@ -200,6 +200,21 @@ async def test_the_share_of_passing_tests_is_paid_on_demand():
         asked = [request(calls, code(some)), request(runs, code(program))]
         answers = await asyncio.gather(*(peers["code_exec"].post("/verify", one) for one in asked))
     assert [(answer["reward"], answer["outcome"]) for answer in answers] == [(0.75, "failed")] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (None, "No such file or directory"),
+        ('{"task_id": "a"}', "tests.jsonl:1: test: Field required"),
+        ("[]", "tests.jsonl:1: not a row with a task_id"),
+    ],
+)
+async def test_a_file_of_tests_that_cannot_be_read_is_named(tmp_path, line, said):
+    if line is not None:
+        (tmp_path / "tests.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=said):
+        load(ROOT / "gym_servers/code_exec/app.py").tests_of(tmp_path / "tests.jsonl")
 
 
 @pytest.mark.parametrize(
