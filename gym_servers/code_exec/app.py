@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ngym import ConfigError, ServiceContext, ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import fenced
@@ -294,22 +294,23 @@ def tests_of(file: Path) -> dict[str, Tests]:
     Raises:
         ConfigError: it cannot be read.
     """
-    number = 0
     try:
         text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text("utf-8")
-        found = {}
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                row = json.loads(line)
-                found[row["task_id"]] = Tests.model_validate(row)
-    except OSError as error:
-        raise ConfigError(f"tests: {file}: {error.strerror or error}") from None
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tests: {file}: {getattr(error, 'strerror', None) or error}") from None
+    lines = enumerate(text.splitlines(), 1)
+    return dict(_row_of_tests(line, f"tests: {file}:{number}") for number, line in lines if line.strip())
+
+
+def _row_of_tests(line: str, where: str) -> tuple[str, Tests]:
+    try:
+        row = json.loads(line)
+        return row["task_id"], Tests.model_validate(row)
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise ConfigError(f"tests: {file}:{number}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
-    except (ValueError, KeyError, TypeError, EOFError) as error:
-        raise ConfigError(f"tests: {file}:{number}: not a row with a task_id: {error}") from None
-    return found
+        raise ConfigError(f"{where}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: not a row with a task_id: {error}") from None
 
 
 async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:
