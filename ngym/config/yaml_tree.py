@@ -286,6 +286,9 @@ def _meant(
 ) -> str:
     """The suggestion at an unknown key, for did_you_mean: a key of its section, or of another one."""
     word, beside, known = str(loc[-1]), _fields_at(model, loc[:-1]), list(all_keys(model, tree.values))
+    if word in beside:  # a key of another of the models that may be here
+        kind = _at(tree.values, loc[:-1]).get("name", "this one")
+        return f": it is a key of other kinds of {'.'.join(map(str, loc[:-1]))}, not of {kind}"
     if nearest(word, beside, SURE):
         return did_you_mean(word, beside)
     same = _shallowest([key for key in known if key.rpartition(".")[2] == word])
@@ -334,6 +337,14 @@ def _of_this_name(models: list[type[BaseModel]], value: Any) -> list[type[BaseMo
     name = value.get("name") if isinstance(value, dict) else None
     own = [each for each in models if "name" in each.model_fields and each.model_fields["name"].default == name]
     return own if name is not None and own else models
+
+
+def _at(values: Any, path: Sequence[Any]) -> dict[str, Any]:
+    """The mapping at this path, which may also have the names of classes; empty if there is none."""
+    for part in path:
+        if isinstance(values, dict) and part in values:
+            values = values[part]
+    return values if isinstance(values, dict) else {}
 
 
 def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:

@@ -318,6 +318,10 @@ def test_bad_pairs_are_named_with_file_line_and_reason(tokenizer: PreTrainedToke
         ),
         (["algorithm.loss=odds_ratio"], "algorithm.reference_free: odds are those of an answer's mean probability"),
         (["algorithm.name=simpo", "algorithm.loss=hinge"], "hinge loss has no target margin"),
+        (
+            ["algorithm.advantage={}"],
+            "unknown key 'algorithm.advantage': it is a key of other kinds of algorithm, not of dpo",
+        ),
         (["algorithm.betta=1"], "unknown key 'algorithm.betta' (did you mean 'beta'?)"),
         ([], "data.path: there is no runs/dpo/pairs.jsonl"),
     ],
