@@ -355,14 +355,15 @@ class ChatCodec:
     async def chunks(self, request: Json, seen: SeenCall | None) -> AsyncGenerator[Json, None]:
         """Chat chunks as the tokens come; the one with the finish_reason carries the token fields, then comes usage."""
         answer = _Answer(self._model, self._template.tokenizer)
+        logprobs = bool(request.get("logprobs"))
         said: Json = {"role": "assistant"}  # sent with the first piece: an earlier failure is not a stream
         async with aclosing(self._pieces(answer, request, seen, streamed=True)) as pieces:
             async for piece in pieces:
-                yield answer.chunk(said | answer.add(piece))
+                yield answer.chunk(said | answer.add(piece), logprobs)
                 said = {}
         if said:
-            yield answer.chunk(said | {"content": ""})
-        for chunk in answer.last_chunks(bool(request.get("logprobs"))):
+            yield answer.chunk(said | {"content": ""}, logprobs)
+        for chunk in answer.last_chunks(logprobs):
             yield chunk
 
     async def count(self, request: Json) -> int:
@@ -424,6 +425,7 @@ class _Answer:
         self._logprobs: list[float] = []
         self._versions: list[list[int]] = []
         self._cached: int | None = None
+        self._counted = 0  # tokens whose logprobs were sent
         self._said: dict[str, list[str]] = {"reasoning_content": [], "content": []}
         self._calls: list[Json] = []
 
@@ -459,13 +461,13 @@ class _Answer:
         choice = {"index": 0, "message": message | self._tokens(), **self._finish(), **self._told(logprobs)}
         return {"object": "chat.completion", **self._head, "choices": [choice], "usage": self._usage(), **self._ng()}
 
-    def chunk(self, delta: Json) -> Json:
-        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+    def chunk(self, delta: Json, logprobs: bool) -> Json:
+        choice = {"index": 0, "delta": delta, "finish_reason": None, **self._told(logprobs)}
         return {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
 
     def last_chunks(self, logprobs: bool) -> Iterator[Json]:
-        last = self.chunk({})
-        last["choices"][0] |= self._tokens() | self._finish() | self._told(logprobs)
+        last = self.chunk({}, logprobs)
+        last["choices"][0] |= self._tokens() | self._finish()
         yield last | self._ng()
         yield {**last, "choices": [], "usage": self._usage()}
 
@@ -483,11 +485,12 @@ class _Answer:
         return {"ng": {"policy_version": self._versions}} if self._ids else {}
 
     def _told(self, wanted: bool) -> Json:
-        """The logprobs, if the client requested them."""
+        """The logprobs of the tokens since the last call, if the client requested them."""
         if not wanted:
             return {"logprobs": None}
         entries: list[Json] = []
-        for token, logprob in zip(self._ids, self._logprobs, strict=True):
+        first, self._counted = self._counted, len(self._ids)
+        for token, logprob in zip(self._ids[first:], self._logprobs[first:], strict=True):
             text = self._tokenizer.decode([token], skip_special_tokens=False)
             entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return {"logprobs": {"content": entries, "refusal": None}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +124,17 @@ async def test_logprobs_of_a_chat_completion_name_the_text_of_each_token(client:
     assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in entries)
     assert "".join(entry["token"] for entry in entries if "\ufffd" not in entry["token"]) != ""
     assert not any(entry["token"].startswith("token_id:") for entry in entries)
+
+    parts = []
+    body |= {"seed": 5, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {") and (choices := json.loads(line[6:])["choices"]):
+                parts.append((choices[0]["logprobs"] or {}).get("content") or [])
+    streamed = [entry for part in parts for entry in part]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in entries]
+    assert [entry["logprob"] for entry in streamed] == pytest.approx([entry["logprob"] for entry in entries], abs=1e-4)
+    assert len(parts[-1]) < len(entries), "all came with the last chunk"
 
 
 async def test_an_empty_stop_string_is_refused(client: httpx.AsyncClient):
