@@ -115,7 +115,7 @@ class Checkpoints:
             return None
         sign = -1 if self._options.lower_is_better else 1
         values = {int(row["step"]): sign * row[name] for row in history if name in row and math.isfinite(row[name])}
-        known = [step for step in found if step in values]
+        known = [step for step in found if step in values and step > 0]  # of step 0 there are no weights
         return max(known, key=lambda step: (values[step], step), default=None)
 
     def missing_best(self, history: Iterable[Mapping[str, float]]) -> str:
@@ -320,7 +320,13 @@ def resumable(output: Path, resolved: str) -> None:
         raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: {error}") from None
     if not isinstance(before, dict):
         raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: it is not a mapping")
-    changed = differences(before, yaml.safe_load(resolved), FREE)
+    now, last = yaml.safe_load(resolved), Checkpoints(output, CheckpointOptions()).last_step
+    if now.get("max_steps") is not None and now["max_steps"] < last:
+        raise UsageError(
+            f"--resume: max_steps: {now['max_steps']:,}, but {output} has a checkpoint of step {last:,}; set it to {last:,} or "
+            "more, or start a new run in another output"
+        )
+    changed = differences(before, now, FREE)
     if changed:
         remedy = "set it back, or start a new run in another output"
         raise UsageError("\n".join(f"--resume: {one}; {remedy}" for one in changed))

@@ -18,7 +18,7 @@ import yaml
 from ngym.config.service_config import load_config, tracing_from_environment
 from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
-from ngym.files.atomic import held_folder, whole_folder, write_whole
+from ngym.files.atomic import WriteFailed, held_folder, whole_folder, write_whole
 from ngym.files.hub_download import hub_model_problem
 from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import defer_compiler, lean_imports, quick_metadata
@@ -251,6 +251,10 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             except (KeyboardInterrupt, SystemExit):
                 metrics.say(f"interrupted; --resume continues after step {checkpoints.last_step}")
                 raise
+            except WriteFailed as error:
+                raise WriteFailed(
+                    f"{error}; free space, and --resume continues after step {checkpoints.last_step}"
+                ) from error
             saver.tidy()
         saver.check()
         learner.save(recipe.output / POLICY, tokenizer)

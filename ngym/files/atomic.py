@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -107,6 +108,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     First removes what an interrupted writer left. An old folder of this name is removed only when the new one is
     complete on the disk.
+
+    Raises:
+        WriteFailed: it cannot be written.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     old = folder.with_name(f".{folder.name}.old")
@@ -114,14 +118,27 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         old.rename(folder)  # the writer was killed between the two renames
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
-    aside.mkdir(parents=True)
-    yield aside
-    _sync(aside)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    sync_folder(folder.parent)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        _sync(aside)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        sync_folder(folder.parent)
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else _os_error(error)
+        if reason is None:
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+        raise WriteFailed(f"{folder}: cannot be written: {reason}") from error
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _os_error(error: Exception) -> str | None:
+    """The reason in an error of safetensors; None in other errors."""
+    found = re.search(r"I/O error: (.*?) \(os error \d+\)", str(error))
+    return found and found[1]
 
 
 def _sync(folder: Path) -> None:

@@ -89,20 +89,34 @@ RUNS = {
 }  # fmt: skip
 
 
+def ng_train(folder: Path, words: list[str], *before: str) -> subprocess.CompletedProcess[str]:
+    """before: a command that gets this one as its arguments."""
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [*before, sys.executable, "-m", "ngym", "train", *words, *FEW],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_a_run_with_these_options_trains_and_saves(root: Path, tmp_path: Path, words: list[str]) -> None:
     if any("8bit" in word or "4bit" in word for word in words):
         pytest.importorskip("bitsandbytes")
     new_policy(root, tmp_path / "start")
-    for name, rows in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "ngym", "train", *words, *FEW],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
+    done = ng_train(tmp_path, words)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     steps = [row for row in metrics if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2] and all(row["global_valid_toks"] > 0 for row in steps)
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
+
+
+def test_weights_that_do_not_fit_on_the_disk_end_the_run_with_a_line(tmp_path: Path) -> None:
+    done = ng_train(tmp_path, NEW, "bash", "-c", 'ulimit -f 50 && exec "$@"', "bash")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert (
+        "step-000002: cannot be written: File too large; free space, and --resume continues after step 0" in done.stderr
+    )
+    assert not list((tmp_path / "run" / "checkpoints").glob("*partial"))

@@ -124,11 +124,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 def test_a_loss_is_better_if_it_is_lower_and_an_unknown_metric_is_named(tmp_path: Path) -> None:
     options = checkpoints.CheckpointOptions(best="val/loss")
-    history = [{"step": 0, "val/loss": 3.0}, {"step": 1, "val/loss": 1.0}, {"step": 2, "val/loss": 2.0}]
-    for step in range(3):
+    losses = [0.5, 3.0, 1.0, 2.0]  # there are no weights of step 0
+    history = [{"step": step, "val/loss": loss} for step, loss in enumerate(losses)]
+    for step in range(4):
         save(tmp_path, step, options)
-    assert checkpoints.Checkpoints(tmp_path, options).best(history) == 1
-    assert checkpoints.Checkpoints(tmp_path, options.model_copy(update={"mode": "max"})).best(history) == 0
+    assert checkpoints.Checkpoints(tmp_path, options).best(history) == 2
+    assert checkpoints.Checkpoints(tmp_path, options.model_copy(update={"mode": "max"})).best(history) == 1
     assert checkpoints.Checkpoints(tmp_path, options).missing_best(history) == ""
     misspelled = checkpoints.Checkpoints(tmp_path, options.model_copy(update={"best": "val/los"}))
     assert misspelled.best(history) is None
@@ -358,6 +359,30 @@ def test_groups_that_teach_nothing_are_replaced_up_to_a_bound(policy: Path, tmp_
     steps = metrics_of(tmp_path)
     assert all(row["num_equal_groups"] > 0 for row in steps)
     assert all(row["frac_reward_zero_std"] == 0 for row in steps)
+
+
+def test_replaced_groups_do_not_count_in_the_reward_of_their_environment(policy: Path, tmp_path: Path) -> None:
+    """Those of the stub have a mean of 0.5."""
+    with serving(Stub(policy, equal_share=5)) as stub:
+        words = [*arguments(tmp_path, policy, stub, 3), "evaluation=null", "rollouts.dynamic_sampling=4"]
+        services = json.loads((tmp_path / "services.yaml").read_text("utf-8"))
+        services["other"] = services["agent"]
+        (tmp_path / "services.yaml").write_text(json.dumps(services), "utf-8")
+        both = "rollouts.environments=[{agent: agent, tasks: tasks.jsonl}, {agent: other, tasks: tasks.jsonl}]"
+        finished(train(tmp_path, [*words, "rollouts.agent=null", "rollouts.tasks=null", both]))
+    for row in metrics_of(tmp_path):
+        means = [row[name] for name in ("reward/agent/mean", "reward/other/mean") if name in row]
+        assert row["num_equal_groups"] > 0 and min(means) <= row["reward/mean"] + 1e-9 <= max(means) + 2e-9
+
+
+def test_a_run_is_not_resumed_to_fewer_steps(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("max_steps: 5\n")
+    save(tmp_path, 4, checkpoints.CheckpointOptions())
+    with pytest.raises(
+        UsageError, match=r"--resume: max_steps: 3, but .* has a checkpoint of step 4; set it to 4 or more"
+    ):
+        checkpoints.resumable(tmp_path, "max_steps: 3\n")
+    checkpoints.resumable(tmp_path, "max_steps: 4\n")
 
 
 def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_the_estimate_of_a_plan_is_never_below_what_is_computed() -> None:
         (["sft.yaml", "data.path=none.jsonl", "data.made_by=[]"], "command line: data.path: there is no none.jsonl"),
         (
             ["sft.yaml", "schedule.warmup_ratio=0.1"],
-            "schedule.warmup_ratio: schedule.warmup_steps is given too; keep one",
+            "schedule.warmup_ratio: schedule.warmup_steps is 20; set one of the two to null",
         ),
         (["sft.yaml", "schedule.nmae=linear"], "unknown key 'schedule.nmae' (did you mean 'name'?)"),
         (["sft.yaml", "seed=${sead}"], "command line: seed: Interpolation key 'sead' not found"),

@@ -255,9 +255,10 @@ def test_quantized_weights_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_p
         ({"name": "constant", "warmup_steps": 2}, [0.5, 1, 1, 1, 1]),
         ({"name": "constant", "warmup_ratio": 0.5}, [1 / 3, 2 / 3, 1, 1, 1]),
         ({"name": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
-        ({"name": "linear", "warmup_ratio": 0.3}, [0.5, 0.8, 0.6, 0.4, 0.2]),
+        ({"name": "linear", "warmup_ratio": 0.3}, [0.5, 1, 1, 2 / 3, 1 / 3]),
         ({"name": "linear", "final": 0.5}, [1, 0.9, 0.8, 0.7, 0.6]),
-        ({"name": "cosine", "final": 0.1, "warmup_steps": 4}, [0.25, 0.457, 0.517, 0.411, 0.186]),
+        ({"name": "cosine", "final": 0.1, "warmup_steps": 1}, [1, 1, 0.868, 0.55, 0.232]),
+        ({"name": "cosine", "final": 0.1, "warmup_steps": 9}, [1 / 9, 2 / 9, 3 / 9, 4 / 9, 5 / 9]),
     ],
 )
 def test_the_schedule_is_its_closed_form(options: dict[str, Any], expected: list[float]) -> None:

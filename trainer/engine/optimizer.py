@@ -122,14 +122,15 @@ def _eight_bit(
 
 
 def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
-    """The factor on every learning rate at a step, counted from 0: warm-up times decay."""
+    """The factor on every learning rate at a step, counted from 0: up to 1 in the warm-up, then the decay."""
     warming = options.warmup(steps)
-    warm = min(1.0, (step + 1) / warming) if warming else 1.0
+    if step < warming:
+        return (step + 1) / warming
     if options.name == "constant":
-        return warm
-    done = step / max(1, steps)
+        return 1.0
+    done = (step - warming) / max(1, steps - warming)
     decay = 1.0 - done if options.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return warm * (options.final + (1.0 - options.final) * decay)
+    return options.final + (1.0 - options.final) * decay
 
 
 class Muon(torch.optim.AdamW):

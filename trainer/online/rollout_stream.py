@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import orjson
@@ -481,11 +482,16 @@ class RolloutStream:
 
     def _hand_over(self, chosen: Sequence[Group]) -> Taken:
         rows: list[Json] = []
+        rewards: dict[str, list[float]] = {}
         for group in sorted(chosen, key=lambda group: group.task.number):
             del self._groups[group.task.number]
             self._tasks.learned(group.task.key, group.rewards)
+            rewards.setdefault(group.task.environment, []).extend(group.rewards)
             rows += sorted(group.rows, key=lambda row: row["_ng_rollout_index"])
-        taken = Taken(rows, [self._lag(row) for row in rows], self._stale, self._equal, self._tasks.metrics())
+        metrics = self._tasks.metrics()
+        if self._tasks.is_several:
+            metrics |= {f"reward/{name}/mean": fmean(values) for name, values in rewards.items() if values}
+        taken = Taken(rows, [self._lag(row) for row in rows], self._stale, self._equal, metrics)
         self._stale = self._equal = 0
         return taken
 

@@ -345,14 +345,16 @@ class TaskSource:
             name, index = key.rsplit("/", 1)
             self._environments[name].learn(int(index), fmean(rewards))
 
+    @property
+    def is_several(self) -> bool:
+        """Whether there are several environments."""
+        return len(self._environments) > 1
+
     def metrics(self) -> dict[str, float]:
-        """Progress of each environment; with several, also the mean reward of the groups since the last call."""
+        """Progress of each environment."""
         values: dict[str, float] = {}
         for name, environment in self._environments.items():
             values |= {f"tasks/{name}/{metric}": value for metric, value in environment.metrics().items()}
-            rewards = environment.told()
-            if rewards and len(self._environments) > 1:
-                values[f"reward/{name}/mean"] = fmean(rewards)
         return values
 
     def state(self) -> Json:
@@ -404,7 +406,6 @@ class _Environment:
         self._digest = file_digest(Path(options.tasks))
         longest = options.max_output_tokens or rollouts.max_output_tokens
         self._params = {} if longest is None else {"max_output_tokens": longest}
-        self._told: list[float] = []
         own, count = f"{seed} {options.key}", len(self._file)
         self._sampler: Epochs | Curriculum = Epochs(own, count, self._difficulties)
         if rollouts.curriculum is not None:
@@ -431,13 +432,7 @@ class _Environment:
         return (for_agent(row, self._options.agent, self._params) for row in self._file.rows(indices))
 
     def learn(self, index: int, mean_reward: float) -> None:
-        self._told.append(mean_reward)
         self._sampler.learn(index, mean_reward)
-
-    def told(self) -> list[float]:
-        """The mean rewards since the last call."""
-        told, self._told = self._told, []
-        return told
 
     def metrics(self) -> dict[str, float]:
         return self._sampler.metrics()

@@ -43,8 +43,25 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
 def refusals(recipe: Recipe) -> list[Refusal]:
     """All invalid combinations of a recipe."""
     found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
-    parts = (_of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
+    parts = (_of_files, _of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
     return [*found, *(refusal for part in parts for refusal in part(recipe))]
+
+
+def _of_files(recipe: Recipe) -> Iterator[Refusal]:
+    """Refuse what a finished file makes a constant: its rollouts are of the policy with which the run begins."""
+    if recipe.data is None or not isinstance(recipe.algorithm, PolicyGradientOptions):
+        return
+    algorithm = recipe.algorithm
+    kl, again = algorithm.kl, algorithm.critic is not None and algorithm.loss.anchor == "trainer"
+    if kl.coef > 0 and kl.where == "reward" and not again:
+        reason = (
+            "in a file, the rollouts are of the reference itself, so a KL in the reward is 0; use loss, or kl.coef 0"
+        )
+        yield Refusal("algorithm.kl.where", reason)
+    teachers = algorithm.teacher.sources if algorithm.teacher else ()
+    if any(each.current_policy for each in teachers):
+        reason = "from a file, the teacher would stay the policy at the start; name that policy with path"
+        yield Refusal("algorithm.teacher.current_policy", reason)
 
 
 def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
