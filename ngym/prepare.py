@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ngym.config.import_path import load_file
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, NgymError, ServiceError, UsageError
-from ngym.files.atomic import write_whole
+from ngym.files.atomic import check_writable, write_whole
 from ngym.files.jsonl import checked
 from ngym.files.task_rows import assistant_message, task_row
 from ngym.peers import Peer
@@ -409,7 +409,10 @@ def write(
 
 
 def check_free(folder: Path, name: str) -> None:
-    """Raise a UsageError if writing would replace rows that ng_prepare did not write for this set."""
+    """Raise a UsageError if nothing can be written there, or it would replace rows that ng_prepare did not write for this
+    set.
+    """
+    check_writable(folder)
     manifest = folder / MANIFEST
     try:
         own = orjson.loads(manifest.read_bytes()).get("set") == name if manifest.is_file() else False

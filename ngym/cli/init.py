@@ -15,6 +15,7 @@ import orjson
 
 from ngym.cli.shell.main import DISK_FULL, command, writing
 from ngym.errors import UsageError
+from ngym.files.atomic import check_writable
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 SCHEMAS = Path(__file__).parents[1] / "schemas"
@@ -163,6 +164,7 @@ def main(name: str, folder: Path | None, dry_run: bool, as_json: bool) -> None:
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; nothing was written. Choose another --folder")
+    check_writable(folder)
     files = {folder / path: text for path, text in project(name).items()}
     if not dry_run:
         _write(folder, files)

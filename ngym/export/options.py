@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ngym.errors import UsageError
-from ngym.files.atomic import check_output
+from ngym.files.atomic import check_new_output
 
 Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
 Strategy = Literal["best-worst", "best-rest", "adjacent", "all"]
@@ -90,9 +90,4 @@ class Options:
     def _check_files(self) -> None:
         if not self.inputs:
             raise UsageError("--input FILE is missing: rollouts of ng_collect_rollouts")
-        for path in self.inputs:
-            if self.output.exists() and self.output.samefile(path):
-                raise UsageError(f"{self.output} is both --input and --output; choose another --output")
-        check_output(self.output)
-        if self.output.exists() and not self.overwrite and not self.dry_run:
-            raise UsageError(f"{self.output} exists; add --overwrite to replace it, or choose another --output")
+        check_new_output(self.output, self.inputs, self.overwrite or self.dry_run)

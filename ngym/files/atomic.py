@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -29,8 +29,8 @@ class WriteFailed(NgymError):
 
 
 def check_output(path: Path) -> None:
-    """Raise a UsageError if no file can be written there: no such folder, the path is not a regular file, or its name is
-    that of a compressed file.
+    """Raise a UsageError if no file can be written there: no such folder, or not a writable one, the path is not a regular
+    file, or its name is that of a compressed file.
     """
     if str(path) == "-":
         raise UsageError("-: output to standard output is not supported; name a file")
@@ -41,6 +41,25 @@ def check_output(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file for --output")
     _check_regular(path)
+    check_writable(path.parent)
+
+
+def check_new_output(path: Path, inputs: Iterable[Path], overwrite: bool) -> None:
+    """Raise a UsageError if `check_output` does, the output is one of the inputs, or it exists and must not be replaced."""
+    check_output(path)
+    if path.exists() and any(path.samefile(one) for one in inputs if one.exists()):
+        raise UsageError(f"{path} is both the input and --output; choose another --output")
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists; add --overwrite to replace it, or choose another --output")
+
+
+def check_writable(folder: Path) -> None:
+    """Raise a UsageError if nothing can be written into this folder, or into the nearest one above it that exists."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is not a folder; choose another place for the output")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{there} cannot be written to: it is read-only, or you have no permission")
 
 
 def _check_regular(path: Path) -> None:

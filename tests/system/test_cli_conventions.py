@@ -174,7 +174,11 @@ MISTAKES = [
     ("profile folder", "folder: no such file, it is a folder"),
     ("profile none*.jsonl", "none*.jsonl: no file matches"),
     ("profile garbage", "garbage:1: not JSON"),
-    ("reverify --input rollouts.jsonl --output rollouts.jsonl --overwrite", "rollouts.jsonl is the input"),
+    ("reverify --input rollouts.jsonl --output rollouts.jsonl --overwrite", "is both the input and --output"),
+    ("profile rollouts.jsonl --output rollouts.jsonl --overwrite", "rollouts.jsonl is both the input and --output"),
+    ("profile rollouts.jsonl --output garbage", "garbage exists; add --overwrite to replace it"),
+    ("init x --folder garbage/x", "garbage is not a folder; choose another place"),
+    ("prepare gsm8k --dry-run --output garbage", "garbage is not a folder; choose another place"),
     ("reverify --input rollouts.jsonl --output no/o", "no/o: the folder no does not exist; make it first"),
     ("train sfft.yaml", "sfft.yaml: no such recipe (did you mean 'sft.yaml'?)"),
     ("train sft.yaml --dry-run optimiser.lr=1", "command line: unknown key 'optimiser' (did you mean 'optimizer'?)"),
@@ -216,6 +220,28 @@ def test_nothing_takes_the_place_of_a_device_or_a_pipe(here: Path, line: str) ->
     result = said(*line.split())
     assert result.exit_code == 2 and (here / "pipe").is_fifo()
     assert result.stderr == "pipe is not a regular file, but a device or a pipe; name a file\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "collect_rollouts --dry-run --config global_config.yaml --agent my_env_agent --input rollouts.jsonl --output o",
+        "export --format rollouts --input rollouts.jsonl --output o --dry-run",
+        "profile rollouts.jsonl --output o",
+        "reverify --input rollouts.jsonl --output o --dry-run",
+        "init x --dry-run",
+        "prepare gsm8k --dry-run",
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(
+    here: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a read-only file system; permissions do not bind root."""
+    monkeypatch.setattr("os.access", lambda path, mode, **_: not mode & os.W_OK)
+    result = said(*line.split())
+    assert result.exit_code == 2 and result.stderr.endswith(
+        "cannot be written to: it is read-only, or you have no permission\n"
+    )
 
 
 def test_an_input_that_can_be_read_only_once_is_said_to_be_one(here: Path) -> None:

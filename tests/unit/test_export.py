@@ -525,7 +525,7 @@ def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
         (["--format", "rollouts", "--min-reward", "nan"], "--min-reward must be a number, not nan"),
         (["--format", "rollouts", "none*.jsonl"], "none*.jsonl: no file matches (--input)"),
         (["--format", "rollouts", "nowhere.jsonl"], "nowhere.jsonl: no such file (--input)"),
-        (["--format", "rollouts", "--output", "{input}"], "is both --input and --output"),
+        (["--format", "rollouts", "--output", "{input}"], "is both the input and --output"),
         (["--format", "rollouts", "--output", "nowhere/out.jsonl"], "the folder nowhere does not exist; make it first"),
         (["--format", "rollouts", "--output", "-"], "-: output to standard output is not supported; name a file"),
         (

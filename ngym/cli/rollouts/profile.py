@@ -34,11 +34,14 @@ Exit codes: 0  the profile is shown
 )
 @click.option("--by", metavar="FIELD", help="Also print a line for each value of this field, such as level.")
 @click.option("--output", type=FILE, metavar="FILE", help="Write a JSONL row for each task.")
+@click.option("--overwrite", is_flag=True, help="Replace the output.")
 @click.option(
     "--json", "as_json", is_flag=True,
     help="Print the rows of --output, one JSON object per line, instead of the table.",
 )  # fmt: skip
-def main(sources: tuple[str, ...], solved: float, by: str | None, output: Path | None, as_json: bool) -> None:
+def main(
+    sources: tuple[str, ...], solved: float, by: str | None, output: Path | None, overwrite: bool, as_json: bool
+) -> None:
     """Show how often each task of scored rollouts was solved, and which tasks have no learning signal.
 
     A task has a learning signal for algorithms that compare rollouts of the same task if their rewards differ.
@@ -48,13 +51,14 @@ def main(sources: tuple[str, ...], solved: float, by: str | None, output: Path |
               ng_profile runs/*/out.jsonl --by level --output tasks.jsonl
               ng_profile out.jsonl --json
     """
-    from ngym.files.atomic import check_output, write_whole
+    from ngym.files.atomic import check_new_output, write_whole
     from ngym.files.jsonl import checked, expanded
     from ngym.stats import profile
 
+    inputs = expanded(sources, "")
     if output is not None:
-        check_output(output)
-    tasks = profile((line.row for line in checked(expanded(sources, ""), _problem)), by)
+        check_new_output(output, inputs, overwrite)
+    tasks = profile((line.row for line in checked(inputs, _problem)), by)
     if not tasks:
         raise UsageError(f"{', '.join(sources)}: no rollouts in it")
     lines = b"".join(orjson.dumps(task.as_json(solved)) + b"\n" for task in tasks)

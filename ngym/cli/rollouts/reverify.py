@@ -68,11 +68,12 @@ def main(
               ng_reverify --input out.jsonl --output again.jsonl --models --json
     """
     from ngym.config.service_config import load_config
+    from ngym.files.atomic import check_new_output
     from ngym.files.jsonl import expanded
     from ngym.supervise.zygote_client import ZygoteClient
 
     inputs = expanded(sources)
-    _check(inputs, output, overwrite or dry_run)
+    check_new_output(output, inputs, overwrite or dry_run)
     if dry_run:
         _show(_needs(load_config(configs, overrides), inputs, models), output, as_json)
         return
@@ -84,16 +85,6 @@ def main(
         launcher.close()
     told.show(output, as_json)
     ctx.exit(EXIT_FAILED if told.failed else EXIT_DONE)
-
-
-def _check(inputs: Sequence[Path], output: Path, overwrite: bool) -> None:
-    from ngym.files.atomic import check_output
-
-    check_output(output)
-    if output.exists() and not overwrite:
-        raise UsageError(f"{output} exists; choose another --output, or pass --overwrite")
-    if output.exists() and any(map(output.samefile, inputs)):
-        raise UsageError(f"{output} is the input; choose another --output")
 
 
 class Needs(NamedTuple):
@@ -144,7 +135,7 @@ async def _reverify(
                     file.write(orjson.dumps(again.row) + b"\n")
         aside.rename(output)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             aside.unlink()
     return told
 
