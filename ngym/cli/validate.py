@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
     from ngym.supervise.zygote_client import ZygoteClient
 
+MOST_AT_ONCE = 32  # processes, each with the libraries of a service
 SHOWN_LINES = 20
 EXIT_CODES = """\
 Exit codes: 0  no mistake was found
@@ -134,7 +135,13 @@ async def mistakes_of(
 
     # Each service's file is loaded in its own process, as ng_run does.
     known = {*config.services, *names}
-    checks = [_check(config, stanza, launcher, known) for stanza in config.services.values() if stanza.app]
+    places = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def check(stanza: Stanza) -> list[str]:
+        async with places:
+            return await _check(config, stanza, launcher, known)
+
+    checks = [check(stanza) for stanza in config.services.values() if stanza.app]
     mistakes = [mistake for found in await asyncio.gather(*checks) for mistake in found]
     return mistakes + (missing_models(config) if models else [])
 

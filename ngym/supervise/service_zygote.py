@@ -160,7 +160,7 @@ class Zygote:
             time.sleep(0.005)
 
     def _tell(self, content: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the other side is gone: the next receive ends the loop
+        with contextlib.suppress(ConnectionError):  # the other side is gone: the next receive ends the loop
             send(self._control, content)
 
 

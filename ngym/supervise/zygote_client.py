@@ -36,13 +36,19 @@ class Message:
     fds: list[int] = field(default_factory=list)
 
 
-def send(sock: socket.socket, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message. The descriptors travel with its first bytes."""
+def send(
+    sock: socket.socket, content: dict[str, Any], fds: Sequence[int] = (), hear: Callable[[], None] | None = None
+) -> None:
+    """Send one message. The descriptors travel with its first bytes.
+
+    hear: receives a message while this one waits. Needed on one side, or both could wait for the other to read; the
+    socket of that side must not block.
+    """
     payload = json.dumps(content).encode()
     left = memoryview(_LENGTH.pack(len(payload)) + payload)
     while left:
         write = partial(socket.send_fds, sock, [left], list(fds)) if fds else partial(sock.send, left)
-        left, fds = left[_when_ready(sock, select.POLLOUT, write) :], ()
+        left, fds = left[_when_ready(sock, select.POLLOUT, write, hear) :], ()
 
 
 def receive(sock: socket.socket) -> Message | None:
@@ -68,15 +74,19 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _when_ready(sock: socket.socket, event: int, call: Callable[[], Result]) -> Result:
-    """The call's result, once the socket is ready for it: uvloop makes the sockets that it watches non-blocking."""
+def _when_ready(
+    sock: socket.socket, event: int, call: Callable[[], Result], hear: Callable[[], None] | None = None
+) -> Result:
+    """The call's result, once the socket is ready for it; calls `hear` for each message that arrives meanwhile."""
     while True:
         try:
             return call()
         except BlockingIOError:
             poll = select.poll()
-            poll.register(sock, event)
-            poll.poll()
+            poll.register(sock, event | (select.POLLIN if hear else 0))
+            ((_, came),) = poll.poll()
+            if hear and came & select.POLLIN and not came & event:
+                hear()
 
 
 class ZygoteGone(NgymError):
@@ -115,6 +125,7 @@ class ZygoteClient:
     def __init__(self, process: ZygoteProcess, control: socket.socket) -> None:
         self._process = process
         self._control = control
+        control.setblocking(False)
         self._children: dict[int, Child] = {}
         self._count = 0
         self._loop: asyncio.AbstractEventLoop | None = None  # set while we listen to the zygote
@@ -187,9 +198,9 @@ class ZygoteClient:
         self._loop = None
 
     def _send(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        # Blocking on purpose: the zygote reads at once except in its first second, when a few kB fit the buffer.
+        # Blocks on purpose: the zygote reads at once, except in its first second.
         try:
-            send(self._control, content, fds)
+            send(self._control, content, fds, self._hear)
         except OSError:
             raise self._gone() from None
 

@@ -669,3 +669,32 @@ async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losi
         assert grown.pid is not None and not psutil.pid_exists(grown.pid)
         assert project.statuses("policy-1") == ["starting", "ready", "stopped"]
         assert {event.detail for event in project.events if event.label == "policy-1"} >= {"ends its calls, and stops"}
+
+
+def test_both_sides_of_the_zygote_may_send_more_than_the_other_reads_at_once() -> None:
+    """As if hundreds of services were forked in a row: more than the buffers of both directions hold."""
+    count, text = 300, "x" * 8_000
+    ours, theirs = socket.socketpair()
+    heard: list[int] = []
+
+    def zygote() -> None:
+        with theirs:
+            for _ in range(count):
+                message = receive(theirs)
+                assert message is not None
+                send(theirs, message.content)
+
+    def hear() -> None:
+        message = receive(ours)
+        assert message is not None
+        heard.append(message.content["number"])
+
+    with ours, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(zygote)
+        ours.setblocking(False)
+        for number in range(count):
+            send(ours, {"number": number, "text": text}, hear=hear)
+        while len(heard) < count:
+            hear()
+        serving.result()
+    assert heard == list(range(count))
