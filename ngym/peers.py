@@ -57,11 +57,14 @@ def spread(pause: float) -> float:
 
 
 def retry_after(reply: Reply) -> float | None:
-    """The Retry-After of an answer in seconds, plus up to a quarter, so that callers do not retry all at once."""
+    """The Retry-After of an answer in seconds; None if it has none."""
     value = reply.headers.get("retry-after", "")
-    if not (value.isascii() and value.replace(".", "", 1).isdigit()):
-        return None
-    return random.uniform(1.0, 1.25) * min(float(value), MAX_RETRY_AFTER_S)
+    return float(value) if value.isascii() and value.replace(".", "", 1).isdigit() else None
+
+
+def waited(asked_s: float) -> float:
+    """How long to wait after this Retry-After: plus up to a quarter, so that callers do not retry all at once."""
+    return random.uniform(1.0, 1.25) * min(asked_s, MAX_RETRY_AFTER_S)
 
 
 class PeerSession:
@@ -249,14 +252,15 @@ class Peer:
                 elif idempotent and reply.status in MAYBE_PROCESSED:
                     again = answered.retryable
                 told, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
-                if not again or attempt >= len(pauses) or not (told or budget.retry()):
+                too_late = told is not None and told > ends - time.monotonic()
+                if not again or too_late or attempt >= len(pauses) or not (told or budget.retry()):
                     try:
                         raise answered
                     finally:
                         # An error that a variable of its own traceback refers to keeps the bodies of request and
                         # answer alive until a full garbage collection.
                         del answered
-                pause = self._pause(url, affinity, told or spread(pauses[attempt]))
+                pause = self._pause(url, affinity, waited(told) if told else spread(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))
 

@@ -279,7 +279,7 @@ def _stream(url: str, part: Path, target: Path, token: str | None) -> None:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise DownloadFailed(
             f"{urlsplit(url).netloc} cannot be reached ({reason}); {AGAIN}. Without internet access, "
-            f"set HF_ENDPOINT to a mirror, or put the file of {url} at {target}"
+            f"name a mirror with --hub or --github, or put the file of {url} at {target}"
         ) from None
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
 from ngym.errors import Boundary
+from ngym.grading.answers import response_problem
 from ngym.rollout import without_tokens
 from ngym.services.agents.rollout_context import turn_stop_reason
 
@@ -46,15 +47,11 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 def _response(answer: Any, service: str) -> dict[str, Any]:
     """The Response in an answer: the answer itself, or its field `response`."""
     response = answer.get("response", answer) if isinstance(answer, dict) else None
-    output = response.get("output") if isinstance(response, dict) else None
-    if (
-        not isinstance(response, dict)
-        or not isinstance(output, list)
-        or not all(isinstance(item, dict) for item in output)
-    ):
-        raise ServiceError(
-            f"{service} answered with no Response: its `output` must be a list of items", failure="agent_error"
-        )
+    problem = "its `output` must be a list of items"
+    if isinstance(response, dict) and isinstance(response.get("output"), list):
+        problem = response_problem(response) or ""
+    if problem:
+        raise ServiceError(f"{service} answered with no Response: {problem}", failure="agent_error")
     return dict(response)
 
 

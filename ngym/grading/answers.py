@@ -19,6 +19,7 @@ from ngym.grading.text_match import signed, visible
 TEXT_LIMIT = 1_000_000
 WINDOW = 2000
 BOX_WINDOW = 50_000
+SAID = ("output_text", "refusal")  # the types of an assistant's parts
 RELATIVE_TOLERANCE = Decimal("1e-5")
 
 _BOX_TOKENS = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
@@ -121,6 +122,39 @@ def last_text(response: Mapping[str, Any]) -> str:
                 return _end(content)
             return _end("".join(part.get("text") or "" for part in content if part.get("type") == "output_text"))
     return ""
+
+
+def response_problem(response: Mapping[str, Any]) -> str | None:
+    """Why the text of this Response cannot be read; None if it can. An empty object is an empty answer."""
+    output = response.get("output")
+    if not isinstance(output, list):
+        if not response:
+            return None
+        if "choices" in response:
+            return "this is a Chat Completion; send a Response, whose `output` is a list of items"
+        return f"output must be a list of items, not {type(output).__name__}"
+    for place, item in enumerate(output):
+        if not isinstance(item, dict):
+            return f"output[{place}] must be an object, not {type(item).__name__}"
+        if item.get("type", "message") == "message" and (problem := _message_problem(item)):
+            return f"output[{place}].{problem}"
+    return None
+
+
+def _message_problem(message: Mapping[str, Any]) -> str | None:
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(role, str):
+        return "role is missing: assistant, user, system or developer"
+    if content is None or isinstance(content, str):
+        return None
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text", ""), str | None) for part in content
+    ):
+        return "content must be text, or a list of parts whose text is text"
+    for place, part in enumerate(content):
+        if role == "assistant" and part.get("text") and part.get("type") not in SAID:
+            return f"content[{place}].type is {part.get('type')!r:.40}; the text of an assistant is output_text"
+    return None
 
 
 def _end(text: str) -> str:

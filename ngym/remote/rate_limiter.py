@@ -211,7 +211,7 @@ class ConcurrencyLimiter:
 
     def _too_long(self) -> Overloaded:
         detail = f"the API asked for a pause of {self.paused_s():.0f} s, longer than this request may wait"
-        return Overloaded(detail, failure="model_error")
+        return Overloaded(detail, failure="model_error", retry_after_s=self.paused_s())
 
     def _may_start(self, now: float) -> bool:
         return self.in_flight < max(1.0, self.limit) and now >= max(self._resume_at, self._next_start)

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ngym.client import Client, Streamed
-from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError
+from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError, shorten
 from ngym.net import request_context
 from ngym.net.auth import wrong_url
 from ngym.net.json_limits import serialized
@@ -32,7 +32,7 @@ from ngym.peer_answers import is_context_overflow, words
 from ngym.remote.rate_limiter import Caps, ConcurrencyLimiter, Turn, Used, UsedUp
 from ngym.schema import Json
 
-MAX_WAIT_S = 24 * 3600.0
+MAX_WAIT_S = 3600.0  # then a request finds out whether the endpoint is open again
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _EPOCH_S = 1e9  # larger numbers are points in time, in seconds or milliseconds
@@ -50,7 +50,7 @@ def wait_s(headers: Mapping[str, str], now: float | None = None) -> float | None
 
     In this order: `retry-after-ms`; `retry-after` (seconds or an HTTP date); the reset of each exhausted limit
     (`x-ratelimit-reset-requests: 6m0s`, `x-ratelimit-reset: 1760000000`, `anthropic-ratelimit-tokens-reset:`
-    an RFC 3339 time). Never below 0 or above a day.
+    an RFC 3339 time). Never below 0 or above an hour.
 
     Args:
         now: seconds since 1970; None: the clock.
@@ -140,8 +140,9 @@ class Site(NamedTuple):
         detail = f"{self.url}: the stream broke off: {why}"
         return UpstreamError(detail, failure="model_error", upstream=self.peer(200), retryable=True)
 
-    def nonsense(self, what: str) -> UpstreamError:
-        return UpstreamError(f"{self.url} {what}", failure="model_error", upstream=self.peer(200))
+    def nonsense(self, what: str, *, retryable: bool | None = None) -> UpstreamError:
+        peer = self.peer(200)
+        return UpstreamError(f"{self.url} {what}", failure="model_error", upstream=peer, retryable=retryable)
 
 
 def problem(site: Site, status: int, body: bytes) -> ServiceError:
@@ -162,7 +163,7 @@ def problem(site: Site, status: int, body: bytes) -> ServiceError:
     if is_context_overflow(status, code, message):
         return ContextOverflow(message, failure="context_length", upstream=peer)
     if status < 500 and status not in _PASSING:
-        return BadRequest(f"{url} refused the request: {message}", failure="model_error", upstream=peer)
+        return BadRequest(f"{url} refused the request ({status}): {message}", failure="model_error", upstream=peer)
     return UpstreamError(f"{url} answered {status}: {message}", failure="model_error", upstream=peer, retryable=True)
 
 
@@ -260,6 +261,8 @@ log = logging.getLogger("ngym.remote")
 BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, and spread
 LONGEST_BACKOFF_S = 8.0
 MOST_SITES = 64
+MOST_PLACE = 200
+ANSWERS = {"choices", "output", "content", "data"}  # fields of answers that may also have an empty error
 DONE = b"[DONE]"
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
 """Returns the authorization headers of a request; called for each one, because tokens expire."""
@@ -327,13 +330,18 @@ class Upstream:
             up.
             Unreachable, PeerTimeout, UpstreamError: as their names say.
         """
+        raw = await self.send(path, body)
         try:
-            parsed = orjson.loads(await self.send(path, body))
-        except orjson.JSONDecodeError:
+            parsed = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            if raw.lstrip()[:1] == b"{":  # cut off, or with text that is not UTF-8
+                raise self._site(path).nonsense(f"answered with broken JSON: {error}", retryable=True) from None
             parsed = None
         if not isinstance(parsed, dict):
             detail = "answered with no JSON object; check the end of base_url (often /v1)"
             raise self._site(path).nonsense(detail)
+        if not parsed.keys() & ANSWERS and (told := problem_in_stream(self._site(path), parsed)) is not None:
+            raise told  # gateways send the error of their provider with a 200
         used = Used()
         used.take(parsed)
         self.caps.add(used)
@@ -483,6 +491,10 @@ class Upstream:
 
 def _problem(turn: Turn, site: Site, status: int, headers: Mapping[str, str], body: bytes) -> ServiceError:
     """The problem of a refusal; one for the rate slows down all callers."""
+    if 300 <= status < 400:
+        place = shorten(headers.get("location") or "no place", MOST_PLACE)
+        detail = f"{site.url} answered {status}, a redirect to {place}: set base_url to where it leads"
+        return UpstreamError(detail, failure="model_error", upstream=site.peer(status), retryable=False)
     told = problem(site, status, body)
     if status in REFUSED_FOR_RATE and told.retryable:
         turn.refused(wait_s(headers))

@@ -12,6 +12,7 @@ import orjson
 
 from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
+from ngym.files.atomic import COMPRESSED
 from ngym.net.auth import wrong_url
 from ngym.schema import Json
 from ngym.view.growing_index import Extent, Index, said
@@ -208,6 +209,8 @@ def _in(path: Path) -> Iterator[tuple[str, Path]]:
             return
         output = _output(path.resolve())
         if not _has_rollouts(output):
+            if path.suffix in COMPRESSED:
+                raise UsageError(f"{path}: the viewer reads no compressed files; unpack it first")
             raise UsageError(f"{path}: its first line is not a rollout; {REMEDY}")
         yield "rollouts", output
     else:

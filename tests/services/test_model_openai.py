@@ -294,6 +294,15 @@ async def test_what_the_endpoint_refuses_is_the_callers_fault():
         ({"responses": response() | {"status": "failed", "error": {"message": "overheated"}}}, "overheated"),
         ({"chat_completions": {"choices": [{"text": "4"}]}}, "an invalid Chat Completion"),
         ({"chat_completions": {"choices": []}}, "without a choice"),
+        (
+            {"responses": Response(b'{"output": [', media_type="application/json")},
+            "answered with broken JSON: unexpected",
+        ),
+        ({"responses": {"error": {"message": "no provider", "code": 502}}}, "failed while it answered: no provider"),
+        (
+            {"responses": Response(status_code=307, headers={"location": "/v2/x"})},
+            "answered 307, a redirect to /v2/x: set",
+        ),
     ],
 )
 async def test_an_answer_that_is_none_is_told(answers: Json, told: str):

@@ -132,8 +132,9 @@ async def test_a_pause_longer_than_anyone_waits_is_told_at_once():
     async with upstream(answer, max_retries=3) as one:
         with pytest.raises(Overloaded, match=r"a pause of 3\d\d\d s, longer than this request may wait"):
             await one.post("/x", {})
-        with pytest.raises(Overloaded, match="longer than this request may wait"):
+        with pytest.raises(Overloaded, match="longer than this request may wait") as refusal:
             await one.post("/x", {})
+    assert refusal.value.retry_after_s > 3000
 
 
 async def test_the_other_side_can_go_on_with_the_trace_and_learns_nothing_else_of_the_rollout():

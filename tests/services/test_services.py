@@ -1,6 +1,7 @@
 """Gym servers and agents over real sockets: what an author writes is what a caller gets."""
 
 import asyncio
+import gzip
 import math
 import re
 import sys
@@ -779,6 +780,20 @@ async def outcome_of(result: Any) -> dict[str, Any]:
 
     async with house(gym=gym_server(verify=verify_)) as peers:
         return await peers["gym"].post("/verify", {"responses_create_params": {}, "response": {}})
+
+
+async def test_an_answer_in_another_form_is_refused_and_not_scored():
+    async def verify_(task: VerifyRequest) -> float:
+        return float("95" in task.text)
+
+    async with house(gym=gym_server(verify=verify_)) as peers:
+        url = f"{peers.urls['gym'][0]}/verify"
+        async with httpx.AsyncClient() as client:
+            body = {"responses_create_params": {}, "response": {"choices": [{"message": {"content": "95"}}]}}
+            answer = await client.post(url, json=body)
+            assert answer.status_code == 422 and "this is a Chat Completion; send a Response" in answer.json()["detail"]
+            packed = await client.post(url, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+            assert packed.status_code == 415 and "content-encoding gzip" in packed.json()["detail"]
 
 
 async def test_verify_may_return_a_number_none_or_a_record():

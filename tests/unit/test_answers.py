@@ -14,6 +14,7 @@ from ngym.grading.answers import (
     lettered,
     move,
     number,
+    response_problem,
     same_number,
     without_reasoning,
 )
@@ -292,3 +293,30 @@ def test_a_move_is_the_last_box_or_else_the_last_line() -> None:
     assert move("I go up.\nleft\n \n") == "left"
     assert move("\\boxed{left}\nThat was it.") == "left"
     assert move("<think>up</think>") == ""
+
+
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        ({}, None),
+        ({"output": []}, None),
+        ({"output": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}]}, None),
+        ({"output": [{"role": "assistant", "content": "95"}]}, None),
+        ({"output": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]}, None),
+        ({"output": [{"role": "user", "content": [{"type": "input_text", "text": "go on"}]}]}, None),
+        ({"output": None}, "output must be a list of items, not NoneType"),
+        ({"output_text": "95"}, "output must be a list of items"),
+        ({"choices": [{"message": {"content": "95"}}]}, "this is a Chat Completion; send a Response"),
+        ({"output": ["95"]}, "output[0] must be an object, not str"),
+        ({"output": [{"type": "message", "content": "95"}]}, "output[0].role is missing"),
+        ({"output": [{"role": "assistant", "content": 95}]}, "output[0].content must be text"),
+        (
+            {"output": [{"role": "assistant", "content": [{"type": "text", "text": "95"}]}]},
+            "output[0].content[0].type is 'text'; the text of an assistant is output_text",
+        ),
+    ],
+)
+def test_a_response_whose_text_would_not_be_read_is_named(response, problem):
+    assert (response_problem(response) or "").startswith(problem or "") and bool(problem) == bool(
+        response_problem(response)
+    )

@@ -140,7 +140,14 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     context = getattr(request.app.state, "context", None)
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
     args = raw, request.scope["path"], own or most_weight
-    return parsed(*args) if len(raw) <= LOOP_BYTES else await by_size(len(raw), parsed, *args)
+    try:
+        return parsed(*args) if len(raw) <= LOOP_BYTES else await by_size(len(raw), parsed, *args)
+    except BadRequest as error:
+        encoding = request.headers.get("content-encoding", "identity")
+        if error.status == 400 and encoding != "identity":
+            detail = f"the body has the content-encoding {shorten(encoding, MOST_NAME)}, which is not supported"
+            raise BadRequest(f"{detail}; send plain JSON", status=415) from None
+        raise
 
 
 async def valid_body(request: Request, model: type[BaseModel], value: Json, what: str) -> Any:

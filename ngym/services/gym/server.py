@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ngym.errors import BadRequest, Boundary, ServiceError
-from ngym.grading.answers import TEXT_LIMIT, last_text
+from ngym.grading.answers import TEXT_LIMIT, last_text, response_problem
 from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
 from ngym.net.request_context import header
@@ -185,15 +185,9 @@ class VerifyRequest(BaseModel):
     @field_validator("response")
     @classmethod
     def _can_be_read(cls, response: Json) -> Json:
-        """Check that items are objects and message contents are text, so that verifiers need no checks."""
-        output = response.get("output")
-        if output is not None and not isinstance(output, list):
-            raise ValueError(f"output must be a list of items, not {type(output).__name__}")
-        for place, item in enumerate(output or ()):
-            if not isinstance(item, dict):  # pydantic wants a ValueError
-                raise ValueError(f"output[{place}] must be an object, not {type(item).__name__}")  # noqa: TRY004
-            if item.get("type", "message") == "message" and not _is_said(item.get("content")):
-                raise ValueError(f"output[{place}].content must be text, or a list of parts whose text is text")
+        """Check that items are objects and that messages can be read: an answer in another form would get no reward."""
+        if problem := response_problem(response):
+            raise ValueError(problem)
         return response
 
     @property
@@ -206,12 +200,6 @@ class VerifyGroup(BaseModel):
     """The rollouts of one task, to be compared. Derive, and give `rollouts` your own type: `list[MyTask]`."""
 
     rollouts: Sequence[VerifyRequest] = Field(min_length=1, max_length=1024)
-
-
-def _is_said(content: Any) -> bool:
-    if not isinstance(content, list):
-        return content is None or isinstance(content, str)
-    return all(isinstance(part, dict) and isinstance(part.get("text", ""), str | None) for part in content)
 
 
 def gym_server(
