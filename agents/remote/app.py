@@ -47,12 +47,10 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 def _response(answer: Any, service: str) -> dict[str, Any]:
     """The Response in an answer: the answer itself, or its field `response`."""
     response = answer.get("response", answer) if isinstance(answer, dict) else None
-    problem = "its `output` must be a list of items"
-    if isinstance(response, dict) and isinstance(response.get("output"), list):
-        problem = response_problem(response) or ""
-    if problem:
+    found = dict(response) if isinstance(response, dict) else {}
+    if problem := response_problem(found) or (None if found else "its `output` must be a list of items"):
         raise ServiceError(f"{service} answered with no Response: {problem}", failure="agent_error")
-    return dict(response)
+    return found
 
 
 app = agent(respond=respond, options=Options)
