@@ -196,6 +196,32 @@ def test_sizes_that_cannot_work_are_refused(words: list[str], ranks: int, key: s
 
 
 @pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["grpo.yaml", "algorithm.name=rloo"], "algorithm.kl.where"),
+        (["grpo.yaml", "algorithm.name=reinforce_pp"], "algorithm.kl.where"),
+        (["ppo.yaml", "algorithm.kl={coef: 0.1, where: reward}"], "algorithm.kl.where"),
+        (
+            ["distillation.yaml", "algorithm.teacher={path: null, beta: null, current_policy: true, hint: x}"],
+            "algorithm.teacher.current_policy",
+        ),
+    ],
+)
+def test_what_a_file_makes_constant_is_refused(words: list[str], key: str) -> None:
+    of_file = [*words, POLICY, f"data.path={__file__}", "evaluation=null"]
+    result = CliRunner().invoke(main, [*of_file, "--dry-run"])
+    assert result.exit_code == 2 and f"{key}: " in result.stderr and "a file" in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
+    recipe(*of_file, "algorithm.kl.coef=0" if "kl" in key else "algorithm.teacher={path: data, current_policy: false}")
+    recipe(
+        "ppo.yaml",
+        POLICY,
+        f"data.path={__file__}",
+        "algorithm={loss: {anchor: trainer}, kl: {coef: 0.1, where: reward}}",
+    )
+
+
+@pytest.mark.parametrize(
     ("word", "key"),
     [
         ("engine.zero_stage=0", "engine.zero_stage"),
