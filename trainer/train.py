@@ -267,7 +267,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             if missing := missing_best():
                 _say(missing)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
-    if not learner.steps:
+    if shown and not learner.steps:
         raise NothingTrained(
             "no step changed the weights: the saved policy is the one that the run began with. The lines above, and "
             f"{recipe.output / METRICS}, show why"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """\
 Exit codes: 0    the policy is saved (with --sweep: each run's is)
-            1    training failed, or no step changed the weights; with --sweep: some runs failed, and the table shows which
+            1    training failed, or trained nothing; with --sweep: some runs failed, and the table shows which
             2    the recipe, its data or its output folder is wrong; the lines say where
             130  interrupted; --resume continues after the last checkpoint"""
 

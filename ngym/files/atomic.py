@@ -146,18 +146,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         aside.rename(folder)
         sync_folder(folder.parent)
     except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) else _os_error(error)
+        reason = error if isinstance(error, OSError) else _os_error(error)
         if reason is None:
             raise
         shutil.rmtree(aside, ignore_errors=True)
-        raise WriteFailed(f"{folder}: cannot be written: {reason}") from error
+        raise WriteFailed(f"{folder}: cannot be written: {reason.strerror}") from reason
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _os_error(error: Exception) -> str | None:
-    """The reason in an error of safetensors; None in other errors."""
-    found = re.search(r"I/O error: (.*?) \(os error \d+\)", str(error))
-    return found and found[1]
+def _os_error(error: Exception) -> OSError | None:
+    """The operating system's error that an error of safetensors quotes; None in other errors."""
+    found = re.search(r"I/O error: (.*?) \(os error (\d+)\)", str(error))
+    return OSError(int(found[2]), found[1]) if found else None
 
 
 def _sync(folder: Path) -> None:

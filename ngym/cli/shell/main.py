@@ -114,9 +114,11 @@ def _of_click(error: click.ClickException, name: str) -> str:
 
 def _code(error: NgymError) -> int:
     """The exit code of an error of ngym, which may wrap the OSError of a full disk."""
-    reason = error.__context__
-    if isinstance(reason, OSError) and reason.errno in DISK_FULL:
-        return EXIT_TRY_AGAIN
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and reason.errno in DISK_FULL:
+            return EXIT_TRY_AGAIN
+        reason = reason.__cause__ or reason.__context__
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 
