@@ -136,7 +136,7 @@ async def test_a_read_only_disk_is_one_line(mounting: list[str], tasks: Path) ->
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", disk / "out.jsonl"]
         script = f'mount -t tmpfs -o ro none {disk} && exec "$@"'
         code, _, err = await ended(await begun([*mounting, script, "sh", *run], tasks.parent))
-    assert code != 0 and "out.jsonl: cannot be opened for writing: Read-only file system" in one_line(err)
+    assert code == 2 and "disk cannot be written to: it is read-only" in one_line(err)
 
 
 BROKEN_DISK = """

@@ -50,7 +50,7 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
 @pytest.mark.parametrize(
     ("recipe", "override", "said"),
     [
-        ("grpo.yaml", "algorithm=dapo", "algorithm: expected a mapping; for this algorithm with its defaults write algorithm.name=dapo"),
+        ("sft.yaml", "algorithm=dapo", "algorithm: expected a mapping; for this algorithm with its defaults write algorithm.name=dapo"),
         ("sft.yaml", "schedule.warmup_ratio=0.1", "schedule.warmup_ratio: schedule.warmup_steps is 20; set one of the two to null"),
         ("sft.yaml", "optimizer.lr=inf", "optimizer.lr: Input should be a finite number"),
         ("sft.yaml", "max_steps=true", "max_steps: expected a number; got True"),
