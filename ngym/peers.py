@@ -252,7 +252,7 @@ class Peer:
                 elif idempotent and reply.status in MAYBE_PROCESSED:
                     again = answered.retryable
                 told, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
-                too_late = told is not None and told > ends - time.monotonic()
+                too_late = told is not None and self._pause(url, affinity, told) > ends - time.monotonic()
                 if not again or too_late or attempt >= len(pauses) or not (told or budget.retry()):
                     try:
                         raise answered

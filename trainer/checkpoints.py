@@ -132,7 +132,7 @@ class Checkpoints:
 
     @property
     def last_step(self) -> int:
-        """The step of the newest checkpoint, which is not verified here; 0 if there is none."""
+        """The step of the newest checkpoint on disk, without verifying it; 0 before the first."""
         return max(self._found(), default=0)
 
     def newest(self) -> Checkpoint:

@@ -252,9 +252,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
                 metrics.say(f"interrupted; --resume continues after step {checkpoints.last_step}")
                 raise
             except WriteFailed as error:
-                raise WriteFailed(
-                    f"{error}; free space, and --resume continues after step {checkpoints.last_step}"
-                ) from error
+                raise WriteFailed(f"{error}; --resume continues after step {checkpoints.last_step}") from error
             saver.tidy()
         saver.check()
         learner.save(recipe.output / POLICY, tokenizer)

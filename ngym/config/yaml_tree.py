@@ -340,7 +340,7 @@ def _of_this_name(models: list[type[BaseModel]], value: Any) -> list[type[BaseMo
 
 
 def _at(values: Any, path: Sequence[Any]) -> dict[str, Any]:
-    """The mapping at this path, which may also have the names of classes; empty if there is none."""
+    """The mapping at this path, or an empty one. Skips parts that are not keys: pydantic adds the names of classes."""
     for part in path:
         if isinstance(values, dict) and part in values:
             values = values[part]

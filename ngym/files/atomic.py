@@ -150,7 +150,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if reason is None:
             raise
         shutil.rmtree(aside, ignore_errors=True)
-        raise WriteFailed(f"{folder}: cannot be written: {reason.strerror}") from reason
+        raise WriteFailed(f"{folder}: cannot be written: {reason.strerror or reason}") from reason
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from machine import reserved_port
 from stub_agents import problem, serving
 
-from ngym.errors import Unreachable
+from ngym.errors import ServiceError, Unreachable
 from ngym.net.load_balancer import Replicas, StickyReplica
 from ngym.peers import Peers
 from ngym.schema import Json
@@ -70,6 +70,28 @@ async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():
                 await peers.close()
     assert answers == [{"ok": True}] * 40
     assert 0 < refused < 40  # it is asked again only now and then
+
+
+async def test_a_pause_longer_than_the_deadline_is_told_at_once_unless_another_replica_serves():
+    refused = 0
+
+    def refuse(body: Json) -> web.Response:
+        nonlocal refused
+        refused += 1
+        return web.Response(status=503, headers={"retry-after": "3600"}, text="not now")
+
+    async with serving(refuse) as broken, serving(lambda body: {"ok": True}) as good:
+        peers = Peers({"policy": [broken, good], "alone": [broken]})
+        try:
+            for number in range(20):
+                assert await peers["policy"].conversation(str(number)).post("/run", {}, timeout=60) == {"ok": True}
+            assert refused > 0
+            refused = 0
+            with pytest.raises(ServiceError, match="not now"):
+                await peers["alone"].post("/run", {}, timeout=60)
+        finally:
+            await peers.close()
+    assert refused == 1
 
 
 async def test_where_no_replica_can_be_reached_the_error_says_so():

@@ -116,7 +116,5 @@ def test_a_run_with_these_options_trains_and_saves(root: Path, tmp_path: Path, w
 def test_weights_that_do_not_fit_on_the_disk_end_the_run_with_a_line(tmp_path: Path) -> None:
     done = ng_train(tmp_path, NEW, "bash", "-c", 'ulimit -f 50 && exec "$@"', "bash")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert (
-        "step-000002: cannot be written: File too large; free space, and --resume continues after step 0" in done.stderr
-    )
+    assert "step-000002: cannot be written: File too large; --resume continues after step 0" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("*partial"))

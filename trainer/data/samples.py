@@ -168,7 +168,7 @@ def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -
     """The rollouts of a file with a reward and sampled tokens; see `read_rollouts`.
 
     Raises:
-        UsageError: there is none, in addition.
+        UsageError: as `read_rollouts`, or none of the rollouts can be trained on.
     """
     read = read_rollouts(path, temperature, fields)
     kept: list[Sample] = [rollout for rollout in read.rollouts if rollout.trained]
