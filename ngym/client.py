@@ -31,8 +31,12 @@ MAX_TARGETS = 1024
 MAX_NAME = 64  # characters of a header's name that is remembered
 JOINED_BYTES = 16 << 10  # a larger body is not copied behind its head
 MAX_CONNECTING = 64  # at a time: a server's queue of new connections is short
-__all__ = ["CONNECT_TIMEOUT_S", "Client", "Reply", "Streamed"]
+__all__ = ["CONNECT_TIMEOUT_S", "AnswerTooLong", "Client", "Reply", "Streamed"]
 VISIBLE = re.compile(r"[!-~]+")
+
+
+class AnswerTooLong(ConnectionResetError):
+    """An answer has more than MAX_ANSWER_BYTES; another attempt would get the same."""
 
 
 class _Opening(asyncio.Protocol):
@@ -245,18 +249,19 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = self._parser = None  # the parser references this object
         self._owner.closed(self)
-        self._fail(f"the connection broke: {error}" if error else "the connection was closed before an answer")
+        why = f"the connection broke: {error}" if error else "the connection was closed before an answer"
+        self._fail(ConnectionResetError(why))
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        if self._received > MAX_ANSWER_BYTES and (self._answer is not None or self._head is not None):
-            self._fail(f"the answer does not end within {MAX_ANSWER_BYTES >> 20} MiB")
-            self.close()
-            return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"the answer is not HTTP: {error}")
+            self._fail(ConnectionResetError(f"the answer is not HTTP: {error}"))
+            self.close()
+            return
+        if self._received > MAX_ANSWER_BYTES and (self._answer is not None or self._head is not None):
+            self._fail(AnswerTooLong(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"))
             self.close()
 
     def eof_received(self) -> None:
@@ -280,6 +285,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._headed = True
+        self._received = max(self._received, int(self._headers.get("content-length", 0)))  # of digits, says the parser
         status = self._parser.get_status_code()
         head = self._head
         if status >= 200 and head is not None and self._body is not None:
@@ -322,16 +328,16 @@ class Connection(asyncio.Protocol):
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, error: ConnectionResetError) -> None:
         answer, self._answer = self._answer, None
         if answer is not None and not answer.done():
-            answer.set_exception(ConnectionResetError(why))
+            answer.set_exception(error)
         head, self._head = self._head, None
         body, self._body = self._body, None
         if head is not None and not head.done():
-            head.set_exception(ConnectionResetError(why))
+            head.set_exception(error)
         elif body is not None:
-            body.end(ConnectionResetError(why))
+            body.end(error)
 
 
 class Pool:
@@ -481,6 +487,7 @@ class Client:
 
         Raises:
             ConnectionRefusedError: no connection, so the request was not sent.
+            AnswerTooLong: the answer has more than MAX_ANSWER_BYTES.
             ConnectionResetError: the connection broke, or the answer was not HTTP; the request may have been processed.
             TimeoutError: no answer in time; the message says what it waited for.
         """

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 import orjson
 
-from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
+from ngym.client import CONNECT_TIMEOUT_S, AnswerTooLong, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
@@ -228,6 +228,10 @@ class Peer:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} within {left:.3g} s: {error}",
                     upstream=upstream_of(self.name, url),
+                ) from None
+            except AnswerTooLong as error:
+                raise UpstreamError(
+                    f"{self.name} at {url}, {method} {path}: {error}", upstream=upstream_of(self.name, url, 200)
                 ) from None
             except OSError as error:
                 refused = isinstance(error, ConnectionRefusedError)

@@ -33,6 +33,8 @@ Api = Literal["auto", "responses", "chat"]
 log = logging.getLogger("ngym.models.openai")
 _FOR_ENGINES = ("extra_body", "chat_template_kwargs")  # keys of metadata that are for ngym, not for the endpoint
 ENDS = frozenset({"response.completed", "response.incomplete"})
+_CUT_OFF = frozenset({"max_tokens", "max_output_tokens"})  # names of other APIs for `length`, which gateways pass on
+_BROKEN_OFF = frozenset({"abort", "error"})  # of vLLM, SGLang and gateways
 _OURS = frozenset({*TOKEN_FIELDS, "ng"})  # fields of items that only ngym's servers use
 
 
@@ -132,6 +134,7 @@ class Backend:
         completion = await self._upstream.post("/chat/completions", request)
         style = self._options.reasoning
         self._check("/chat/completions", answer_validation.chat_completion(completion))
+        self._name_ends(completion)
         _mark_cut_off(completion, request)
         response = response_from_chat(completion, params, style=style)
         if self._options.token_ids and TOKEN_FIELDS[0] not in response["output"][-1]:
@@ -145,6 +148,7 @@ class Backend:
         async with aclosing(self._upstream.stream("/chat/completions", body)) as chunks:
             async for chunk in chunks:
                 self._check("/chat/completions", answer_validation.chat_chunk(chunk))
+                self._name_ends(chunk)
                 for event in converter.take(chunk):
                     yield event
         for event in converter.end():
@@ -166,6 +170,20 @@ class Backend:
             detail = f"{self._options.base_url}{path} answered with an invalid {what}: {wrong}"
             raise UpstreamError(detail, failure="model_error")
 
+    def _name_ends(self, answer: Json) -> None:
+        """Give each finish_reason OpenAI's name.
+
+        Raises:
+            UpstreamError: the endpoint ended the answer for a failure of its own.
+        """
+        for choice in answer.get("choices") or ():
+            finish = (choice.get("finish_reason") or "").lower()
+            if finish in _CUT_OFF:
+                choice["finish_reason"] = "length"
+            elif finish in _BROKEN_OFF:
+                detail = f"{self._options.base_url} broke the answer off: its finish_reason is {finish!r}"
+                raise UpstreamError(detail, failure="model_error", retryable=True)
+
     def _without_tokens(self) -> UpstreamError:
         detail = (
             f"{self._options.base_url} returned no token ids: it does not support return_token_ids; "
@@ -178,14 +196,15 @@ class Backend:
 
 
 def _mark_cut_off(completion: Json, request: Json) -> None:
-    """Set the finish_reason `length` where vLLM's server says `tool_calls` for a cut-off text that parses as a call.
+    """Set the finish_reason `length` where vLLM's server says `tool_calls` for a cut-off text that parses as a call, and
+    where a server says nothing.
 
     The answer then has as many tokens as the limit allows. A call that ends exactly at the limit looks the same.
     """
     limits = [request[name] for name in ("max_completion_tokens", "max_tokens") if request.get(name) is not None]
     sampled = (completion.get("usage") or {}).get("completion_tokens")
     for choice in completion["choices"]:
-        if choice.get("finish_reason") == "tool_calls" and limits and sampled is not None and sampled >= min(limits):
+        if choice.get("finish_reason") in ("tool_calls", None) and limits and sampled is not None and sampled >= min(limits):
             choice["finish_reason"] = "length"
 
 

@@ -245,10 +245,13 @@ class Planned(NamedTuple):
 
 
 def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
-    """Print the resolved config to standard output, secrets redacted, and the services it starts to standard error."""
+    """Print the resolved config to standard output, secrets redacted, and the services it starts to standard error.
+
+    Also the models that do not exist yet: `ng_run` would stop at them.
+    """
     import yaml
 
-    from ngym.config.service_config import shown_config
+    from ngym.config.service_config import missing_models, shown_config
     from ngym.supervise.placement import gpu_slices, with_own_gpus
 
     slices = gpu_slices(with_own_gpus(config)) if on == "local" else {}  # on a cluster, Ray chooses them
@@ -262,12 +265,15 @@ def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
             head = head.model_copy(update={"host": "the address of this node"})
     if as_json:
         plan = {"services": [each.as_json() for each in services], "head": head.model_dump(), "logs": str(logs)}
-        click.echo(orjson.dumps({**plan, "config": shown_config(config)}, option=orjson.OPT_INDENT_2))
+        plan |= {"missing_models": missing_models(config), "config": shown_config(config)}
+        click.echo(orjson.dumps(plan, option=orjson.OPT_INDENT_2))
         return
     click.echo(yaml.safe_dump(shown_config(config), sort_keys=False), nl=False)
     for line in aligned([HEADER, *map(_row, services)]):
         click.echo(line, err=True)
     click.echo(f"the head at {_address(head.host, head.port)}, logs in {logs}; nothing was started", err=True)
+    for line in missing_models(config):
+        click.echo(f"not there yet: {line}", err=True)
 
 
 def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int, as_json: bool) -> None:

@@ -251,6 +251,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
         ConfigMistakes: one line for each mistake.
         ConfigError: a file cannot be read, or has no services.
     """
+    _refuse_paths(overrides)
     tree = load_tree(paths, overrides)
     written = {key.partition(".")[0] for key, line in tree.lines.items() if line != COMMAND_LINE} | {SETTINGS_KEY}
     mistakes: list[str] = []
@@ -277,6 +278,15 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
         )
     _check_ports(services, settings.head.port)
     return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
+
+
+def _refuse_paths(overrides: Sequence[str]) -> None:
+    """NeMo Gym names its config files by `+config_paths=[a.yaml,b.yaml]`."""
+    for override in overrides:
+        key, _, files = override.lstrip("+").partition("=")
+        if key == "config_paths":
+            named = " ".join(f"--config {file.strip()}" for file in files.strip("[]").split(",") if file.strip())
+            raise ConfigError(f"{COMMAND_LINE}: {override!r}: write {named or '--config FILE'} instead")
 
 
 def _settings(tree: ConfigTree) -> Settings:

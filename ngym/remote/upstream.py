@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ngym.client import Client, Streamed
+from ngym.client import AnswerTooLong, Client, Streamed
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError, shorten
 from ngym.net import request_context
 from ngym.net.auth import wrong_url
@@ -473,6 +473,8 @@ class Upstream:
             raise site.unanswered(error) from None
         if isinstance(error, TimeoutError):
             raise site.too_slow(self._options.timeout_s) from None
+        if isinstance(error, AnswerTooLong):
+            raise site.nonsense(f"cannot be used: {error}") from None
         return site.cannot_be_reached(error)
 
     async def _pause(self, attempt: int, told: ServiceError, once: bool) -> None:

@@ -127,9 +127,13 @@ class HeadFile:
                 return cls(folder, owned=None)
             unfinished = folder / f"{FILE}.new"
             unfinished.unlink(missing_ok=True)
-            with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(content)
-            unfinished.replace(folder / FILE)
+            try:
+                with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    file.write(content)
+                unfinished.replace(folder / FILE)
+            except OSError as error:  # of a full disk has no file name
+                unfinished.unlink(missing_ok=True)
+                raise OSError(error.errno, error.strerror, str(folder / FILE)) from error
         return cls(folder, owned=content)
 
     def remove(self) -> None:

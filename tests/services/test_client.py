@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from ngym.client import MAX_CONNECTING, Client
+from ngym.client import MAX_CONNECTING, AnswerTooLong, Client
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 DEADLINE_S = 60.0
@@ -181,7 +181,14 @@ async def test_an_answer_without_an_end_takes_no_memory_without_an_end(begins: b
             await writer.drain()
 
     async with server(talk) as (client, url, _):
-        with pytest.raises(ConnectionResetError, match="the answer does not end within 256 MiB"):
+        with pytest.raises(AnswerTooLong, match="the answer has more than 256 MiB"):
+            await client.request("GET", url, None, {}, DEADLINE_S)
+
+
+async def test_an_answer_that_says_that_it_is_too_long_is_not_read():
+    talk = says(b"HTTP/1.1 200 OK\r\ncontent-length: 268435457\r\n\r\n[")
+    async with server(talk) as (client, url, _):
+        with pytest.raises(AnswerTooLong, match="the answer has more than 256 MiB"):
             await client.request("GET", url, None, {}, DEADLINE_S)
 
 

@@ -75,7 +75,8 @@ class Endpoint:
         for known, answers in self.answers.items():
             if path.endswith(known.replace("_", "/")):
                 answer = answers.pop(0) if len(answers) > 1 else answers[0]
-                answer = await answer() if inspect.iscoroutinefunction(answer) else answer
+                if inspect.iscoroutinefunction(answer):
+                    answer = await answer(*[self.body] * len(inspect.signature(answer).parameters))
                 return answer if isinstance(answer, Response) else JSONResponse(answer)
         return JSONResponse({"detail": "Not Found"}, 404)
 
@@ -86,6 +87,18 @@ class Endpoint:
     @property
     def body(self) -> Json:
         return self.seen[-1][1]
+
+
+async def broken_off(request: Json) -> Response:
+    """A part of an answer, and that it was aborted."""
+    head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    if not request.get("stream"):
+        message = {"role": "assistant", "content": "2 +"}
+        return JSONResponse({**head, "choices": [{"index": 0, "message": message, "finish_reason": "abort"}]})
+    choice = {"index": 0, "delta": {"role": "assistant", "content": "2 +"}, "finish_reason": "abort"}
+    return Response(
+        b"data: " + orjson.dumps({**head, "choices": [choice]}) + b"\n\ndata: [DONE]\n\n", media_type="text/event-stream"
+    )
 
 
 @asynccontextmanager
@@ -194,6 +207,34 @@ async def test_a_call_that_used_all_its_tokens_was_cut_off_whatever_the_endpoint
         told = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["finish_reason"]
     assert (response["status"], response["output"][-1]["status"]) == (status, status)
     assert told == ("length" if status == "incomplete" else "tool_calls")
+
+
+@pytest.mark.parametrize(("name", "sampled"), [("max_tokens", 3), ("MAX_OUTPUT_TOKENS", 3), (None, 5)])
+async def test_an_answer_that_was_cut_off_is_incomplete_by_any_name(name: str | None, sampled: int):
+    """Gateways pass on the names of other APIs; null says nothing, and then the limit decides."""
+    answer = completion("2 +")
+    answer["choices"][0]["finish_reason"] = name
+    answer["usage"] = {"prompt_tokens": 9, "completion_tokens": sampled, "total_tokens": 9 + sampled}
+    async with model(Endpoint(chat_completions=answer), api="chat") as client:
+        response = (await ask(client, max_output_tokens=5)).json()
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_that_the_endpoint_broke_off_is_an_error(streamed: bool):
+    async with model(Endpoint(chat_completions=broken_off), api="chat") as client:
+        told = await ask(client, stream=streamed)
+    assert "broke the answer off: its finish_reason is 'abort'" in told.text
+    assert told.status_code == 502
+
+
+async def test_an_answer_without_a_bound_is_asked_for_once():
+    long = Response(b"{", headers={"content-length": str(300 << 20)})
+    endpoint = Endpoint(chat_completions=long)
+    async with model(endpoint, api="chat", max_retries=4) as client:
+        told = await ask(client)
+    assert (told.status_code, len(endpoint.seen)) == (502, 1)
+    assert "cannot be used: the answer has more than 256 MiB" in told.json()["detail"]
 
 
 async def test_think_tags_are_reasoning_where_the_options_say_so():
