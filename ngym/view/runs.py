@@ -29,6 +29,16 @@ SUFFIX, FAILED = ".jsonl", "_failures"
 BESIDE = ("_materialized_inputs", "_tasks")  # ends of the names of files beside rollouts, which may be empty, too
 PASSED_OVER = frozenset({"node_modules", "__pycache__", "venv", "policy", "checkpoints"})
 MOST_CLASSES = 8  # of failures, in the list of runs
+# Rows of other programs may name no task, and are in no group.
+AGENTS = """
+SELECT agent FROM groups WHERE agent IS NOT NULL UNION SELECT agent FROM rows WHERE g IS NULL AND agent IS NOT NULL
+"""
+REWARDS = """
+SELECT sum(total) * 1.0 / sum(scored), 1 - sum(scored) * 1.0 / sum(n) FROM (
+    SELECT total, scored, n FROM groups
+    UNION ALL SELECT sum(reward), count(reward), sum(failure IS NULL) FROM rows WHERE g IS NULL
+)
+"""
 RECENT_S = 10.0  # a file that was written to so recently grows
 KEYS = (b'"response"', b'"failure"')
 REMEDY = "ng_view shows the rollouts of ng_collect_rollouts and the folders of ng_train"
@@ -100,14 +110,13 @@ class RolloutRun:
         with self.index.reading() as database:
             bad = database.execute("SELECT part, line, problem FROM bad_lines ORDER BY part, line LIMIT 20").fetchall()
             run_id = database.execute("SELECT run_id FROM texts ORDER BY seq LIMIT 1").fetchone()
-            agents = database.execute("SELECT DISTINCT agent FROM groups WHERE agent IS NOT NULL ORDER BY agent")
-            of_groups = "SELECT sum(total) * 1.0 / sum(scored), 1 - sum(scored) * 1.0 / sum(n) FROM groups"
+            agents = database.execute(AGENTS)
             classes = database.execute(
                 "SELECT failure, count(*) AS n FROM rows WHERE failure IS NOT NULL GROUP BY failure ORDER BY n DESC LIMIT ?",
                 (MOST_CLASSES,),
             ).fetchall()
             (tool_errors,) = database.execute("SELECT count(*) FROM rows WHERE tool_errors > 0").fetchone()
-            mean_reward, unscored_share = database.execute(of_groups).fetchone()
+            mean_reward, unscored_share = database.execute(REWARDS).fetchone()
             return {
                 "bad_lines": extent.bad,
                 "bad": [f"{said(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],

@@ -119,7 +119,7 @@ def test_two_runs_are_compared_task_by_task_the_largest_difference_first(shown: 
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
-    """r1: of 2 tasks that training drew 3 times each; r2: held-out ones; r3, r4: rows without task ids."""
+    """r1: of 2 tasks that training drew 3 times each; r2: held-out ones; r3, r4: rows without task ids; r5: without tasks."""
     folder = tmp_path_factory.mktemp("training")
     drawn = [("train-a", 0), ("train-b", 1), ("train-b", 2), ("train-a", 3), ("train-a", 4), ("train-b", 5)]
     train = [of_task(name, task, index, float(name == "train-a")) for name, task in drawn for index in range(2)]
@@ -128,7 +128,10 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
         "held_out": [of_task(f"held-{task}", task, 0, 1.0) for task in range(4)],
         "plain": [of_task(None, task, 0, 0.0) for task in range(2)],
         "plain_later": [of_task(None, task, 0, 1.0) for task in range(2)],
+        "foreign": [of_task(None, task, 0, float(task == 0)) for task in range(4)],
     }
+    for row in runs["foreign"]:
+        del row["_ng_task_index"]
     for name, rows in runs.items():
         write(folder / f"{name}.jsonl", rows)
     files = [folder / f"{name}.jsonl" for name in runs]
@@ -153,6 +156,12 @@ def test_runs_without_a_common_task_get_no_verdict(training: Viewer) -> None:
 def test_rows_without_task_ids_are_matched_by_their_index_and_that_is_shown(training: Viewer) -> None:
     found = training.get("/api/compare?a=r3&b=r4")
     assert (found["better"], found["delta"], found["matched_by"]) == (2, 1.0, "task")
+
+
+def test_rows_that_name_no_task_count_in_the_list_of_runs(training: Viewer) -> None:
+    (run,) = [each for each in training.get("/api/runs")["runs"] if each["name"] == "foreign"]
+    assert (run["mean_reward"], run["unscored_share"], run["environments"]) == (0.25, 0, ["math_agent"])
+    assert training.get("/api/runs/r5/stats")["mean"] == 0.25
 
 
 def test_a_task_that_training_draws_again_is_one_task(training: Viewer) -> None:
