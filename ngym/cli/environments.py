@@ -77,9 +77,16 @@ async def try_environments(
 
 @asynccontextmanager
 async def started(config: Config, names: Collection[str], launcher: ZygoteClient) -> AsyncIterator[Peers]:
-    """Start only these services of the config; they stop when the block ends."""
-    services = {name: stanza for name, stanza in config.services.items() if name in names}
-    stack = Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher)
+    """Start only these services of the config; they stop when the block ends.
+
+    They get free ports: their own may be those of a run that uses the same config.
+    """
+    stanzas = {name: stanza for name, stanza in config.services.items() if name in names}
+    services = {name: stanza.model_copy(update={"port": None}) for name, stanza in stanzas.items()}
+    head = config.settings.head.model_copy(update={"port": 0})
+    settings = config.settings.model_copy(update={"head": head})
+    own = config.model_copy(update={"services": services, "settings": settings})
+    stack = Supervisor(own, _say_failure, launcher)
     async with stack, stack.peers("this command") as peers:
         yield peers
 

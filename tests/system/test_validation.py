@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,18 @@ async def test_a_tool_that_never_answers_ends_the_checks(tmp_path: Path) -> None
         ended.set()
     ((check, looked_at, (mistake,)),) = found
     assert (check, looked_at) == ("gold", "1 of 2 cases") and "the other checks were not made" in mistake
+
+
+def test_ports_that_a_run_of_the_same_config_holds_are_no_obstacle(tmp_path: Path) -> None:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    head, service = (each.getsockname()[1] for each in taken)
+    config = tmp_path / "global_config.yaml"
+    config.write_text(
+        f"ngym: {{head: {{port: {head}}}}}\n"
+        f"letters: {{kind: gym_server, app: gym_servers/letters, port: {service}}}\n"
+    )
+    result = CliRunner().invoke(main, ["--config", str(config), "--environment", "letters"])
+    for each in taken:
+        each.close()
+    assert result.exit_code == 0, result.output
+    assert "1 environment, all right" in result.output
