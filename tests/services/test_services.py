@@ -842,6 +842,8 @@ async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environ
         ({"score": 1.0, "why": ""}, "; it returned a record of score, why"),
         ({"reward": 1.0, "response": "my view"}, "a field 'response', which every row has; give it another name"),
         ({"reward": 1.0, "parts": [0.5, math.nan]}, "NaN or an infinity in 'parts', which JSON does not have"),
+        ({"reward": 1.0, "found": {1, 2}}, "in 'found' what is not JSON: Type is not JSON serializable: set"),
+        ({"reward": 1.0, ("a", "b"): 1}, "what is not JSON: "),
         ({"reward": 1.0, "reward_components": {"a": 0.5}}, "reward_components sum to 0.5"),
         (
             ZeroDivisionError("division by zero"),

@@ -279,9 +279,12 @@ def gym_server(
             with middleware.verify() as span, Boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request), reward_range)
                 middleware.scored(span, outcome)
-                if header(request.scope, PREFER_HEADER) == MINIMAL:
-                    return JsonResponse(outcome, headers={APPLIED_HEADER: MINIMAL})
-                return await off_loop(request, JsonResponse, {**raw, **outcome})
+                try:
+                    if header(request.scope, PREFER_HEADER) == MINIMAL:
+                        return JsonResponse(outcome, headers={APPLIED_HEADER: MINIMAL})
+                    return await off_loop(request, JsonResponse, {**raw, **outcome})
+                except TypeError as error:
+                    raise _not_json(outcome, error) from None
         finally:
             store.end(session.id)
             repeats.forget(session.id)
@@ -427,6 +430,16 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
     if isinstance(fields.get(ANSWER), str):
         fields[ANSWER] = _bounded(fields[ANSWER])
     return fields
+
+
+def _not_json(outcome: Json, error: TypeError) -> ServiceError:
+    """The error of fields that cannot be written, with the name of the first such field."""
+    for name, value in outcome.items():
+        try:
+            JsonResponse(value)
+        except TypeError as problem:
+            return ServiceError(f"verify returned in {name!r} what is not JSON: {problem}", failure="verify_error")
+    return ServiceError(f"verify returned what is not JSON: {error}", failure="verify_error")
 
 
 def _of_the_row(name: Any, value: Any) -> bool:
