@@ -100,15 +100,15 @@ def varlen(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: PackedR
 
     row_P, place_T, bounds, longest = batch.places
     query_PHD, key_PKD, value_PKD = (one.index_select(0, row_P) for one in (query_THD, key_TKD, value_TKD))
-    told: dict[str, bool] = {}
+    options: dict[str, bool] = {}
     if query_THD.shape[1] != key_TKD.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # since torch 2.12
-            told["enable_gqa"] = True
+            options["enable_gqa"] = True
         else:
             repeat = query_THD.shape[1] // key_TKD.shape[1]
             key_PKD, value_PKD = (one.repeat_interleave(repeat, dim=1) for one in (key_PKD, value_PKD))
     inputs = query_PHD, key_PKD, value_PKD
-    attended = varlen_attn(*inputs, bounds, bounds, longest, longest, window_size=(-1, 0), **told)
+    attended = varlen_attn(*inputs, bounds, bounds, longest, longest, window_size=(-1, 0), **options)
     assert isinstance(attended, Tensor)
     return attended.index_select(0, place_T)
 

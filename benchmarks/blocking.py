@@ -232,8 +232,8 @@ async def routes_of(url: str, row: dict[str, Any], size: int) -> dict[str, Any]:
     if "/verify" in found:
         found["/mcp"] = {}
     routes = {}
-    for path, told in found.items():
-        asked = told.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    for path, operations in found.items():
+        asked = operations.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
         small = path not in ("/verify", "/seed_session", "/reset", "/step", "/verify_group", "/aggregate_metrics")
         small = small and not (
             path.endswith(tuple(WHOLE)) or (path == "/run" and "program" not in asked.get("properties", {}))

@@ -65,9 +65,9 @@ def show(folder: Path, app: str, how: str, runs: int, variables: Mapping[str, st
 
 def first_step(folder: Path, app: str, variables: Mapping[str, str]) -> Moment:
     output = folder / "letters"
-    told = (f"output={output}", f"rollouts.policy_app={app}", "max_steps=1", "--overwrite")
+    overrides = (f"output={output}", f"rollouts.policy_app={app}", "max_steps=1", "--overwrite")
     # -P as in NG_RUN: commands with other flags do not use its warm process
-    command = [sys.executable, "-P", "-m", "ngym", "train", "letters.yaml", *told]
+    command = [sys.executable, "-P", "-m", "ngym", "train", "letters.yaml", *overrides]
     with (folder / "letters.log").open("w") as log:
         environment = {**os.environ, **variables}
         (output / "metrics.jsonl").unlink(missing_ok=True)

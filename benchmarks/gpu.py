@@ -510,13 +510,13 @@ def drawn_rollouts(spec: Row) -> list[Any]:
 
     draw, made = random.Random(0), []
     prompt, answer = scaled(spec, PROMPT), scaled(spec, ANSWER)
-    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
     for group in range(GROUPS):
         shared = [draw.randrange(1000) for _ in range(prompt)]
         for _ in range(ATTEMPTS):
             ids = shared + [draw.randrange(1000) for _ in range(draw.randrange(answer // 2, answer + 1))]
             said = SampledSegment(ids, [(prompt, len(ids))], sampler=[-7.0] * (len(ids) - prompt))
-            made.append(RolloutSample(segments=(said,), group=str(group), reward=draw.random(), **told))
+            made.append(RolloutSample(segments=(said,), group=str(group), reward=draw.random(), **fields))
     return made
 
 
@@ -562,12 +562,12 @@ def ipc(spec: Row) -> Row:
             shutil.copy(file, Path(name, "model"))
         token = secrets.token_hex(16)
         server, on_gpu = spec["side"], torch.cuda.is_available()
-        told: Row = {"kind": "model", "app": server, "model": "model", "push_token": token, **SERVERS[server]}
+        stanza: Row = {"kind": "model", "app": server, "model": "model", "push_token": token, **SERVERS[server]}
         transport = "ipc" if on_gpu or server == "models/transformers" else "http"
-        if on_gpu and "engine" in told:
-            told["engine"] = {**told["engine"], "weight_transfer_config": {"backend": "ipc"}}
+        if on_gpu and "engine" in stanza:
+            stanza["engine"] = {**stanza["engine"], "weight_transfer_config": {"backend": "ipc"}}
         config = Path(name, "services.yaml")
-        config.write_text(json.dumps({"policy": told}))
+        config.write_text(json.dumps({"policy": stanza}))
         with ngym.run(config, progress=False) as services:
             pusher, pushes = Pusher(services.urls["policy"], token, transport=transport), []
             for _ in range(WARM + MEASURED):

@@ -183,8 +183,8 @@ def collected(side: Side, chain: Chain, folder: Path, repeats: int, in_flight: i
     seconds = time.monotonic() - began
     rewards = [json.loads(line)["reward"] for line in out.read_text().splitlines()] if out.exists() else []
     if len(rewards) != TASKS * repeats or set(rewards) != {1.0}:
-        told = (done.stdout + done.stderr)[-3000:]
-        sys.exit(f"{side.name}, {chain.name}: {len(rewards)} rollouts, rewards {sorted(set(rewards))}\n{told}")
+        output = (done.stdout + done.stderr)[-3000:]
+        sys.exit(f"{side.name}, {chain.name}: {len(rewards)} rollouts, rewards {sorted(set(rewards))}\n{output}")
     calls, first, last = meter[:]
     return Took(len(rewards) * (calls - 1) / calls / (last - first), seconds)
 
@@ -263,8 +263,8 @@ def main() -> None:
                 idle = [(memory_mb(side.pid), cpu_share(side.pid)) for side in sides]
                 measure(options, folder, sides, meter)
     for side, seconds, (megabytes, share) in zip(sides, ready_s, idle, strict=True):
-        told = f"{megabytes:,.0f} MB and {share:.1%} of a core when idle"
-        print(f"{side.name}: ready after {seconds:.1f} s (to the second), {told}")
+        usage = f"{megabytes:,.0f} MB and {share:.1%} of a core when idle"
+        print(f"{side.name}: ready after {seconds:.1f} s (to the second), {usage}")
     serving.terminate()
 
 

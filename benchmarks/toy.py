@@ -88,10 +88,10 @@ def main() -> None:
 def ours(options: argparse.Namespace, seed: int) -> Iterator[Moment]:
     output = options.folder / "letters"
     shutil.rmtree(output, ignore_errors=True)
-    told = (f"output={output}", f"seed={seed}", f"max_steps={options.steps}", f"optimizer.lr={LR}")
+    overrides = (f"output={output}", f"seed={seed}", f"max_steps={options.steps}", f"optimizer.lr={LR}")
     sampled = (f"rollouts.tasks_per_step={TASKS}", f"rollouts.group_size={GROUP}")
     length = f"rollouts.max_output_tokens={options.tokens}"
-    command = [sys.executable, "-m", "ngym", "train", "letters.yaml", *told, *sampled, length]
+    command = [sys.executable, "-m", "ngym", "train", "letters.yaml", *overrides, *sampled, length]
     with (options.folder / "letters.log").open("w") as log:
         yield from watched(subprocess.Popen(command, stdout=log, stderr=log), output / "metrics.jsonl")
 

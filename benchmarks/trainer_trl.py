@@ -125,11 +125,11 @@ def grpo(spec: dict[str, Any], way: dict[str, Any], model: Any, tokenizer: Any) 
     def rewards(completions: list[str], reward: list[float], **_: Any) -> list[float]:
         return reward
 
-    told = common(spec, way)
+    settings = common(spec, way)
     options = trl.GRPOConfig(
-        **told,
+        **settings,
         num_generations=size,
-        steps_per_generation=told["gradient_accumulation_steps"],
+        steps_per_generation=settings["gradient_accumulation_steps"],
         beta=0.0,
         epsilon=0.2,
         loss_type="dapo",

@@ -123,9 +123,9 @@ def viewer(file: Path, cache: Path) -> Iterator[Viewer]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
+        facts = json.loads(process.stdout.readline())
         try:
-            yield Viewer(told["address"].rstrip("/"), began, psutil.Process(process.pid))
+            yield Viewer(facts["address"].rstrip("/"), began, psutil.Process(process.pid))
         finally:
             process.send_signal(signal.SIGINT)
 

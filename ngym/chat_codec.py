@@ -166,7 +166,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._start = 0  # of the ids that are decoded again
-        self._told = 0  # the text up to here was returned
+        self._returned = 0  # the text up to here was returned
 
     def take(self, ids: Iterable[int]) -> str:
         """The text of these further ids."""
@@ -178,13 +178,13 @@ class Detokenizer:
         return self._more(final=True)
 
     def _more(self, *, final: bool) -> str:
-        if self._told == len(self._ids):
+        if self._returned == len(self._ids):
             return ""
-        before = self._decoded(self._ids[self._start : self._told])
+        before = self._decoded(self._ids[self._start : self._returned])
         text = self._decoded(self._ids[self._start :])
         if len(text) <= len(before) or (text.endswith(UNFINISHED) and not final):
             return ""
-        self._start, self._told = self._told, len(self._ids)
+        self._start, self._returned = self._returned, len(self._ids)
         return text[len(before) :]
 
     def _decoded(self, ids: list[int]) -> str:
@@ -458,11 +458,11 @@ class _Answer:
             message["tool_calls"] = self._calls
         if not self._calls and message["content"] is None:
             message["content"] = ""
-        choice = {"index": 0, "message": message | self._tokens(), **self._finish(), **self._told(logprobs)}
+        choice = {"index": 0, "message": message | self._tokens(), **self._finish(), **self._new_logprobs(logprobs)}
         return {"object": "chat.completion", **self._head, "choices": [choice], "usage": self._usage(), **self._ng()}
 
     def chunk(self, delta: Json, logprobs: bool) -> Json:
-        choice = {"index": 0, "delta": delta, "finish_reason": None, **self._told(logprobs)}
+        choice = {"index": 0, "delta": delta, "finish_reason": None, **self._new_logprobs(logprobs)}
         return {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
 
     def last_chunks(self, logprobs: bool) -> Iterator[Json]:
@@ -484,7 +484,7 @@ class _Answer:
     def _ng(self) -> Json:
         return {"ng": {"policy_version": self._versions}} if self._ids else {}
 
-    def _told(self, wanted: bool) -> Json:
+    def _new_logprobs(self, wanted: bool) -> Json:
         """The logprobs of the tokens since the last call, if the client requested them."""
         if not wanted:
             return {"logprobs": None}

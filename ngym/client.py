@@ -70,8 +70,8 @@ async def tunnel(
         transport.write(f"CONNECT {target} HTTP/1.1\r\nhost: {target}\r\n{_authorization(proxy)}\r\n".encode("latin-1"))
         status = await opening.status
         if status.split(b" ")[1:2] != [b"200"]:
-            told = status.decode("latin-1")
-            raise ConnectionRefusedError(f"the proxy {proxy.hostname} did not connect to {target}: {told}")
+            line = status.decode("latin-1")
+            raise ConnectionRefusedError(f"the proxy {proxy.hostname} did not connect to {target}: {line}")
         inner = await loop.start_tls(transport, protocol, tls, server_hostname=server_name)
     except BaseException:
         transport.abort()

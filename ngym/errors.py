@@ -245,8 +245,8 @@ class Boundary:
         elif isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
             # sys.exit() in an author's function must not end the service
             where = source_location(error) if self._places else ""
-            told = f"{self._what}: {type(error).__name__}: {error}{where}"
-            raise ServiceError(told, failure=self._failure, retryable=self._retryable) from error
+            detail = f"{self._what}: {type(error).__name__}: {error}{where}"
+            raise ServiceError(detail, failure=self._failure, retryable=self._retryable) from error
 
 
 def source_location(error: BaseException) -> str:

@@ -77,17 +77,17 @@ def refusal(
         return _stranger(service, reply, method, url, path)
     problem = _problem(reply)
     ours = bool(problem.get("service"))
-    told = words(problem)
+    reason = words(problem)
     says = bool(problem.get("error") or problem.get("message"))
     detail = (
         problem.get("detail")
-        or (told.message if says else reply.body[:300].decode("utf-8", "replace"))
+        or (reason.message if says else reply.body[:300].decode("utf-8", "replace"))
         or "no reason given"
     )
     if not isinstance(detail, str):
         detail = orjson.dumps(detail)[:300].decode()
     failure = problem["failure"] if isinstance(problem.get("failure"), str) else None
-    if path == SAMPLING and not ours and is_context_overflow(reply.status, told.code, detail):
+    if path == SAMPLING and not ours and is_context_overflow(reply.status, reason.code, detail):
         failure = "context_length"
     match problem.get("upstream"):
         case {"service": str(), "status": int() | None} as first:

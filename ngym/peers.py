@@ -133,8 +133,8 @@ class PeerSession:
             session=InSession(self.id, self._tells, shows),
         )
         self._tells = self._tells or reply.headers.get(SESSION_HEADER) == self.id
-        if (told := reply.headers.get(REPEATABLE_HEADER, "")).isdecimal():
-            self._repeatable_s = float(told)
+        if (seconds := reply.headers.get(REPEATABLE_HEADER, "")).isdecimal():
+            self._repeatable_s = float(seconds)
         if reply.cookies:
             self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
         return reply
@@ -255,16 +255,16 @@ class Peer:
                     again = again or idempotent or time.monotonic() - began < repeatable_s
                 elif idempotent and reply.status in MAYBE_PROCESSED:
                     again = answered.retryable
-                told, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
-                too_late = told is not None and self._pause(url, affinity, told) > ends - time.monotonic()
-                if not again or too_late or attempt >= len(pauses) or not (told or budget.retry()):
+                retry_s, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
+                too_late = retry_s is not None and self._pause(url, affinity, retry_s) > ends - time.monotonic()
+                if not again or too_late or attempt >= len(pauses) or not (retry_s or budget.retry()):
                     try:
                         raise answered
                     finally:
                         # An error that a variable of its own traceback refers to keeps the bodies of request and
                         # answer alive until a full garbage collection.
                         del answered
-                pause = self._pause(url, affinity, waited(told) if told else spread(pauses[attempt]))
+                pause = self._pause(url, affinity, waited(retry_s) if retry_s else spread(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))
 
@@ -331,14 +331,14 @@ def servers_in(body: bytes) -> list[Json]:
     Raises:
         ValueError: the answer is not that of a head.
     """
-    told = orjson.loads(body)
-    if not (isinstance(told, list) and all(map(_is_server, told))):
+    document = orjson.loads(body)
+    if not (isinstance(document, list) and all(map(_is_server, document))):
         raise ValueError("it is not a list of services")
-    return told
+    return document
 
 
-def _is_server(told: Any) -> bool:
-    match told:
+def _is_server(record: Any) -> bool:
+    match record:
         case {"name": str(), "kind": str(), "url": str()} | {"name": str(), "kind": str(), "urls": [str(), *_]}:
             return True
     return False
@@ -434,9 +434,9 @@ class Peers:
 
     async def servers(self) -> list[Json]:
         """The head's records of its services; empty if no head answers."""
-        return await self.told_servers() or []
+        return await self.fetch_servers() or []
 
-    async def told_servers(self) -> list[Json] | None:
+    async def fetch_servers(self) -> list[Json] | None:
         """As `servers`, but None if no answer came."""
         if self.head_url is None:
             return []

@@ -296,13 +296,13 @@ def _copy(reply: HTTPResponse, file: BinaryIO, url: str) -> None:
 
 
 def _refused(status: int, url: str) -> str:
-    told = f"{url}: HTTP {status}"
+    message = f"{url}: HTTP {status}"
     if status in (401, 403):
         page = url.partition("/resolve/")[0]
-        return f"{told}: gated, private or missing. Accept its terms at {page}, and set HF_TOKEN to your token"
+        return f"{message}: gated, private or missing. Accept its terms at {page}, and set HF_TOKEN to your token"
     if status == 404:
-        return f"{told}: no such file at this revision; choose another with --revision"
-    return f"{told}; try again later, it continues where it stopped"
+        return f"{message}: no such file at this revision; choose another with --revision"
+    return f"{message}; try again later, it continues where it stopped"
 
 
 HELD_OUT = 10  # one in 10 rows is for validation, if the set does not define a split

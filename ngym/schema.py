@@ -131,17 +131,17 @@ CUT_TURNS: frozenset[str] = frozenset({"context", "length"})
 """Stop and finish reasons of turns that a limit ended, so that the policy did not say the end of its turn."""
 
 
-def stop_reason(told: StopReason, finish_reasons: Sequence[FinishReason]) -> StopReason:
-    """Why a rollout ended. told: the agent's reason; the agent may not know that its last turn was cut off."""
+def stop_reason(reported: StopReason, finish_reasons: Sequence[FinishReason]) -> StopReason:
+    """Why a rollout ended. reported: the agent's reason; the agent may not know that its last turn was cut off."""
     last = finish_reasons[-1] if finish_reasons else None
-    if told != "max_steps" and (last == "length" or last == "context"):
+    if reported != "max_steps" and (last == "length" or last == "context"):
         return last
-    return told
+    return reported
 
 
-def is_cut_off(told: str | None, finish_reasons: Iterable[str]) -> bool:
+def is_cut_off(reported: str | None, finish_reasons: Iterable[str]) -> bool:
     """Whether a limit ended a rollout with this stop reason, or one of its turns."""
-    return told in CUT_OFF or any(reason in CUT_TURNS for reason in finish_reasons)
+    return reported in CUT_OFF or any(reason in CUT_TURNS for reason in finish_reasons)
 
 
 def is_pending(row: Json) -> bool:

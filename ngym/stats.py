@@ -442,8 +442,8 @@ class Subsets:
 
     def metrics(self) -> dict[str, float]:
         """Metrics named `easy/pass@4/reward`, as in NeMo Gym."""
-        told = ((value, scores.metrics()) for value, scores in sorted(self.scores.items()))
-        return {f"{value}/{name}": number for value, metrics in told for name, number in metrics.items()}
+        by_value = ((value, scores.metrics()) for value, scores in sorted(self.scores.items()))
+        return {f"{value}/{name}": number for value, metrics in by_value for name, number in metrics.items()}
 
 
 def parts_of(row: Json) -> Iterator[tuple[str, float]]:

@@ -338,10 +338,10 @@ async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
             await session.request("/session", None, method="DELETE")
         except ServiceError as error:
             mistakes.append(f"{tool['name']}: {error.detail}")
-    told = "gold cases call all" if offered else "none"
+    summary = "gold cases call all" if offered else "none"
     if tools:
-        told = f"{len(tools)} that no gold case calls, tried with made-up arguments"
-    return Finding("tools", told, mistakes)
+        summary = f"{len(tools)} that no gold case calls, tried with made-up arguments"
+    return Finding("tools", summary, mistakes)
 
 
 def _sample(schema: Json) -> Any:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .online.services import Services
     from .reporting.metrics import Metrics
 
-TOLD = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # recorded on the span of a step
+TRACED = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # recorded on the span of a step
 # These compare the policy with its sampler. Only the first update reports them: later the two differ by design.
 BEFORE_TRAINING = frozenset({"token_mult_prob_error", "mismatch_kl"})
 Say = Callable[[str], None]
@@ -87,7 +87,7 @@ def train(
             values = _values(batch, taken, guard.skipped, time.monotonic() - began)
             values |= engine.scaling() | engine.peak_memory()
             span.set("ngym.step", number)
-            for name in TOLD:
+            for name in TRACED:
                 span.set(f"ngym.{name}", values.get(name))
         report(number, {**batch.values, **values})
 

@@ -407,13 +407,13 @@ def _planned(
         folders.add(parent)
         runs.append(SweepRun(combination, recipe.output, as_yaml(recipe, tree)))
     if mistakes:
-        raise ConfigError("\n".join(_told(line, names, len(wanted)) for line, names in mistakes.items()))
+        raise ConfigError("\n".join(_with_run_names(line, names, len(wanted)) for line, names in mistakes.items()))
     if len(folders) > 1:
         raise UsageError("output depends on a key that is swept; name one folder for the sweep: output=runs/sweep")
     return folders.pop(), runs
 
 
-def _told(line: str, names: Sequence[str], of: int) -> str:
+def _with_run_names(line: str, names: Sequence[str], of: int) -> str:
     if len(names) == of:
         return line
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -88,8 +88,8 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, ove
         resumable(recipe.output, text)
     sizes = of_live(recipe, read_launch()) if recipe.live else []
     if as_json:
-        told = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
-        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        plan = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
+        print(orjson.dumps(plan, option=orjson.OPT_INDENT_2).decode())
         return
     print(text, end="")
     for line in sizes:
@@ -350,9 +350,9 @@ def _services(recipe: Recipe) -> Services:
 
 
 def _draw(metrics: Metrics, image: Path) -> None:
-    from ngym.plot.figure import Line, Panel, as_text, told, write_picture
+    from ngym.plot.figure import Line, Panel, as_text, default_series, write_picture
 
-    shown = told(metrics.history)
+    shown = default_series(metrics.history)
     if shown:
         _say(as_text(shown))
         write_picture([Panel("", [Line(series) for series in shown])], image)

@@ -47,7 +47,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
             state = await _post(rollout, "/step", {**rollout.row, "response": turn})
             if by_steps:
                 total += _reward(state)
-                output += [{"type": "function_call_output", **told} for told in _info(state).get("tool_outputs") or []]
+                output += [{"type": "function_call_output", **item} for item in _info(state).get("tool_outputs") or []]
             if not state["terminated"] and (state["truncated"] or rollout.turns >= options.max_steps):
                 stopped = "max_steps"
         if stopped != "answer" or state["terminated"]:

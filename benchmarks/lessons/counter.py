@@ -27,8 +27,8 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 def steps(question: str) -> list[int]:
     if repeated := re.search(r"Add (-?\d+) to it (\d+) times", question):
         return [int(repeated[1])] * int(repeated[2])
-    told = re.findall(r"(puts in|takes out) (\d+)", question)
-    return [int(amount) if way == "puts in" else -int(amount) for way, amount in told]
+    changes = re.findall(r"(puts in|takes out) (\d+)", question)
+    return [int(amount) if way == "puts in" else -int(amount) for way, amount in changes]
 
 
 def shown(row: Json, changes: list[int], rng: random.Random) -> list[Json]:

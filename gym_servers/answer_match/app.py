@@ -98,8 +98,8 @@ async def verify(task: VerifyRequest, options: MatchOptions) -> dict[str, Any]:
     if checked.kind != "ok":
         return shaped(checked.failure(), task.response, options.shaping)
     reward, found = checked.value
-    told = {"reward": reward, "extracted_answer": found, "expected": values["expected"], "compared_by": rule.compare}
-    return shaped(told, task.response, options.shaping)
+    fields = {"reward": reward, "extracted_answer": found, "expected": values["expected"], "compared_by": rule.compare}
+    return shaped(fields, task.response, options.shaping)
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:

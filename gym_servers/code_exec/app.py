@@ -230,9 +230,9 @@ async def of_tests(sandbox: Sandbox, code: str, tests: Tests, limits: Limits) ->
     result = await sandbox.run(TEST_HARNESS, stdin=json.dumps(request), limits=limits)
     if result.verdict == "infra_error":
         return Score(0, result.detail, result.tier, infra=True)
-    told = [line.partition(" ")[2] for line in result.answer.splitlines() if line.startswith(f"{nonce} ")]
-    passed = told == ["passed"]
-    return Score(int(passed), None if passed else told[0] if told else _why(0, None, result), result.tier)
+    reports = [line.partition(" ")[2] for line in result.answer.splitlines() if line.startswith(f"{nonce} ")]
+    passed = reports == ["passed"]
+    return Score(int(passed), None if passed else reports[0] if reports else _why(0, None, result), result.tier)
 
 
 def _returned(answer: dict[str, Any] | None, expected: Any, tolerance: float) -> bool:

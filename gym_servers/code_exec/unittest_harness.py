@@ -24,10 +24,10 @@ def main() -> None:
             exec(compiled(forms), module.__dict__)  # noqa: S102  (in the sandbox)
         candidate = module.__dict__[request["entry_point"]]
         exec(compile(request["test"], "test.py", "exec"), module.__dict__)  # noqa: S102
-        told = tested(module, candidate)
+        report = tested(module, candidate)
     except BaseException as error:  # noqa: BLE001  (SystemExit too)
-        told = f"{type(error).__name__}: {error}"
-    os.write(ANSWER_FD, f"{nonce} {' '.join(told.split())[:300]}\n".encode())
+        report = f"{type(error).__name__}: {error}"
+    os.write(ANSWER_FD, f"{nonce} {' '.join(report.split())[:300]}\n".encode())
 
 
 def compiled(forms: list[str]) -> Any:

@@ -20,7 +20,7 @@ from ngym.services.gym.step_server import Step, step_server, turns_of
 
 MAX_CHARS = 10_000
 MAX_NUMBERS = 256  # of an observation; a larger one is a picture
-TOLD = 3  # invalid answers in an episode that are only reported; each further one plays at random
+REFUSALS = 3  # invalid answers in an episode that are only reported; each further one plays at random
 HOW = "Say your action alone in the last line, or in \\boxed{}."
 
 
@@ -149,7 +149,7 @@ class Episode:
         self.env = made(task, options)
         self.env.action_space.seed(task.seed)  # for random play
         self.left = options.max_turns
-        self.told = 0
+        self.refused = 0
         self.total = 0.0
         self.over = False
         observation, _ = self.env.reset(seed=task.seed)
@@ -175,9 +175,9 @@ class Episode:
         try:
             action = action_in(self.env.action_space, text)
         except NoAction as error:
-            self.told += 1
-            if self.told <= TOLD:
-                return Step(f"No action: {error}. Nothing has changed ({self.told} of {TOLD}).\n\n{self.shown}")
+            self.refused += 1
+            if self.refused <= REFUSALS:
+                return Step(f"No action: {error}. Nothing has changed ({self.refused} of {REFUSALS}).\n\n{self.shown}")
             return self.play(self.env.action_space.sample(), f"No action: {error}. A random one was played.\n")
         return self.play(action)
 

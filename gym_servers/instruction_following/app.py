@@ -60,8 +60,8 @@ class FollowingTask(VerifyRequest):
             try:
                 CHECKS[name]("", **given)
             except ValidationError as error:
-                told = error.errors()[0]
-                raise ValueError(f"{name}: {'.'.join(map(str, told['loc']))}: {told['msg']}") from None
+                problem = error.errors()[0]
+                raise ValueError(f"{name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
         return self
 
 
@@ -72,8 +72,8 @@ async def verify(task: FollowingTask, options: FollowingOptions) -> dict[str, An
     scores = {reading: score(found, task.grading_mode) for reading, found in checked.value.items()}
     paid = weighted(scores, {reading: float(reading == options.reading) for reading in scores})
     outcome = "followed" if scores[options.reading] == 1.0 else "not_followed"
-    told = {f"followed_{reading}": found for reading, found in checked.value.items()}
-    return shaped({**paid, **told, "outcome": outcome}, task.response, options.shaping)
+    fields = {f"followed_{reading}": found for reading, found in checked.value.items()}
+    return shaped({**paid, **fields, "outcome": outcome}, task.response, options.shaping)
 
 
 def score(found: list[bool], mode: str) -> float:

@@ -220,8 +220,12 @@ async def by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Pe
         value = form.verdicts[verdict.value]
         flipped = form.flip and str(field(item if isinstance(item, dict) else {}, form.flip)) == form.flip_if
         worth.append(1 - value if flipped else value)
-    told = {"reward": sum(worth) / len(worth), "verdicts": [verdict.value for verdict in verdicts], "outcome": "judged"}
-    return shaped(told, task.response, options.shaping)
+    fields = {
+        "reward": sum(worth) / len(worth),
+        "verdicts": [verdict.value for verdict in verdicts],
+        "outcome": "judged",
+    }
+    return shaped(fields, task.response, options.shaping)
 
 
 def prompt_of(asked: Any) -> str:

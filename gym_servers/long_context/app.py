@@ -79,9 +79,9 @@ class Document:
             f"{rng.choice(WHO)} {rng.choice(DID)} {rng.choice(WHAT)} {rng.choice(WHEN)}."
             for _ in range(SENTENCES_A_PAGE)
         ]
-        told = self._placed.get(page, [])
-        places = sorted(rng.randrange(len(sentences) + 1) for _ in told)
-        for place, fact in reversed(list(zip(places, told, strict=True))):
+        facts = self._placed.get(page, [])
+        places = sorted(rng.randrange(len(sentences) + 1) for _ in facts)
+        for place, fact in reversed(list(zip(places, facts, strict=True))):
             sentences.insert(place, fact)
         return f"Page {page} of {self.spec.pages}. {' '.join(sentences)}"
 
@@ -109,22 +109,22 @@ class Document:
 def needle(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
     gates = rng.sample([f"{colour} {thing}" for colour in COLOURS for thing in THINGS], facts)
     codes = [str(code) for code in rng.sample(range(10_000, 100_000), facts)]
-    told = [f"The code of the {gate} is {code}." for gate, code in zip(gates, codes, strict=True)]
+    sentences = [f"The code of the {gate} is {code}." for gate, code in zip(gates, codes, strict=True)]
     asked = rng.randrange(facts)
-    return f"What is the code of the {gates[asked]}?", codes[asked], told
+    return f"What is the code of the {gates[asked]}?", codes[asked], sentences
 
 
 def variables(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
     names = rng.sample([f"{a}{b}{n}" for a in "BCDFGHKM" for b in "PQRSTVWX" for n in range(10)], facts)
     values = [str(value) for value in rng.sample(range(10_000, 100_000), 2)]
     chains: tuple[list[str], list[str]] = ([], [])
-    told = []
+    sentences = []
     for place, name in enumerate(names):
         side = place % 2 if place < 2 else rng.randrange(2)
         source = rng.choice(chains[side]) if chains[side] else ""
-        told.append(f"Variable {name} is set to {f'the value of variable {source}' if source else values[side]}.")
+        sentences.append(f"Variable {name} is set to {f'the value of variable {source}' if source else values[side]}.")
         chains[side].append(name)
-    return f"Which variables have the value {values[0]}? Name all of them.", ", ".join(chains[0]), told
+    return f"Which variables have the value {values[0]}? Name all of them.", ", ".join(chains[0]), sentences
 
 
 def counting(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
@@ -144,10 +144,10 @@ def state(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
     rooms = [rng.choice(ROOMS)]
     while len(rooms) < facts:
         rooms.append(rng.choice([room for room in ROOMS if room != rooms[-1]]))
-    told = [f"The {rng.choice(('key', 'key', 'lamp'))} was brought to the {room}." for room in rooms]
-    told[-2] = f"The key was brought to the {rooms[-2]}."
-    keys = [room for room, fact in zip(rooms, told, strict=True) if fact.startswith("The key")]
-    return "In which room is the key at the end?", keys[-1], told
+    sentences = [f"The {rng.choice(('key', 'key', 'lamp'))} was brought to the {room}." for room in rooms]
+    sentences[-2] = f"The key was brought to the {rooms[-2]}."
+    keys = [room for room, fact in zip(rooms, sentences, strict=True) if fact.startswith("The key")]
+    return "In which room is the key at the end?", keys[-1], sentences
 
 
 def named(text: str) -> frozenset[str]:

@@ -144,12 +144,14 @@ class Episode:
         try:
             result = await send()
         except RuntimeError as error:  # the client's form of a server error, with its code in the text
-            told = str(error)
-            if "(code: VALIDATION_ERROR)" in told:
+            message = str(error)
+            if "(code: VALIDATION_ERROR)" in message:
                 raise Refused("The environment does not accept this action.") from error
-            if "(code: CAPACITY_REACHED)" in told:
-                raise Overloaded(f"{told}; lower `episodes` in the stanza, or raise the server's own limit") from error
-            raise ServiceError(f"{what} failed: {told}", failure="tool_error") from error
+            if "(code: CAPACITY_REACHED)" in message:
+                raise Overloaded(
+                    f"{message}; lower `episodes` in the stanza, or raise the server's own limit"
+                ) from error
+            raise ServiceError(f"{what} failed: {message}", failure="tool_error") from error
         except Exception as error:
             reason = f"{type(error).__name__} {error}".strip()
             raise ServiceError(f"{what} failed: {reason}", failure="tool_error", retryable=True) from error
@@ -159,8 +161,8 @@ class Episode:
     def _same_connection(self, what: str) -> None:
         """Fail if the client has reconnected by itself, because it is then in a new episode."""
         if self._client._ws is not self._connection:
-            told = f"{what} failed: the connection was lost or closed, and the episode with it"
-            raise ServiceError(told, failure="tool_error", retryable=True)
+            message = f"{what} failed: the connection was lost or closed, and the episode with it"
+            raise ServiceError(message, failure="tool_error", retryable=True)
 
 
 def shown(observation: Json) -> str:
@@ -241,10 +243,10 @@ async def called(name: str, arguments: Json, session: Session) -> str:
     except Refused as problem:
         return str(problem)
     if error := observation.get("error"):
-        told = error.get("message", "the tool failed")
+        message = error.get("message", "the tool failed")
         if error.get("error_type") in NOT_THE_TOOLS:
-            raise ServiceError(f"{name} failed: {told}", failure="tool_error", retryable=True)
-        return f"Error: {told}"
+            raise ServiceError(f"{name} failed: {message}", failure="tool_error", retryable=True)
+        return f"Error: {message}"
     result = observation.get("result")
     said = result["data"] if isinstance(result, dict) and result.get("data") is not None else result
     return said if isinstance(said, str) else orjson.dumps(said).decode()

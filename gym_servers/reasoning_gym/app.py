@@ -67,10 +67,10 @@ class Task(VerifyRequest):
 async def verify(task: Task, options: Options) -> dict[str, Any]:
     answer = answer_in(task.text)
     if answer is None:
-        return {**told("wrong", 0.0, "no answer was found", options), "extracted_answer": None}
+        return {**outcome_fields("wrong", 0.0, "no answer was found", options), "extracted_answer": None}
     checked = await scored(task, answer, options)
     if checked.kind == "ok":
-        return {**told(**checked.value, options=options), "extracted_answer": answer}
+        return {**outcome_fields(**checked.value, options=options), "extracted_answer": answer}
     failure = checked.failure()
     if not checked.infra:  # the answer's fault, unless the task cannot be generated in time
         plain = await scored(task, PLAIN_ANSWER, options)
@@ -86,7 +86,7 @@ async def scored(task: Task, answer: str, options: Options) -> WorkerOutcome:
     return await pool.run(*row, answer, task.entry, deadline_s=options.deadline_s)
 
 
-def told(outcome: str, score: float | None, reason: str | None, options: Options) -> dict[str, Any]:
+def outcome_fields(outcome: str, score: float | None, reason: str | None, options: Options) -> dict[str, Any]:
     """The response for a verdict of the checker. An `infra_error` is a fault of the row or the library."""
     correct = outcome == "correct" if outcome in ("correct", "wrong") else None
     reward = None if correct is None else score if options.reward == "score" else float(correct)

@@ -33,8 +33,8 @@ class Task(VerifyRequest):
 def _reason(error: ToolError | ValidationError) -> str:
     if isinstance(error, ToolError):
         return error.detail
-    told = error.errors()[0]
-    return f"{'.'.join(map(str, told['loc']))}: {told['msg']}"
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
 
 
 def as_tool(name: str, action: type[Action]) -> Callable[..., Any]:

@@ -204,7 +204,12 @@ def _mark_cut_off(completion: Json, request: Json) -> None:
     limits = [request[name] for name in ("max_completion_tokens", "max_tokens") if request.get(name) is not None]
     sampled = (completion.get("usage") or {}).get("completion_tokens")
     for choice in completion["choices"]:
-        if choice.get("finish_reason") in ("tool_calls", None) and limits and sampled is not None and sampled >= min(limits):
+        if (
+            choice.get("finish_reason") in ("tool_calls", None)
+            and limits
+            and sampled is not None
+            and sampled >= min(limits)
+        ):
             choice["finish_reason"] = "length"
 
 

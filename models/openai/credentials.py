@@ -111,8 +111,8 @@ async def _entra() -> AsyncIterator[Callable[[], Awaitable[str]]]:
                 provided_token: str = await provided()
                 return provided_token
             except ClientAuthenticationError as error:
-                told = " ".join(str(error.message).split())[:300]
-                raise UpstreamError(f"azure.entra: no token from azure-identity: {told}", failure="config") from None
+                message = " ".join(str(error.message).split())[:300]
+                raise UpstreamError(f"azure.entra: no token from azure-identity: {message}", failure="config") from None
 
         yield token
 

@@ -125,13 +125,13 @@ class Engine:
             "logprob_start_len": -1,
             "stream": sampling.streamed,
         }
-        told = 0
+        returned = 0
         finish = None
         pushes = self._pushes
         async with aclosing(self._answers(body, sampling.streamed)) as answers:
             async for answer in answers:
                 try:
-                    sampled, told = self._sampled(answer, told)
+                    sampled, returned = self._sampled(answer, returned)
                 except NONSENSE as error:
                     detail = f"{self._url}/generate answered without valid tokens"
                     raise UpstreamError(detail, failure="model_error") from error
@@ -180,11 +180,11 @@ class Engine:
             async for event in events:
                 yield event
 
-    def _sampled(self, answer: Json, told: int) -> tuple[Sampled, int]:
+    def _sampled(self, answer: Json, returned: int) -> tuple[Sampled, int]:
         """The new tokens of an answer, and the count so far. SGLang sends all tokens again, or only the new ones."""
         meta = answer["meta_info"]
         entries, count = meta["output_token_logprobs"], meta["completion_tokens"]
-        new = entries[told:] if len(entries) == count else entries
+        new = entries[returned:] if len(entries) == count else entries
         finish = _finish(meta.get("finish_reason"), self._url)
         version = _version(meta.get("weight_version", self.version))
         ids, logprobs = (
@@ -201,8 +201,8 @@ def _finish(reason: Json | None, url: str) -> Any:
         case {"type": "stop" | "length" as kind}:
             return kind
         case _:
-            told = reason.get("message") or reason["type"]
-            raise UpstreamError(f"{url}/generate stopped: {told}", failure="model_error", retryable=True)
+            message = reason.get("message") or reason["type"]
+            raise UpstreamError(f"{url}/generate stopped: {message}", failure="model_error", retryable=True)
 
 
 def _parameters(sampling: Sampling) -> Json:
@@ -338,8 +338,8 @@ class Weights:
             async with self._one_at_a_time:
                 await engine.ask()
         transports = ["disk", *(["filesystem"] if self._root else [])] if self._token else []
-        told = {"policy_version": engine.version, "transport": transports}
-        return JsonResponse(told | {"updating": self._one_at_a_time.locked(), "asleep": sorted(engine.asleep)})
+        state = {"policy_version": engine.version, "transport": transports}
+        return JsonResponse(state | {"updating": self._one_at_a_time.locked(), "asleep": sorted(engine.asleep)})
 
     async def update(self, request: Request) -> Response:
         """Load a checkpoint, or begin a push. SGLang first finishes answers in flight, then drops its prefix cache."""
@@ -556,8 +556,8 @@ def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())[:300]
-        raise ConfigError(f"service {context.name!r}: tokenizer {name!r} cannot be loaded: {told}") from None
+        message = " ".join(str(error).split())[:300]
+        raise ConfigError(f"service {context.name!r}: tokenizer {name!r} cannot be loaded: {message}") from None
     if tokenizer.chat_template is None:
         raise ConfigError(f"service {context.name!r}: tokenizer {name!r} has no chat template")
     return tokenizer

@@ -130,8 +130,8 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
 
 
 def _not_loaded(service: str, model: str, error: Exception) -> str:
-    told = " ".join(str(error).split())[:300].rstrip(".")
-    return f"service {service!r}: model {model!r} cannot be loaded: {told}"
+    message = " ".join(str(error).split())[:300].rstrip(".")
+    return f"service {service!r}: model {model!r} cannot be loaded: {message}"
 
 
 def _add_push(context: ServiceContext, engine: Engine, options: Options) -> None:
@@ -207,8 +207,8 @@ async def classify(request: Request) -> Response:
     label = state.classifier.labels.get(max(range(len(logits)), key=logits.__getitem__))
     scored = {"index": 0, "label": label, "probs": values, "num_classes": len(values)}
     usage = {"prompt_tokens": len(ids), "total_tokens": len(ids), "completion_tokens": 0}
-    told = {"id": f"classify-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
-    return JsonResponse({**told, "model": state.served, "data": [scored], "usage": usage})
+    head = {"id": f"classify-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
+    return JsonResponse({**head, "model": state.served, "data": [scored], "usage": usage})
 
 
 def _probabilities(logits: list[float]) -> list[float]:

@@ -88,7 +88,7 @@ class Row:
         return self.sampling.top_k > 0 or self.sampling.top_p < 1 or self.sampling.min_p > 0
 
     @property
-    def is_told_each_token(self) -> bool:
+    def needs_each_token(self) -> bool:
         """Whether the caller needs each token at once: a stop string may end the answer."""
         return self.sampling.streamed or bool(self.sampling.stop)
 

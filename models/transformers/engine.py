@@ -246,8 +246,8 @@ class Engine:
             raise ServiceError("this server is asleep; wake it first", status=409)
         known = self._model.get_input_embeddings().num_embeddings
         if len(prompt) > self.context or max(prompt) >= known:
-            told = f"at most {self.context:,} ids below {known:,}"
-            raise BadRequest(f"field 'prompt_token_ids': this model takes {told}")
+            bounds = f"at most {self.context:,} ids below {known:,}"
+            raise BadRequest(f"field 'prompt_token_ids': this model takes {bounds}")
         proof: PromptLogprobs = await self._run(partial(self._prove, prompt))
         return proof
 
@@ -385,7 +385,7 @@ class Engine:
         ids.append(token)
         logprobs.append(logprob)
         finish: Finish | None = "stop" if token in row.stops else "length" if len(row.ids) == row.limit else None
-        if finish or row.is_told_each_token:
+        if finish or row.needs_each_token:
             self._tell(row, finish)
         return finish is not None
 

@@ -38,7 +38,7 @@ class Transfer:
         self.connection: str | None = None
 
     @property
-    def told(self) -> Json:
+    def connection_info(self) -> Json:
         """What a trainer must know before it begins."""
         return {"connection": self.connection, "workers": 1}
 

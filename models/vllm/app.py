@@ -51,7 +51,7 @@ async def serve(context: ServiceContext) -> None:
         await asyncio.to_thread(check_hub, model, context.name)
     node = options.node
     prepare_environment(local=awaited or model.local, address=node.address if node else None)
-    _die_at_once_when_told()
+    _die_on_stop_signals()
     if node is not None and node.rank > 0:
         from .engine import compute
 
@@ -89,7 +89,7 @@ async def serve(context: ServiceContext) -> None:
         watch.result()
 
 
-def _die_at_once_when_told() -> None:
+def _die_on_stop_signals() -> None:
     """Use the default signal handlers, because imports block the event loop. The child processes end with us."""
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:

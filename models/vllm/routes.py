@@ -134,13 +134,13 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
 def while_alive(route: Route) -> Route:
     """The route, but a dead engine is a retryable error, because the server restarts with its engine."""
 
-    async def told(request: Request) -> Response:
+    async def guarded(request: Request) -> Response:
         try:
             return await route(request)
         except EngineDeadError:
             raise NotReady("vLLM's engine process died; the server restarts") from None
 
-    return told
+    return guarded
 
 
 # Token ids
@@ -252,5 +252,5 @@ def _checked(answer: Any) -> Json:
     """The answer as JSON. Raises vLLM's error as ours."""
     if isinstance(answer, ErrorResponse):
         raise refusal(answer.error)
-    told: Json = answer.model_dump(mode="json", exclude_none=True)
-    return told
+    document: Json = answer.model_dump(mode="json", exclude_none=True)
+    return document

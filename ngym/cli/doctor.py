@@ -119,12 +119,12 @@ def _gpu() -> Finding:
         return Finding("GPU", "missing", "no nvidia-smi; everything runs on a CPU, with small models")
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=GPU_S, check=False)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=GPU_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("GPU", "wrong", f"{program}: {error}")
-    if told.returncode:
-        return Finding("GPU", "wrong", " ".join((told.stderr or told.stdout).split())[:200])
-    return Finding("GPU", "right", "; ".join(told.stdout.strip().splitlines()))
+    if result.returncode:
+        return Finding("GPU", "wrong", " ".join((result.stderr or result.stdout).split())[:200])
+    return Finding("GPU", "right", "; ".join(result.stdout.strip().splitlines()))
 
 
 def _engine(has_gpu: bool) -> list[Finding]:
@@ -154,15 +154,15 @@ def _torch_for_gpu(installed: str) -> Finding:
     """torch on a machine with a GPU. installed: its version."""
     command = [sys.executable, "-P", "-c", "import torch; print(torch.version.cuda, torch.cuda.is_available())"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_S, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("torch", "wrong", f"{installed}: {error}")
-    cuda, _, usable = told.stdout.strip().partition(" ")
+    cuda, _, usable = result.stdout.strip().partition(" ")
     if usable == "True":
         return Finding("torch", "right", f"{installed} with CUDA {cuda}")
     if cuda == "None":
         return Finding("torch", "missing", f"{installed} without CUDA; {FOR_GPU}")
-    reason = " ".join(told.stderr.split())[-300:] or f"it is built for CUDA {cuda}"
+    reason = " ".join(result.stderr.split())[-300:] or f"it is built for CUDA {cuda}"
     return Finding("torch", "wrong", f"{installed} cannot use the GPU: {reason}")
 
 

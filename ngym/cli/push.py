@@ -62,11 +62,11 @@ def main(
         for name, file in upload.files.items():
             click.echo(f"{name}  {file.stat().st_size:,} bytes", err=True)
         click.echo(f"would upload to the {upload.kind} {repository}; nothing was uploaded", err=True)
-    told: dict[str, Any] = {"kind": upload.kind, "repository": repository, "files": [*upload.files, CARD]}
+    summary: dict[str, Any] = {"kind": upload.kind, "repository": repository, "files": [*upload.files, CARD]}
     if not dry_run:
         done = commit_upload(upload, repository, private, branch, hub, hub_token)
         url = f"{hub.rstrip('/')}/{'datasets/' if upload.kind == 'dataset' else ''}{repository}"
-        told |= {"url": url, "commit": done.oid}
+        summary |= {"url": url, "commit": done.oid}
         click.echo(f"uploaded {len(upload.files) + 1} files to {url}, commit {done.oid[:12]}", err=as_json)
     if as_json:
-        click.echo(orjson.dumps(told))
+        click.echo(orjson.dumps(summary))

@@ -182,14 +182,14 @@ async def _run(
 
 
 async def _serve(supervisor: Supervisor, show: Display) -> None:
-    from ngym.supervise.status_display import told
+    from ngym.supervise.status_display import status_line
 
     async with supervisor:
         seconds = supervisor.ready_after_s or 0.0
         text = f"ready in {seconds:.1f} s; status: {supervisor.head_url}; Ctrl-C stops everything"
         for state in supervisor.states:
             if state.status in ("failed", "not ready") and not state.external:
-                text += f"\n{told(state)}"
+                text += f"\n{status_line(state)}"
         if supervisor.run_token:
             text += (
                 "\nlocked: callers send the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"

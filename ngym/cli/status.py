@@ -81,8 +81,8 @@ def _failures(server: dict[str, Any]) -> str:
     bad = {status: count for status, count in measured.get("statuses", {}).items() if status >= "400"}
     if not bad and not measured.get("errors"):
         return ""
-    told = [f"{name} {count}" for counts in (measured["errors"], bad) for name, count in counts.items()]
-    return f"  {server['name']}: {', '.join(told)} ({measured['errors_per_s']:.1f}/s)"
+    counts_shown = [f"{name} {count}" for counts in (measured["errors"], bad) for name, count in counts.items()]
+    return f"  {server['name']}: {', '.join(counts_shown)} ({measured['errors_per_s']:.1f}/s)"
 
 
 def _latency(seconds: float | None) -> str:

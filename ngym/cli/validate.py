@@ -168,5 +168,5 @@ async def _check(config: Config, stanza: Stanza, launcher: ZygoteClient, known: 
     if code == EXIT_CONFIG:
         return text.splitlines()
     lines = text.splitlines()[-SHOWN_LINES:]
-    told = [f"{stanza.where}: the app of {stanza.name!r} cannot be loaded:", *(f"  | {line}" for line in lines)]
-    return ["\n".join(told)]
+    report = [f"{stanza.where}: the app of {stanza.name!r} cannot be loaded:", *(f"  | {line}" for line in lines)]
+    return ["\n".join(report)]

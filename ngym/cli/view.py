@@ -110,8 +110,8 @@ def _tell(shown: OpenedRuns, entrance: Door, as_json: bool) -> None:
     if as_json:
         import orjson
 
-        told = {"url": entrance.url, "address": entrance.address, "token": entrance.token, "runs": shown.as_json()}
-        click.echo(orjson.dumps(told))
+        summary = {"url": entrance.url, "address": entrance.address, "token": entrance.token, "runs": shown.as_json()}
+        click.echo(orjson.dumps(summary))
         return
     for run in shown.rollouts.values():
         click.echo(f"{run.id:<4} {run.path}")

@@ -319,12 +319,12 @@ class CollectionFiles:
             return  # a new run: the file belongs to another run
         try:
             before = orjson.loads(self.paths.aggregates.read_bytes())
-            told = {each["agent_ref"]["name"]: each["ng"] for each in before}
+            metrics = {each["agent_ref"]["name"]: each["ng"] for each in before}
         except (OSError, ValueError, TypeError, KeyError):
             return  # the file does not exist, or has another format
         for name, tally in self.aggregates.by_agent.items():
-            if tally.own is None and told.get(name, {}).get("rollouts") == tally.rollouts:
-                tally.own = told[name].get("environment")
+            if tally.own is None and metrics.get(name, {}).get("rollouts") == tally.rollouts:
+                tally.own = metrics[name].get("environment")
 
     async def flush(self) -> None:
         """Write all pending rows to the disk; no row can be kept afterwards."""

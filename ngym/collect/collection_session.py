@@ -183,13 +183,13 @@ class CollectionSession:
 
     async def _consume(self, run: RolloutScheduler, plan: AsyncIterator[PlannedRollout], show: ProgressDisplay) -> None:
         """Consume all outcomes; shows the first failure of each class at once."""
-        told: set[str] = set()
+        reported: set[str] = set()
         async with aclosing(run.outcomes(plan)) as outcomes:
             async for outcome in outcomes:
                 self.outcomes += 1
-                if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in told:
+                if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in reported:
                     failure = outcome.failure
-                    told.add(failure["class"])
+                    reported.add(failure["class"])
                     show.say(
                         f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {failure['message']}"
                     )

@@ -70,7 +70,7 @@ class CaptureClient:
         if self._given is not None or self._peers.head_url is None:
             return
         self._models = None
-        servers = await self._peers.told_servers()
+        servers = await self._peers.fetch_servers()
         if servers is None:
             return  # `complete` asks again
         stanzas = await self._config()
@@ -188,7 +188,7 @@ Outcome = Rollout | FailedAttempt
 
 def tell(span: tracing.Span, attempt: Attempt, outcome: Outcome) -> None:
     """Record the outcome of an attempt in its tracing span."""
-    if not span.is_told:
+    if not span.is_recording:
         return
     span.set("gen_ai.agent.name", attempt.planned.agent)
     span.set("ngym.run.id", attempt.run_id)
@@ -306,31 +306,31 @@ def _declared_failure(agent: str, answer: Json) -> ServiceError:
 
 def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Json:
     """The agent's `ng` with all missing fields."""
-    told: Json = row["ng"]
-    segments = told.get("segments") or _segments(response["output"])
-    finish_reasons = told.get("finish_reasons") or []
-    stop: StopReason = told.get("stop_reason") or ("length" if response.get("status") == "incomplete" else "answer")
+    trace: Json = row["ng"]
+    segments = trace.get("segments") or _segments(response["output"])
+    finish_reasons = trace.get("finish_reasons") or []
+    stop: StopReason = trace.get("stop_reason") or ("length" if response.get("status") == "incomplete" else "answer")
     stop = stop_reason(stop, finish_reasons)
-    status: Status = told.get("status") or ("truncated" if is_cut_off(stop, finish_reasons) else "ok")
-    timings = told["timings"]
+    status: Status = trace.get("status") or ("truncated" if is_cut_off(stop, finish_reasons) else "ok")
+    timings = trace["timings"]
     total_s = timings.get("total_s")
     output = response["output"]
     return {
-        **told,
+        **trace,
         "schema_version": SCHEMA_VERSION,
         "run_id": attempt.run_id,
         "task_id": attempt.planned.key.task_id,
         "rollout_id": attempt.rollout_id,
         "attempt": attempt.number,
         "status": "unscored" if row["reward"] is None else status,
-        "policy_version": told.get("policy_version") or versions_in(segments),
+        "policy_version": trace.get("policy_version") or versions_in(segments),
         "segments": segments,
-        "reward_components": told.get("reward_components") or row.get("reward_components") or {},
+        "reward_components": trace.get("reward_components") or row.get("reward_components") or {},
         "stop_reason": stop,
-        "turns": told["turns"] if "turns" in told else _turns(output),
+        "turns": trace["turns"] if "turns" in trace else _turns(output),
         "finish_reasons": finish_reasons,
-        "tool_calls": told["tool_calls"] if "tool_calls" in told else _count(output, "function_call"),
-        "tool_errors": told.get("tool_errors"),
+        "tool_calls": trace["tool_calls"] if "tool_calls" in trace else _count(output, "function_call"),
+        "tool_errors": trace.get("tool_errors"),
         # time outside the agent's work on the rollout: its queue, the network, the collector
         "timings": {
             "total_s": round(elapsed_s, 4),

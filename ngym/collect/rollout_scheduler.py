@@ -114,7 +114,7 @@ class Window:
                     timer.cancel()
         self.in_flight += 1
 
-    def told(self, waiting: int) -> None:
+    def record_queue(self, waiting: int) -> None:
         """Record the agent's queue length, which a finished rollout reports."""
         if waiting >= ENOUGH:
             self._opens_at = self._loop.time() + BELIEVED_S
@@ -223,7 +223,7 @@ class Outages:
                 continue
             if reply.status != 503:
                 return None  # also a 404: NeMo Gym's services have no /ready
-            reason = f"{service} is not ready at {url}: {_told(reply.body)}"
+            reason = f"{service} is not ready at {url}: {_reason(reply.body)}"
         return reason
 
     async def _restarts_now(self) -> dict[str, int]:
@@ -231,7 +231,7 @@ class Outages:
         return {server["name"]: server.get("restarts", 0) for server in await self._peers.servers()}
 
 
-def _told(body: bytes) -> str:
+def _reason(body: bytes) -> str:
     try:
         return str(orjson.loads(body)["reason"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -455,7 +455,7 @@ class RolloutScheduler:
             reply = await peer.request("POST", "/run", body, headers=self._headers, timeout=limits.timeout_s)
             waiting = reply.headers.get(WAITING_HEADER, "")
             if waiting.isdecimal() and len(waiting) < 10:
-                self._window(planned.agent).told(int(waiting))
+                self._window(planned.agent).record_queue(int(waiting))
             answer = json_of(reply, planned.agent, "/run")
             await self._pickup.complete(planned.agent, rollout_id, answer, began)
             with Boundary("agent_error", f"{planned.agent} answered /run with an invalid record"):

@@ -150,11 +150,11 @@ def load_file(file: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, ImportError):
-            told = (
+            message = (
                 missing_extra(error, _service(file))
                 or f"{error}; install its dependencies (its README names the extra)"
             )
-            raise ConfigError(f"{file}: {told}") from error
+            raise ConfigError(f"{file}: {message}") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
         if isinstance(error, AUTHORS) and not isinstance(error, NgymError):

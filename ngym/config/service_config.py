@@ -347,8 +347,8 @@ def tracing_from_environment() -> Destination | None:
 
 def tracing_of(shown: Mapping[str, Any]) -> Destination | None:
     """The destination of spans in the config that a head shows; else that of the environment."""
-    told = (shown.get(SETTINGS_KEY) or {}).get("tracing")
-    return TracingSettings(**told).destination() if told and _has_otel() else tracing_from_environment()
+    tracing = (shown.get(SETTINGS_KEY) or {}).get("tracing")
+    return TracingSettings(**tracing).destination() if tracing and _has_otel() else tracing_from_environment()
 
 
 def _has_otel() -> bool:

@@ -224,8 +224,8 @@ def head_of(message: Json) -> Json:
 
 def finish_of(message: Json) -> Json:
     """finish_reason, and as in vLLM the stop string that was met."""
-    told: Json = {"finish_reason": _FINISH.get(message.get("stop_reason") or "", "stop")}
-    return told | ({"stop_reason": message["stop_sequence"]} if message.get("stop_sequence") else {})
+    finish: Json = {"finish_reason": _FINISH.get(message.get("stop_reason") or "", "stop")}
+    return finish | ({"stop_reason": message["stop_sequence"]} if message.get("stop_sequence") else {})
 
 
 def _call(block: Json) -> Json:
@@ -258,8 +258,8 @@ class MessageChunks:
                 yield from self._stop(self._blocks.pop(event["index"]))
             case "message_delta":
                 self._message |= event["delta"]
-                told = {name: value for name, value in event["usage"].items() if value is not None}
-                self._message["usage"] = {**self._message["usage"], **told}
+                usage = {name: value for name, value in event["usage"].items() if value is not None}
+                self._message["usage"] = {**self._message["usage"], **usage}
             case "message_stop":
                 last = self._chunk({})
                 last["choices"][0] |= finish_of(self._message)

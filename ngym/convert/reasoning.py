@@ -304,8 +304,8 @@ class ChunkReader:
         for block in delta.get("thinking_blocks") or ():
             yield from self._block(block)
         if delta.get("content"):
-            told = self._splitter.take(delta["content"]) if self._splitter else (SplitText("text", delta["content"]),)
-            yield from self._told(told)
+            pieces = self._splitter.take(delta["content"]) if self._splitter else (SplitText("text", delta["content"]),)
+            yield from self._parsed(pieces)
         if delta.get("refusal"):
             yield from self._end_text()
             yield ReasoningPiece("refusal", delta["refusal"])
@@ -336,7 +336,7 @@ class ChunkReader:
             yield from self._end_thought({"signature": block["signature"]} if block.get("signature") else {})
         self._signed = True
 
-    def _told(self, pieces: Any) -> Iterator[ReasoningPiece]:
+    def _parsed(self, pieces: Any) -> Iterator[ReasoningPiece]:
         for kind, text in pieces:
             match kind:
                 case "think":
@@ -379,7 +379,7 @@ class ChunkReader:
 
     def _end_text(self) -> Iterator[ReasoningPiece]:
         if self._splitter:
-            yield from self._told(self._splitter.end())
+            yield from self._parsed(self._splitter.end())
         yield from self._end_thought({})
 
 

@@ -191,8 +191,8 @@ class OpenItem:
         """End the item."""
         if self.item["type"] == "function_call":
             self.settle()
-            told = {"name": self.item["name"], "arguments": self.item["arguments"]}
-            yield "response.function_call_arguments.done", {**self._at, **told}
+            fields = {"name": self.item["name"], "arguments": self.item["arguments"]}
+            yield "response.function_call_arguments.done", {**self._at, **fields}
         elif self.item["content"]:
             yield from self._part_done()
         yield "response.output_item.done", {"output_index": self.place, "item": self.item}
@@ -201,10 +201,10 @@ class OpenItem:
         self.settle()
         self._said = []
         part = self.item["content"][-1]
-        told = {_field(part): part[_field(part)]}
+        fields = {_field(part): part[_field(part)]}
         if part["type"] == "output_text":
-            told["logprobs"] = part["logprobs"]
-        yield f"response.{part['type']}.done", {**self._here(), **told}
+            fields["logprobs"] = part["logprobs"]
+        yield f"response.{part['type']}.done", {**self._here(), **fields}
         yield "response.content_part.done", {**self._here(), "part": part}
 
     def _here(self) -> Json:
@@ -230,7 +230,7 @@ class ChunkStream:
         self._model = model
         self._include_usage = include_usage
         self._head: Json | None = None
-        self._told: dict[int, set[str]] = {}
+        self._streamed: dict[int, set[str]] = {}
         self._calls: dict[int, int] = {}
         self._reasoned = False
         self._ended = False
@@ -273,50 +273,50 @@ class ChunkStream:
         place, text = event["output_index"], event["delta"]
         if not text:
             return
-        told = self._told.setdefault(place, set())
+        streamed = self._streamed.setdefault(place, set())
         if "summary_index" in event:
-            told.add("summary")
-        elif field == "reasoning_content" and "summary" in told:
+            streamed.add("summary")
+        elif field == "reasoning_content" and "summary" in streamed:
             return  # the same reasoning twice: a Chat Completion has only one text for it
-        if field == "reasoning_content" and field not in told:
+        if field == "reasoning_content" and field not in streamed:
             text = BETWEEN + text if self._reasoned else text
             self._reasoned = True
-        told.add(field)
+        streamed.add(field)
         logprobs = {"content": event["logprobs"], "refusal": None} if event.get("logprobs") else None
         yield self._chunk({field: text}, logprobs=logprobs)
 
     def _call(self, item: Json, place: int) -> Json:
         index = self._calls[place] = len(self._calls)
-        self._told[place] = set()
+        self._streamed[place] = set()
         function = {"name": item["name"], "arguments": ""}
         return self._chunk(
             {"tool_calls": [{"index": index, "id": item["call_id"], "type": "function", "function": function}]}
         )
 
     def _arguments(self, place: int, text: str) -> Json:
-        self._told[place].add("arguments")
+        self._streamed[place].add("arguments")
         return self._chunk({"tool_calls": [{"index": self._calls[place], "function": {"arguments": text}}]})
 
     def _rest(self, item: Json, place: int) -> Iterator[Json]:
         """The chunks of the item's content that came without deltas."""
-        told = set(self._told.get(place, ()))
+        streamed = set(self._streamed.get(place, ()))
         match item["type"]:
             case "function_call":
                 if place not in self._calls:
                     yield self._call(item, place)
-                if item["arguments"] and "arguments" not in told:
+                if item["arguments"] and "arguments" not in streamed:
                     yield self._arguments(place, item["arguments"])
             case "message":
                 for part in item["content"]:
                     field = "refusal" if part["type"] == "refusal" else "content"
                     text = part["refusal" if field == "refusal" else "text"]
-                    if text and field not in told:
+                    if text and field not in streamed:
                         yield from self._said(
                             {"output_index": place, "delta": text, "logprobs": part.get("logprobs")}, field
                         )
             case "reasoning":
                 block = block_from_reasoning(item)
-                if block.get("thinking") and "reasoning_content" not in told:
+                if block.get("thinking") and "reasoning_content" not in streamed:
                     yield from self._said({"output_index": place, "delta": block["thinking"]}, "reasoning_content")
                 if item.get("encrypted_content"):
                     yield self._chunk({"thinking_blocks": [block]})

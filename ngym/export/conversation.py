@@ -130,8 +130,8 @@ def conversation(params: Json, response: Json, *, reasoning: bool) -> Conversati
         Unsayable: no prompt, no text of the policy, or an item without a Chat form.
     """
     # the Response echoes what an agent or a gym server added (a system prompt, its own tools)
-    told = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
-    asked = _chat({**told, "input": params.get("input")}, "responses_create_params.input")
+    given = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
+    asked = _chat({**given, "input": params.get("input")}, "responses_create_params.input")
     output = response.get("output")
     if not isinstance(output, list):
         raise Unsayable("response.output is not a list of items")

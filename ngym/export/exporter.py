@@ -70,12 +70,12 @@ def _lines(tally: ExportCounts, options: Options) -> Iterator[tuple[str, str, st
     yield "rollouts", f"{tally.read:,}", f"{tally.tasks:,} tasks with usable ones"
     for reason in Reason:
         if tally.dropped[reason]:
-            yield "left out", f"{tally.dropped[reason]:,}", _told(reason, options)
+            yield "left out", f"{tally.dropped[reason]:,}", _reason_text(reason, options)
     yield "kept", f"{tally.kept:,}", _kept(tally, options)
 
 
-def _told(reason: Reason, options: Options) -> str:
-    return f"{reason.told}, {options.threshold:g}" if reason is Reason.LOW else reason.told
+def _reason_text(reason: Reason, options: Options) -> str:
+    return f"{reason.text}, {options.threshold:g}" if reason is Reason.LOW else reason.text
 
 
 def _kept(tally: ExportCounts, options: Options) -> str:

@@ -95,11 +95,11 @@ class Reason(Enum):
     LIMIT = "limit"
 
     @property
-    def told(self) -> str:
-        return _TOLD[self]
+    def text(self) -> str:
+        return _REASON_TEXTS[self]
 
 
-_TOLD = {
+_REASON_TEXTS = {
     Reason.FAILED: "failed attempts",
     Reason.UNSCORED: "not scored (reward null)",
     Reason.TORN: "a torn last line: the writer of the file was stopped",

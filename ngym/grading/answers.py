@@ -95,7 +95,7 @@ _THIN_SPACE = re.compile(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))")
 _ONLY_NUMBERS = re.compile(r"[\s*_]*[-+]?[0-9][0-9.]*(?:\s*[,;/|]\s+[-+]?[0-9.]+)+[\s.*_]*")
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,20}>")
 _BOXED_LIST = re.compile(r"[0-9]\s*(?:[,;|&]|\\(?:quad\b|[ &])|\\text\s*\{\s*(?:or|and|to)\s*\})|[0-9]\s+$")
-_TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
+_STATED = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
 _WORD = re.compile(r"\S+")
 _COMMAND = re.compile(r"\S*\\[A-Za-z]\S*")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
@@ -301,8 +301,8 @@ def formula(text: str) -> str | None:
     phrase = phrased(text)
     if phrase is not None:
         sentence = re.split(r"[.;!](?:\s|$)", phrase, maxsplit=1)[0].strip(" *_`")
-        told = _TOLD.search(sentence)
-        return (told[1] if told else _delimited(phrase) or sentence) or None
+        match = _STATED.search(sentence)
+        return (match[1] if match else _delimited(phrase) or sentence) or None
     last = _delimited(text[-WINDOW:])
     if last is not None:
         return last

@@ -63,8 +63,8 @@ def conversation(params: Mapping[str, Any], response: Mapping[str, Any]) -> Json
     Raises:
         BadRequest: the rollout has no Chat form, or parts other than text.
     """
-    told = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
-    asked = chat_request(check_create_params({**told, "input": params.get("input")}))
+    given = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
+    asked = chat_request(check_create_params({**given, "input": params.get("input")}))
     said = chat_request(check_create_params({"input": response.get("output") or []}))["messages"]
     answer = [_neutral(message) for message in said]
     last = max((index for index, message in enumerate(answer) if message["role"] == "assistant"), default=-1)

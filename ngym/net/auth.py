@@ -134,8 +134,8 @@ class TokenAuth:
         bearer, key = shown[b"authorization"], shown[b"x-api-key"]
         if len(bearer) > 1 or len(key) > 1:
             return False
-        told = [value.removeprefix(b"Bearer ") for value in bearer if value.startswith(b"Bearer ")] + key
-        found = [hmac.compare_digest(_digest(one), digest) for one in told for digest in self._digests]
+        tokens = [value.removeprefix(b"Bearer ") for value in bearer if value.startswith(b"Bearer ")] + key
+        found = [hmac.compare_digest(_digest(one), digest) for one in tokens for digest in self._digests]
         return any(found)
 
     def accepts_document(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:

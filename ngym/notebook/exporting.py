@@ -34,7 +34,7 @@ class Exported(FileRows):
     @property
     def dropped(self) -> dict[str, int]:
         """The number of dropped rollouts by reason."""
-        return {reason.told: count for reason, count in self.tally.dropped.items() if count}
+        return {reason.text: count for reason, count in self.tally.dropped.items() if count}
 
     def to_dataset(self) -> datasets.Dataset:
         """For TRL and others: `SFTTrainer(train_dataset=exported.to_dataset(), ...)`."""

@@ -152,7 +152,7 @@ def slim(row: Json) -> Json:
         **dict(parts_of(row)),
     }
     for name, value in row.items():
-        if not isinstance(value, dict | list) and not _is_told(name):
+        if not isinstance(value, dict | list) and not _is_elsewhere(name):
             record[_column_name(name)] = value
     return record
 
@@ -161,7 +161,9 @@ def full(row: Json) -> Json:
     """The record of `slim` with all other fields, lists and objects unchanged."""
     record = slim(row)
     lists = {
-        _column_name(name): each for name, each in row.items() if isinstance(each, dict | list) and not _is_told(name)
+        _column_name(name): each
+        for name, each in row.items()
+        if isinstance(each, dict | list) and not _is_elsewhere(name)
     }
     return {**record, **lists, **{name: row.get(name) for name in sorted(NESTED)}}
 
@@ -186,7 +188,7 @@ def _column_name(name: str) -> str:
     return name if name not in KINDS else f"row.{name}"
 
 
-def _is_told(name: str) -> bool:
+def _is_elsewhere(name: str) -> bool:
     return name.startswith("_ng_") or name in ELSEWHERE or name in NESTED
 
 

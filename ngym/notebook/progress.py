@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 from ngym.collect.progress_display import ProgressSnapshot
 from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
 from ngym.supervise.service import ReplicaState
-from ngym.supervise.status_display import Board, told
+from ngym.supervise.status_display import Board, status_line
 
 PLAIN_EVERY_S = 5.0
 CELL = Size(100, 20)
@@ -142,7 +142,7 @@ class Watch:
         """Record a new state of a service. After startup, only problems are printed."""
         changed = self._board.event(state)
         if not self._starts and changed and state.status in ("restarting", "failed", "not ready"):
-            self.say(told(state))
+            self.say(status_line(state))
 
     def say(self, text: str) -> None:
         self._said.append(text)

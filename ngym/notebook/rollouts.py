@@ -113,12 +113,12 @@ class Rollouts(Sequence[Json]):
         return iter(self._stored.rows) if self._places is None else (self._stored.rows[place] for place in self._places)
 
     def __repr__(self) -> str:
-        return f"<{self._told()}>"
+        return f"<{self._headline()}>"
 
     def _repr_html_(self) -> str:
         shown = [slim(row) for row in self[:SHOWN_ROWS]]
         more = f"; the first {len(shown)}:" if len(self) > len(shown) else ""
-        return table(FEW, [[record[name] for name in FEW] for record in shown], self._told() + more)
+        return table(FEW, [[record[name] for name in FEW] for record in shown], self._headline() + more)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -238,7 +238,7 @@ class Rollouts(Sequence[Json]):
     def _table(self, everything: bool) -> Table:
         return Table(map(full if everything else slim, self), KINDS)
 
-    def _told(self) -> str:
+    def _headline(self) -> str:
         where = f"; {', '.join(map(str, self.paths))}" if self.paths else ""
         if "facts" not in self._stored.__dict__ and len(self._stored.rows) > READ_TO_SHOW:
             return f"{len(self):,} rollouts{where}"

@@ -142,7 +142,7 @@ def curves(runs: Sequence[PlottedRun], patterns: Sequence[str], by: Axis, smooth
     return found
 
 
-def told(entries: Iterable[Mapping[str, float]]) -> list[Series]:
+def default_series(entries: Iterable[Mapping[str, float]]) -> list[Series]:
     """The most relevant series of one run, from its log entries."""
     history = History.of(entries)
     found = [(name, history.series(name)) for name in telling(history.names)]

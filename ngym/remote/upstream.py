@@ -340,8 +340,8 @@ class Upstream:
         if not isinstance(parsed, dict):
             detail = "answered with no JSON object; check the end of base_url (often /v1)"
             raise self._site(path).nonsense(detail)
-        if not parsed.keys() & ANSWERS and (told := problem_in_stream(self._site(path), parsed)) is not None:
-            raise told  # gateways send the error of their provider with a 200
+        if not parsed.keys() & ANSWERS and (failure := problem_in_stream(self._site(path), parsed)) is not None:
+            raise failure  # gateways send the error of their provider with a 200
         used = Used()
         used.take(parsed)
         self.caps.add(used)
@@ -397,8 +397,8 @@ class Upstream:
         event = orjson.loads(data)
         if not isinstance(event, dict):
             raise site.broke_off("an event that is not a JSON object")
-        if (told := problem_in_stream(site, event)) is not None:
-            raise told
+        if (failure := problem_in_stream(site, event)) is not None:
+            raise failure
         used.take(event)
         return event
 
@@ -477,18 +477,18 @@ class Upstream:
             raise site.nonsense(f"cannot be used: {error}") from None
         return site.cannot_be_reached(error)
 
-    async def _pause(self, attempt: int, told: ServiceError, once: bool) -> None:
+    async def _pause(self, attempt: int, failure: ServiceError, once: bool) -> None:
         """Wait before the next attempt. Raises the problem if no retry is left or it would not help."""
-        if attempt > self._options.max_retries or not self._again(told, once):
-            raise told
-        if not _refused(told):
+        if attempt > self._options.max_retries or not self._again(failure, once):
+            raise failure
+        if not _refused(failure):
             await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
 
-    def _again(self, told: ServiceError, once: bool) -> bool:
+    def _again(self, failure: ServiceError, once: bool) -> bool:
         """Whether to retry. A refusal for the rate slows down all callers instead of using the retry budget."""
-        if once and not (_refused(told) or isinstance(told, Unreachable)):
+        if once and not (_refused(failure) or isinstance(failure, Unreachable)):
             return False
-        return told.retryable and (_refused(told) or self.budget.retry())
+        return failure.retryable and (_refused(failure) or self.budget.retry())
 
 
 def _problem(turn: Turn, site: Site, status: int, headers: Mapping[str, str], body: bytes) -> ServiceError:
@@ -497,14 +497,14 @@ def _problem(turn: Turn, site: Site, status: int, headers: Mapping[str, str], bo
         place = shorten(headers.get("location") or "no place", MOST_PLACE)
         detail = f"{site.url} answered {status}, a redirect to {place}: set base_url to where it leads"
         return UpstreamError(detail, failure="model_error", upstream=site.peer(status), retryable=False)
-    told = problem(site, status, body)
-    if status in REFUSED_FOR_RATE and told.retryable:
+    failure = problem(site, status, body)
+    if status in REFUSED_FOR_RATE and failure.retryable:
         turn.refused(wait_s(headers))
-    return told
+    return failure
 
 
-def _refused(told: ServiceError) -> bool:
-    return bool(told.upstream and told.upstream["status"] in REFUSED_FOR_RATE)
+def _refused(failure: ServiceError) -> bool:
+    return bool(failure.upstream and failure.upstream["status"] in REFUSED_FOR_RATE)
 
 
 class UpstreamMetrics(Collector):

@@ -121,7 +121,7 @@ def _run(
     request: local_guest.GuestRequest, how: local_guest.Confinement, fds: list[int], control: socket.socket, proc: int
 ) -> End:
     began = time.monotonic()
-    told, status = os.pipe()
+    reader, status = os.pipe()
     pid = os.fork()
     if pid == 0:
         local_guest.run(request, how, fds, status)
@@ -131,8 +131,8 @@ def _run(
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, ended, used = os.wait4(pid, 0)
-    detail = os.read(told, 1000)
-    os.close(told)
+    detail = os.read(reader, 1000)
+    os.close(reader)
     if detail != b"ok" and cause == "exit":
         cause = "unconfined"
     return End(

@@ -267,11 +267,11 @@ def _app(supervisor: SupervisedRun) -> Starlette:
     async def show_status(request: Request) -> Response:
         records = servers(supervisor.states)
         measured = await looks.now(records)
-        told = [{**record, "metrics": measured.get(record["name"])} for record in records]
-        for record in told:
+        shown = [{**record, "metrics": measured.get(record["name"])} for record in records]
+        for record in shown:
             record["labels"] = [state.label for state in supervisor.states if state.name == record["name"]]
         running = await metrics_scraper.running(records, supervisor.run_token)
-        return JSONResponse({"head": supervisor.head_url, "servers": told, "running": running})
+        return JSONResponse({"head": supervisor.head_url, "servers": shown, "running": running})
 
     async def show_log(request: Request) -> Response:
         found = supervisor.log_tail(label := request.path_params["label"])
@@ -432,8 +432,8 @@ def _document(is_locked: bool) -> dict[str, Any]:
 
 async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    return JSONResponse(told.problem("the head"), error.status_code, error.headers, "application/problem+json")
+    failure = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    return JSONResponse(failure.problem("the head"), error.status_code, error.headers, "application/problem+json")
 
 
 async def _body(request: Request) -> Any:

@@ -127,8 +127,8 @@ def read(text: str, at: float) -> Scrape:
                     waiting.append(int(value))
                 case "ngym_policy_version":
                     version.append(int(value))
-    told = {"waiting": sum(waiting) if waiting else None, "policy_version": max(version, default=None)}
-    return Scrape(at, scrape.statuses, scrape.buckets, scrape.errors, scrape.tokens, in_flight, **told)
+    facts = {"waiting": sum(waiting) if waiting else None, "policy_version": max(version, default=None)}
+    return Scrape(at, scrape.statuses, scrape.buckets, scrape.errors, scrape.tokens, in_flight, **facts)
 
 
 def together(replicas: Iterable[Scrape]) -> Scrape:
@@ -210,10 +210,10 @@ def targets(states: Sequence[ReplicaState], head_url: str) -> list[dict[str, Any
 
 def _target(url: str, labels: dict[str, str]) -> dict[str, Any]:
     parts = urlsplit(url)
-    told = {"__scheme__": parts.scheme, **labels}
+    all_labels = {"__scheme__": parts.scheme, **labels}
     if path := parts.path.rstrip("/"):
-        told["__metrics_path__"] = f"{path}/metrics"
-    return {"targets": [parts.netloc], "labels": told}
+        all_labels["__metrics_path__"] = f"{path}/metrics"
+    return {"targets": [parts.netloc], "labels": all_labels}
 
 
 def exposition(states: Sequence[ReplicaState]) -> bytes:
@@ -281,8 +281,8 @@ async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeo
         for urls, opener in zip(all_urls, tokens, strict=True)
     ]
     for server, replicas in zip(servers, await asyncio.gather(*asked), strict=True):
-        if told := [scrape for scrape in replicas if scrape is not None]:
-            found[server["name"]] = together(told)
+        if present := [scrape for scrape in replicas if scrape is not None]:
+            found[server["name"]] = together(present)
     return found
 
 
@@ -304,25 +304,25 @@ class Looks:
         self._token = token
         self._before: dict[str, Scrape] | None = None
         self._at = -math.inf
-        self._told: dict[str, dict[str, Any]] = {}
+        self._latest: dict[str, dict[str, Any]] = {}
         self._one_at_a_time = asyncio.Lock()
 
     async def now(self, servers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The numbers of each service that reports them, by name."""
         async with self._one_at_a_time:
             if time.monotonic() - self._at < AGAIN_S:
-                return self._told
+                return self._latest
             if self._before is None:
                 self._before = await scrapes(servers, self._token, TIMEOUT_S)
                 await asyncio.sleep(AGAIN_S)
             now = await scrapes(servers, self._token, TIMEOUT_S)
-            self._told = {
+            self._latest = {
                 name: numbers(self._before[name], found).as_json()
                 for name, found in now.items()
                 if name in self._before
             }
             self._before, self._at = now, time.monotonic()
-            return self._told
+            return self._latest
 
 
 async def running(servers: Sequence[Mapping[str, Any]], token: str | None) -> list[dict[str, Any]]:

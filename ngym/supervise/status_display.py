@@ -26,7 +26,7 @@ BUSY = "cyan"
 States = Callable[[], Iterable[ReplicaState]]
 TICK_S = 0.25
 PLAIN_TICK_S = 10.0
-TOLD = ("restarting", "failed", "not ready", "ready")  # reported after all were ready
+REPORTED = ("restarting", "failed", "not ready", "ready")  # reported after all were ready
 
 GAP, LEAST_WHAT = 2, 6
 
@@ -115,7 +115,7 @@ class Board:
         )
 
 
-def told(state: ReplicaState) -> str:
+def status_line(state: ReplicaState) -> str:
     """`policy: restarting, killed by SIGKILL`."""
     return f"{state.label}: {state.status}" + (f", {state.detail}" if state.detail else "")
 
@@ -280,9 +280,9 @@ class LiveBoard:
         return asyncio.create_task(look_for_ever(states, token, self._board.traffic))
 
     def event(self, state: ReplicaState) -> None:
-        if self._board.event(state) and self._is_up and state.status in TOLD:
+        if self._board.event(state) and self._is_up and state.status in REPORTED:
             now = datetime.now().strftime("%H:%M:%S")
-            self._output.write(lambda: self._screen.say(f"{now}  {told(state)}"))
+            self._output.write(lambda: self._screen.say(f"{now}  {status_line(state)}"))
         if state.status == "failed":
             self._last = self._board.picture
         self.refresh()

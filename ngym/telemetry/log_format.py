@@ -199,8 +199,8 @@ def to_text(line: str) -> str:
     if not line.startswith("{"):
         return line
     try:
-        told = json.loads(line)
-        return "\n".join([told["message"], *filter(None, [told.get("exception")])])
+        entry = json.loads(line)
+        return "\n".join([entry["message"], *filter(None, [entry.get("exception")])])
     except (ValueError, KeyError, TypeError):
         return line
 

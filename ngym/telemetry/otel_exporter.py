@@ -118,7 +118,7 @@ class ExportedSpan(tracing.Span):
         self._span.end()
 
     @property
-    def is_told(self) -> bool:
+    def is_recording(self) -> bool:
         return self._span.is_recording()
 
     def set(self, name: str, value: tracing.Value | None) -> None:

@@ -43,7 +43,7 @@ class Span:
         return None
 
     @property
-    def is_told(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether the span is exported; callers can skip expensive attributes otherwise."""
         return False
 

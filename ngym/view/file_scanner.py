@@ -445,10 +445,10 @@ def serve(asked: BinaryIO, answers: BinaryIO) -> None:
     for line in iter(asked.readline, b""):
         try:
             batch = scan(ScanJob(**orjson.loads(line)))
-            told: Any = batch
+            message: Any = batch
         except OSError as error:
-            told = {"error": error.strerror or str(error)}
-        answers.write(orjson.dumps(told) + b"\n")
+            message = {"error": error.strerror or str(error)}
+        answers.write(orjson.dumps(message) + b"\n")
         answers.flush()
 
 
@@ -519,10 +519,10 @@ class _Helper:
             raise NgymError(
                 f"a process that reads the file ended with code {self._process.wait()}; start ng_view again"
             )
-        told = orjson.loads(line)
-        if "error" in told:
-            raise OSError(told["error"])
-        return ScannedBatch(**told)
+        message = orjson.loads(line)
+        if "error" in message:
+            raise OSError(message["error"])
+        return ScannedBatch(**message)
 
     def __enter__(self) -> Self:
         return self

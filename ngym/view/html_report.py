@@ -127,7 +127,7 @@ def export(
 
     Args:
         rows: rollouts of each run in full. q: only what this filter lets through.
-        tick: told how far it is.
+        tick: receives the progress.
 
     Raises:
         WrongFilter: the filter says nothing. NgymError: a file cannot be read. WriteFailed: the report cannot be written.

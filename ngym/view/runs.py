@@ -55,7 +55,7 @@ class RolloutRun:
         self.rows = RunRows(self.index)
         self.stats = Stats(self.rows)
         self._tokenizer = tokenizer
-        self._told: tuple[int, Json] | None = None  # of a version of the index
+        self._cached: tuple[int, Json] | None = None  # of a version of the index
 
     def tokens(self, seq: int) -> Json:
         """A rollout's tokens. Raises NotFound: there is no such row."""
@@ -74,8 +74,8 @@ class RolloutRun:
         """Its line in the list of runs."""
         extent = self.index.extent()
         growing = self.index.reading_on or _is_growing(self.index.paths.values())
-        if self._told is None or self._told[0] != extent.version:
-            self._told = (extent.version, self._facts(extent))
+        if self._cached is None or self._cached[0] != extent.version:
+            self._cached = (extent.version, self._facts(extent))
         return {
             "id": self.id,
             "name": self.name,
@@ -90,7 +90,7 @@ class RolloutRun:
             "head": _head(self.path) if growing else None,
             "error": self.index.error,
             "note": self.index.note,
-            **self._told[1],
+            **self._cached[1],
         }
 
     def _facts(self, extent: Extent) -> Json:
@@ -157,7 +157,7 @@ class OpenedRuns(NamedTuple):
         return [run.as_json() for run in self.rollouts.values()] + self.training_as_json()
 
     def training_as_json(self) -> list[Json]:
-        return [_told(run) for run in self.training.values()]
+        return [_summary(run) for run in self.training.values()]
 
     def start(self) -> None:
         for run in self.rollouts.values():
@@ -170,7 +170,7 @@ class OpenedRuns(NamedTuple):
             run.index.close()
 
 
-def _told(run: TrainingRun) -> Json:
+def _summary(run: TrainingRun) -> Json:
     try:
         return summary(run)
     except UsageError as error:  # its files are gone; the others are still there

@@ -62,7 +62,7 @@ class Stats:
             return self._kept[key]
         selection = self._rows.selection(q, extent)
         if extent.version < 0:
-            return _told([], {})
+            return _summarized([], {})
         with self._rows.index.reading() as database:
             found = _computed(database, selection)
         if selection.scanned < 1:
@@ -82,10 +82,10 @@ def _computed(database: sqlite3.Connection, selection: Selection) -> Json:
         "GROUP BY part.key ORDER BY part.key",
         selection.parameters,
     )
-    return _told(rows, dict(parts.fetchall()))
+    return _summarized(rows, dict(parts.fetchall()))
 
 
-def _told(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
+def _summarized(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
     whole = Rewards()
     environments: dict[str | None, Environment] = {}
     failures: dict[str, Json] = {}

@@ -49,10 +49,10 @@ def shown(line: bytes, advantage: float | None, tokenizer: Path | None) -> Json:
         except UsageError as error:
             note = str(error)
     try:
-        told = [{"tokens": _tokens(segment, pieces), "advantage": advantage} for segment in segments]
+        decoded = [{"tokens": _tokens(segment, pieces), "advantage": advantage} for segment in segments]
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # a file may say anything
         return {"segments": [], "note": f"the token segments of this row have an unknown format: {error}"}
-    return {"segments": told, "note": note}
+    return {"segments": decoded, "note": note}
 
 
 def tokenizer_file(named: Path | None, output: Path) -> Path | None:

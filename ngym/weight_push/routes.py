@@ -151,7 +151,7 @@ class PushTransfer(Protocol):
     connection: str | None
 
     @property
-    def told(self) -> Json: ...
+    def connection_info(self) -> Json: ...
 
     async def connect(self, init_info: Json) -> str: ...
 
@@ -182,8 +182,8 @@ def check_token(request: Request, token: str | None) -> None:
             "or set push_token: ${oc.env:NAME} in its stanza"
         )
         raise Unauthorized(problem, status=403)
-    told = request.headers.get("authorization", "")
-    if not hmac.compare_digest(told.encode(), f"Bearer {token}".encode()):
+    given = request.headers.get("authorization", "")
+    if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         raise Unauthorized(
             "the weight push needs the header 'Authorization: Bearer TOKEN'; the token is in .ngym/head.json "
             "next to the config of ng_run, or the push_token of this server's stanza"
@@ -282,7 +282,7 @@ class Sleep:
                 engine.asleep = MEMORY  # before it is true, because the caller may hang up meanwhile
                 engine.weights_dropped = body.level == WEIGHTS_DROPPED
                 await engine.release_memory(body.level)
-        return self._told()
+        return self._asleep()
 
     async def wake(self, request: Request) -> Response:
         engine = self._engine
@@ -296,9 +296,9 @@ class Sleep:
             if parts:
                 await engine.restore_memory(parts)  # with the last part, generation resumes
                 engine.asleep -= frozenset(parts)
-        return self._told()
+        return self._asleep()
 
-    def _told(self) -> Response:
+    def _asleep(self) -> Response:
         return JsonResponse({"asleep": sorted(self._engine.asleep)})
 
 
@@ -376,7 +376,7 @@ class WeightPush:
                 "transport": [name for name, there in offered.items() if there and open_],
                 "updating": self._current is not None,
                 "asleep": sorted(self._engine.asleep),
-                **(self._transfer.told if self._transfer else {}),
+                **(self._transfer.connection_info if self._transfer else {}),
             }
         )
 

@@ -127,8 +127,8 @@ def _shared_file(tensors: Mapping[str, Tensor]) -> Lent:
         whole = tensor.detach().contiguous()
         there[place : place + whole.nbytes] = whole.view(-1).view(torch.uint8)
         memory = SharedFile(folder=folder.path.name, offset=place)
-        told = {"shape": tuple(whole.shape), "stride": whole.stride(), "start": 0}
-        found.append(SharedTensor(name=name, dtype=NAMES[whole.dtype], memory=memory, **told))
+        layout = {"shape": tuple(whole.shape), "stride": whole.stride(), "start": 0}
+        found.append(SharedTensor(name=name, dtype=NAMES[whole.dtype], memory=memory, **layout))
     return Lent(found, folder)
 
 

@@ -219,9 +219,9 @@ def _placed(size: int) -> tuple[Path, int]:
                 with (folder / PROMISED).open("wb") as promised:
                     promised.truncate(size)  # sparse; its length reserves the space among the replicas
                 return folder, lock
-    told = " and ".join(f"{_free(place) >> 20} MiB in {place}" for place in places)
+    free = " and ".join(f"{_free(place) >> 20} MiB in {place}" for place in places)
     raise ServiceError(
-        f"a push needs {size >> 20} MiB, but there are only {told}; free some space, or set TMPDIR", status=507
+        f"a push needs {size >> 20} MiB, but there are only {free}; free some space, or set TMPDIR", status=507
     )
 
 

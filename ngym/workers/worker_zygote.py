@@ -57,7 +57,7 @@ def main() -> None:
     try:
         function = _load_warm(spec)
     except BaseException as error:
-        _send(control, {"error": _told(error)})
+        _send(control, {"error": _error_text(error)})
         raise
     gc.collect()
     gc.freeze()  # a collection in a worker would otherwise touch, and so copy, every page shared with us
@@ -149,10 +149,10 @@ def _answer(function: Function, arguments: list[Any]) -> bytes:
     except MemoryError:
         return orjson.dumps({"kind": "memory", "detail": "out of memory"}) + b"\n"
     except BaseException as error:  # noqa: BLE001  (SystemExit too: the caller gets an answer, whatever is raised)
-        return orjson.dumps({"kind": "crash", "detail": _told(error)}) + b"\n"
+        return orjson.dumps({"kind": "crash", "detail": _error_text(error)}) + b"\n"
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"[:MAX_DETAIL]
     return text.encode("utf-8", "backslashreplace").decode()
 

@@ -97,7 +97,8 @@ async def broken_off(request: Json) -> Response:
         return JSONResponse({**head, "choices": [{"index": 0, "message": message, "finish_reason": "abort"}]})
     choice = {"index": 0, "delta": {"role": "assistant", "content": "2 +"}, "finish_reason": "abort"}
     return Response(
-        b"data: " + orjson.dumps({**head, "choices": [choice]}) + b"\n\ndata: [DONE]\n\n", media_type="text/event-stream"
+        b"data: " + orjson.dumps({**head, "choices": [choice]}) + b"\n\ndata: [DONE]\n\n",
+        media_type="text/event-stream",
     )
 
 

@@ -96,11 +96,11 @@ async def test_an_agent_that_has_many_waiting_gets_fewer_but_never_less_than_a_f
             await window.enter()
         for _ in range(FIRST // 2):
             window.leave()
-            window.told(100 * ENOUGH)
+            window.record_queue(100 * ENOUGH)
         assert window.size <= 2 * FIRST - FIRST // 2
         for _ in range(FIRST):
             window.leave()
-            window.told(100 * ENOUGH)
+            window.record_queue(100 * ENOUGH)
     assert window.size == FIRST
 
 

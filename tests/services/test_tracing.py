@@ -225,7 +225,7 @@ def test_without_a_destination_a_span_is_nothing() -> None:
     assert tracing.span("anything") is tracing.OFF
     with tracing.span("anything") as span:
         span.set("a", 1)
-        assert not span.is_told
+        assert not span.is_recording
 
 
 def test_opentelemetry_is_only_imported_where_traces_are_configured() -> None:

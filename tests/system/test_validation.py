@@ -215,8 +215,7 @@ def test_ports_that_a_run_of_the_same_config_holds_are_no_obstacle(tmp_path: Pat
     head, service = (each.getsockname()[1] for each in taken)
     config = tmp_path / "global_config.yaml"
     config.write_text(
-        f"ngym: {{head: {{port: {head}}}}}\n"
-        f"letters: {{kind: gym_server, app: gym_servers/letters, port: {service}}}\n"
+        f"ngym: {{head: {{port: {head}}}}}\nletters: {{kind: gym_server, app: gym_servers/letters, port: {service}}}\n"
     )
     result = CliRunner().invoke(main, ["--config", str(config), "--environment", "letters"])
     for each in taken:

@@ -16,7 +16,18 @@ from click.testing import CliRunner, Result
 
 from ngym.cli.plot import main
 from ngym.errors import UsageError
-from ngym.plot.figure import Line, Panel, as_text, asked, picture, smoothed, telling, together, told, write_picture
+from ngym.plot.figure import (
+    Line,
+    Panel,
+    as_text,
+    asked,
+    default_series,
+    picture,
+    smoothed,
+    telling,
+    together,
+    write_picture,
+)
 from ngym.plot.runs import History, PlottedRun, Series, by_seed, distinct, read_history
 
 PNG = b"\x89PNG"
@@ -108,14 +119,14 @@ def test_rewards_and_evaluations_tell_most_and_losses_where_there_are_none() -> 
     names = ["loss", "reward/mean", "eval/b/greedy", "eval/a/avg@4", "eval/a/avg@4/low", "eval/a/pass@4"]
     assert telling(names) == ["reward/mean", "eval/a/avg@4", "eval/b/greedy"]
     assert telling(["lr", "val/loss", "loss"]) == ["loss", "val/loss"]
-    assert [series.name for series in told(steps(3))] == ["reward/mean"]
+    assert [series.name for series in default_series(steps(3))] == ["reward/mean"]
 
 
 def test_the_share_of_unscored_rollouts_is_drawn_only_where_there_are_any() -> None:
     row = {"reward/mean": 0.5, "frac_unscored": 0.0}
-    assert [series.name for series in told([{"step": n, **row} for n in range(3)])] == ["reward/mean"]
+    assert [series.name for series in default_series([{"step": n, **row} for n in range(3)])] == ["reward/mean"]
     some = [{"step": n, **row, "frac_unscored": n / 4} for n in range(3)]
-    assert [series.name for series in told(some)] == ["reward/mean", "frac_unscored"]
+    assert [series.name for series in default_series(some)] == ["reward/mean", "frac_unscored"]
 
 
 def test_a_pattern_leaves_out_what_belongs_to_another_metric_unless_it_names_it() -> None:

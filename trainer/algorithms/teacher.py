@@ -312,9 +312,9 @@ class Server:
         """Of each segment, its trained places."""
         digests = [_digest(segment) for segment in packed.segments]
         new = {digest: one for digest, one in zip(digests, packed.segments, strict=True) if digest not in self._kept}
-        told = dict(zip(new, self._pool.map(self._of_segment, new.values()), strict=True))
-        found = [told[digest] if digest in told else self._kept[digest] for digest in digests]
-        self._kept.update(told)
+        scores = dict(zip(new, self._pool.map(self._of_segment, new.values()), strict=True))
+        found = [scores[digest] if digest in scores else self._kept[digest] for digest in digests]
+        self._kept.update(scores)
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return found

@@ -32,7 +32,7 @@ LOOK_S = 1.0
 STORE_S = 5  # seconds, for an answer of the store
 GONE = 5  # checks without a heartbeat, once a collective has failed
 SILENT = 45  # checks without a heartbeat while nothing has failed: slow ranks are waited for
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 # Ranks wait while rank 0 collects, evaluates, or waits out an outage; the heartbeat finds lost ranks.
 PATIENCE = timedelta(days=7)
 
@@ -172,21 +172,21 @@ class Heartbeat:
         )
 
 
-def in_daemon_thread(name: str, act: Callable[[], Told]) -> Future[Told]:
+def in_daemon_thread(name: str, act: Callable[[], Result]) -> Future[Result]:
     """The result of `act`, in a thread that may hang and ends with the process."""
-    told: Future[Told] = Future()
+    result: Future[Result] = Future()
 
     def run() -> None:
         try:
-            told.set_result(act())
+            result.set_result(act())
         except BaseException as error:  # noqa: BLE001 (the waiting thread gets it)
-            told.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return told
+    return result
 
 
-def _in_time(ask: Callable[[], Told], within_s: float) -> Told:
+def _in_time(ask: Callable[[], Result], within_s: float) -> Result:
     """Ask the store with a timeout. Its own timeout fails against a listener that never answers; the thread is then
     abandoned.
 

@@ -481,18 +481,18 @@ class Engine:
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
         } | {name: self.all_gather(state) for name, state in generator_states(self.device).items()}
 
-    def load_state(self, folder: Path, told: Json) -> None:
+    def load_state(self, folder: Path, state: Json) -> None:
         """Load what `save_state` wrote; every rank reads it. ZeRO stage, number of ranks and precision may differ.
 
         Raises:
             StateMissing: the state belongs to another model.
         """
-        load_state(self._deepspeed, self.policy, folder, told["optimizer_steps"])
-        self.steps = told["steps"]
-        if self._loss_scale is not None and told.get("loss_scale") is not None:  # None: of another precision
-            self._loss_scale.load(told["loss_scale"])
+        load_state(self._deepspeed, self.policy, folder, state["optimizer_steps"])
+        self.steps = state["steps"]
+        if self._loss_scale is not None and state.get("loss_scale") is not None:  # None: of another precision
+            self._loss_scale.load(state["loss_scale"])
             self._deepspeed.optimizer.loss_scale = self._loss_scale.value
-        restore_generators(self.device, told, self.rank)
+        restore_generators(self.device, state, self.rank)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on rank 0, none elsewhere, named as in the network's checkpoint; an adapter is merged into

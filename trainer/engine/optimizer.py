@@ -199,10 +199,10 @@ def generator_states(device: torch.device) -> dict[str, str | None]:
     }
 
 
-def restore_generators(device: torch.device, told: Json, rank: int) -> None:
-    """told: `generator_states` of every rank, by name. A rank or device without a stored state keeps its fresh seed."""
+def restore_generators(device: torch.device, states: Json, rank: int) -> None:
+    """states: `generator_states` of every rank, by name. A rank or device without a stored state keeps its fresh seed."""
     for name, generator in _generators(device).items():
-        of_ranks = told.get(name, [])
+        of_ranks = states.get(name, [])
         if generator is not None and rank < len(of_ranks) and of_ranks[rank] is not None:
             state = bytearray(base64.b64decode(of_ranks[rank]))
             generator.set_state(torch.frombuffer(state, dtype=torch.uint8))

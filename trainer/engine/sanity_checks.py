@@ -140,8 +140,10 @@ def memory_explained(doing: Callable[[], str], remedy: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and CPU_ALLOCATOR not in str(error):
             raise
-        told = str(error)[max(0, str(error).find(CPU_ALLOCATOR)) :]
-        reason = " ".join(re.split(r"(?<=\.)\s", told)[:3])  # "CUDA out of memory. Tried to ... GPU 0 has a total ..."
+        message = str(error)[max(0, str(error).find(CPU_ALLOCATOR)) :]
+        reason = " ".join(
+            re.split(r"(?<=\.)\s", message)[:3]
+        )  # "CUDA out of memory. Tried to ... GPU 0 has a total ..."
         raise OutOfMemory(f"{doing()}: out of memory: {reason.rstrip('.')}. {remedy}") from error
 
 

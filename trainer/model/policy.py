@@ -202,8 +202,8 @@ def write_base(folder: Path, network: PreTrainedModel, tokenizer: PreTrainedToke
         )
         tokenizer.save_pretrained(aside)
         config = aside / "config.json"  # with the dtype of the network, which is still float32
-        told = json.loads(config.read_bytes()) | {"dtype": dtype}
-        config.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        settings = json.loads(config.read_bytes()) | {"dtype": dtype}
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _adapted(network: nn.Module) -> dict[str, Any]:
@@ -513,8 +513,8 @@ def _check_whole(name: str) -> None:
     quantization = getattr(AutoConfig.from_pretrained(name, trust_remote_code=False), "quantization_config", None)
     if quantization is None:
         return
-    told = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = told.get("quant_method", "an unknown method")
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = settings.get("quant_method", "an unknown method")
     if method != "mxfp4":
         raise ConfigError(
             f"model.path: the weights of {name} are quantized ({method}), and ng_train quantizes whole ones itself; name "

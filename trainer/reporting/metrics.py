@@ -276,8 +276,8 @@ class LiveDisplay(Display):
         held_out = [name for name in self._curves if _is_held_out(name)][:MOST_HELD_OUT]
         drawn = [main, *held_out]
         curves = [_curve(name, self._curves[name], size) for name in drawn if name in self._curves]
-        told = {name: form for name, form in SHOWN.items() if name in self._values and name not in drawn}
-        facts = [form.format(self._values[name]) for name, form in told.items()]
+        figures = {name: form for name, form in SHOWN.items() if name in self._values and name not in drawn}
+        facts = [form.format(self._values[name]) for name, form in figures.items()]
         beside = [Text(line, "dim") for line in packed(facts, size.width)]
         shares = [Text(line, "dim") for line in packed(_shares(self._values), size.width)]
         return [self._bar(size), *curves, *beside, *shares]

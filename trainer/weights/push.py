@@ -512,7 +512,7 @@ class Pusher:
         except NgymError as error:
             self._on_all(waiting, Replica.give_up)
             if any(one in asked and one.weights()["policy_version"] == version for one in waiting):
-                raise TransientPushError("what it was told to commit has just been committed") from error
+                raise TransientPushError("the push that it should commit has just been committed") from error
             raise
         asked.update(waiting)
         if self._transfer is not None:

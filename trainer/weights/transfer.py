@@ -94,13 +94,13 @@ class Servers:
     def update_shared(self, lent: Mapping[Replica, Lent]) -> None:
         """Tell each server where its tensors are."""
 
-        def told(replica: Replica) -> None:
+        def update(replica: Replica) -> None:
             tensors = lent[replica].tensors
             for first in range(0, len(tensors), MOST_AT_ONCE):
                 part = SharedTensors(tensors=tensors[first : first + MOST_AT_ONCE])
                 replica.update(part.model_dump(mode="json"))
 
-        self._all(told)
+        self._all(update)
 
     def give_up(self) -> None:
         """End the push on the servers that have not committed."""
@@ -172,11 +172,11 @@ class Transfer:
         Raises:
             PushFailed: it is impossible, or a server does not connect; all keep their previous weights.
         """
-        told = [replica.weights() for replica in replicas]
-        connections = {replica: one["connection"] for replica, one in zip(replicas, told, strict=True)}
+        infos = [replica.weights() for replica in replicas]
+        connections = {replica: one["connection"] for replica, one in zip(replicas, infos, strict=True)}
         if self._servers is not None and self._servers.connections == connections:
             return
-        workers = [one["workers"] for one in told]
+        workers = [one["workers"] for one in infos]
         self._refuse(workers)
         self.close()
         servers = Servers(replicas, workers, self._on_all, self._mode)

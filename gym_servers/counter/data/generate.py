@@ -38,13 +38,13 @@ def repeat(rng: random.Random) -> tuple[str, int]:
 
 
 def follow(rng: random.Random) -> tuple[str, int]:
-    """Two or three changes, told in words."""
+    """Two or three changes, in words."""
     changes = [rng.choice((-1, 1)) * rng.randint(1, 50) for _ in range(rng.randint(2, 3))]
     if sum(changes) == 0:
         changes[0] *= 2
     people = zip(rng.sample(NAMES, len(changes)), changes, strict=True)
-    told = [f"{name} {'puts in' if change > 0 else 'takes out'} {abs(change)}" for name, change in people]
-    return f"{', then '.join(told)}. Do the same to the counter.", sum(changes)
+    sentences = [f"{name} {'puts in' if change > 0 else 'takes out'} {abs(change)}" for name, change in people]
+    return f"{', then '.join(sentences)}. Do the same to the counter.", sum(changes)
 
 
 def main() -> None:

@@ -176,9 +176,9 @@ def highlights(rng: random.Random, text: str, topic: str) -> Draft:
 
 def sections(rng: random.Random, text: str, topic: str) -> Draft:
     parts, marker = split(text), rng.choice(("SECTION", "Part", "Day"))
-    told = "\n".join(f"{marker} {i}\n{part}" for i, part in enumerate(parts, start=1))
+    numbered = "\n".join(f"{marker} {i}\n{part}" for i, part in enumerate(parts, start=1))
     given = {"section_spliter": marker, "num_sections": len(parts)}
-    return told, given, f"Write {len(parts)} sections, each begun by {marker} and its number"
+    return numbered, given, f"Write {len(parts)} sections, each begun by {marker} and its number"
 
 
 def as_json(rng: random.Random, text: str, topic: str) -> Draft:
@@ -236,8 +236,8 @@ def unique(rng: random.Random, text: str, topic: str) -> Draft:
 
 def numerals(rng: random.Random, text: str, topic: str) -> Draft:
     count = rng.randint(2, 4)
-    told = " ".join(f"Count {rng.randint(2, 99)} of them." for _ in range(count))
-    return f"{text} {told}", {"N": count}, f"Mention exactly {count} numbers, in digits"
+    sentences = " ".join(f"Count {rng.randint(2, 99)} of them." for _ in range(count))
+    return f"{text} {sentences}", {"N": count}, f"Mention exactly {count} numbers, in digits"
 
 
 def all_marks(rng: random.Random, text: str, topic: str) -> Draft:
@@ -263,8 +263,8 @@ def line_count(rng: random.Random, text: str, topic: str) -> Draft:
 
 def alternating(rng: random.Random, text: str, topic: str) -> Draft:
     words = [word for word in re.findall(r"[a-z]+", text.lower()) if len(word) > 1]
-    told = " ".join(w.upper() if i % 2 else w for i, w in enumerate(words))
-    return told, {}, "Write words in small letters and in capitals by turns"
+    mixed = " ".join(w.upper() if i % 2 else w for i, w in enumerate(words))
+    return mixed, {}, "Write words in small letters and in capitals by turns"
 
 
 def no_spaces(rng: random.Random, text: str, topic: str) -> Draft:
@@ -290,8 +290,8 @@ def growing(rng: random.Random, text: str, topic: str) -> Draft:
 
 def chained(rng: random.Random, text: str, topic: str) -> Draft:
     pairs = rng.sample(("light", "water", "stone", "bread", "music", "paper"), 4)
-    told = " ".join(f"{a.capitalize()} leads on to {b}." for a, b in itertools.pairwise(pairs))
-    return told, {}, "Start each sentence with the last word of the one before"
+    chain = " ".join(f"{a.capitalize()} leads on to {b}." for a, b in itertools.pairwise(pairs))
+    return chain, {}, "Start each sentence with the last word of the one before"
 
 
 def rare_words(rng: random.Random, text: str, topic: str) -> Draft:

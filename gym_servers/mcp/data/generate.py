@@ -26,11 +26,11 @@ def task(rng: random.Random, costs: dict[str, int]) -> dict[str, Any]:
     wares = rng.sample(sorted(costs), rng.randint(1, 3))
     pieces = [rng.randint(2, 12) for _ in wares]
     total = sum(costs[ware] * count for ware, count in zip(wares, pieces, strict=True))
-    told = " and ".join(f"{count} x {ware}" for ware, count in zip(wares, pieces, strict=True))
+    order = " and ".join(f"{count} x {ware}" for ware, count in zip(wares, pieces, strict=True))
     if rng.random() < 0.3:
-        return row(f"What would {told} cost, in cents? Buy nothing.", total)
+        return row(f"What would {order} cost, in cents? Buy nothing.", total)
     calls = [{"name": "put", "arguments": {"ware": w, "pieces": n}} for w, n in zip(wares, pieces, strict=True)]
-    return row(f"Put {told} into the basket. What does the basket cost, in cents?", total, calls)
+    return row(f"Put {order} into the basket. What does the basket cost, in cents?", total, calls)
 
 
 def row(question: str, answer: int, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def day_between(rng: random.Random, first: int, last: int) -> date:
     return date(first, 1, 1) + timedelta(days=rng.randrange((last - first) * 365))
 
 
-def told(rng: random.Random, towns: list[Town], people: list[Person]) -> str:
+def facts_text(rng: random.Random, towns: list[Town], people: list[Person]) -> str:
     facts = [f"{t.name} is a town in {t.land} on the river {t.river}." for t in towns]
     facts += [f"{t.name} has {t.people:,} inhabitants and was founded on {spelled(t.founded)}." for t in towns]
     facts += [f"{p.name}, {article(p.job)} {p.job}, was born in {p.home.name} on {p.born.isoformat()}." for p in people]
@@ -133,7 +133,7 @@ def questions(rng: random.Random, towns: list[Town], people: list[Person]) -> It
 def task(rng: random.Random, names: Names) -> dict[str, Any]:
     towns, people = world(rng, names)
     question = rng.choice(list(questions(rng, towns, people)))
-    text = PROMPT.format(facts=told(rng, towns, people), question=question.text, form=FORMS[question.kind])
+    text = PROMPT.format(facts=facts_text(rng, towns, people), question=question.text, form=FORMS[question.kind])
     return task_row(
         "qa_short_agent",
         {"input": text},

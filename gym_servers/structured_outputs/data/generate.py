@@ -30,7 +30,7 @@ HINTS = {
     "xml": " The root element may have any name; each member is an element in it; an array is its element, repeated for each entry.",
     "csv": " The first line names the columns; separate fields by commas.",
 }
-PROMPT = "{told}\n\nWrite this as {form} that fits the JSON Schema below.{hint} Write the {form} only, in one code block.\n\n{schema}"
+PROMPT = "{text}\n\nWrite this as {form} that fits the JSON Schema below.{hint} Write the {form} only, in one code block.\n\n{schema}"
 NAMES = (
     "Ada Brandt", "Bo Lind", "Chidi Obi", "Dana Roth", "Eero Aho", "Fatima Zaki", "Goran Ilic", "Hana Mori",
     "Ivo Pavic", "Jun Park",
@@ -45,7 +45,7 @@ class Field(NamedTuple):
 
     schema: dict[str, Any]
     value: Any
-    told: str
+    sentence: str
 
 
 def customer(rng: random.Random) -> Field:
@@ -124,8 +124,8 @@ def schema_of(fields: dict[str, Field]) -> dict[str, Any]:
 
 
 def sentence(rng: random.Random, fields: dict[str, Field]) -> str:
-    told = [field.told for field in fields.values()]
-    return "; ".join(rng.sample(told, len(told))) + "."
+    parts = [field.sentence for field in fields.values()]
+    return "; ".join(rng.sample(parts, len(parts))) + "."
 
 
 def task(rng: random.Random, form: str) -> dict[str, Any]:
@@ -134,15 +134,15 @@ def task(rng: random.Random, form: str) -> dict[str, Any]:
     names = rng.sample(list(pool), rng.randint(3, 6 if form != "csv" else 4))
     if form == "csv":
         records = [record(rng, names) for _ in range(rng.randint(2, 4))]
-        told = "\n".join(f"{thing.capitalize()} {i}: {sentence(rng, r)}" for i, r in enumerate(records, start=1))
+        text = "\n".join(f"{thing.capitalize()} {i}: {sentence(rng, r)}" for i, r in enumerate(records, start=1))
         schema: dict[str, Any] = {"type": "array", "items": schema_of(records[0]), "minItems": 1}
         document: Any = [{name: field.value for name, field in r.items()} for r in records]
     else:
         fields = record(rng, names)
-        told, schema = f"About the {thing}: {sentence(rng, fields)}", schema_of(fields)
+        text, schema = f"About the {thing}: {sentence(rng, fields)}", schema_of(fields)
         document = {name: field.value for name, field in fields.items()}
     schema_str = json.dumps(schema)
-    prompt = PROMPT.format(told=told, form=form.upper(), hint=HINTS[form].format(thing=thing), schema=schema_str)
+    prompt = PROMPT.format(text=text, form=form.upper(), hint=HINTS[form].format(thing=thing), schema=schema_str)
     return {
         "responses_create_params": {"input": prompt},
         "agent_ref": {"type": "responses_api_agents", "name": "structured_outputs_agent"},

@@ -173,7 +173,7 @@ class ChatInChunks(OpenAIServingChat):
         return rendered
 
     async def chat_completion_full_generator(
-        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *told: Any, **more: Any
+        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **more: Any
     ) -> ErrorResponse | ChatCompletionResponse:
         """vLLM's answer, with `tool_calls` only if the engine stopped by itself."""
         last: RequestOutput | None = None
@@ -183,7 +183,7 @@ class ChatInChunks(OpenAIServingChat):
             async for last in result_generator:
                 yield last
 
-        answer = await super().chat_completion_full_generator(request, seen(), *told, **more)
+        answer = await super().chat_completion_full_generator(request, seen(), *args, **more)
         if isinstance(answer, ChatCompletionResponse) and last is not None:
             for choice, output in zip(answer.choices, last.outputs, strict=True):
                 called = choice.finish_reason == "tool_calls"
@@ -342,7 +342,7 @@ class ChatHandler:
         except ServiceError:
             raise
         except Exception as error:
-            raise _told(error, checked) from error
+            raise _service_error(error, checked) from error
 
     async def count(self, request: Json, call: ModelCall) -> int:
         """The number of tokens of the prompt; vLLM counts up to one beyond the context."""
@@ -390,7 +390,7 @@ class ChatHandler:
         except (ContextFull, ServiceError):
             raise
         except Exception as error:
-            raise _told(error, request) from error
+            raise _service_error(error, request) from error
         if not isinstance(answer, ErrorResponse):
             return answer
         task = asyncio.current_task()
@@ -434,7 +434,7 @@ class ChatHandler:
         }
 
 
-def _told(error: Exception, request: ChatCompletionRequest) -> ServiceError:
+def _service_error(error: Exception, request: ChatCompletionRequest) -> ServiceError:
     """The error for an exception; vLLM's own table decides which ones are the caller's fault."""
     if isinstance(error, GenerationError) and request.extract_structured_outputs() is not None:
         return BadRequest(CONTRADICTION, failure="model_error")

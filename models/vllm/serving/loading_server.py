@@ -36,19 +36,19 @@ class Keys:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._shown(Headers(scope=scope)):
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._has_key(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = Unauthorized("this server requires a key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
-        told = {"type": "authentication_error", "message": error.detail}
-        problem = error.problem(self._service) | {"error": told}
+        details = {"type": "authentication_error", "message": error.detail}
+        problem = error.problem(self._service) | {"error": details}
         refusal = ProblemResponse(problem, status_code=401, headers={"www-authenticate": "Bearer"})
         await refusal(scope, receive, send)
 
-    def _shown(self, headers: Headers) -> bool:
+    def _has_key(self, headers: Headers) -> bool:
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        told = [bearer.encode(), headers.get("x-api-key", "").encode()]
-        return any(hmac.compare_digest(one, key) for one in told for key in self._keys)
+        given = [bearer.encode(), headers.get("x-api-key", "").encode()]
+        return any(hmac.compare_digest(one, key) for one in given for key in self._keys)
 
 
 class LoadingServer:

@@ -71,11 +71,11 @@ def startup_explained(errors: LoggedErrors, service: str, model: str, *, on_cpu:
         reason = errors.reason
         if reason is None:
             raise
-        kind, _, told = reason.partition(": ")
-        lacks_memory = "memory" in told
+        kind, _, message = reason.partition(": ")
+        lacks_memory = "memory" in message
         advice = f". {MORE_ROOM['cpu' if on_cpu else 'gpu']}" if lacks_memory else ""
-        text = f"service {service!r}: model {model!r}: {told}{advice}"
-        may_pass = lacks_memory and (not on_cpu or told.startswith(IN_USE))
+        text = f"service {service!r}: model {model!r}: {message}{advice}"
+        may_pass = lacks_memory and (not on_cpu or message.startswith(IN_USE))
         if kind == "ValueError" and not may_pass:
             raise ConfigError(text) from error
         raise ServiceError(text, retryable=True) from error

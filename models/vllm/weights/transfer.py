@@ -50,7 +50,7 @@ class Transfer:
         self._trainers_gpu = ""
 
     @property
-    def told(self) -> Json:
+    def connection_info(self) -> Json:
         """What a trainer must know before it begins."""
         return {"connection": self.connection, "workers": self.workers} if self.backend else {}
 

@@ -44,7 +44,7 @@ from ngym.runtime.live_region import clock, harmless, is_live
 from ngym.schema import Json, RolloutKey
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.service import ReplicaState
-from ngym.supervise.status_display import told
+from ngym.supervise.status_display import status_line
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry import tracing
@@ -428,7 +428,7 @@ class Command:
     @asynccontextmanager
     async def _display(self, meter: ProgressMeter) -> AsyncIterator[ProgressDisplay]:
         async with display(meter, self.stream, lost=self._interrupt) as show:
-            self._on_state = lambda state: show.say(told(state))
+            self._on_state = lambda state: show.say(status_line(state))
             try:
                 yield show
             finally:

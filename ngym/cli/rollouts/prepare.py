@@ -133,7 +133,7 @@ class Mirrors(NamedTuple):
 
 
 HEADER = ("NAME", "ENVIRONMENT", "ROWS", "LICENCE", "SOURCE")
-TOLD = ("name", "title", "environment", "host", "repo", "revision", "licence", "rows", "note")
+SET_FIELDS = ("name", "title", "environment", "host", "repo", "revision", "licence", "rows", "note")
 SEEN = (
     "Revisions, paths, fields and licences come from public records of these sets; none was downloaded where ngym is "
     "built.\nng_prepare checks each sha256 that is known, and each row with the environment's own server."
@@ -145,8 +145,8 @@ def show_sets(as_json: bool) -> None:
 
     sets = find_sets((Path.cwd(), shipped())).values()
     if as_json:
-        told = [each.model_dump(mode="json", include=set(TOLD)) for each in sets]
-        click.echo(orjson.dumps(told, option=orjson.OPT_INDENT_2))
+        records = [each.model_dump(mode="json", include=set(SET_FIELDS)) for each in sets]
+        click.echo(orjson.dumps(records, option=orjson.OPT_INDENT_2))
         return
     rows = [HEADER]
     for each in sets:
@@ -166,8 +166,8 @@ def show_plan(chosen: PublicSet, mirrors: Mirrors, folder: Path, stanza: Stanza,
         for file, path in mirrors.paths(chosen).items()
     ]
     if as_json:
-        told = {"set": chosen.name, "licence": chosen.licence, "files": files, "output": str(folder)}
-        click.echo(orjson.dumps({**told, "tried_on": stanza.name, "where": stanza.where}))
+        plan = {"set": chosen.name, "licence": chosen.licence, "files": files, "output": str(folder)}
+        click.echo(orjson.dumps({**plan, "tried_on": stanza.name, "where": stanza.where}))
         return
     for file in files:
         click.echo(f"{'has it already' if file['there'] else 'would fetch'}: {file['url']}")
@@ -249,8 +249,8 @@ def _report(
 ) -> None:
     from ngym.prepare import some
 
-    told = ", ".join(f"{len(rows[split]):,} for {what}" for split, what in _WHAT.items())
-    say(f"{folder}: {told} ({chosen.licence}); manifest.json records the sources")
+    counts = ", ".join(f"{len(rows[split]):,} for {what}" for split, what in _WHAT.items())
+    say(f"{folder}: {counts} ({chosen.licence}); manifest.json records the sources")
     if left_out:
         say("\n".join([f"left out: {left_out.total():,}", *some(left_out, SHOWN)]))
     if chosen.note:

@@ -80,11 +80,11 @@ def main(
     launcher = ZygoteClient.start()
     try:
         needs = _needs(load_config(configs, overrides), inputs, models)
-        told = asyncio.run(_reverify(needs, launcher, inputs, output, concurrency))
+        report = asyncio.run(_reverify(needs, launcher, inputs, output, concurrency))
     finally:
         launcher.close()
-    told.show(output, as_json)
-    ctx.exit(EXIT_FAILED if told.failed else EXIT_DONE)
+    report.show(output, as_json)
+    ctx.exit(EXIT_FAILED if report.failed else EXIT_DONE)
 
 
 class Needs(NamedTuple):
@@ -121,23 +121,23 @@ def _show(needs: Needs, output: Path, as_json: bool) -> None:
 
 async def _reverify(
     needs: Needs, launcher: ZygoteClient, inputs: Sequence[Path], output: Path, concurrency: int
-) -> _Told:
+) -> _Report:
     from ngym.cli.environments import started
     from ngym.grading.reverify import reverified
 
     aside = output.with_name(f".{output.name}.partial")
-    told = _Told()
+    report = _Report()
     try:
         async with started(needs.config, needs.services, launcher) as peers:
             with writing(output), aside.open("wb") as file:
                 async for again in reverified(_rows(inputs), _of(needs.gyms, peers), concurrency):
-                    told.add(again)
+                    report.add(again)
                     file.write(orjson.dumps(again.row) + b"\n")
         aside.rename(output)
     finally:
         with suppress(OSError):
             aside.unlink()
-    return told
+    return report
 
 
 def _rows(inputs: Sequence[Path]) -> Iterator[Json]:
@@ -169,7 +169,7 @@ def _of(gyms: dict[str, str], peers: Peers) -> Callable[[Json], Peer]:
     return lambda row: peers[gyms[row["agent_ref"]["name"]]]
 
 
-class _Told:
+class _Report:
     """Counts how many rewards changed."""
 
     def __init__(self) -> None:
@@ -189,8 +189,8 @@ class _Told:
 
     def show(self, output: Path, as_json: bool) -> None:
         if as_json:
-            told = {"same": self.same, "changed": len(self.changed), "to_null": self.lost, "failed": self.failed}
-            click.echo(orjson.dumps({"output": str(output), "rows": self.rows, **told}))
+            summary = {"same": self.same, "changed": len(self.changed), "to_null": self.lost, "failed": self.failed}
+            click.echo(orjson.dumps({"output": str(output), "rows": self.rows, **summary}))
             return
         for line in self.changed[:SHOWN]:
             click.echo(line)

@@ -75,8 +75,8 @@ def ended(run: Callable[[], object], name: str) -> int:
             f"{name}: out of memory: give it more (ulimit -v, the container's limit), or less to read", EXIT_FAILED
         )
     except ModuleNotFoundError as error:
-        told = missing_extra(error, name)
-        return _say(told, EXIT_USAGE) if told else _unexpected(error, name)
+        message = missing_extra(error, name)
+        return _say(message, EXIT_USAGE) if message else _unexpected(error, name)
     except Exception as error:  # noqa: BLE001 (every error is reported)
         return _unexpected(error, name)
     return result if isinstance(result, int) else EXIT_DONE
@@ -180,24 +180,24 @@ def _lost_folder() -> bool:
 
 def _unexpected(error: Exception, name: str) -> int:
     """Report a bug of ngym or a library: a log gets the whole traceback, a terminal the path of a file with it."""
-    told = "".join(traceback.format_exception(error))
+    trace = "".join(traceback.format_exception(error))
     where = "above"
     if sys.stderr.isatty():
-        where = _kept(told, name)
+        where = _kept(trace, name)
     else:
-        click.echo(told, err=True, nl=False)
+        click.echo(trace, err=True, nl=False)
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return _say(f"{name}: unexpected {what}; if ngym is at fault, report it with the traceback ({where})", EXIT_FAILED)
 
 
-def _kept(told: str, name: str) -> str:
+def _kept(trace: str, name: str) -> str:
     """Write the traceback to a temporary file and return its path, or the traceback itself if that fails."""
     try:
         handle, path = tempfile.mkstemp(prefix=f"{name.replace(' ', '_')}-", suffix=".txt")
-        Path(path).write_text(told, encoding="utf-8")
+        Path(path).write_text(trace, encoding="utf-8")
         os.close(handle)
     except OSError:
-        return told
+        return trace
     return path
 
 

@@ -126,9 +126,9 @@ class RolloutContext:
         if isinstance(items, list) and all(isinstance(item, dict) for item in items):
             return cast(Json, answer)
         name = self.model.peer.name
-        told = orjson.dumps(answer)[:SHOWN_BYTES].decode("utf-8", "replace")
+        excerpt = orjson.dumps(answer)[:SHOWN_BYTES].decode("utf-8", "replace")
         raise ServiceError(
-            f"{name} answered /v1/responses without an output that is a list of items: {told}",
+            f"{name} answered /v1/responses without an output that is a list of items: {excerpt}",
             upstream={"service": name, "url": None, "status": None},
         )
 
@@ -189,8 +189,8 @@ class RolloutContext:
         text = reply.body.decode("utf-8", "replace")
         size, most = len(orjson.dumps(text)), most_result_bytes(self.options)
         if self._result_bytes + size > most:
-            told = f"Error: the results of this rollout's tool calls are limited to {most >> 20} MiB; this one is left out."
-            return told, True
+            message = f"Error: the results of this rollout's tool calls are limited to {most >> 20} MiB; this one is left out."
+            return message, True
         self._result_bytes += size
         return text, False
 

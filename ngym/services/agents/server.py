@@ -229,7 +229,7 @@ async def _watch_needed(app: FastAPI, context: ServiceContext) -> None:
     """Keep /ready true to what the head knows: a service that the options name may be one that cannot be started."""
     named = {value for value in vars(context.options).values() if isinstance(value, str)}
     while True:
-        records = await context.peers.told_servers()
+        records = await context.peers.fetch_servers()
         if records is not None:  # else the head did not answer
             lost = [each for each in records if each["name"] in named and _is_lost(each)]
             app.state.not_ready = next((given_up(each["name"], each.get("detail", "")) for each in lost), None)

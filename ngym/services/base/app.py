@@ -392,8 +392,10 @@ async def _service_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = shorten(request.url.path, MOST_NAME)
-    told = ServiceError(f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code)
-    response = _problem(request, told)
+    failure = ServiceError(
+        f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code
+    )
+    response = _problem(request, failure)
     response.headers.update(error.headers or {})  # the allowed methods
     return response
 

@@ -469,17 +469,17 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
     except (CallerGone, ClientDisconnect):
         return nobody()
     except DeadlinePassed:
-        told = await _told(request, _over(request, "was stopped"))
-        assert told is not None
-        return told
+        response = await _error_response(request, _over(request, "was stopped"))
+        assert response is not None
+        return response
     except Exception as error:
-        told = await _told(request, error)
-        if told is None:
+        response = await _error_response(request, error)
+        if response is None:
             raise
-        return told
+        return response
 
 
-async def _told(request: Request, error: Exception) -> Response | None:
+async def _error_response(request: Request, error: Exception) -> Response | None:
     """The response to an error; None if the application has no handler for it."""
     known = request.app.exception_handlers
     # not the one for Exception itself: that is called further out, so that the traceback goes to the log
@@ -497,7 +497,7 @@ def invoke_agent(handler: Handler) -> Handler:
     async def traced(request: Request) -> Response:
         context = request.app.state.context
         with tracing.span(f"invoke_agent {context.name}", "server") as span:
-            if span.is_told:
+            if span.is_recording:
                 span.set("gen_ai.operation.name", "invoke_agent")
                 span.set("gen_ai.agent.name", context.name)
                 span.set("gen_ai.provider.name", "ngym")
@@ -524,7 +524,7 @@ def verify() -> tracing.Span:
 
 def scored(span: tracing.Span, outcome: Json) -> None:
     """Record the rewards on the span; a null reward is left out."""
-    if not span.is_told:
+    if not span.is_recording:
         return
     span.set("gen_ai.evaluation.score.value", outcome["reward"])
     for name, value in (outcome.get("reward_components") or {}).items():

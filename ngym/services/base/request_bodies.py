@@ -251,8 +251,10 @@ def _validated(model: type[BaseModel], value: Json, what: str, stops_early: bool
     try:
         return _stopping(model).validate_python(value) if stops_early else model.model_validate(value)
     except ValidationError as error:
-        told = _problems(model, value, error)
-        raise refused((Problem(_place(one), one["msg"] + _meant(model, value, one)) for one in told), what) from None
+        problems = _problems(model, value, error)
+        raise refused(
+            (Problem(_place(one), one["msg"] + _meant(model, value, one)) for one in problems), what
+        ) from None
 
 
 def _problems(model: type[BaseModel], value: Json, error: ValidationError) -> list[ErrorDetails]:

@@ -146,8 +146,10 @@ class Watchdog:
             self._of_machine.inc()
         elif now - self._said >= SAYS_EVERY_S:
             self._said = now
-            told = "the event loop was blocked for %.2f s (%.2f s of CPU time) in:\n%s"
-            log.warning(told, stall.seconds, stall.cpu_s, stall.where or "unknown: it ended before it could be located")
+            message = "the event loop was blocked for %.2f s (%.2f s of CPU time) in:\n%s"
+            log.warning(
+                message, stall.seconds, stall.cpu_s, stall.where or "unknown: it ended before it could be located"
+            )
 
     def _watch(self) -> None:
         due_s = MARKS_S
@@ -208,10 +210,10 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
         say(str(error), spec.name, spec.logs)
         return EXIT_REFUSED if isinstance(error, UsageError) else 1
     except ModuleNotFoundError as error:
-        told = missing_extra(error, f"service {spec.name!r}")
-        if told is None:
+        message = missing_extra(error, f"service {spec.name!r}")
+        if message is None:
             raise
-        say(f"{spec.where}: {told}", spec.name, spec.logs)
+        say(f"{spec.where}: {message}", spec.name, spec.logs)
         return EXIT_REFUSED
     finally:
         tracing.end()

@@ -95,8 +95,8 @@ class McpRoute:
             await JsonResponse(refusal, error.status)(scope, receive, send)
             return
         request.state.session = session
-        told = {MCP_SESSION_HEADER: session.id} if session is not None and method == "initialize" else {}
-        await manager.handle_request(scope, _replayed(body, receive), _with_headers(send, told))
+        headers = {MCP_SESSION_HEADER: session.id} if session is not None and method == "initialize" else {}
+        await manager.handle_request(scope, _replayed(body, receive), _with_headers(send, headers))
 
     async def _ready(self, app: FastAPI) -> StreamableHTTPSessionManager:
         if self._manager is None:
@@ -157,9 +157,9 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _with_headers(send: Send, headers: dict[str, str]) -> Send:
-    async def told(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(headers)
         await send(message)
 
-    return told
+    return send_with_headers

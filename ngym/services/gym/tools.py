@@ -63,7 +63,7 @@ class Tool(NamedTuple):
                 check_result(self.described["name"], len(answer.body), context_of(request).options, self.where)
             except ServiceError as error:
                 raise _failure(error, session, request) from error.__cause__
-            if span.is_told:
+            if span.is_recording:
                 span.say("gen_ai.tool.call.result", bytes(answer.body).decode("utf-8", "replace"))
             return answer
 
@@ -332,8 +332,8 @@ def _body_of(
         if not others:
             raise _wrong(function, f"no parameter is a {wanted}; it receives the row and the response")
         name = next(name for name in [*list(others)[1:], *others] if not _is_a(hints[name], base))
-        told = getattr(hints[name], "__name__", str(hints[name]))
-        raise _wrong(function, f"parameter {name!r} is of type {told}; take one parameter of type {wanted}")
+        type_name = getattr(hints[name], "__name__", str(hints[name]))
+        raise _wrong(function, f"parameter {name!r} is of type {type_name}; take one parameter of type {wanted}")
     if "body" in others and (get_origin(hints["body"]) or hints["body"]) is dict:
         raise _wrong(
             function,

@@ -164,7 +164,7 @@ class Call:
 
     def __enter__(self) -> Self:
         span = self._span = tracing.span(f"chat {self._model}", "server").__enter__()
-        if span.is_told:
+        if span.is_recording:
             asked = self._native
             span.set("gen_ai.operation.name", "chat")
             span.set("gen_ai.provider.name", "ngym")
@@ -193,7 +193,7 @@ class Call:
         if versions and max(versions) > self._traffic.newest:
             self._traffic.newest = max(versions)
             self._traffic.version.set(self._traffic.newest)
-        if not self._span.is_told:
+        if not self._span.is_recording:
             return
         span = self._span
         span.set("gen_ai.response.id", answer.get("id"))
@@ -246,8 +246,8 @@ class Writer:
         """The events that end a stream after an error."""
         if self._dialect.name != "responses":
             return sse(self._dialect.refusal(error))
-        told = {"code": "server_error", "message": error.detail}
-        response = {**self.response, "status": "failed", "error": told}
+        details = {"code": "server_error", "message": error.detail}
+        response = {**self.response, "status": "failed", "error": details}
         return self.written([{"type": "response.failed", "response": response}])
 
 
@@ -323,8 +323,8 @@ class WholeCompletion:
             ]
         message |= {name: choice[name] for name in TOKEN_FIELDS if choice.get(name) is not None}
         ended: dict[str, Any] = {"index": 0, "message": message, "finish_reason": choice["finish_reason"]}
-        told: Json = {name: chunk[name] for name in ("id", "created", "model", "ng") if name in chunk}
-        return {"object": "chat.completion", **told, "choices": [ended], "usage": chunk.get("usage")}
+        head: Json = {name: chunk[name] for name in ("id", "created", "model", "ng") if name in chunk}
+        return {"object": "chat.completion", **head, "choices": [ended], "usage": chunk.get("usage")}
 
 
 Whole = WholeResponse | WholeCompletion
@@ -345,13 +345,13 @@ class ActiveCall(NamedTuple):
     """A call in progress.
 
     body: as the client sent it, checked. native: the back end's request. stored: the body's bytes, if the answer is to
-    be stored. told: the metrics and span of this call.
+    be stored. record: the metrics and span of this call.
     """
 
     body: Json
     native: Json
     call: ModelCall
-    told: Call
+    record: Call
     question: PendingCall | None
     stored: bytes | None
 
@@ -426,11 +426,11 @@ class RequestHandler:
             seen = seen or question.seen
         call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen, len(raw))
         stored = raw if dialect.name == "responses" and body.get("store", True) else None
-        told = self._traffic.call(native, model, streamed=bool(body.get("stream")))
-        return ActiveCall(body, native, call, told, question, stored)
+        record = self._traffic.call(native, model, streamed=bool(body.get("stream")))
+        return ActiveCall(body, native, call, record, question, stored)
 
     async def _respond(self, asked: ActiveCall) -> Json:
-        with asked.told, Boundary("model_error", "the model failed"):
+        with asked.record, Boundary("model_error", "the model failed"):
             answer = await self._back_end.respond(asked.native, asked.call)
             self._keep(asked, answer)
         return answer
@@ -468,7 +468,7 @@ class RequestHandler:
         writer = Writer(dialect, asked.body, asked.stored is not None)
         held: list[bytes] = []
         try:
-            with asked.told, Boundary("model_error", "the model failed"):
+            with asked.record, Boundary("model_error", "the model failed"):
                 async for event in events:
                     whole.take(event)
                     written = writer.written(converter.take(event))
@@ -498,7 +498,7 @@ class RequestHandler:
             self._store.keep(response["id"], asked.stored, orjson.dumps(response), previous)
 
     def _keep(self, asked: ActiveCall, answer: Json) -> None:
-        asked.told.answered(answer)
+        asked.record.answered(answer)
         if asked.question is None:
             return
         tokens = _tokens(answer)
@@ -523,14 +523,14 @@ def rollout_of(request: Request) -> str | None:
 
 
 class Refusals:
-    """`with Refusals(told):` adds the error in the form of the client's API to a problem document. A wrong request is a
+    """`with Refusals(members):` adds the error in the form of the client's API to a problem document. A wrong request is a
     400, as in both APIs.
     """
 
-    __slots__ = ("_told",)
+    __slots__ = ("_members",)
 
-    def __init__(self, told: Callable[[ServiceError], Json]) -> None:
-        self._told = told
+    def __init__(self, members: Callable[[ServiceError], Json]) -> None:
+        self._members = members
 
     def __enter__(self) -> None:
         pass
@@ -540,7 +540,7 @@ class Refusals:
     ) -> None:
         if isinstance(error, ServiceError):
             error.status = 400 if error.status == BadRequest.status else error.status
-            error.extra = {**error.extra, **self._told(error)}
+            error.extra = {**error.extra, **self._members(error)}
 
 
 def _model_name(body: Json, context: ServiceContext) -> str:

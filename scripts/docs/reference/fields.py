@@ -60,7 +60,7 @@ def said(model: type) -> str:
 
 def keys(model: type[BaseModel], prefix: str = "", without: Mapping[str, Any] | None = None) -> Iterator[Key]:
     """Every key of a model, those of the models inside it too. without: name -> default, of keys that are listed elsewhere."""
-    described = told(model)
+    described = descriptions(model)
     for name, field in model.model_fields.items():
         if without is not None and name in without and without[name] == default_of(field):
             continue
@@ -180,7 +180,7 @@ def _split(model: type) -> tuple[str, dict[str, str]]:
     return parts[0].strip(), {name: _sentence(what) for listed, what in pairs for name in listed.split(", ")}
 
 
-def told(model: type) -> dict[str, str]:
+def descriptions(model: type) -> dict[str, str]:
     """What a record says of each of its fields: in docstrings, in remarks beside them, its own and its ancestors'."""
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):

@@ -101,8 +101,8 @@ def _signature(value: Any, returns: bool) -> str:
             shown.append("*")
         kind = each.kind
         shown.append(_parameter(each))
-    told = returns and signature.return_annotation is not signature.empty
-    tail = f" -> {_annotation(signature.return_annotation)}" if told else ""
+    has_return = returns and signature.return_annotation is not signature.empty
+    tail = f" -> {_annotation(signature.return_annotation)}" if has_return else ""
     flat = f"({', '.join(shown)}){tail}"
     return flat if len(flat) <= WIDE else "(\n" + "".join(f"    {each},\n" for each in shown) + f"){tail}"
 

@@ -7,7 +7,7 @@ import json
 from ngym.schema import AgentRef, Segment, Trace
 from ngym.services import VerifyRequest
 
-from .fields import said, told
+from .fields import descriptions, said
 from .markup import code, fence, json_text, shortened, table, words
 from .specimen import Specimen
 
@@ -65,7 +65,7 @@ def text(specimen: Specimen) -> str:
 
 
 def _keys(record: type, prefix: str) -> str:
-    described = told(record)
+    described = descriptions(record)
     return table(
         ("Key", ""), [(code(prefix + name), words(described.get(name, ""))) for name in record.__annotations__]
     )

@@ -55,7 +55,11 @@ def _paths(
     openapi: Json, only: tuple[str, ...] | None = None, without: set[str] | None = None
 ) -> list[tuple[str, str, Json]]:
     """(path, method, operation) of a document."""
-    found = [(path, method.upper(), told) for path, item in openapi["paths"].items() for method, told in item.items()]
+    found = [
+        (path, method.upper(), operation)
+        for path, item in openapi["paths"].items()
+        for method, operation in item.items()
+    ]
     return [each for each in found if (only is None or each[0] in only) and each[0] not in (without or ())]
 
 
@@ -70,23 +74,23 @@ def _merged(paths: list[tuple[str, str, Json]]) -> list[tuple[str, str, Json]]:
 
 def _routes(paths: list[tuple[str, str, Json]]) -> str:
     rows = [
-        (code(f"{method} {path}"), words(told.get("summary", "")), _asked(told), _answers(told))
-        for path, method, told in paths
+        (code(f"{method} {path}"), words(operation.get("summary", "")), _asked(operation), _answers(operation))
+        for path, method, operation in paths
     ]
     return table(("Route", "", "Body", "Answers"), rows)
 
 
-def _asked(told: Json) -> str:
-    content = told.get("requestBody", {}).get("content", {})
+def _asked(operation: Json) -> str:
+    content = operation.get("requestBody", {}).get("content", {})
     body = content.get("application/json", {}).get("schema", {})
     names = [code(name if name in body.get("required", ()) else f"{name}?") for name in body.get("properties", {})]
     return ", ".join(names) if names else "any object" if content else ""
 
 
-def _answers(told: Json) -> str:
+def _answers(operation: Json) -> str:
     found = [
         f"{status} {code(kind)}"
-        for status, answer in told.get("responses", {}).items()
+        for status, answer in operation.get("responses", {}).items()
         if status != "default"
         for kind in answer.get("content", {}) or [""]
     ]
@@ -136,12 +140,12 @@ def _bounds() -> str:
         ("many rows: `/aggregate_metrics`, `/verify_group`", _mebibytes(ROW_BYTES), f"{BULK_WEIGHT:,}"),
         ("all else", _mebibytes(CALL_BYTES), f"{ROW_WEIGHT:,}"),
     ]
-    told = (
+    bounds = (
         f"The weight of JSON: {NODE_WEIGHT} for each object, list and member of an object, 1 for any other value and for "
         f"{BYTES_OF_WEIGHT} bytes outside of strings. A stanza's `max_body_mib` and `max_json_weight` take the place of both.\n"
     )
     columns = ("Body", "At most", "JSON's weight at most")
-    return "## How large a body may be {#bounds}\n\n" + table(columns, rows) + "\n" + told
+    return "## How large a body may be {#bounds}\n\n" + table(columns, rows) + "\n" + bounds
 
 
 def _mebibytes(number: int) -> str:
