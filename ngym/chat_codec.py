@@ -87,7 +87,7 @@ class Template:
         request = without_allowed_tools(request)
         if request.get("tool_choice", "auto") not in ("auto", "none"):
             raise BadRequest("field 'tool_choice': this back end cannot force a call; use auto or none")
-        messages = [_said(message, index) for index, message in enumerate(request["messages"])]
+        messages = [_template_message(message, index) for index, message in enumerate(request["messages"])]
         rendered = self._rendered(messages, request)
         if seen is None or seen.turn_goes_on:
             return rendered
@@ -103,7 +103,7 @@ class Template:
         Raises:
             BadRequest: as `prompt`.
         """
-        messages = [_said(message, index) for index, message in enumerate(request["messages"])]
+        messages = [_template_message(message, index) for index, message in enumerate(request["messages"])]
         return self._rendered(messages, request, prompt=False)
 
     def in_thought(self, prompt: list[int]) -> bool:
@@ -136,7 +136,7 @@ class Template:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _said(message: Json, index: int) -> Json:
+def _template_message(message: Json, index: int) -> Json:
     """A message as chat templates expect it: text, arguments as objects, reasoning under both of its names."""
     content = message.get("content")
     if not isinstance(content, str | None) and any("text" not in part for part in content):

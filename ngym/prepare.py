@@ -140,7 +140,7 @@ def _declared(file: Path) -> tuple[PublicSet, ...]:
     return tuple(module.SETS)
 
 
-def named(sets: dict[str, PublicSet], name: str) -> PublicSet:
+def find_set(sets: dict[str, PublicSet], name: str) -> PublicSet:
     """The set of this name, or a UsageError with the nearest name."""
     if name not in sets:
         raise UsageError(f"no public set is called {name!r}{did_you_mean(name, sets)}; ng_prepare --list shows them")

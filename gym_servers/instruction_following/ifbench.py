@@ -16,7 +16,7 @@ from pydantic import Field
 
 from .ifeval import Text
 from .rlvr import keyword_specific_position
-from .text_analysis import lines, sentences, spoken, words
+from .text_analysis import lines, sentences, read_words, words
 from .vocabulary import AFRICA, CAPITALS, CONJUNCTIONS, NAMES, PRONOUNS, SMALL, STOP_WORDS, is_verb, syllables
 
 Count = Annotated[int, Field(ge=1)]
@@ -48,20 +48,20 @@ def punctuation(text: str) -> bool:
 
 def alphabet(text: str) -> bool:
     """Each word starts with the letter after that of the word before; a follows z. At least three words."""
-    firsts = [word[0].lower() for word in spoken(text)]
+    firsts = [word[0].lower() for word in read_words(text)]
     inside = all("a" <= first <= "z" for first in firsts)
     return inside and len(firsts) > 2 and all((ord(b) - ord(a)) % 26 == 1 for a, b in itertools.pairwise(firsts))
 
 
 def no_consecutive(text: str) -> bool:
     """No two words in a row start with the same letter. At least three words."""
-    firsts = [word[0].lower() for word in spoken(text)]
+    firsts = [word[0].lower() for word in read_words(text)]
     return len(firsts) > 2 and all(a != b for a, b in itertools.pairwise(firsts))
 
 
 def repeats(text: str, small_n: Count) -> bool:
     """No word occurs more than `small_n` times."""
-    counts = Counter(word.casefold() for word in spoken(text))
+    counts = Counter(word.casefold() for word in read_words(text))
     return bool(counts) and max(counts.values()) <= small_n
 
 
@@ -74,13 +74,13 @@ def palindrome(text: str, N: Count | None = None) -> bool:
 
 def last_first(text: str) -> bool:
     """Each sentence starts with the last word of the one before. At least two sentences."""
-    said = [[word.casefold() for word in spoken(sentence)] for sentence in sentences(text)]
+    said = [[word.casefold() for word in read_words(sentence)] for sentence in sentences(text)]
     return len(said) > 1 and all(said) and all(a[-1] == b[0] for a, b in itertools.pairwise(said))
 
 
 def increment(text: str, small_n: Count) -> bool:
     """Each sentence has exactly `small_n` words more than the one before. At least two sentences."""
-    counts = [len(spoken(sentence)) for sentence in sentences(text)]
+    counts = [len(read_words(sentence)) for sentence in sentences(text)]
     return len(counts) > 1 and all(b - a == small_n for a, b in itertools.pairwise(counts))
 
 
@@ -96,7 +96,7 @@ def no_whitespace(text: str) -> bool:
 
 def title_case(text: str) -> bool:
     """Every word starts with a capital; small words (a, of, the) may."""
-    said = [word for word in spoken(text) if word[0].isalpha()]
+    said = [word for word in read_words(text) if word[0].isalpha()]
     return bool(said) and all(word[0].isupper() or word in SMALL for word in said) and said[0][0].isupper()
 
 
@@ -106,7 +106,7 @@ def line_count(text: str, N: Count) -> bool:
 
 def alternating_case(text: str) -> bool:
     """Words alternate between upper and lower case. At least three words of two letters or more."""
-    said = [word for word in spoken(text) if len(word) > 1 and word.isalpha()]
+    said = [word for word in read_words(text) if len(word) > 1 and word.isalpha()]
     turns = [word.isupper() for word in said]
     plain = all(word.isupper() or word.islower() for word in said)
     return plain and len(said) > 2 and all(a != b for a, b in itertools.pairwise(turns))
@@ -114,7 +114,7 @@ def alternating_case(text: str) -> bool:
 
 def conjunctions(text: str, small_n: Count) -> bool:
     """At least `small_n` different coordinating conjunctions."""
-    return len(CONJUNCTIONS.intersection(word.casefold() for word in spoken(text))) >= small_n
+    return len(CONJUNCTIONS.intersection(word.casefold() for word in read_words(text))) >= small_n
 
 
 def person_names(text: str, N: Count) -> bool:
@@ -143,7 +143,7 @@ def keywords_multiple(
 
 def stop_words(text: str, percentage: Share) -> bool:
     """At most the percentage of all words are stop words."""
-    said = spoken(text.replace("\u2019", "'"))
+    said = read_words(text.replace("\u2019", "'"))
     return bool(said) and 100 * sum(word.casefold() in STOP_WORDS for word in said) <= percentage * len(said)
 
 
@@ -176,7 +176,7 @@ def _ends(text: str) -> Counter[str]:
 def sentence_words(text: str) -> bool:
     """Three sentences of the same number of characters, without a word twice."""
     said = sentences(text)
-    every = [word.casefold() for word in spoken(text)]
+    every = [word.casefold() for word in read_words(text)]
     return len(said) == 3 and len({len(sentence) for sentence in said}) == 1 and len(set(every)) == len(every)
 
 
@@ -187,7 +187,7 @@ def vowel(text: str) -> bool:
 
 def consonants(text: str) -> bool:
     """Each word has two consonants in a row."""
-    said = [word for word in spoken(text.casefold()) if any(c.isalpha() for c in word)]
+    said = [word for word in read_words(text.casefold()) if any(c.isalpha() for c in word)]
     return bool(said) and all(re.search(r"[b-df-hj-np-tv-z]{2}", word) for word in said)
 
 
@@ -198,7 +198,7 @@ def prime_lengths(text: str) -> bool:
 
 
 def start_verb(text: str) -> bool:
-    return is_verb(next(iter(spoken(text.replace("\u2019", "'"))), ""))
+    return is_verb(next(iter(read_words(text.replace("\u2019", "'"))), ""))
 
 
 def odd_even_syllables(text: str) -> bool:
@@ -209,20 +209,20 @@ def odd_even_syllables(text: str) -> bool:
 
 def paragraph_last_first(text: str) -> bool:
     """Each paragraph, a line, ends with the word that it starts with."""
-    said = [[word.casefold() for word in spoken(line)] for line in lines(text)]
+    said = [[word.casefold() for word in read_words(line)] for line in lines(text)]
     said = [line for line in said if line]
     return all(line[0] == line[-1] for line in said) and any(len(line) > 1 for line in said)
 
 
 def words_position(text: str, keyword: Text) -> bool:
     """The second word and the last but one are the keyword."""
-    said = [word.casefold() for word in spoken(text)]
+    said = [word.casefold() for word in read_words(text)]
     return len(said) > 2 and said[1] == said[-2] == keyword.casefold()
 
 
 def alliteration_increment(text: str) -> bool:
     """The longest run of words with one first letter grows from sentence to sentence. At least two sentences."""
-    runs = [_longest([word[0].casefold() for word in spoken(sentence)]) for sentence in sentences(text)]
+    runs = [_longest([word[0].casefold() for word in read_words(sentence)]) for sentence in sentences(text)]
     return len(runs) > 1 and all(a < b for a, b in itertools.pairwise(runs))
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 
 from ngym.grading.text_match import unmasked
 
-from .text_analysis import LANGUAGES, is_in, script_share, sentences, spoken, words
+from .text_analysis import LANGUAGES, is_in, script_share, sentences, read_words, words
 
 Relation = Literal["at least", "less than"]
 Count = Annotated[int, Field(ge=0)]
@@ -22,13 +22,13 @@ Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Letter = Annotated[str, Field(min_length=1, max_length=1)]
 
 
-def _known(language: str) -> str:
+def _check_language(language: str) -> str:
     if language not in LANGUAGES:
         raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(LANGUAGES))}")
     return language
 
 
-Language = Annotated[str, AfterValidator(_known)]
+Language = Annotated[str, AfterValidator(_check_language)]
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 MARKUP = re.compile(r"[*`~]|\b_|_\b")
 COMMAS = re.compile("[,\u060c\u3001\uff0c\ufe10\ufe50\u201a\u02cc\ufe45]")
@@ -144,7 +144,7 @@ def end_checker(text: str, end_phrase: Text) -> bool:
 
 
 def capital_word_frequency(text: str, capital_frequency: Count, capital_relation: Relation = "at least") -> bool:
-    return holds(sum(word.isupper() for word in spoken(text)), capital_relation, capital_frequency)
+    return holds(sum(word.isupper() for word in read_words(text)), capital_relation, capital_frequency)
 
 
 def english_capital(text: str) -> bool:

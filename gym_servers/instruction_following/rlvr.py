@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=0)]
 EDGES = ".,!?;:'\"()[]{}*_`\u2018\u2019\u201c\u201d"
 
 
-def said(text: str) -> list[str]:
+def bare_words(text: str) -> list[str]:
     """Words between spaces, in lower case, without marks around them: `well-known` is one word, not `well`."""
     return [word.strip(EDGES).casefold() for word in text.split() if word.strip(EDGES)]
 
@@ -47,20 +47,20 @@ def paragraphs2(text: str) -> bool:
 
 def first_word_sent(text: str, first_word: Text) -> bool:
     """Every sentence starts with the word."""
-    return all(said(sentence)[:1] == [first_word.casefold()] for sentence in sentences(text))
+    return all(bare_words(sentence)[:1] == [first_word.casefold()] for sentence in sentences(text))
 
 
 def first_word_answer(text: str, first_word: Text) -> bool:
-    return said(text)[:1] == [first_word.casefold()]
+    return bare_words(text)[:1] == [first_word.casefold()]
 
 
 def last_word_sent(text: str, last_word: Text) -> bool:
     """Every sentence ends with the word."""
-    return all(said(sentence)[-1:] == [last_word.casefold()] for sentence in sentences(text))
+    return all(bare_words(sentence)[-1:] == [last_word.casefold()] for sentence in sentences(text))
 
 
 def last_word_answer(text: str, last_word: Text) -> bool:
-    return said(text)[-1:] == [last_word.casefold()]
+    return bare_words(text)[-1:] == [last_word.casefold()]
 
 
 def word_once(text: str, keyword: Text) -> bool:
@@ -83,7 +83,7 @@ def count_increment_word(text: str, keyword1: Text, keyword2: Text) -> bool:
 def keyword_specific_position(text: str, keyword: Text, n: Count, m: Count) -> bool:
     """The keyword is the m-th word of the n-th sentence, both counted from 1."""
     found = sentences(text)
-    return 1 <= n <= len(found) and m >= 1 and said(found[n - 1])[m - 1 : m] == [keyword.casefold()]
+    return 1 <= n <= len(found) and m >= 1 and bare_words(found[n - 1])[m - 1 : m] == [keyword.casefold()]
 
 
 def start_end(text: str) -> bool:
@@ -100,17 +100,17 @@ def no_adjacent_consecutive(text: str) -> bool:
 
 def count_unique(text: str) -> bool:
     """No word occurs twice."""
-    return max(Counter(said(text)).values(), default=0) == 1
+    return max(Counter(bare_words(text)).values(), default=0) == 1
 
 
 def palindrome(text: str) -> bool:
-    return any(len(word) > 1 and len(set(word)) > 1 and word == word[::-1] for word in said(text))
+    return any(len(word) > 1 and len(set(word)) > 1 and word == word[::-1] for word in bare_words(text))
 
 
 def counting_composition(text: str, n_sent: Count, n_words: Count) -> bool:
     """Three paragraphs separated by `* * *`, each of n_sent sentences of n_words words."""
     parts = [sentences(part) for part in _parts(text, "* * *")]
-    counts = [len(said(sentence)) for part in parts for sentence in part]
+    counts = [len(bare_words(sentence)) for part in parts for sentence in part]
     return len(parts) == 3 and all(len(part) == n_sent for part in parts) and set(counts) == {n_words}
 
 
@@ -160,7 +160,7 @@ def copy_span_idx(
 
 def repeat_phrase(text: str, phrase: Text, small_n: Count) -> bool:
     """The phrase small_n times, each time with exactly one other word, which is not its first or last."""
-    wanted, found = said(phrase), said(text)
+    wanted, found = bare_words(phrase), bare_words(text)
     size = len(wanted)
     starts = range(len(found) - size + 1)
     windows = (found[start : start + size] for start in starts)

@@ -55,7 +55,7 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
-def spoken(text: str) -> list[str]:
+def read_words(text: str) -> list[str]:
     """Words as they are read: `don't` and `well-known` are one word each."""
     return _SPOKEN.findall(text)
 

@@ -301,7 +301,7 @@ def offered(tools: Sequence[types.Tool], server: Connections) -> Iterator[Tool]:
     """The server's tools as ours. A tool whose schema cannot be written as JSON is left out and logged."""
     taken: set[str] = set()
     for tool in tools:
-        name = named(tool.name, taken)
+        name = function_name(tool.name, taken)
         taken.add(name)
         if name != tool.name:
             log.warning("the MCP server's tool %.100r is called %r here", tool.name, name)
@@ -314,7 +314,7 @@ def offered(tools: Sequence[types.Tool], server: Connections) -> Iterator[Tool]:
         yield Tool(described(name, description, schema), _asking(server, tool.name))
 
 
-def named(theirs: str, taken: set[str]) -> str:
+def function_name(theirs: str, taken: set[str]) -> str:
     """A unique, valid function name that is not a route: verify -> verify_tool, browser.click -> browser_click."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", theirs)[: MAX_NAME_CHARS - 5]
     if name in RESERVED or not name.strip("_-"):
@@ -349,7 +349,7 @@ def as_json(text: str) -> bytes:
 
 def text_of(result: types.CallToolResult) -> str:
     """The texts of a result; other parts are only named. A result with structured content only is shown as JSON."""
-    text = "\n".join(_shown(part) for part in result.content)
+    text = "\n".join(_part_text(part) for part in result.content)
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     if len(text) > MAX_RESULT_CHARS:
@@ -357,7 +357,7 @@ def text_of(result: types.CallToolResult) -> str:
     return text
 
 
-def _shown(part: types.ContentBlock) -> str:
+def _part_text(part: types.ContentBlock) -> str:
     match part:
         case types.TextContent():
             return part.text

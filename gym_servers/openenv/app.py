@@ -67,7 +67,7 @@ class Server:
         )
 
 
-async def asked(server: Server) -> Server:
+async def with_schema(server: Server) -> Server:
     """The server with its action schema and tools. ConfigError if it is not reachable or not an OpenEnv server."""
     address = server.url.replace("ws://", "http://", 1).replace("wss://", "https://", 1).rstrip("/")
     try:
@@ -165,7 +165,7 @@ class Episode:
             raise ServiceError(message, failure="tool_error", retryable=True)
 
 
-def shown(observation: Json) -> str:
+def observation_text(observation: Json) -> str:
     """An observation as text: JSON without empty members, or the plain text if that is the only member."""
     said = {key: value for key, value in observation.items() if key != "metadata" and value not in (None, "", [], {})}
     if len(said) == 1 and isinstance(text := next(iter(said.values())), str):
@@ -195,7 +195,7 @@ class Task(VerifyRequest):
 @asynccontextmanager
 async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     options: Options = context.options
-    server = await asked(Server(options.server, options.timeout_s, options.headers))
+    server = await with_schema(Server(options.server, options.timeout_s, options.headers))
     app.state.server = server
     app.state.places = asyncio.Semaphore(options.episodes)
     for tool in server.tools:
@@ -206,7 +206,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
 
 
 async def reset(task: Task, session: Session) -> str:
-    observation = shown(await beginning(task.reset, session))
+    observation = observation_text(await beginning(task.reset, session))
     server: Server = app.state.server
     return observation if server.tools else f"{server.manual}\n\n{observation}"
 
@@ -221,7 +221,7 @@ async def step(turn: Task, session: Session) -> Step:
         observation = await episode.act(read_action(turn.text, server))
     except Refused as problem:
         return Step(f"{problem} {server.manual}")
-    return Step(shown(observation), episode.rewards[-1] or 0.0, terminated=episode.done)
+    return Step(observation_text(observation), episode.rewards[-1] or 0.0, terminated=episode.done)
 
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:

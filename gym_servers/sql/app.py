@@ -63,7 +63,7 @@ class SqlTask(VerifyRequest):
     def is_ordered(self) -> bool:
         return has_order(self.gold) if self.ordered is None else self.ordered
 
-    def shown(self, folder: str | None) -> dict[str, str | None]:
+    def visible(self, folder: str | None) -> dict[str, str | None]:
         """The database that the policy may query."""
         return self.all(folder)[0]
 

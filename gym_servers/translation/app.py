@@ -24,7 +24,7 @@ BLEU_METRIC = BLEU(effective_order=True)
 MIN_LENGTH, MAX_LENGTH = 0.5, 2.0  # of the shortest and of the longest reference
 
 
-def said(text: str) -> str:
+def translation_of(text: str) -> str:
     """The whole text after the reasoning, without a label "Translation:" and surrounding quotation marks."""
     return LABEL.sub("", without_reasoning(text).strip()).strip(QUOTES)
 
@@ -92,7 +92,7 @@ class TranslationTask(VerifyRequest):
 
 
 def verify(task: TranslationTask, options: TranslationOptions) -> dict[str, Any]:
-    text = said(task.text)
+    text = translation_of(task.text)
     reason = fault(text, task.source, task.references)
     found = score(text, task.references, options.word_order) if reason is None else {"chrf": 0.0, "bleu": 0.0}
     paid = weighted(found, {"chrf": options.chrf_weight, "bleu": 1.0 - options.chrf_weight})

@@ -161,16 +161,16 @@ def _changes(before: Office, after: Office) -> list[str]:
         old, new = getattr(before, table), getattr(after, table)
         for key, row in new.items():
             if key not in old:
-                changes.append(f"{table}: new {_said(row)}")
+                changes.append(f"{table}: new {_normalised(row)}")
             else:
-                changes += [f"{table} {key}: {name} = {_said(v)}" for name, v in row.items() if v != old[key][name]]
+                changes += [f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]]
     return changes
 
 
-def _said(value: Any) -> str:
+def _normalised(value: Any) -> str:
     """A normalised value: text without case, extra spaces and a final full stop."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} = {_said(member)}" for name, member in value.items())
+        return ", ".join(f"{name} = {_normalised(member)}" for name, member in value.items())
     return " ".join(str(value).casefold().split()).removesuffix(".")
 
 
@@ -190,7 +190,7 @@ def found(rows: dict[str, Row], key: str, what: str, gone: str = "") -> Row:
     return rows[key]
 
 
-def shown(rows: dict[str, Row], *hidden: str) -> list[Row]:
+def listing(rows: dict[str, Row], *hidden: str) -> list[Row]:
     return [{"id": key, **{k: v for k, v in row.items() if k not in hidden}} for key, row in rows.items()]
 
 
@@ -214,7 +214,7 @@ class SearchPeople(Action):
 
     def do(self, office: Office) -> Any:
         text = self.text.casefold()
-        return [row for row in shown(office.people) if text in f"{row['name']} {row['department']}".casefold()]
+        return [row for row in listing(office.people) if text in f"{row['name']} {row['department']}".casefold()]
 
 
 class ListEvents(Action):
@@ -225,7 +225,7 @@ class ListEvents(Action):
     def do(self, office: Office) -> Any:
         return [
             e
-            for e in shown(office.events, "cancelled")
+            for e in listing(office.events, "cancelled")
             if e["date"] == self.date.isoformat() and _takes_place(office, e)
         ]
 
@@ -238,7 +238,7 @@ class FindEvents(Action):
     def do(self, office: Office) -> Any:
         text = self.text.casefold()
         return [
-            e for e in shown(office.events, "cancelled") if text in e["title"].casefold() and _takes_place(office, e)
+            e for e in listing(office.events, "cancelled") if text in e["title"].casefold() and _takes_place(office, e)
         ]
 
 
@@ -305,7 +305,7 @@ class SearchMails(Action):
 
     def do(self, office: Office) -> Any:
         text = self.text.casefold()
-        hits = [m for m in shown(office.mails) if text in f"{m['subject']} {m['body']}".casefold()]
+        hits = [m for m in listing(office.mails) if text in f"{m['subject']} {m['body']}".casefold()]
         hits = [m for m in hits if m["folder"] == self.folder and self.sender in (None, m["sender"])]
         hits.sort(key=lambda mail: mail["sent"], reverse=True)
         return [{key: value for key, value in mail.items() if key != "body"} for mail in hits]
@@ -375,7 +375,7 @@ class ListFiles(Action):
 
     def do(self, office: Office) -> Any:
         there = {key: row for key, row in office.files.items() if not row["deleted"]}
-        return [row for row in shown(there, "deleted") if self.folder in (None, row["folder"])]
+        return [row for row in listing(there, "deleted") if self.folder in (None, row["folder"])]
 
 
 class MoveFile(Action):
@@ -429,7 +429,7 @@ class ListTasks(Action):
     status: Literal["open", "done"] | None = None
 
     def do(self, office: Office) -> Any:
-        tasks = [row for row in shown(office.tasks) if self.assignee in (None, row["assignee"])]
+        tasks = [row for row in listing(office.tasks) if self.assignee in (None, row["assignee"])]
         return [row for row in tasks if self.status in (None, row["status"])]
 
 

@@ -173,9 +173,9 @@ def render(request: dict[str, Any], seen: SeenCall | None = None) -> bytes:
     parts = [_system(request)] if seen is None else [_continued(seen)]
     for role, run in groupby(items if seen is None else items[seen.place + 1 :], _role):
         if role == "assistant":  # all items of a turn form one message
-            parts.append(_message(role, map(_said, run)))
+            parts.append(_message(role, map(_item_bytes, run)))
         else:
-            parts += [_message(role, [_said(item)]) for item in run]
+            parts += [_message(role, [_item_bytes(item)]) for item in run]
     return b"".join(parts) + BEGIN + b"assistant\n"
 
 
@@ -184,7 +184,7 @@ def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
 
     Text is cut between characters; reasoning and calls are kept whole or dropped, and nothing follows a cut.
     """
-    whole = _spoken(said) + END
+    whole = _answer_bytes(said) + END
     if limit is None or len(whole) <= limit:
         return said, whole, False
     left = Answer(said.reasoning, "", []) if len(_thought(said.reasoning)) <= limit else Answer("", "", [])
@@ -194,10 +194,10 @@ def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
     if left.text == said.text:
         for call in said.calls:
             longer = left._replace(calls=[*left.calls, call])
-            if len(_spoken(longer)) > limit:
+            if len(_answer_bytes(longer)) > limit:
                 break
             left = longer
-    return left, _spoken(left), True
+    return left, _answer_bytes(left), True
 
 
 def logprob(token: int) -> float:
@@ -205,7 +205,7 @@ def logprob(token: int) -> float:
     return -(token % 8 + 1) / 16
 
 
-def _spoken(said: Answer) -> bytes:
+def _answer_bytes(said: Answer) -> bytes:
     return b"".join((_thought(said.reasoning), said.text.encode(), *(_call(*call) for call in said.calls)))
 
 
@@ -238,7 +238,7 @@ def _role(item: dict[str, Any]) -> str:
             return "assistant"
 
 
-def _said(item: dict[str, Any]) -> bytes:
+def _item_bytes(item: dict[str, Any]) -> bytes:
     match item.get("type") or "message":
         case "reasoning":
             return _thought(content_text(item.get("content")))

@@ -41,7 +41,7 @@ from ngym.convert.request_validation import (
     SAMPLING,
     TEXT,
     Check,
-    known,
+    known_fields,
     number,
     object_of,
     one_of,
@@ -232,7 +232,7 @@ class TokenRoutes:
             return JsonResponse(_checked(await self._tokenization.create_detokenize(asked, request)))
 
     async def _body(self, request: Request, checks: dict[str, Check]) -> Json:
-        body = known(await json_body(request), checks, {})
+        body = known_fields(await json_body(request), checks, {})
         if body.get("model") not in self._models.lora_requests:
             body["model"] = self._models.model_name()  # as in chat: any other name means the policy
         return body

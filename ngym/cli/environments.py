@@ -54,7 +54,7 @@ async def try_environments(
     Raises:
         ConfigError: a name is not a gym server, or it has no gold answers.
     """
-    chosen = [_named(config, name) for name in names] or _all(config, say)
+    chosen = [_environment(config, name) for name in names] or _all(config, say)
     tried = []
     alone = with_stand_ins(config, chosen)
     async with started(alone, alone.services, launcher) as peers:
@@ -91,7 +91,7 @@ async def started(config: Config, names: Collection[str], launcher: ZygoteClient
         yield peers
 
 
-def _named(config: Config, name: str) -> Environment:
+def _environment(config: Config, name: str) -> Environment:
     stanza = config.stanza(name)
     if stanza.kind != "gym_server":
         raise ConfigError(f"{stanza.where}: {name!r} is a {stanza.kind}, not a gym_server")

@@ -118,11 +118,11 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
 
 def _table(runs: Sequence[PlottedRun], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
-    from ngym.plot.figure import asked, is_own, number_text
+    from ngym.plot.figure import matching_metrics, is_own, number_text
     from ngym.rollout import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))
-    shown = asked(patterns, names) if patterns else [name for name in names if is_own(name)]
+    shown = matching_metrics(patterns, names) if patterns else [name for name in names if is_own(name)]
     last = [run.history.last() for run in runs]
     heads = ["last value", *(printable(run.name) for run in runs)]
     steps = ["step", *(f"{run.history.steps[-1]:,.0f}" if run.history.steps else "-" for run in runs)]

@@ -152,7 +152,7 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
         how_many = ("--limit", str(limit), "--repeats", str(repeats))
         walk.ng("collect_rollouts", *where, "--output", str(places.rollouts), *how_many, "--overwrite")
         walk.step("three of the rollouts")
-        for row in [] if walk.dry_run else _telling(places.rollouts):
+        for row in [] if walk.dry_run else _example_rollouts(places.rollouts):
             walk.say(transcript(row) + "\n")
         walk.step(
             f"reinforcement learning: {server} samples, the services score, DeepSpeed trains, new weights are pushed"
@@ -181,7 +181,7 @@ def _tell(places: Places, seconds: float, as_json: bool) -> None:
     )
 
 
-def _telling(rollouts: Path) -> list[Json]:
+def _example_rollouts(rollouts: Path) -> list[Json]:
     """A rollout that used the tool and was right, one that guessed wrong, and the longest of the others."""
     from ngym.files.jsonl import read
 

@@ -68,7 +68,7 @@ def main(
               ng_view runs/grpo
               ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
     """
-    from ngym.view.growing_index import said
+    from ngym.view.growing_index import path_text
     from ngym.view.runs import open_runs
 
     if q is not None and report is None:
@@ -81,7 +81,7 @@ def main(
         from ngym.view.tokens import check
 
         check(tokenizer)
-    title = said(title)
+    title = path_text(title)
     shown = open_runs(paths or (Path(),), tokenizer)
     shown.start()
     try:

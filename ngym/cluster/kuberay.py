@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngym.cluster.target import Target, shown
+from ngym.cluster.target import Target, shell_text
 from ngym.errors import UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, new_token
 
@@ -28,7 +28,7 @@ def render(target: Target, command: Sequence[str], values: Mapping[str, str] | N
     if not command:
         return [secret, _policy(target), {**_named("ray.io/v1", "RayCluster", target), "spec": cluster}]
     job = {
-        "entrypoint": shown(command),
+        "entrypoint": shell_text(command),
         "submissionMode": "K8sJobMode",
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 600,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ngym.cluster.target import Target, shown
+from ngym.cluster.target import Target, shell_text
 
 PORT = 6379  # SkyPilot's own Ray uses 6380
 
@@ -39,7 +39,7 @@ def render(target: Target, command: Sequence[str]) -> dict[str, Any]:
         cpus=target.cpus,
         gpus=target.gpus,
         pool=" --resources='" + f'{{"{target.pool}": 1}}' + "'" if target.pool else "",
-        command=shown(command),
+        command=shell_text(command),
     )
     return {
         "name": target.name,

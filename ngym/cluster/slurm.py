@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ngym.cluster.target import Target, shown
+from ngym.cluster.target import Target, shell_text
 
 WARNING_S = 180  # before the time limit: the step in progress ends, and a checkpoint is written
 
@@ -79,7 +79,7 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
         cpus=target.cpus,
         gpus=target.gpus,
         pool=" --resources='" + f'{{"{target.pool}": 1}}' + "'" if target.pool else "",
-        command=shown(command),
+        command=shell_text(command),
         warning=WARNING_S,
         signal="USR1" if trains else "TERM",
         ending="write a checkpoint and end" if trains else "end",

@@ -58,5 +58,5 @@ def on_ray(command: Sequence[str]) -> list[str]:
     return [words[0], "--on", "ray", *words[1:]]
 
 
-def shown(command: Sequence[str]) -> str:
+def shell_text(command: Sequence[str]) -> str:
     return shlex.join(on_ray(command))

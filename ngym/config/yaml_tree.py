@@ -268,7 +268,7 @@ def _describe(model: type[BaseModel], tree: ConfigTree, item: Any, other_names: 
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        return f"{tree.where(key)}: unknown key {key!r}{_meant(model, tree, item['loc'], other_names)}"
+        return f"{tree.where(key)}: unknown key {key!r}{_suggestion(model, tree, item['loc'], other_names)}"
     if item["type"] == "missing":
         return f"{tree.where(key)}: {key!r} is missing"
     message = item["msg"].removeprefix("Value error, ")
@@ -281,7 +281,7 @@ def _describe(model: type[BaseModel], tree: ConfigTree, item: Any, other_names: 
     return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
 
 
-def _meant(
+def _suggestion(
     model: type[BaseModel], tree: ConfigTree, loc: Sequence[Any], other_names: Mapping[str, Sequence[str]]
 ) -> str:
     """The suggestion at an unknown key, for did_you_mean: a key of its section, or of another one."""

@@ -26,12 +26,12 @@ from ngym.convert.request_validation import (
     Check,
     are_strings,
     are_tags,
-    known,
+    known_fields,
     must,
     object_of,
     of_type,
     one_of,
-    shown,
+    value_text,
     sound,
     token_problems,
 )
@@ -73,7 +73,7 @@ INVALID_JSON = "INVALID_JSON"
 
 def check_messages_request(body: Json) -> Json:
     """A `/v1/messages` body without its nulls, checked; BadRequest names the first wrong fields."""
-    request = known(body, MESSAGES, MESSAGES_REFUSED)
+    request = known_fields(body, MESSAGES, MESSAGES_REFUSED)
     missing = [Problem(name, "is missing") for name in ("max_tokens", "messages") if not request.get(name)]
     system = request["system"] if isinstance(request.get("system"), list) else []
     return sound(
@@ -151,7 +151,7 @@ def _message_problems(messages: list[Any]) -> Iterator[Problem]:
             case dict():
                 yield Problem(where, "must have a role (user, assistant or system) and content, text or blocks")
             case _:
-                yield Problem(where, f"must be an object, not {shown(message)}")
+                yield Problem(where, f"must be an object, not {value_text(message)}")
     if isinstance(last, dict) and last.get("role") == "assistant":
         yield Problem(
             f"messages[{len(messages) - 1}]", "an answer cannot be begun for the model; end with a user message"
@@ -164,7 +164,7 @@ def _block_problems(content: Any, where: str, allowed: dict[str, dict[str, type]
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str) or kind not in allowed:
             hint = did_you_mean(kind, allowed) if isinstance(kind, str) else ""
-            yield Problem(at, f"must be a block of type {', '.join(allowed)}, not {shown(kind)}{hint}")
+            yield Problem(at, f"must be a block of type {', '.join(allowed)}, not {value_text(kind)}{hint}")
             continue
         for name, wanted in allowed[kind].items():
             if not isinstance(block.get(name), wanted):
@@ -190,7 +190,7 @@ def _tool_problems(request: Json) -> Iterator[Problem]:
                 continue
             case {"type": str(kind)} if kind != "custom":
                 yield Problem(
-                    f"{where}.type", f"{shown(kind)} is run by Anthropic; declare a tool with an input_schema"
+                    f"{where}.type", f"{value_text(kind)} is run by Anthropic; declare a tool with an input_schema"
                 )
             case _:
                 yield Problem(where, "must be an object with a name and an input_schema")
@@ -199,7 +199,7 @@ def _tool_problems(request: Json) -> Iterator[Problem]:
     if not tools and choice.get("type") in ("any", "tool"):
         yield Problem("tool_choice", "asks for a tool call, but there are no tools")
     elif choice.get("type") == "tool" and choice["name"] not in names:
-        yield Problem("tool_choice", f"there is no tool {shown(choice['name'])}")
+        yield Problem("tool_choice", f"there is no tool {value_text(choice['name'])}")
 
 
 def items_from_blocks(messages: list[Json]) -> list[Json]:

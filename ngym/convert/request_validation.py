@@ -56,11 +56,11 @@ def input_problems(items: Any) -> Iterator[Problem]:
     for index, item in enumerate(items if isinstance(items, list) else ()):
         where = f"input[{index}]"
         if not isinstance(item, dict):
-            yield Problem(where, f"must be an object, not {shown(item)}")
+            yield Problem(where, f"must be an object, not {value_text(item)}")
             continue
         kind = "message" if item.get("type") is None else item["type"]
         if not isinstance(kind, str) or kind not in _STRINGS_OF:
-            yield Problem(f"{where}.type", f"{shown(kind)} is not supported{_hint(kind)}")
+            yield Problem(f"{where}.type", f"{value_text(kind)} is not supported{_hint(kind)}")
             continue
         for name in _STRINGS_OF[kind]:
             if not isinstance(item.get(name), str):
@@ -102,7 +102,7 @@ def message_problems(messages: Any) -> Iterator[Problem]:
     for index, message in enumerate(messages or ()):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
-            yield Problem(where, f"must be an object, not {shown(message)}")
+            yield Problem(where, f"must be an object, not {value_text(message)}")
             continue
         yield from token_problems(message, where)
         yield from _role_problems(message, where)
@@ -111,7 +111,7 @@ def message_problems(messages: Any) -> Iterator[Problem]:
 def _role_problems(message: Json, where: str) -> Iterator[Problem]:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        yield Problem(f"{where}.role", f"must be one of {', '.join(sorted(_ROLES))}, not {shown(role)}")
+        yield Problem(f"{where}.role", f"must be one of {', '.join(sorted(_ROLES))}, not {value_text(role)}")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         yield Problem(f"{where}.tool_call_id", "must be a string")
     if message.get("function_call") is not None:
@@ -153,7 +153,7 @@ def _content_problems(content: Any, where: str) -> Iterator[Problem]:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        yield Problem(where, f"must be a string or a list of parts, not {shown(content)}")
+        yield Problem(where, f"must be a string or a list of parts, not {value_text(content)}")
         return
     for index, part in enumerate(content):
         match part:
@@ -223,7 +223,7 @@ def tool_problems(body: Json, name_in: str) -> Iterator[Problem]:
             if not isinstance(function.get("parameters") or {}, dict):
                 yield Problem(f"{where}.parameters", "must be a JSON Schema object")
         elif name_in == "function":
-            yield Problem(f"{where}.type", f"must be 'function', not {shown(tool['type'])}")
+            yield Problem(f"{where}.type", f"must be 'function', not {value_text(tool['type'])}")
     choice = body.get("tool_choice")
     if not tools and (choice == "required" or isinstance(choice, dict)):
         yield Problem("tool_choice", "asks for a tool call, but there are no tools")
@@ -239,10 +239,10 @@ def _choice_problems(choice: Json, names: set[str]) -> Iterator[Problem]:
         match named:
             case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
                 if name not in names:
-                    yield Problem("tool_choice", f"there is no tool {shown(name)}{did_you_mean(name, names)}")
+                    yield Problem("tool_choice", f"there is no tool {value_text(name)}{did_you_mean(name, names)}")
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A wrong value for an error message: itself if it is short, else only its type (prompts must not be logged)."""
     return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 40 else f"a {type(value).__name__}"
 
@@ -261,7 +261,7 @@ def number(low: float, high: float, *, whole: bool = False) -> Check:
         right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if right and low <= value <= high:
             return None
-        return f"must be {'a whole number' if whole else 'a number'} from {low:g} to {high:g}, not {shown(value)}"
+        return f"must be {'a whole number' if whole else 'a number'} from {low:g} to {high:g}, not {value_text(value)}"
 
     return check
 
@@ -270,7 +270,7 @@ def one_of(*choices: Any) -> Check:
     def check(value: Any) -> str | None:
         if any(value == choice and type(value) is type(choice) for choice in choices):
             return None
-        return f"must be {' or '.join(map(repr, choices))}, not {shown(value)}"
+        return f"must be {' or '.join(map(repr, choices))}, not {value_text(value)}"
 
     return check
 
@@ -283,7 +283,7 @@ def object_of(**checks: Check) -> Check:
             return "must be an object"
         for name, inner in value.items():
             if name not in checks:
-                return f"has no member {shown(name)}{did_you_mean(str(name), checks)}"
+                return f"has no member {value_text(name)}{did_you_mean(str(name), checks)}"
             wrong = None if inner is None else checks[name](inner)
             if wrong:
                 return f"{name} {wrong}"
@@ -302,7 +302,7 @@ def list_of(choices: Iterable[str]) -> Check:
         for entry in value:
             if not isinstance(entry, str) or entry not in known:
                 hint = did_you_mean(entry, known) if isinstance(entry, str) else ""
-                return f"{shown(entry)} is not known{hint}"
+                return f"{value_text(entry)} is not known{hint}"
         return None
 
     return check
@@ -324,7 +324,7 @@ def tool_choice(value: Any) -> str | None:
     """A mode, or an object that names a tool."""
     if value in ("none", "auto", "required") or (isinstance(value, dict) and isinstance(value.get("type"), str)):
         return None
-    return f"must be 'none', 'auto', 'required' or an object that names a tool, not {shown(value)}"
+    return f"must be 'none', 'auto', 'required' or an object that names a tool, not {value_text(value)}"
 
 
 _SCHEMA = {"name": TEXT, "schema": OBJECT, "strict": FLAG, "description": TEXT}
@@ -357,7 +357,7 @@ def response_format(value: Any) -> str | None:
 
 def check_create_params(body: Json) -> Json:
     """Check a `/v1/responses` body and drop its nulls; a BadRequest names the first wrong fields."""
-    params = known(body, RESPONSES, RESPONSES_REFUSED)
+    params = known_fields(body, RESPONSES, RESPONSES_REFUSED)
     return sound(params, input_problems(params.get("input")), tool_problems(params, "name"))
 
 
@@ -374,11 +374,11 @@ def check_overrides(params: Json) -> None:
 
 def check_chat_request(body: Json) -> Json:
     """Check a `/v1/chat/completions` body and drop its nulls; a BadRequest names the first wrong fields."""
-    request = known(body, CHAT, CHAT_REFUSED)
+    request = known_fields(body, CHAT, CHAT_REFUSED)
     return sound(request, message_problems(request.get("messages")), tool_problems(request, "function"))
 
 
-def known(body: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Json:
+def known_fields(body: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Json:
     """The fields that are not null; a BadRequest if one is unknown, refused, or of the wrong type."""
     given = {name: value for name, value in body.items() if value is not None}
     return sound(given, _field_problems(given, checks, not_supported))

@@ -241,7 +241,7 @@ class ChunkStream:
         if self._head is None and "response" in event:
             yield from self._begin(event["response"])
         if kind in _SAID:
-            yield from self._said(event, _SAID[kind])
+            yield from self._text_delta(event, _SAID[kind])
         elif kind == "response.output_item.added" and event["item"]["type"] == "function_call":
             yield self._call(event["item"], event["output_index"])
         elif kind == "response.function_call_arguments.delta":
@@ -269,7 +269,7 @@ class ChunkStream:
         self._head |= {"created": int(response["created_at"]), "model": self._model or response.get("model") or ""}
         yield self._chunk({"role": "assistant", "content": ""})
 
-    def _said(self, event: Json, field: str) -> Iterator[Json]:
+    def _text_delta(self, event: Json, field: str) -> Iterator[Json]:
         place, text = event["output_index"], event["delta"]
         if not text:
             return
@@ -311,13 +311,13 @@ class ChunkStream:
                     field = "refusal" if part["type"] == "refusal" else "content"
                     text = part["refusal" if field == "refusal" else "text"]
                     if text and field not in streamed:
-                        yield from self._said(
+                        yield from self._text_delta(
                             {"output_index": place, "delta": text, "logprobs": part.get("logprobs")}, field
                         )
             case "reasoning":
                 block = block_from_reasoning(item)
                 if block.get("thinking") and "reasoning_content" not in streamed:
-                    yield from self._said({"output_index": place, "delta": block["thinking"]}, "reasoning_content")
+                    yield from self._text_delta({"output_index": place, "delta": block["thinking"]}, "reasoning_content")
                 if item.get("encrypted_content"):
                     yield self._chunk({"thinking_blocks": [block]})
 

@@ -71,14 +71,14 @@ def _lines(tally: ExportCounts, options: Options) -> Iterator[tuple[str, str, st
     for reason in Reason:
         if tally.dropped[reason]:
             yield "left out", f"{tally.dropped[reason]:,}", _reason_text(reason, options)
-    yield "kept", f"{tally.kept:,}", _kept(tally, options)
+    yield "kept", f"{tally.kept:,}", _kept_text(tally, options)
 
 
 def _reason_text(reason: Reason, options: Options) -> str:
     return f"{reason.text}, {options.threshold:g}" if reason is Reason.LOW else reason.text
 
 
-def _kept(tally: ExportCounts, options: Options) -> str:
+def _kept_text(tally: ExportCounts, options: Options) -> str:
     match options.format:
         case "preferences" if tally.rows:
             return f"in {tally.rows:,} pairs; margin {fmean(tally.margins):.3g}, at least {min(tally.margins):.3g}"

@@ -25,7 +25,7 @@ async def verified_together(post: Post, rows: Sequence[Json]) -> list[Json]:
     Raises:
         ServiceError: no answer, or not a valid one.
     """
-    answer = await post(ROUTE, {"rollouts": [_shown(row) for row in rows]}, timeout=TIMEOUT_S, idempotent=True)
+    answer = await post(ROUTE, {"rollouts": [_bare_row(row) for row in rows]}, timeout=TIMEOUT_S, idempotent=True)
     outcomes = answer.get("rollouts") if isinstance(answer, dict) else None
     if not isinstance(outcomes, list) or len(outcomes) != len(rows) or not all(map(_is_outcome, outcomes)):
         raise ServiceError(f"{ROUTE} answered without one reward for each rollout", failure="verify_error")
@@ -58,7 +58,7 @@ def rescored(row: Json, outcome: Json) -> Json:
     return {**kept, **outcome, "ng": {**trace, "status": status, "reward_components": parts}}
 
 
-def _shown(row: Json) -> Json:
+def _bare_row(row: Json) -> Json:
     response = row["response"]
     bare = {**response, "output": without_tokens(response.get("output") or [])}
     return {name: value for name, value in row.items() if name != "ng"} | {"response": bare}

@@ -156,7 +156,7 @@ class Watch:
         self.draw(standing)
 
     @contextmanager
-    def shown(self, wanted: bool) -> Iterator[Callable[[], None]]:
+    def display(self, wanted: bool) -> Iterator[Callable[[], None]]:
         """Show the progress during the block; yields a function to call a few times a second. Printed lines stay."""
         shown = progress(wanted)
 

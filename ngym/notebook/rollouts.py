@@ -215,7 +215,7 @@ class Rollouts(Sequence[Json]):
             places.setdefault(fact._replace(reward=None), []).append(place)
         facts = self._stored.facts
         return [
-            TaskGroup(key.agent, key.task_id, key.task_index, self._of(self._stored, found), _known(facts, found))
+            TaskGroup(key.agent, key.task_id, key.task_index, self._of(self._stored, found), _scored(facts, found))
             for key, found in places.items()
         ]
 
@@ -297,7 +297,7 @@ def _fact(row: Json) -> Fact:
         raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is not a rollout") from None
 
 
-def _known(facts: Sequence[Fact], places: Sequence[int]) -> list[float]:
+def _scored(facts: Sequence[Fact], places: Sequence[int]) -> list[float]:
     return [reward for place in places if (reward := facts[place].reward) is not None]
 
 
@@ -408,7 +408,7 @@ def load_rollouts(*sources: str | Path) -> Rollouts:
     Raises:
         UsageError: a file does not exist, or its first row is not a rollout.
     """
-    paths = [path for source in sources for path in _named(str(source))]
+    paths = [path for source in sources for path in _files(str(source))]
     if not paths:
         raise UsageError("load_rollouts: name a file that ng_collect_rollouts wrote")
     for path in paths:
@@ -419,7 +419,7 @@ def load_rollouts(*sources: str | Path) -> Rollouts:
     return Rollouts(FileRows(paths), paths=paths)
 
 
-def _named(source: str) -> list[Path]:
+def _files(source: str) -> list[Path]:
     if Path(source).is_file():
         return [Path(source)]
     found = sorted(glob(source, recursive=True))

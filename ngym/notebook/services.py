@@ -215,7 +215,7 @@ def run(*config: str | Path, only: str | Sequence[str] = (), progress: bool = Tr
     """
     life, watch = _begun(config, only)
     try:
-        with watch.shown(progress) as tick:
+        with watch.display(progress) as tick:
             life.background.begin(life.ready()).result(tick, life.supervisor.hurry)
     except BaseException:
         life.background.close()
@@ -227,7 +227,7 @@ async def run_async(*config: str | Path, only: str | Sequence[str] = (), progres
     """`run` for a coroutine: `services = await ngym.run_async(...)`, or `async with await ngym.run_async(...) as services`."""
     life, watch = _begun(config, only)
     try:
-        with watch.shown(progress) as tick:
+        with watch.display(progress) as tick:
             await life.background.begin(life.ready()).awaited(tick, life.supervisor.hurry)
     except BaseException:
         await asyncio.to_thread(life.background.close)

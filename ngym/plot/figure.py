@@ -66,7 +66,7 @@ def together(name: str, seeds: Sequence[Series]) -> Series:
 REWARDS, LOSSES = ("reward/mean", UNSCORED), ("loss", "val/loss")
 
 
-def telling(names: Sequence[str]) -> list[str]:
+def default_metrics(names: Sequence[str]) -> list[str]:
     """The metrics that show whether a run learns: rewards, the share of unscored rollouts and the mean rewards on
     held-out tasks; or the losses, if there are no rewards.
     """
@@ -79,7 +79,7 @@ def is_evaluation(name: str) -> bool:
     return name.startswith("eval/") and (last == "greedy" or last.startswith("avg@"))
 
 
-def asked(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+def matching_metrics(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     """The metrics that match, in the order of the patterns (`reward/mean`, `eval/*`). Bounds and counts only match a
     pattern that ends in them (`eval/*/count`).
 
@@ -128,7 +128,7 @@ def curves(runs: Sequence[PlottedRun], patterns: Sequence[str], by: Axis, smooth
         UsageError: there is nothing to draw.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))
-    wanted = asked(patterns, names) if patterns else telling(names)
+    wanted = matching_metrics(patterns, names) if patterns else default_metrics(names)
     groups = by_seed(runs) if band else {run.name: [run] for run in runs}
     found = [
         _smooth(Curve(name, metric, series, None), smooth)
@@ -145,7 +145,7 @@ def curves(runs: Sequence[PlottedRun], patterns: Sequence[str], by: Axis, smooth
 def default_series(entries: Iterable[Mapping[str, float]]) -> list[Series]:
     """The most relevant series of one run, from its log entries."""
     history = History.of(entries)
-    found = [(name, history.series(name)) for name in telling(history.names)]
+    found = [(name, history.series(name)) for name in default_metrics(history.names)]
     return [series for name, series in found if series.x and _is_worth_a_curve(series, name)]
 
 

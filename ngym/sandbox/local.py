@@ -237,7 +237,7 @@ class _Pipe:
         os.set_blocking(self._ours, False)
         self._loop.add_reader(self._ours, self._read)
 
-    def given(self) -> None:
+    def close_theirs(self) -> None:
         """Close our copy of the end that was handed over."""
         os.close(self.theirs)
 

@@ -428,7 +428,7 @@ class ServiceProcess(PolledReplica):
         self._place = place
         self._spec = spec
         wrap = state.label if spec["logs"] == "json" else None
-        self._log = ServiceLog(log, on_status=self._said, redact=redact, wrap_as=wrap)
+        self._log = ServiceLog(log, on_status=self._status_received, redact=redact, wrap_as=wrap)
         self._limits = limits
         self._venv = venv
         self._speaks = False
@@ -522,7 +522,7 @@ class ServiceProcess(PolledReplica):
         if not self._speaks:
             super().describe(reason)
 
-    def _said(self, status: str) -> None:
+    def _status_received(self, status: str) -> None:
         self._speaks = True
         self.change(detail=status)
 

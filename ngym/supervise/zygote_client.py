@@ -202,7 +202,7 @@ class ZygoteClient:
         try:
             send(self._control, content, fds, self._hear)
         except OSError:
-            raise self._gone() from None
+            raise self._end_error() from None
 
     def _hear(self) -> None:
         message = receive(self._control)
@@ -221,7 +221,7 @@ class ZygoteClient:
     def _lost(self) -> None:
         """The zygote is gone: the kernel kills its children, and this kills their workers."""
         self._unlisten()
-        error = self._gone()
+        error = self._end_error()
         for child in self._children.values():
             if not child.pid.done():
                 child.pid.set_exception(error)
@@ -233,7 +233,7 @@ class ZygoteClient:
                 child.exit_code.exception()  # retrieved, so that asyncio does not warn
         self._children.clear()
 
-    def _gone(self) -> ZygoteGone:
+    def _end_error(self) -> ZygoteGone:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)  # its socket closes shortly before it ends
         code = self._process.returncode

@@ -136,7 +136,7 @@ def order(text: str, fields: Collection[str] = ()) -> tuple[str, tuple[Any, ...]
             found = SORTED_ONLY[name], []
         if found is None:
             near = _near(name, [*NUMBERS, *WORDS, *SORTED_ONLY, *fields])
-            raise WrongFilter(f"nothing to sort by is called {_shown(name)}{near}")
+            raise WrongFilter(f"nothing to sort by is called {_quoted(name)}{near}")
         expression, values = found
         keys.append(f"{expression} IS NULL, {expression} {'DESC' if name != key else 'ASC'}")
         parameters += [*values, *values]
@@ -156,7 +156,7 @@ def _terms(text: str) -> list[str]:
             quoted = not quoted
         escaped = quoted and character == "\\" and not escaped
     if quoted:
-        raise WrongFilter(f"the quote in {_shown(term)} does not end; close it, or leave it out")
+        raise WrongFilter(f"the quote in {_quoted(term)} does not end; close it, or leave it out")
     terms = [term for term in [*found, term] if term]
     if len(terms) > MOST_TERMS:
         raise WrongFilter(f"the filter has {len(terms)} terms; at most {MOST_TERMS} are read")
@@ -166,7 +166,7 @@ def _terms(text: str) -> list[str]:
 def _unquoted(bare: str, term: str) -> str:
     text = _plain(bare[1:-1]) if len(bare) > 1 and bare[0] == bare[-1] == '"' else bare
     if not text:
-        raise WrongFilter(f'nothing to look for in {_shown(term)}; write a word or "a text in quotes" after it')
+        raise WrongFilter(f'nothing to look for in {_quoted(term)}; write a word or "a text in quotes" after it')
     return text
 
 
@@ -180,7 +180,7 @@ def _condition(term: str, name: str, sign: str, value: str, fields: Collection[s
         raise WrongFilter(_unknown(term, name, fields))
     expression, own = found
     if not value:
-        raise WrongFilter(f"no value in {_shown(term)}; say {name}{sign}VALUE, or {name}:null for what is not known")
+        raise WrongFilter(f"no value in {_quoted(term)}; say {name}{sign}VALUE, or {name}:null for what is not known")
     if sign in ("<", "<=", ">", ">="):
         number = _number(term, value)
         is_number = f"typeof({expression}) IN ('integer', 'real')"
@@ -199,7 +199,7 @@ def _equals(term: str, name: str, expression: str, own: list[Any], value: tuple[
         return f"{expression} = ?", [*own, _number(term, text)]
     if name == "status" and text not in STATUSES:
         raise WrongFilter(
-            f"no status {_shown(text)} in {_shown(term)}{_near(text, STATUSES)}; there are {', '.join(STATUSES)}"
+            f"no status {_quoted(text)} in {_quoted(term)}{_near(text, STATUSES)}; there are {', '.join(STATUSES)}"
         )
     if "*" in text and not quoted:
         pattern = re.sub(r"([\\%_])", r"\\\1", text).replace("*", "%")
@@ -224,7 +224,7 @@ def _values(term: str, value: str) -> list[tuple[str, bool]]:
         text, quoted = (_plain(match[1]), True) if match[1] is not None else (match[2], False)
         if (end < len(value) and value[end] != ",") or not (text or quoted):
             raise WrongFilter(
-                f"the values in {_shown(term)} are not parted by commas; put a value with quotes or commas in quotes"
+                f"the values in {_quoted(term)} are not parted by commas; put a value with quotes or commas in quotes"
             )
         found.append((text, quoted))
         place = end + 1
@@ -248,7 +248,7 @@ def _path(name: str) -> str:
 def _number(term: str, value: str) -> float:
     number = _maybe_number(value)
     if number is None:
-        raise WrongFilter(f"{_shown(value)} in {_shown(term)} is no number")
+        raise WrongFilter(f"{_quoted(value)} in {_quoted(term)} is no number")
     return number
 
 
@@ -264,7 +264,7 @@ def _maybe_number(value: str) -> float | int | None:
 
 def _unknown(term: str, name: str, fields: Collection[str]) -> str:
     near = _near(name, [*NUMBERS, *WORDS, *fields])
-    return f"no field {_shown(name)}{near} in {_shown(term)}; to look for the text itself, put it in quotes"
+    return f"no field {_quoted(name)}{near} in {_quoted(term)}; to look for the text itself, put it in quotes"
 
 
 def _near(name: str, names: Collection[str]) -> str:
@@ -272,7 +272,7 @@ def _near(name: str, names: Collection[str]) -> str:
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 

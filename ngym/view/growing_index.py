@@ -86,7 +86,7 @@ def status(path: Path) -> os.stat_result | None:
     return found if stat.S_ISREG(found.st_mode) else None
 
 
-def said(path: Path | str) -> str:
+def path_text(path: Path | str) -> str:
     """A name may have bytes that are not text."""
     return os.fsencode(path).decode("utf-8", "replace")
 
@@ -405,9 +405,9 @@ class Writer:
         for batch in scanned(str(self._paths[part]), known.bytes, found.st_size):
             if self._stopped.is_set():
                 return
-            known = self._kept(part, known, batch)
+            known = self._add_batch(part, known, batch)
 
-    def _kept(self, part: int, known: IndexedPart, batch: ScannedBatch) -> IndexedPart:
+    def _add_batch(self, part: int, known: IndexedPart, batch: ScannedBatch) -> IndexedPart:
         """The index with one batch more."""
         if not batch.lines:
             return known

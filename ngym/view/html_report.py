@@ -154,7 +154,7 @@ def report(
     contrasts = _contrasts(shown, packed["compare"], rows)
     for id, run in shown.rollouts.items():
         chosen = _chosen(run, q, rows, contrasts[id])
-        rollouts = {row: orjson.Fragment(line) for row in chosen if (line := room.given(run.index.line(row_seq(row))))}
+        rollouts = {row: orjson.Fragment(line) for row in chosen if (line := room.browser_json(run.index.line(row_seq(row))))}
         table = _listed(run, q, chosen)
         full, listed = full + len(rollouts), listed + len(table)
         packed["full"][id], packed["rows"][id], packed["stats"][id] = rollouts, table, run.stats.of(q)
@@ -170,7 +170,7 @@ def single(run: RolloutRun, row: str, title: str) -> bytes:
     Raises:
         NotFound: there is no such row. UsageError: it does not fit, or is not JSON.
     """
-    line = Room(MOST_BYTES).given(run.index.line(row_seq(row)))
+    line = Room(MOST_BYTES).browser_json(run.index.line(row_seq(row)))
     if line is None:
         raise UsageError(f"row {row} of {run.name} is not JSON, or has more than {MOST_BYTES >> 20} MiB")
     facts = {
@@ -198,7 +198,7 @@ class Room:
         self._bytes = bytes
         self.refused = 0
 
-    def given(self, line: bytes) -> bytes | None:
+    def browser_json(self, line: bytes) -> bytes | None:
         """The row as JSON that a browser can read; None if it is not JSON or does not fit."""
         try:
             line = orjson.dumps(whole(line.removeprefix(BOM)))

@@ -170,9 +170,9 @@ class RunRows:
             return _Order([], 1.0)
         with self._one_at_a_time:
             make = self._sorted_rows if table == "rows" else self._sorted_tasks
-            return self._kept((table, q, sort, extent.version), lambda: make(q, sort, extent))
+            return self._cached_order((table, q, sort, extent.version), lambda: make(q, sort, extent))
 
-    def _kept(self, key: tuple[str, str, str, int], make: Callable[[], _Order]) -> _Order:
+    def _cached_order(self, key: tuple[str, str, str, int], make: Callable[[], _Order]) -> _Order:
         """A cached or new order; an unfinished search is not cached."""
         found = self._orders.get(key) or make()
         if found.scanned >= 1:
@@ -187,7 +187,7 @@ class RunRows:
         if not query.texts:
             return self._candidates(query, sort)
         key = ("candidates", f"{query.where}{query.parameters}", sort, extent.version)
-        candidates = self._kept(key, lambda: self._candidates(query, sort))
+        candidates = self._cached_order(key, lambda: self._candidates(query, sort))
         found = self._search.among(candidates.keys, query.texts, extent.epoch)
         return _Order(array("q", found.rows), found.scanned)
 

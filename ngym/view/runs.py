@@ -15,10 +15,10 @@ from ngym.errors import NotFound, UsageError
 from ngym.files.atomic import COMPRESSED
 from ngym.net.auth import wrong_url
 from ngym.schema import Json
-from ngym.view.growing_index import Extent, Index, said
+from ngym.view.growing_index import Extent, Index, path_text
 from ngym.view.rows import RunRows
 from ngym.view.stats import Stats
-from ngym.view.tokens import shown, tokenizer_file
+from ngym.view.tokens import row_tokens, tokenizer_file
 from ngym.view.training import READ, ROLLOUTS, TrainingRun, is_training, summary, trained, training_run
 
 MOST_DEPTH = 3
@@ -62,7 +62,7 @@ class RolloutRun:
         line = self.index.line(seq)
         (row,) = self.rows.rows([seq])
         advantage = (self.trained(seq) or row)["advantage"]
-        return shown(line, advantage, tokenizer_file(self._tokenizer, self.path))
+        return row_tokens(line, advantage, tokenizer_file(self._tokenizer, self.path))
 
     def trained(self, seq: int) -> Json | None:
         """What the trainer made of a rollout; None: no trainer recorded that."""
@@ -79,7 +79,7 @@ class RolloutRun:
         return {
             "id": self.id,
             "name": self.name,
-            "path": said(self.path),
+            "path": path_text(self.path),
             "kind": "rollouts",
             "rows": extent.rows,
             "failures": extent.failures,
@@ -119,7 +119,7 @@ class RolloutRun:
             mean_reward, unscored_share = database.execute(REWARDS).fetchone()
             return {
                 "bad_lines": extent.bad,
-                "bad": [f"{said(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
+                "bad": [f"{path_text(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
                 "run_id": run_id[0] if run_id else None,
                 "mean_reward": mean_reward,
                 "unscored_share": unscored_share,
@@ -174,7 +174,7 @@ def _summary(run: TrainingRun) -> Json:
     try:
         return summary(run)
     except UsageError as error:  # its files are gone; the others are still there
-        gone = {"id": run.id, "name": run.name, "path": said(run.folder), "kind": "training", "steps": 0, "last": {}}
+        gone = {"id": run.id, "name": run.name, "path": path_text(run.folder), "kind": "training", "steps": 0, "last": {}}
         return {**gone, "growing": False, "error": str(error)}
 
 
@@ -293,7 +293,7 @@ def _names(paths: Iterable[Path]) -> dict[Path, str]:
         length = 1
         while length < len(parts) and any(other.parts[-length:] == parts[-length:] for other in others):
             length += 1
-        names[path] = said("/".join(parts[-length:]) if length < len(parts) else own)
+        names[path] = path_text("/".join(parts[-length:]) if length < len(parts) else own)
     return names
 
 

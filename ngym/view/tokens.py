@@ -25,7 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BLANK = "\u2581"  # how SentencePiece writes a space
 
 
-def shown(line: bytes, advantage: float | None, tokenizer: Path | None) -> Json:
+def row_tokens(line: bytes, advantage: float | None, tokenizer: Path | None) -> Json:
     """The segments of a row, as /tokens returns them.
 
     Args:

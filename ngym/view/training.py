@@ -21,7 +21,7 @@ import orjson
 from ngym.errors import UsageError
 from ngym.plot.runs import ELAPSED, METRICS, RECIPE, STEP, metrics_file, read_recipe
 from ngym.schema import Json
-from ngym.view.growing_index import said
+from ngym.view.growing_index import path_text
 
 ADVANTAGES = "advantages.jsonl"  # beside ROLLOUTS: a line for each step
 ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"
@@ -87,7 +87,7 @@ def summary(run: TrainingRun) -> Json:
     return {
         "id": run.id,
         "name": run.name,
-        "path": said(run.folder),
+        "path": path_text(run.folder),
         "kind": "training",
         "steps": steps,
         "last": last,

@@ -49,7 +49,7 @@ from ngym.weight_push.stage import (
     Stage,
     check_adapter,
     check_announced,
-    named,
+    file_under_root,
     received,
 )
 
@@ -432,7 +432,7 @@ class WeightPush:
                 raise BadRequest("this push is a transfer, which has no files")
             if request.headers.get("content-type", "").startswith("application/json"):
                 body: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
-                part = await asyncio.to_thread(push.stage.copy, named(body.path, self._options.root))
+                part = await asyncio.to_thread(push.stage.copy, file_under_root(body.path, self._options.root))
             else:
                 part = await received(request, push.stage, self._options.lease_s)
             await asyncio.to_thread(push.stage.accept, part, sha256)

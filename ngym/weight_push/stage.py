@@ -273,7 +273,7 @@ async def received(request: Request, stage: Stage, patience_s: float) -> Path:
     return part
 
 
-def named(path: str, root: Path | None) -> Path:
+def file_under_root(path: str, root: Path | None) -> Path:
     """The file of a path, which must be under weights_root after resolving symbolic links."""
     if root is None:
         raise BadRequest("field 'path': this server has no weights_root; set it in the stanza, or send bytes")

@@ -20,11 +20,11 @@ from ngym.plot.figure import (
     Line,
     Panel,
     as_text,
-    asked,
+    matching_metrics,
     default_series,
     picture,
     smoothed,
-    telling,
+    default_metrics,
     together,
     write_picture,
 )
@@ -117,8 +117,8 @@ def test_bounds_are_the_band_of_their_metric() -> None:
 
 def test_rewards_and_evaluations_tell_most_and_losses_where_there_are_none() -> None:
     names = ["loss", "reward/mean", "eval/b/greedy", "eval/a/avg@4", "eval/a/avg@4/low", "eval/a/pass@4"]
-    assert telling(names) == ["reward/mean", "eval/a/avg@4", "eval/b/greedy"]
-    assert telling(["lr", "val/loss", "loss"]) == ["loss", "val/loss"]
+    assert default_metrics(names) == ["reward/mean", "eval/a/avg@4", "eval/b/greedy"]
+    assert default_metrics(["lr", "val/loss", "loss"]) == ["loss", "val/loss"]
     assert [series.name for series in default_series(steps(3))] == ["reward/mean"]
 
 
@@ -131,16 +131,16 @@ def test_the_share_of_unscored_rollouts_is_drawn_only_where_there_are_any() -> N
 
 def test_a_pattern_leaves_out_what_belongs_to_another_metric_unless_it_names_it() -> None:
     names = ["eval/a/greedy", "eval/a/greedy/low", "eval/a/greedy/count", "loss"]
-    assert asked(["eval/*"], names) == ["eval/a/greedy"]
-    assert asked(["eval/*/count", "loss"], names) == ["eval/a/greedy/count", "loss"]
-    assert asked(["odd[1]"], ["odd[1]", "odd1"]) == ["odd[1]"]
+    assert matching_metrics(["eval/*"], names) == ["eval/a/greedy"]
+    assert matching_metrics(["eval/*/count", "loss"], names) == ["eval/a/greedy/count", "loss"]
+    assert matching_metrics(["odd[1]"], ["odd[1]", "odd1"]) == ["odd[1]"]
 
 
 def test_an_unknown_metric_gets_the_nearest_one() -> None:
     with pytest.raises(
         UsageError, match=r"--metric reward/maen: no run has logged it \(did you mean 'reward/mean'\?\)"
     ):
-        asked(["reward/maen"], ["loss", "reward/mean"])
+        matching_metrics(["reward/maen"], ["loss", "reward/mean"])
 
 
 def test_smoothing_has_no_bias_towards_the_first_values() -> None:

@@ -13,7 +13,7 @@ from viewing import rollout, run, segment, write
 
 from ngym.errors import UsageError
 from ngym.view.runs import RolloutRun
-from ngym.view.tokens import check, shown, tokenizer_file
+from ngym.view.tokens import check, row_tokens, tokenizer_file
 
 TEXT = "Hi, 東京 😀!\n\tdone"
 
@@ -45,7 +45,7 @@ def line_with(ids: list[int]) -> bytes:
 
 def test_a_character_in_pieces_stands_at_the_piece_that_completes_it(byte_level: Path) -> None:
     ids = Tokenizer.from_file(str(byte_level)).encode(TEXT).ids
-    told = shown(line_with([*ids, 0]), 0.25, byte_level)
+    told = row_tokens(line_with([*ids, 0]), 0.25, byte_level)
     (found,) = told["segments"]
     texts = [token["text"] for token in found["tokens"]]
     assert "".join(texts) == TEXT + "<|end|>"
@@ -59,7 +59,7 @@ def test_a_character_in_pieces_stands_at_the_piece_that_completes_it(byte_level:
 
 def test_bytes_that_make_no_character_are_replaced_and_named(byte_level: Path) -> None:
     ids = Tokenizer.from_file(str(byte_level)).encode("東").ids
-    (found,) = shown(line_with([ids[0], ids[0], ids[1]]), None, byte_level)["segments"]
+    (found,) = row_tokens(line_with([ids[0], ids[0], ids[1]]), None, byte_level)["segments"]
     assert [token["text"] for token in found["tokens"]] == ["", "\ufffd", "\ufffd"]
     assert [token["bytes"] for token in found["tokens"]] == ["e6", "e6", "9d"]
 
@@ -69,18 +69,18 @@ def test_sentencepiece_pieces_have_their_spaces_and_bytes(tmp_path: Path) -> Non
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (found,) = shown(line_with([1, 2, 3, 4, 5, 99]), None, tmp_path / "tokenizer.json")["segments"]
+    (found,) = row_tokens(line_with([1, 2, 3, 4, 5, 99]), None, tmp_path / "tokenizer.json")["segments"]
     assert [token["text"] for token in found["tokens"]] == [" It", " is", "", "", "東", "<99?>"]
 
 
 def test_without_a_tokenizer_the_ids_are_shown_and_the_note_says_what_to_name(tmp_path: Path) -> None:
-    told = shown(orjson.dumps(rollout()), None, None)
+    told = row_tokens(orjson.dumps(rollout()), None, None)
     assert [token["id"] for token in told["segments"][0]["tokens"]] == segment()["token_ids"]
     assert {token["text"] for token in told["segments"][0]["tokens"]} == {None}
     assert "--tokenizer FOLDER" in told["note"]
     bare = rollout()
     bare["ng"]["segments"] = []
-    assert "no token ids" in shown(orjson.dumps(bare), None, None)["note"]
+    assert "no token ids" in row_tokens(orjson.dumps(bare), None, None)["note"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_without_a_tokenizer_the_ids_are_shown_and_the_note_says_what_to_name(tm
 def test_segments_that_are_none_are_said_to_be(byte_level: Path, damage: tuple[bytes, bytes]) -> None:
     line = orjson.dumps(rollout()).replace(*damage)
     assert line != orjson.dumps(rollout())
-    told = shown(line, None, byte_level)
+    told = row_tokens(line, None, byte_level)
     assert told["segments"] == []
     assert "tokens of this row cannot be shown" in told["note"] or "have an unknown format" in told["note"]
 

@@ -347,7 +347,7 @@ class _MicroBatch:
         self.tokens = float(sum(len(segment.token_ids) for segment in packed.segments))
         self._segments = packed.segments
 
-    def said(self, name: str) -> Tensor | None:
+    def field_values(self, name: str) -> Tensor | None:
         """A field of the segments, [N]; None if they do not have it."""
         known = [each for segment in self._segments if (each := getattr(segment, name)) is not None]
         return self._tensor([value for each in known for value in each]) if known else None

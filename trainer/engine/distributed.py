@@ -120,7 +120,7 @@ class Heartbeat:
         self._watch.join()
         self._talk.join(STORE_S)
 
-    def gone(self) -> str | None:
+    def dead_rank(self) -> str | None:
         """Names a rank without a heartbeat since a collective failed, or None if all ranks sent one; takes a few
         checks.
         """
@@ -225,7 +225,7 @@ def watched(rank: int, ranks: int) -> Iterator[None]:
         yield
         last = DONE
     except RuntimeError as error:
-        if gone := heartbeat.gone():
+        if gone := heartbeat.dead_rank():
             raise RankGone(gone) from error
         raise
     finally:

@@ -90,7 +90,7 @@ class AttemptTally:
         values = self.metrics()
         parts = [f"{self.name} has no reward"]
         if self.rewards.mean is not None:
-            parts = [f"{self.name} {self.rewards.mean:.3f}{_shown(self.rewards.interval)}"]
+            parts = [f"{self.name} {self.rewards.mean:.3f}{_interval_text(self.rewards.interval)}"]
         best = values.get(f"eval/{self.environment}/pass@{self.attempts}")
         if best is not None and self.attempts > 1:
             parts.append(f"pass@{self.attempts} {best:.3f}")
@@ -264,7 +264,7 @@ def _with_interval(key: str, mean: float, interval: Interval | None) -> dict[str
     return {key: mean, **bounds}
 
 
-def _shown(interval: Interval | None) -> str:
+def _interval_text(interval: Interval | None) -> str:
     return "" if interval is None else f" [{interval.low:.3f}, {interval.high:.3f}]"
 
 

@@ -261,26 +261,26 @@ def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
     """
     weight_N, count = tokens.rows.spread(tokens.weight_R), float(len(tokens.logprobs_N))
     trainer_N = tokens.logprobs_N.detach() if tokens.old_N is None else tokens.old_N
-    anchor_N = trainer_N if objective.loss.anchor == "trainer" else _given(tokens.sampler_N, "sampler_N")
+    anchor_N = trainer_N if objective.loss.anchor == "trainer" else _required(tokens.sampler_N, "sampler_N")
     terms_N, of_surrogate = _surrogate(objective.loss, tokens, anchor_N)
     totals = dict(of_surrogate)
     if tokens.sampler_N is not None:
         totals |= mismatch(trainer_N, tokens.sampler_N)
     if objective.correction.kind != "none":
-        sampler_N = _given(tokens.sampler_N, "sampler_N")
+        sampler_N = _required(tokens.sampler_N, "sampler_N")
         corrected = correct(objective.correction, trainer_N, sampler_N, tokens.rows)
         terms_N = corrected.weights_N * terms_N
         totals |= corrected.totals
     totals["actor_loss"] = ((weight_N * terms_N).sum(), tokens.share)
     if objective.kl.coef > 0 and objective.kl.where == "loss":
-        kl_N = kl_term(objective.kl, tokens.logprobs_N, _given(tokens.reference_N, "reference_N"), anchor_N)
+        kl_N = kl_term(objective.kl, tokens.logprobs_N, _required(tokens.reference_N, "reference_N"), anchor_N)
         terms_N = terms_N + objective.kl.coef * kl_N
         totals["kl_penalty"] = (kl_N.sum(), count)
     elif tokens.reference_N is not None:  # the KL is in the advantages; here it is only reported
         kl_N = kl_estimate(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl.estimator)
         totals["kl_penalty"] = (kl_N.sum(), count)
     if objective.loss.entropy_coef > 0:
-        terms_N = terms_N - objective.loss.entropy_coef * _given(tokens.entropy_N, "entropy_N")
+        terms_N = terms_N - objective.loss.entropy_coef * _required(tokens.entropy_N, "entropy_N")
     if tokens.entropy_N is not None:
         totals["entropy"] = (tokens.entropy_N.sum(), count)
     total = (weight_N * terms_N).sum()
@@ -338,7 +338,7 @@ def _ratio(options: PolicyLoss, log_ratio_N: Tensor, rows: TokenRows) -> Tensor:
     return log_ratio_N.clamp(-EXPONENT, EXPONENT).exp()
 
 
-def _given(tensor: Tensor | None, name: str) -> Tensor:
+def _required(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
         raise ValueError(f"the objective needs Tokens.{name}")
     return tensor

@@ -88,12 +88,12 @@ class Curriculum:
 
     def learn(self, index: int, mean_reward: float) -> None:
         """Record the mean reward of a group of attempts at this task, clamped to [0, 1]."""
-        decay, known = self._options.decay, self._known(index)
+        decay, known = self._options.decay, self._difficulty(index)
         self._means[index] = decay * self._means[index] + (1 - decay) * min(max(mean_reward, 0.0), 1.0)
         self._visits[index] += 1
         self._lottery.set(index, self._weight(index))
         self._census[known] -= 1
-        self._census[self._known(index)] += 1
+        self._census[self._difficulty(index)] += 1
 
     def metrics(self) -> dict[str, float]:
         """Shares of the tasks, and the effective number of tasks in a draw (Kish 1965)."""
@@ -121,13 +121,13 @@ class Curriculum:
         self._lottery = WeightedSampler([self._weight(index) for index in indices])
         self._census = dict.fromkeys(TaskDifficulty, 0)
         for index in indices:
-            self._census[self._known(index)] += 1
+            self._census[self._difficulty(index)] += 1
 
     def _weight(self, index: int) -> int:
         mean, floor = self._means[index], self._options.floor
         return max(1, round(FULL * (floor + (1 - floor) * 4 * mean * (1 - mean))))
 
-    def _known(self, index: int) -> TaskDifficulty:
+    def _difficulty(self, index: int) -> TaskDifficulty:
         if not self._visits[index]:
             return TaskDifficulty.UNSEEN
         prior = self._options.decay ** self._visits[index]  # weight of the initial 1/2 in the mean

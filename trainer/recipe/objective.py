@@ -240,12 +240,12 @@ class TeacherSource(FrozenOptions):
     )
 
     @property
-    def _named(self) -> int:
+    def _origins(self) -> int:
         return (self.path is not None) + (self.url is not None) + self.current_policy
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if self._named != 1:
+        if self._origins != 1:
             raise ValueError("name a teacher: either path or url, or set current_policy")
         if self.current_policy and self.hint is None:
             raise ValueError("current_policy: without a hint the policy scores its tokens as it sampled them; set hint")
@@ -289,7 +289,7 @@ class Teacher(TeacherSource):
     def _one_source(self) -> Self:
         if not self.several:
             return super()._one_source()  # type: ignore[operator, no-any-return]
-        if self._named or self.hint is not None:
+        if self._origins or self.hint is not None:
             raise ValueError("several: give path, url, current_policy and hint there, or one teacher here")
         return self
 

@@ -44,10 +44,10 @@ class Mlflow:
 
         def create() -> str:
             sweep = os.environ.get(SWEEP)
-            tags = {PARENT: _kept(Path(sweep), "mlflow", where, parent)[0]} if sweep else None
+            tags = {PARENT: _run_id(Path(sweep), "mlflow", where, parent)[0]} if sweep else None
             return str(self._client.create_run(experiment, tags=tags, run_name=options.name or output.name).info.run_id)
 
-        self._run_id, is_resumed = _kept(output, "mlflow", where, create)
+        self._run_id, is_resumed = _run_id(output, "mlflow", where, create)
         if is_resumed:
             self._client.update_run(self._run_id, status="RUNNING")
             return  # it has the parameters, and MLflow refuses to change one
@@ -85,7 +85,7 @@ class Wandb:
     def __init__(self, options: WandbOptions, output: Path, recipe: Json) -> None:
         import wandb
 
-        run_id, _ = _kept(output, "wandb", {"project": options.project}, lambda: secrets.token_hex(4))
+        run_id, _ = _run_id(output, "wandb", {"project": options.project}, lambda: secrets.token_hex(4))
         sweep = os.environ.get(SWEEP)
         self._run = wandb.init(
             id=run_id,
@@ -106,7 +106,7 @@ class Wandb:
         self._run.finish()
 
 
-def _kept(folder: Path, name: str, where: Json, create: Callable[[], str]) -> tuple[str, bool]:
+def _run_id(folder: Path, name: str, where: Json, create: Callable[[], str]) -> tuple[str, bool]:
     """The id of the folder's run in this sink, and whether an earlier process created it.
 
     where: an id that belongs to another project or server is not used. Passwords in it are not written.

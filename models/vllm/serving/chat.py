@@ -212,7 +212,7 @@ class ChatInChunks(OpenAIServingChat):
             output = result.outputs[0]
             self._raise_if_error(output.finish_reason, request_id)
             sampled.extend(output.token_ids)
-            said = _said(parser, output, result.prompt_token_ids, request)
+            said = _parsed_delta(parser, output, result.prompt_token_ids, request)
             called = called or "tool_calls" in said
             choice: Json = {"index": 0, "delta": delta | said, "finish_reason": None}
             if request.logprobs:
@@ -246,7 +246,7 @@ def _finish_reason(engines: str | None, called: bool) -> str | None:
     return "length" if engines == "repetition" else engines
 
 
-def _said(
+def _parsed_delta(
     parser: Parser | None, output: CompletionOutput, prompt: list[int] | None, request: ChatCompletionRequest
 ) -> Json:
     """The new content as a delta, {} while the parser has not classified it."""

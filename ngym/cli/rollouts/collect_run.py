@@ -277,7 +277,7 @@ def _collected(options: Options) -> int:
     launcher = ZygoteClient.start() if starts else None  # before the checks: its imports take longer than they do
     try:
         config = load_config(options.configs, options.overrides) if options.configs else None
-        known = _known(options, config)
+        known = _discover(options, config)
         if options.dry_run:
             show_plan(options, known, config)
             return EXIT_DONE
@@ -287,7 +287,7 @@ def _collected(options: Options) -> int:
             launcher.close()
 
 
-def _known(options: Options, config: Config | None) -> Discovered:
+def _discover(options: Options, config: Config | None) -> Discovered:
     """The known services: from the config that is started here, else from the head."""
     if config is not None:
         return Discovered.of(shown_config(config))

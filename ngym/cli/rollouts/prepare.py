@@ -93,10 +93,10 @@ def main(
     if listed or name is None:
         show_sets(as_json)
         return
-    from ngym.prepare import MANIFEST, check_free, find_sets, named
+    from ngym.prepare import MANIFEST, check_free, find_sets, find_set
     from ngym.supervise.zygote_client import ZygoteClient
 
-    chosen = named(find_sets((Path.cwd(), shipped())), name)
+    chosen = find_set(find_sets((Path.cwd(), shipped())), name)
     chosen = _at(chosen, revision) if revision else chosen
     folder = output or Path("data") / chosen.name
     check_free(folder, chosen.name)

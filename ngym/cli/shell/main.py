@@ -183,14 +183,14 @@ def _unexpected(error: Exception, name: str) -> int:
     trace = "".join(traceback.format_exception(error))
     where = "above"
     if sys.stderr.isatty():
-        where = _kept(trace, name)
+        where = _save_trace(trace, name)
     else:
         click.echo(trace, err=True, nl=False)
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return _say(f"{name}: unexpected {what}; if ngym is at fault, report it with the traceback ({where})", EXIT_FAILED)
 
 
-def _kept(trace: str, name: str) -> str:
+def _save_trace(trace: str, name: str) -> str:
     """Write the traceback to a temporary file and return its path, or the traceback itself if that fails."""
     try:
         handle, path = tempfile.mkstemp(prefix=f"{name.replace(' ', '_')}-", suffix=".txt")

@@ -98,7 +98,7 @@ class RolloutContext:
         if self.turns == 0:
             self.declare(request.get("tools"))
         with Boundary("model_error", "the model call failed"):
-            response = self._checked(await self._asked(request))
+            response = self._checked(await self._call_model(request))
             call = tokens_of(response)
         if call is not None:
             extend(self.segments, call)
@@ -109,7 +109,7 @@ class RolloutContext:
         self.took("model", started, "model_s")
         return response
 
-    async def _asked(self, request: Json) -> Any:
+    async def _call_model(self, request: Json) -> Any:
         timeout_s = self.options.model_timeout_s
         try:
             raw = await by_size(self.request_bytes, serialized, request)

@@ -151,7 +151,7 @@ def agent(
                     seeded = await _seed(rollout, await request.body())
                     stateless.answered(rollout, seeded)
                 finally:
-                    stateless.asked(rollout)
+                    stateless.release_waiting(rollout)
             response = await _respond(respond, rollout, _params(row, seeded))
             shown = {**response, "output": without_tokens(response["output"])}
             result = {**row, "response": shown}
@@ -349,7 +349,7 @@ class _Stateless:
         self._session = rollout.gym
         self._rows[_digest(rollout.row)] = self._last
 
-    def asked(self, rollout: RolloutContext) -> None:
+    def release_waiting(self, rollout: RolloutContext) -> None:
         """Let the other rollouts of the row go on: the server has answered, or failed."""
         if rollout.rollout_id in self._asking:
             digest, asked = self._asking.pop(rollout.rollout_id)

@@ -130,7 +130,7 @@ async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Re
     if remaining_s is None:
         return await handler(request)
     if remaining_s <= 0:
-        raise _over(request, "was not begun")
+        raise _deadline_passed(request, "was not begun")
     timer = Timeout(remaining_s)
     try:
         with timer:
@@ -140,10 +140,10 @@ async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Re
             raise
     # The handler's own error and the timer refer to frames that hold the request.
     del timer
-    raise _over(request, "was stopped")
+    raise _deadline_passed(request, "was stopped")
 
 
-def _over(request: Request, what: str) -> PeerTimeout:
+def _deadline_passed(request: Request, what: str) -> PeerTimeout:
     return PeerTimeout(f"{request.scope['path']} {what}: the caller's deadline passed ({DEADLINE_HEADER})")
 
 
@@ -463,13 +463,13 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
             return await served.handler(request)
         remaining_s = request_context.current.get().remaining_s()
         if remaining_s is not None and remaining_s <= 0:
-            raise _over(request, "was not begun")
+            raise _deadline_passed(request, "was not begun")
         with Caller(receive, remaining_s):
             return await served.handler(request)
     except (CallerGone, ClientDisconnect):
         return nobody()
     except DeadlinePassed:
-        response = await _error_response(request, _over(request, "was stopped"))
+        response = await _error_response(request, _deadline_passed(request, "was stopped"))
         assert response is not None
         return response
     except Exception as error:

@@ -253,7 +253,7 @@ def _validated(model: type[BaseModel], value: Json, what: str, stops_early: bool
     except ValidationError as error:
         problems = _problems(model, value, error)
         raise refused(
-            (Problem(_place(one), one["msg"] + _meant(model, value, one)) for one in problems), what
+            (Problem(_place(one), one["msg"] + _similar_name_hint(model, value, one)) for one in problems), what
         ) from None
 
 
@@ -282,7 +282,7 @@ def _names(model: type[BaseModel]) -> Iterable[str]:
             yield field.alias
 
 
-def _meant(model: type[BaseModel], value: Json, problem: ErrorDetails) -> str:
+def _similar_name_hint(model: type[BaseModel], value: Json, problem: ErrorDetails) -> str:
     """A hint for a missing field if the value has a field with a similar name: ` (is 'traget' meant to be it?)`."""
     if problem["type"] != "missing" or len(problem["loc"]) != 1:
         return ""

@@ -39,7 +39,7 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
     async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         tool = tools.get(params.name)
         if tool is None:
-            return _said(f"there is no tool {params.name!r}. Tools: {', '.join(tools) or 'none'}.", is_error=True)
+            return _text_result(f"there is no tool {params.name!r}. Tools: {', '.join(tools) or 'none'}.", is_error=True)
         request = context.request
         assert request is not None  # it came over HTTP
         try:
@@ -47,8 +47,8 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
         except ServiceError as error:
             if not error.is_for_the_model:
                 raise MCPError(types.INTERNAL_ERROR, error.detail, error.problem()) from error
-            return _said(error.detail, is_error=True)
-        return _said(bytes(answer.body).decode("utf-8", "replace"))
+            return _text_result(error.detail, is_error=True)
+        return _text_result(bytes(answer.body).decode("utf-8", "replace"))
 
     server = Server(name, version=version("ngym"), on_list_tools=list_tools, on_call_tool=call_tool)
     return StreamableHTTPSessionManager(
@@ -60,5 +60,5 @@ def _described(tool: Json) -> types.Tool:
     return types.Tool(name=tool["name"], description=tool["description"], input_schema=tool["parameters"])
 
 
-def _said(text: str, *, is_error: bool = False) -> types.CallToolResult:
+def _text_result(text: str, *, is_error: bool = False) -> types.CallToolResult:
     return types.CallToolResult(content=[types.TextContent(text=text)], is_error=is_error)

@@ -251,7 +251,7 @@ class Repeats:
     async def _answer(self, call: Call, handler: Handler, request: Request) -> Response:
         self._forget_old()
         if call in self._done:
-            return _said(self._answers.get(call))
+            return _known_answer(self._answers.get(call))
         task = self._running.get(call)
         if task is None:
             task = self._running[call] = asyncio.create_task(in_time(handler, request))
@@ -313,7 +313,7 @@ async def _unless_over(call: Awaitable[Response]) -> Response:
         del call  # as above: a shielded task
 
 
-def _said(answer: Response | ServiceError | None) -> Response:
+def _known_answer(answer: Response | ServiceError | None) -> Response:
     if answer is None:
         raise _lost("was executed before and its answer has expired; it is not executed again")
     if isinstance(answer, ServiceError):

@@ -78,7 +78,7 @@ class ResponseStore:
 
     def response(self, response_id: str) -> bytes:
         """The answer as it was sent. NotFound if it is not stored."""
-        return self._known(response_id).response
+        return self._stored_response(response_id).response
 
     def conversation(self, response_id: str) -> list[Json]:
         """All items up to and including this answer.
@@ -92,9 +92,9 @@ class ResponseStore:
             items += orjson.loads(stored.response)["output"]
         return items
 
-    def asked(self, response_id: str) -> list[Json]:
+    def input_items_of(self, response_id: str) -> list[Json]:
         """All input items of this answer, each with an id."""
-        stored = self._known(response_id)
+        stored = self._stored_response(response_id)
         items = self.conversation(stored.previous) if stored.previous else []
         items += input_items(orjson.loads(stored.request)["input"])
         stem = response_id.removeprefix("resp_")
@@ -102,18 +102,18 @@ class ResponseStore:
 
     def forget(self, response_id: str) -> None:
         """Delete an answer. NotFound if it is not stored."""
-        self._known(response_id)
+        self._stored_response(response_id)
         self._drop(response_id)
 
     def _back(self, response_id: str) -> Iterator[_Stored]:
         """This answer, the one it continues, and so on."""
         at: str | None = response_id
         while at is not None:
-            stored = self._known(at)
+            stored = self._stored_response(at)
             yield stored
             at = stored.previous
 
-    def _known(self, response_id: str) -> _Stored:
+    def _stored_response(self, response_id: str) -> _Stored:
         if response_id not in self._stored:
             raise NotFound(
                 f"there is no stored response {response_id!r}: it was requested with store: false, was deleted or "
@@ -378,7 +378,7 @@ class RequestHandler:
                 body = await by_size(len(raw), dialect.check, given)
                 began = 0.0 if self._admission.is_open else await self._admission.enter()
                 try:
-                    asked = await by_size(len(raw), self._asked, request, dialect, body, raw, rollout_of(request))
+                    asked = await by_size(len(raw), self._active_call, request, dialect, body, raw, rollout_of(request))
                     response = await (self._streamed if body.get("stream") else self._whole)(dialect, asked)
                 except BaseException:
                     self._admission.leave(began)
@@ -399,14 +399,14 @@ class RequestHandler:
                 given = await json_body(request)
                 body = await off_loop(request, dialect.check, {"max_tokens": 1, **given})
                 asked = await off_loop(
-                    request, self._asked, request, dialect, body, await request.body(), rollout_of(request)
+                    request, self._active_call, request, dialect, body, await request.body(), rollout_of(request)
                 )
                 with Boundary("model_error", "the model failed"):
                     return JsonResponse({"input_tokens": await count(asked.native, asked.call)})
 
         return handle
 
-    def _asked(
+    def _active_call(
         self, request: Request, dialect: ApiDialect, body: Json, raw: bytes, rollout_id: str | None
     ) -> ActiveCall:
         context = context_of(request)

@@ -223,7 +223,7 @@ async def _cancel(request: Request) -> Response:
 async def _input_items(request: Request) -> Response:
     """OpenAI's list: newest first unless `order=asc`, at most `limit` items, starting after `after`."""
     with Refusals(openai_refusal):
-        items = _store(request).asked(request.path_params["response_id"])
+        items = _store(request).input_items_of(request.path_params["response_id"])
     if request.query_params.get("order", "desc") != "asc":
         items.reverse()
     ids = [item["id"] for item in items]

@@ -124,7 +124,7 @@ class RequestTurns(NamedTuple):
     unfinished: list[Any]
 
 
-def said(request: Json) -> RequestTurns:
+def request_turns(request: Json) -> RequestTurns:
     """The turns of a native request, chat or Responses."""
     items = request["messages"] if "messages" in request else request["input"]
     if isinstance(items, str):
@@ -133,21 +133,21 @@ def said(request: Json) -> RequestTurns:
     run: list[Any] = []
     for index, item in enumerate(items):
         if is_the_models(item):
-            run += _spoken(item)
+            run += _output_content(item)
             if index + 1 < len(items) and is_the_models(items[index + 1]):
                 continue
             turns.append(Turn(_digest(turns[-1].digest, _merged(run)), index))
             if index + 1 < len(items):
                 run = []
         else:
-            turns.append(Turn(_digest(turns[-1].digest, _given(item)), index))
+            turns.append(Turn(_digest(turns[-1].digest, _input_content(item)), index))
     return RequestTurns(turns, run)
 
 
 def answered(before: RequestTurns, answer: Json) -> bytes:
     """The digest of a conversation and its native answer, a Response or a Chat Completion."""
     items = answer["output"] if "output" in answer else [answer["choices"][0]["message"]]
-    spoken = [part for item in items for part in _spoken(item)]
+    spoken = [part for item in items for part in _output_content(item)]
     last = before.turns[-2 if before.unfinished else -1]
     return _digest(last.digest, _merged(before.unfinished + spoken))
 
@@ -156,14 +156,14 @@ def _digest(before: bytes, turn: list[Any]) -> bytes:
     return blake2b(before + orjson.dumps(turn, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
 
 
-def _given(item: Json) -> list[Any]:
+def _input_content(item: Json) -> list[Any]:
     if item.get("type") == "function_call_output":
         return ["tool", item["call_id"], _content(item["output"])]
     role = item["role"]
     return ["system" if role == "developer" else role, item.get("tool_call_id"), _content(item.get("content"))]
 
 
-def _spoken(item: Json) -> list[Any]:
+def _output_content(item: Json) -> list[Any]:
     """An item's texts, and its calls as lists."""
     match item.get("type") or "message":
         case "reasoning":
@@ -308,7 +308,7 @@ class Captures:
 
         request: the native one. repeated: the client says that it sent this before.
         """
-        began, so_far = time.monotonic(), said(request)
+        began, so_far = time.monotonic(), request_turns(request)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return PendingCall(rollout_id, began, so_far, None, None, repeated)
