@@ -16,7 +16,7 @@ from pydantic import Field
 
 from .ifeval import Text
 from .rlvr import keyword_specific_position
-from .text_analysis import lines, sentences, read_words, words
+from .text_analysis import lines, read_words, sentences, words
 from .vocabulary import AFRICA, CAPITALS, CONJUNCTIONS, NAMES, PRONOUNS, SMALL, STOP_WORDS, is_verb, syllables
 
 Count = Annotated[int, Field(ge=1)]

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 
 from ngym.grading.text_match import unmasked
 
-from .text_analysis import LANGUAGES, is_in, script_share, sentences, read_words, words
+from .text_analysis import LANGUAGES, is_in, read_words, script_share, sentences, words
 
 Relation = Literal["at least", "less than"]
 Count = Annotated[int, Field(ge=0)]

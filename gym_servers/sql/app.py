@@ -117,7 +117,7 @@ async def query(body: Query, session: Session, options: SqlOptions) -> dict[str,
     if session["queries"] > options.max_queries:
         raise ToolError(f"query: no more than {options.max_queries} queries; give the final answer")
     task = SqlTask.model_validate({**session["task"], "response": {"output": []}})
-    ran = await pool.run("show", task.shown(options.databases), body.sql, deadline_s=options.deadline_s)
+    ran = await pool.run("show", task.visible(options.databases), body.sql, deadline_s=options.deadline_s)
     if ran.kind != "ok":
         if ran.infra:
             raise ServiceError(f"the statement could not be run: {ran.kind}: {ran.detail}", retryable=True)

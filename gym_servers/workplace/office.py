@@ -163,7 +163,9 @@ def _changes(before: Office, after: Office) -> list[str]:
             if key not in old:
                 changes.append(f"{table}: new {_normalised(row)}")
             else:
-                changes += [f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]]
+                changes += [
+                    f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]
+                ]
     return changes
 
 

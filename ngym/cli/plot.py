@@ -118,7 +118,7 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
 
 def _table(runs: Sequence[PlottedRun], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
-    from ngym.plot.figure import matching_metrics, is_own, number_text
+    from ngym.plot.figure import is_own, matching_metrics, number_text
     from ngym.rollout import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))

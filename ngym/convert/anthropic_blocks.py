@@ -31,9 +31,9 @@ from ngym.convert.request_validation import (
     object_of,
     of_type,
     one_of,
-    value_text,
     sound,
     token_problems,
+    value_text,
 )
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, Problem

@@ -317,7 +317,9 @@ class ChunkStream:
             case "reasoning":
                 block = block_from_reasoning(item)
                 if block.get("thinking") and "reasoning_content" not in streamed:
-                    yield from self._text_delta({"output_index": place, "delta": block["thinking"]}, "reasoning_content")
+                    yield from self._text_delta(
+                        {"output_index": place, "delta": block["thinking"]}, "reasoning_content"
+                    )
                 if item.get("encrypted_content"):
                     yield self._chunk({"thinking_blocks": [block]})
 

@@ -143,7 +143,7 @@ class ServiceTarget:
         """
         begun, end = self._begin(work)
         try:
-            with watch.shown(progress) as tick:
+            with watch.display(progress) as tick:
                 return begun.result(tick, lambda: watch.hurry())
         finally:
             end()
@@ -152,7 +152,7 @@ class ServiceTarget:
         """As `run`, without blocking the caller's loop."""
         begun, end = self._begin(work)
         try:
-            with watch.shown(progress) as tick:
+            with watch.display(progress) as tick:
                 return await begun.awaited(tick, lambda: watch.hurry())
         finally:
             await asyncio.to_thread(end)

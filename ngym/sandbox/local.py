@@ -198,7 +198,7 @@ class Slot:
             for fd in inputs:
                 os.close(fd)
             for pipe in pipes:
-                pipe.given()
+                pipe.close_theirs()
 
     async def _answer(self) -> Any:
         answer = await asyncio.get_running_loop().sock_recv(self._control, 1 << 16)

@@ -154,7 +154,9 @@ def report(
     contrasts = _contrasts(shown, packed["compare"], rows)
     for id, run in shown.rollouts.items():
         chosen = _chosen(run, q, rows, contrasts[id])
-        rollouts = {row: orjson.Fragment(line) for row in chosen if (line := room.browser_json(run.index.line(row_seq(row))))}
+        rollouts = {
+            row: orjson.Fragment(line) for row in chosen if (line := room.browser_json(run.index.line(row_seq(row))))
+        }
         table = _listed(run, q, chosen)
         full, listed = full + len(rollouts), listed + len(table)
         packed["full"][id], packed["rows"][id], packed["stats"][id] = rollouts, table, run.stats.of(q)

@@ -119,7 +119,9 @@ class RolloutRun:
             mean_reward, unscored_share = database.execute(REWARDS).fetchone()
             return {
                 "bad_lines": extent.bad,
-                "bad": [f"{path_text(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
+                "bad": [
+                    f"{path_text(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad
+                ],
                 "run_id": run_id[0] if run_id else None,
                 "mean_reward": mean_reward,
                 "unscored_share": unscored_share,
@@ -174,7 +176,14 @@ def _summary(run: TrainingRun) -> Json:
     try:
         return summary(run)
     except UsageError as error:  # its files are gone; the others are still there
-        gone = {"id": run.id, "name": run.name, "path": path_text(run.folder), "kind": "training", "steps": 0, "last": {}}
+        gone = {
+            "id": run.id,
+            "name": run.name,
+            "path": path_text(run.folder),
+            "kind": "training",
+            "steps": 0,
+            "last": {},
+        }
         return {**gone, "growing": False, "error": str(error)}
 
 

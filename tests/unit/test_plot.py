@@ -20,11 +20,11 @@ from ngym.plot.figure import (
     Line,
     Panel,
     as_text,
-    matching_metrics,
+    default_metrics,
     default_series,
+    matching_metrics,
     picture,
     smoothed,
-    default_metrics,
     together,
     write_picture,
 )

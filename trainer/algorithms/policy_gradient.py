@@ -253,7 +253,7 @@ class PolicyGradient:
         return StepLoss(weights.total, loss)
 
     def _loss(self, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
-        advantages_N = micro.said("advantages")
+        advantages_N = micro.field_values("advantages")
         assert advantages_N is not None, "the samples were not prepared"
         tokens = Tokens(
             logprobs_N=scores.logprobs_N,
@@ -261,13 +261,13 @@ class PolicyGradient:
             rows=micro.rows,
             weight_R=micro.weight_R,
             share=micro.share,
-            old_N=micro.said("old"),
-            sampler_N=micro.said("sampler"),
-            reference_N=micro.said("reference"),
+            old_N=micro.field_values("old"),
+            sampler_N=micro.field_values("sampler"),
+            reference_N=micro.field_values("reference"),
             entropy_N=scores.entropy_N,
         )
         of_policy = policy_loss(self._objective, tokens)
-        teacher_N = micro.said("teacher")
+        teacher_N = micro.field_values("teacher")
         if teacher_N is not None:
             said_N = tokens.sampler_N if tokens.old_N is None else tokens.old_N
             assert said_N is not None
@@ -289,7 +289,7 @@ class PolicyGradient:
         return Loss(both, {**of_policy.totals, "loss": (both, micro.share), "teacher_divergence": mean})
 
     def _with_critic(self, of_policy: Loss, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
-        old_N, returns_N, critic = micro.said("values"), micro.said("returns"), self._objective.critic
+        old_N, returns_N, critic = micro.field_values("values"), micro.field_values("returns"), self._objective.critic
         assert scores.values_N is not None and old_N is not None and returns_N is not None and critic is not None
         values = Values(
             values_N=scores.values_N,

@@ -93,7 +93,7 @@ def main(
     if listed or name is None:
         show_sets(as_json)
         return
-    from ngym.prepare import MANIFEST, check_free, find_sets, find_set
+    from ngym.prepare import MANIFEST, check_free, find_set, find_sets
     from ngym.supervise.zygote_client import ZygoteClient
 
     chosen = find_set(find_sets((Path.cwd(), shipped())), name)

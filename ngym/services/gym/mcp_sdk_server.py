@@ -39,7 +39,9 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
     async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         tool = tools.get(params.name)
         if tool is None:
-            return _text_result(f"there is no tool {params.name!r}. Tools: {', '.join(tools) or 'none'}.", is_error=True)
+            return _text_result(
+                f"there is no tool {params.name!r}. Tools: {', '.join(tools) or 'none'}.", is_error=True
+            )
         request = context.request
         assert request is not None  # it came over HTTP
         try:
