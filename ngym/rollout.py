@@ -12,7 +12,9 @@ tool call with other spaces. The policy must be trained on exactly the ids that 
 
 from __future__ import annotations
 
+import math
 import textwrap
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ Turn = tuple[int, ...]
 OURS: Turn = ()
 """Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
 LABEL_WIDTH = 11
+ROUNDING = 0.01  # of a logprob of 0
 _TOKEN_DATA = frozenset({*TOKEN_FIELDS, ROUTED_EXPERTS})
 _NUMBER = (int, float)
 
@@ -42,7 +45,7 @@ def tokens_of(response: Json) -> ModelCall | None:
     """The token data of a model's response (on its last output item), or None when it carries none.
 
     Raises:
-        ValueError: some but not all of the three fields, or lengths that disagree.
+        ValueError: some but not all of the three fields, lengths that disagree, or values that are not ids and logprobs.
     """
     output = response.get("output") or []
     item: Json = output[-1] if output else {}
@@ -56,8 +59,20 @@ def tokens_of(response: Json) -> ModelCall | None:
     prompt, generated, logprobs = (item[name] for name in TOKEN_FIELDS)
     if len(generated) != len(logprobs):
         raise ValueError(f"{len(generated)} generated tokens but {len(logprobs)} logprobs")
+    _check_tokens(prompt, generated, logprobs)
     versions = (response.get("ng") or {}).get("policy_version") or [[0, len(generated), 0]]
     return ModelCall(prompt, generated, logprobs, versions)
+
+
+def _check_tokens(prompt: list[int], generated: list[int], logprobs: list[float]) -> None:
+    """Raise ValueError for wrong token ids and log-probabilities."""
+    try:
+        ids, values = array("Q", prompt), array("d", logprobs)  # in C: 30,000 numbers take a millisecond
+        ids.extend(generated)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"token ids must be integers from 0 on, and logprobs numbers: {error}") from None
+    if values and not (max(values) <= ROUNDING and math.isfinite(sum(values))):
+        raise ValueError("logprobs must be finite and at most 0")
 
 
 def extend(segments: list[Segment], call: ModelCall) -> None:

@@ -144,6 +144,24 @@ def is_cut_off(reported: str | None, finish_reasons: Iterable[str]) -> bool:
     return reported in CUT_OFF or any(reason in CUT_TURNS for reason in finish_reasons)
 
 
+def is_failed_attempt(row: Json) -> bool:
+    """Whether a row is a failed attempt. A rollout, which has a response, may have a field `failure` of its own."""
+    return "failure" in row and "response" not in row
+
+
+def agent_name(row: Json) -> str | None:
+    """The name in a row's `agent_ref`, or None. Rows of other tools may have the name itself there."""
+    reference = row.get("agent_ref")
+    name = reference.get("name") if isinstance(reference, dict) else reference
+    return name if isinstance(name, str) else None
+
+
+def trace_of(row: Json) -> Json:
+    """A row's `ng` record; empty for rows of other tools."""
+    trace = row.get("ng")
+    return trace if isinstance(trace, dict) else {}
+
+
 def is_pending(row: Json) -> bool:
     """Whether the reward of a row needs the other rollouts of its task."""
     return row.get("reward") is None and row.get(REWARD_PENDING) == "group"

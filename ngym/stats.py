@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from ngym.schema import Json, value_of
+from ngym.schema import Json, agent_name, trace_of, value_of
 
 SLACK = 1024  # slots for missing keys, plus MISSING for each existing one
 MISSING = 4
@@ -448,7 +448,7 @@ class Subsets:
 
 def parts_of(row: Json) -> Iterator[tuple[str, float]]:
     """The known components of a row's reward: ("reward_components/format", 0.2)."""
-    parts = row.get("reward_components") or (row.get("ng") or {}).get("reward_components")
+    parts = row.get("reward_components") or trace_of(row).get("reward_components")
     if not parts:
         return iter(())
     return ((f"reward_components/{name}", value) for name, value in parts.items() if value is not None)
@@ -546,7 +546,7 @@ def profile(rows: Iterable[Json], by: str | None = None) -> list[Task]:
     """
     tasks: dict[tuple[str, str | int], Task] = {}
     for row in rows:
-        agent, task_id, index = row["agent_ref"]["name"], (row.get("ng") or {}).get("task_id"), row["_ng_task_index"]
+        agent, task_id, index = str(agent_name(row)), trace_of(row).get("task_id"), row["_ng_task_index"]
         key = (agent, index if task_id is None else str(task_id))
         if key not in tasks:
             tasks[key] = Task(agent, str(task_id or ""), index, None if by is None else value_of(row, by))

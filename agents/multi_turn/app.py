@@ -32,6 +32,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     prompt = as_items(request.get("input"))
     output: list[dict[str, Any]] = []
     turns = 0
+    _check_user(rollout.row)
     if not prompt:
         begun = await _next(rollout, [], 1)
         if begun is None:
@@ -53,12 +54,25 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         output.append(user(said))
 
 
+def _check_user(row: dict[str, Any]) -> None:
+    """Raise BadRequest if a row's user is not a list of texts, or a scenario."""
+    script, problem = row.get("user_turns"), None
+    if script and "user_scenario" in row:
+        problem = "the row has user_turns and a user_scenario; only one of them can be the user"
+    elif script is not None and not isinstance(script, list):
+        problem = f"user_turns must be a list of texts, not {type(script).__name__}"
+    elif wrong := [at for at, text in enumerate(script or []) if not isinstance(text, str) or not text.strip()]:
+        problem = f"user_turns[{wrong[0]}] must be a text that is not empty"
+    if problem is not None:
+        raise BadRequest(problem, failure="config")
+
+
 async def _next(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: int) -> str | None:
     """The user's message in this turn (counted from 1), or None when the user has nothing more to say."""
     row = rollout.row
-    script = row.get("user_turns") or []
+    script: list[str] = row.get("user_turns") or []
     if "user_scenario" not in row:
-        return str(script[turn - 1]) if turn <= len(script) else None
+        return script[turn - 1] if turn <= len(script) else None
     options: Options = rollout.options
     if options.user is None:
         raise ServiceError(

@@ -20,6 +20,7 @@ from ngym.convert import (
     overflow_response,
     response_events,
     response_from_chat,
+    unfinished,
 )
 from ngym.errors import UpstreamError
 from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Upstream, answer_validation, watched
@@ -106,7 +107,7 @@ class Backend:
             async for event in events:
                 self._check("/responses", answer_validation.response_event(event))
                 last = event["type"]
-                if last == "response.failed":
+                if last == "response.failed" or last in ENDS:
                     self._raise_failed(event["response"])
                 if last in ENDS and event["response"].get("status") == "incomplete":
                     event["type"] = "response.incomplete"  # vLLM calls it completed
@@ -125,9 +126,12 @@ class Backend:
         return body
 
     def _raise_failed(self, response: Json) -> None:
+        url = self._options.base_url
         if response.get("status") == "failed":
             reason = (response.get("error") or {}).get("message", "no reason given")
-            raise UpstreamError(f"{self._options.base_url}: the response failed: {reason}", failure="model_error")
+            raise UpstreamError(f"{url}: the response failed: {reason}", failure="model_error")
+        if (problem := unfinished(response)) is not None:
+            raise UpstreamError(f"{url}: the response is no answer: it has {problem}", failure="model_error")
 
     async def _chat(self, params: Json) -> Json:
         request = self._chat_request(params)

@@ -102,8 +102,8 @@ CPU, the tiny policy of `ng_quickstart` is trained in minutes: `model.path=runs/
 
     ng_train --environment $name model.path=Qwen/Qwen3-0.6B
 
-`ng_train --help` and the guide "Training" say more. Write a few hundred tasks into `data/train.jsonl` first: it is
-used instead of `example.jsonl`, and `data/validation.jsonl` is used for evaluation.
+`ng_train --help` and the guide "Training" say more. Write a few hundred tasks into `gym_servers/$name/data/train.jsonl`
+first: it is used instead of `example.jsonl`, and `validation.jsonl` beside it is used for evaluation.
 
 - `ng_validate` checks the config.
 - `ng_validate --environment $name` tests the environment on its `gold.jsonl`: answers, and the reward that each must

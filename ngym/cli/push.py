@@ -8,9 +8,10 @@ from typing import Any
 import click
 import orjson
 
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, hub_token_option
 from ngym.errors import UsageError
 from ngym.files.hub_upload import CARD, REPOSITORY, commit_upload, policy_upload, rollouts_upload
+from ngym.telemetry.log_format import redacted
 
 EXIT_CODES = """\
 Exit codes: 0  everything is uploaded, in one commit
@@ -27,10 +28,7 @@ Exit codes: 0  everything is uploaded, in one commit
     "--hub", envvar="HF_ENDPOINT", show_envvar=True, default="https://huggingface.co", show_default=True, metavar="URL",
     help="The Hugging Face Hub, or a server with its API.",
 )  # fmt: skip
-@click.option(
-    "--hub-token", envvar="HF_TOKEN", show_envvar=True, metavar="TOKEN",
-    help="A token that may write.  [default: that of `hf auth login`]",
-)  # fmt: skip
+@hub_token_option("A token that may write.  [default: that of `hf auth login`]")
 @click.option("--dry-run", is_flag=True, help="Show the card and the files; upload nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 def main(
@@ -56,7 +54,9 @@ def main(
     """
     if not REPOSITORY.fullmatch(repository):
         raise UsageError(f"{repository}: not a repository of the Hub; name it OWNER/NAME")
-    upload = rollouts_upload(sources, repository) if sources[0].is_file() else policy_upload(sources, repository)
+    upload = (
+        rollouts_upload(sources, repository) if sources[0].is_file() else policy_upload(sources, repository, redacted)
+    )
     if dry_run and not as_json:
         click.echo(upload.card)
         for name, file in upload.files.items():

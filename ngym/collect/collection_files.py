@@ -35,7 +35,7 @@ from ngym.files.atomic import WriteFailed, check_output, open_held, sync_folder,
 from ngym.files.jsonl import READ_BYTES, Line
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
-from ngym.schema import Json, RolloutKey
+from ngym.schema import Json, RolloutKey, is_failed_attempt
 
 OTHERWISE = "choose another --output"
 TICK_S = 0.2
@@ -400,13 +400,13 @@ class CollectionFiles:
         for line in chain(self._rows.rows(), self._failures.rows()):
             run_id = line.row["ng"].get("run_id")
             if run_id != self.run_id:
-                path = self.paths.failures if "failure" in line.row else self.paths.output
+                path = self.paths.failures if is_failed_attempt(line.row) else self.paths.output
                 raise UsageError(
                     f"{path}:{line.number} (byte {line.start}): a row of another run ({run_id}; this file's run is {self.run_id}); "
                     "remove it, or start again with --overwrite"
                 )
             self._check_agent(line)
-            if "failure" in line.row:
+            if is_failed_attempt(line.row):
                 self._failed.setdefault(_row_key(line.row), []).append(line.row["failure"]["class"])
                 self.aggregates.add_failure(line.row, final=False)
             else:

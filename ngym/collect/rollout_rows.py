@@ -225,8 +225,9 @@ def rollout_row(attempt: Attempt, answer: Any, elapsed_s: float, token_format: T
 def failure_row(attempt: Attempt, failure: Failure, *, final: bool) -> FailedAttempt:
     """The failure row of an attempt."""
     trace = {"schema_version": SCHEMA_VERSION, "run_id": attempt.run_id, "task_id": attempt.planned.key.task_id}
+    task = {name: value for name, value in attempt.planned.row.items() if name != "response"}  # of a stored rollout
     row = {
-        **attempt.planned.row,
+        **task,
         "attempt": attempt.number,
         "failure": failure,
         "ng": {**trace, "rollout_id": attempt.rollout_id, "started_at": attempt.started_at},

@@ -55,6 +55,7 @@ from ngym.convert.chat_requests import (
     overflow_response,
     refuse_token_ids,
     response_from_chat,
+    unfinished,
     usage_from_chat,
     usage_to_chat,
     with_token_ids,
@@ -71,6 +72,6 @@ __all__ = [
     "create_params", "create_params_from_messages_api", "extra_body", "finish_reason", "items_from_messages",
     "join_think", "last_user_text", "message_item", "messages_api_from_chat", "messages_api_request",
     "messages_from_items", "new_response", "output_text", "overflow_response", "refuse_token_ids", "response_events",
-    "response_from_chat", "split_think", "sse", "usage_from_chat", "usage_to_chat", "with_token_ids",
+    "response_from_chat", "split_think", "sse", "unfinished", "usage_from_chat", "usage_to_chat", "with_token_ids",
     "without_allowed_tools",
 ]  # fmt: skip

@@ -272,6 +272,7 @@ def _kind(value: Any) -> Any:
 
 
 Incomplete = Literal["max_output_tokens", "content_filter"]
+ANSWERED = ("completed", "incomplete")  # statuses of a Response that is an answer
 INCOMPLETE: dict[str, Incomplete] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FINISH: dict[str, FinishReason] = {"max_output_tokens": "length", "content_filter": "content_filter"}
 _ECHOED: Json = {  # the request's fields that a Response repeats, with their defaults
@@ -386,6 +387,15 @@ def finish_reason(answer: Json) -> FinishReason:
         if finish not in get_args(FinishReason):
             finish = "tool_calls" if choice["message"].get("tool_calls") else "stop"
     return "context" if finish == "length" and sampled == 0 else finish
+
+
+def unfinished(response: Json) -> str | None:
+    """Why a Response is not an answer: the model server failed, or has not finished. None: it is one."""
+    status, error = response.get("status") or "completed", response.get("error")
+    if status in ANSWERED and not error:
+        return None
+    reason = error.get("message") if isinstance(error, dict) else error
+    return f"the status {status!r}" + (f": {reason}" if reason else "")
 
 
 def _finish_of_response(response: Json) -> FinishReason:

@@ -22,12 +22,14 @@ import orjson
 from ngym.convert import chat_request, check_create_params, content_text, split_think
 from ngym.errors import BadRequest
 from ngym.export.rollout_selection import Reason, Row
-from ngym.schema import CUT_TURNS, Json
+from ngym.net.json_limits import is_deep
+from ngym.schema import CUT_TURNS, Json, is_failed_attempt
 
 Ending = Literal["whole", "step limit", "cut"]
 """whole: the policy ended it. step limit: every turn is complete, but more might have followed. cut: in mid-turn, so
 the policy never sampled the end of that turn."""
 QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+MOST_DEPTH = 200  # of arguments as an object; orjson writes 254 levels
 LONG_NUMBER = re.compile(r"\d{19}")  # orjson reads what exceeds 64 bits as a float
 
 
@@ -52,7 +54,7 @@ def parse(row: Json) -> ScoredRollout | Reason:
     Raises:
         NoRollout: the row has another format.
     """
-    if "failure" in row or "_ng_failure_class" in row:
+    if is_failed_attempt(row) or "_ng_failure_class" in row:
         return Reason.FAILED
     params = _record(row, "responses_create_params")
     response = _record(row, "response")
@@ -153,7 +155,11 @@ def fingerprint(*messages: Json) -> bytes:
     """Equal for messages with the same content, regardless of call ids and of white space around texts."""
     ordinals: dict[Any, int] = {}
     said = [_essence(message, ordinals) for message in messages]
-    return hashlib.blake2b(orjson.dumps(said, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    try:
+        written = orjson.dumps([[[[said]]]], option=orjson.OPT_SORT_KEYS)  # as deep as in a row of the output
+    except TypeError as error:
+        raise Unsayable(f"it cannot be written as JSON: {error}") from None
+    return hashlib.blake2b(written, digest_size=16).digest()
 
 
 def _chat(params: Json, place: str) -> Json:
@@ -185,14 +191,18 @@ def _call(call: Json) -> Json:
 
 
 def arguments(text: str) -> Json | str:
-    """A call's arguments as an object; the text itself if it is not an object, or would not be parsed exactly."""
+    """A call's arguments as an object; the text itself if it is not an object, would not be parsed exactly, or is nested
+    too deep.
+    """
     if not text.strip():
         return {}
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return text
-    return value if isinstance(value, dict) and not LONG_NUMBER.search(QUOTED.sub("", text)) else text
+    if not isinstance(value, dict) or is_deep(text.encode(), value, MOST_DEPTH):
+        return text
+    return text if LONG_NUMBER.search(QUOTED.sub("", text)) else value
 
 
 def _essence(message: Json, ordinals: dict[Any, int]) -> Json:

@@ -12,6 +12,7 @@ from ngym.errors import UsageError
 HUB = "hf:/"  # the beginning of every such path, also as the text of a Path
 # a Path has one slash where the text had two
 CONNECT_S = 3.0  # one attempt to reach the Hub; huggingface_hub itself takes 25 s for each missing file
+CREDENTIALS = re.compile(r"//[^/@\s]+@")  # in a URL
 FORM = re.compile(r"hf:/{1,2}datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 
 
@@ -74,9 +75,14 @@ def hub_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     of_client = [kind for kind in HfHubHTTPError.__bases__ if issubclass(kind, Exception)]
-    return (EntryNotFoundError, HFValidationError, RuntimeError, OSError, *of_client)
+    # ValueError: an answer that is not JSON, a file name that the Hub refuses
+    return (EntryNotFoundError, HFValidationError, RuntimeError, OSError, ValueError, *of_client)
 
 
-def first_line(error: Exception) -> str:
-    """The lines of an error of huggingface_hub as one; a blank line ends what concerns the user."""
-    return " ".join(str(error).strip().partition("\n\n")[0].split()) or type(error).__name__
+def first_line(error: BaseException) -> str:
+    """The lines of an error of huggingface_hub as one, without credentials in URLs; a blank line ends what concerns the
+    user.
+    """
+    line = " ".join(str(error).strip().partition("\n\n")[0].split()) or type(error).__name__
+    cause = error.__cause__
+    return CREDENTIALS.sub("//", line if cause is None or str(cause) in line else f"{line}: {first_line(cause)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
 from ngym.files.hub_download import first_line, hub_errors
+from ngym.schema import agent_name, is_failed_attempt
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
+SILENT_S = 120.0  # of the Hub, until an upload is given up
 POLICY, RECIPE, METRICS, CARD = "policy", "recipe.yaml", "metrics.jsonl", "README.md"
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 CARD_METRICS = ("loss", "reward/mean", "frac_unscored", "val/loss", "val/accuracy")
@@ -35,8 +37,9 @@ def commit_upload(
 ) -> CommitInfo:
     """One commit with all files. NgymError if the Hub refuses it."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi, get_session
 
+    get_session().timeout = SILENT_S  # its own waits without end
     api = HfApi(endpoint=hub, token=token, library_name="ngym")
     added = [CommitOperationAdd(CARD, upload.card.encode())]
     added += [CommitOperationAdd(name, str(file)) for name, file in upload.files.items()]
@@ -53,8 +56,8 @@ def commit_upload(
         raise NgymError(f"{repository}: not uploaded: {first_line(error)}") from None
 
 
-def policy_upload(sources: Sequence[Path], repository: str) -> Upload:
-    """The files of a policy. UsageError if the folder has no policy."""
+def policy_upload(sources: Sequence[Path], repository: str, redact: Callable[[Any], Any]) -> Upload:
+    """The files of a policy. UsageError if the folder has no policy. redact: removes the secrets of its recipe."""
     run, *others = sources
     if others:
         raise UsageError(f"{others[0]}: a repository holds one policy; push each to a separate one")
@@ -63,20 +66,28 @@ def policy_upload(sources: Sequence[Path], repository: str) -> Upload:
         raise UsageError(
             f"{run}: neither rollouts (a JSONL file) nor a policy (a folder with {POLICY}/ or config.json)"
         )
-    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    files = {name: file for file in sorted(folder.rglob("*")) if (name := _public_name(file, folder))}
     own = files.pop(CARD, None)
     card = (
-        own.read_text("utf-8") if own else _model_card(folder.parent if folder.name == POLICY else folder, repository)
+        own.read_text("utf-8")
+        if own
+        else _model_card(folder.parent if folder.name == POLICY else folder, repository, redact)
     )
     return Upload("model", files, card)
 
 
-def _model_card(run: Path, repository: str) -> str:
+def _public_name(file: Path, folder: Path) -> str | None:
+    """The path in the repository; None for folders, and for hidden files, such as .git and .env."""
+    name = file.relative_to(folder)
+    return name.as_posix() if file.is_file() and not any(part.startswith(".") for part in name.parts) else None
+
+
+def _model_card(run: Path, repository: str, redact: Callable[[Any], Any]) -> str:
     import yaml
 
     recipe_file = run / RECIPE
     text = recipe_file.read_text("utf-8").replace(f"{Path.cwd()}/", "") if recipe_file.is_file() else ""
-    recipe = yaml.safe_load(text) or {}
+    recipe = redact(yaml.safe_load(text) or {})
     base, name = (recipe.get("model") or {}).get("path"), (recipe.get("algorithm") or {}).get("name")
     facts: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     facts["tags"] = ["ngym", *([name] if name else [])]
@@ -86,8 +97,8 @@ def _model_card(run: Path, repository: str) -> str:
     parts = [said + (f", from `{base}`." if base else ".")]
     if last := _last(run / METRICS):
         parts.append(_table(("metric", "last value"), [(f"`{key}`", f"{value:.4g}") for key, value in last.items()]))
-    if text:
-        parts.append(f"## Recipe\n\n```yaml\n{text.strip()}\n```")
+    if recipe:
+        parts.append(f"## Recipe\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False, width=1000).strip()}\n```")
     return _card(facts, repository, parts)
 
 
@@ -106,14 +117,18 @@ def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
     """The files of a dataset. UsageError if a row is not a rollout, or two files have the same name."""
 
     def wrong(row: dict[str, Any]) -> str | None:
-        return None if "reward" in row or "failure" in row else "not a rollout: it has neither a reward nor a failure"
+        return (
+            None
+            if "reward" in row or is_failed_attempt(row)
+            else "not a rollout: it has neither a reward nor a failure"
+        )
 
     rewards, counts = defaultdict[str, list[float]](list), defaultdict[str, Counter[str]](Counter)
     for source in sources:
         for line in jsonl.checked(source, wrong):
             row, reward = line.row, line.row.get("reward")
-            agent = str((row.get("agent_ref") or {}).get("name"))
-            counts[agent]["failed" if "failure" in row else "unscored" if reward is None else "scored"] += 1
+            agent = str(agent_name(row))
+            counts[agent]["failed" if is_failed_attempt(row) else "unscored" if reward is None else "scored"] += 1
             rewards[agent] += [reward] if isinstance(reward, int | float) else []
     files = {f"data/{source.name}": source for source in sources}
     if len(files) < len(sources):

@@ -47,7 +47,7 @@ def unjudged(row: Json, failure: str, reason: str) -> Json:
 
 def rescored(row: Json, outcome: Json) -> Json:
     """A row with a verifier's new fields and reward, and the derived values in `ng`."""
-    kept = {name: value for name, value in row.items() if name != REWARD_PENDING}
+    kept = {name: value for name, value in row.items() if name not in (REWARD_PENDING, "reward_components")}
     trace = row.get("ng")
     if not isinstance(trace, dict):
         return {**kept, **outcome}

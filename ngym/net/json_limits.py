@@ -120,12 +120,12 @@ def _opens(raw: bytes, most: int) -> bool:
     return most < 0
 
 
-def is_deep(raw: bytes, value: Any) -> bool:
-    """Whether parsed JSON is nested deeper than MAX_DEPTH. Most `raw` JSON has fewer brackets than that."""
-    if len(raw) <= 2 * MAX_DEPTH or not _opens(raw, MAX_DEPTH):
+def is_deep(raw: bytes, value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether parsed JSON is nested deeper than `depth`. Most `raw` JSON has fewer brackets than that."""
+    if len(raw) <= 2 * depth or not _opens(raw, depth):
         return False
     try:
-        orjson.dumps(reduce(lambda inner, _: [inner], range(ORJSON_WRITES - MAX_DEPTH), value))
+        orjson.dumps(reduce(lambda inner, _: [inner], range(ORJSON_WRITES - depth), value))
     except TypeError:
         return True
     return False

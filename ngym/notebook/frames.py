@@ -16,7 +16,7 @@ from ngym.errors import UsageError
 from ngym.grading.answers import last_text
 from ngym.plot.runs import METRICS, read_history
 from ngym.rollout import headline, printable, transcript, turns
-from ngym.schema import Json
+from ngym.schema import Json, agent_name, trace_of
 from ngym.stats import parts_of
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _text(value: Any) -> str:
 
 def slim(row: Json) -> Json:
     """A scored rollout as one flat record. policy_version: the newest. asked: the last user message of the prompt."""
-    trace, usage = row.get("ng") or {}, row["response"].get("usage") or {}
+    trace, usage = trace_of(row), row["response"].get("usage") or {}
     timings = trace.get("timings") or {}
     record = {
         **_who(row),
@@ -178,7 +178,7 @@ def _who(row: Json) -> Json:
     return {
         "task_index": row.get("_ng_task_index"),
         "rollout_index": row.get("_ng_rollout_index"),
-        "agent": (row.get("agent_ref") or {}).get("name"),
+        "agent": agent_name(row),
         "asked": last_user_text(params.get("input") or ""),
     }
 

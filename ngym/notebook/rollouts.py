@@ -22,7 +22,7 @@ from ngym.collect.collection_files import CollectionPaths
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, READ_BYTES, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
-from ngym.schema import Json
+from ngym.schema import Json, agent_name, is_failed_attempt, trace_of
 from ngym.stats import Interval, Rewards, best_at_k
 
 if TYPE_CHECKING:
@@ -290,9 +290,9 @@ class TaskGroup(NamedTuple):
 
 
 def _fact(row: Json) -> Fact:
-    agent = (row.get("agent_ref") or {}).get("name") or ""
+    agent = agent_name(row) or ""
     try:
-        return Fact(agent, (row.get("ng") or {}).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
+        return Fact(agent, trace_of(row).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
     except KeyError:
         raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is not a rollout") from None
 
@@ -308,7 +308,7 @@ def _counted(row: Json) -> Json:
     unknown = {"turns": None, "tool_calls": None, "tool_errors": None, "timings": {"total_s": None}}
     cut = row["response"].get("status") == "incomplete"
     status = {"status": "unscored" if row["reward"] is None else "truncated" if cut else "ok"}
-    trace = {**unknown, **status, "stop_reason": "length" if cut else "answer", **(row.get("ng") or {})}
+    trace = {**unknown, **status, "stop_reason": "length" if cut else "answer", **trace_of(row)}
     return {"agent_ref": {"name": "unknown"}, **row, "ng": trace}
 
 
@@ -430,5 +430,5 @@ def _files(source: str) -> list[Path]:
 
 def _check(row: Json, path: Path) -> None:
     if not isinstance(row.get("response"), dict) or "reward" not in row:
-        other = "is a failed attempt" if "failure" in row else "has no response and reward"
+        other = "is a failed attempt" if is_failed_attempt(row) else "has no response and reward"
         raise UsageError(f"{path}: its first row {other}; ng_collect_rollouts writes rollouts")

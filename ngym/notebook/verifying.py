@@ -20,7 +20,7 @@ from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
 from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
-from ngym.schema import Json, is_pending
+from ngym.schema import Json, agent_name, is_pending, trace_of
 from ngym.stats import parts_of
 from ngym.validation import config_for_scoring
 
@@ -168,7 +168,7 @@ class _Call:
             if self._server not in known:
                 raise UsageError(f"server={self._server!r}: no such gym server{did_you_mean(self._server, known)}")
             return self._server
-        agent = (row.get("agent_ref") or {}).get("name")
+        agent = agent_name(row)
         if agent is None:
             raise UsageError("a row names no agent (agent_ref), so its gym server is unknown; name it with server=")
         gym = (stanzas.get(agent) or {}).get("gym")
@@ -194,7 +194,7 @@ def _rows(given: Any, answer: str | None) -> list[Json]:
 
 
 def _task(row: Json) -> tuple[Any, Any]:
-    return (row.get("ng") or {}).get("task_id"), row.get("_ng_task_index")
+    return trace_of(row).get("task_id"), row.get("_ng_task_index")
 
 
 def _verdict(scored: Json | str) -> VerifyResult:

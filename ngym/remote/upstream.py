@@ -262,7 +262,6 @@ BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, an
 LONGEST_BACKOFF_S = 8.0
 MOST_SITES = 64
 MOST_PLACE = 200
-ANSWERS = {"choices", "output", "content", "data"}  # fields of answers that may also have an empty error
 DONE = b"[DONE]"
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
 """Returns the authorization headers of a request; called for each one, because tokens expire."""
@@ -340,7 +339,7 @@ class Upstream:
         if not isinstance(parsed, dict):
             detail = "answered with no JSON object; check the end of base_url (often /v1)"
             raise self._site(path).nonsense(detail)
-        if not parsed.keys() & ANSWERS and (failure := problem_in_stream(self._site(path), parsed)) is not None:
+        if "output" not in parsed and (failure := problem_in_stream(self._site(path), parsed)) is not None:
             raise failure  # gateways send the error of their provider with a 200
         used = Used()
         used.take(parsed)

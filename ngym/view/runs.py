@@ -14,7 +14,7 @@ from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
 from ngym.files.atomic import COMPRESSED
 from ngym.net.auth import wrong_url
-from ngym.schema import Json
+from ngym.schema import Json, is_failed_attempt
 from ngym.view.growing_index import Extent, Index, path_text
 from ngym.view.rows import RunRows
 from ngym.view.stats import Stats
@@ -289,7 +289,7 @@ def _is_rollout(line: bytes) -> bool:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         return True  # corrupt, torn or long; the index reports it
-    return isinstance(row, dict) and ("response" in row or "failure" in row)
+    return isinstance(row, dict) and ("response" in row or is_failed_attempt(row))
 
 
 def _names(paths: Iterable[Path]) -> dict[Path, str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from typing import Any
 
 import httpx
 import pytest
@@ -101,6 +102,21 @@ async def test_a_user_who_never_ends_is_cut_off():
 async def test_a_scenario_without_a_model_to_play_it_says_what_to_configure():
     with pytest.raises(ServiceError, match="set `user: MODEL`"):
         await talk(task(user_scenario="x"))
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"user_turns": "add 4"}, "user_turns must be a list of texts, not str"),
+        ({"user_turns": ["add 4", None]}, r"user_turns\[1\] must be a text that is not empty"),
+        ({"user_turns": [" "]}, r"user_turns\[0\] must be a text"),
+        ({"user_turns": ["add 4"], "user_scenario": "x"}, "only one of them can be the user"),
+    ],
+)
+async def test_a_user_that_is_written_wrongly_is_named(row: dict[str, Any], told: str):
+    with pytest.raises(ServiceError, match=told) as caught:
+        await talk(task(**row))
+    assert caught.value.failure == "config"
 
 
 async def test_a_row_in_which_nobody_speaks_says_so():

@@ -127,6 +127,21 @@ async def test_the_files_of_a_collection(tmp_path: Path, tasks: Path) -> None:
     assert len(aggregate["group_level_metrics"]) == 3
 
 
+@pytest.mark.parametrize("own", [None, "a text", {"class": "of a bridge"}])
+async def test_a_task_may_have_a_field_that_is_called_failure(tmp_path: Path, own: Any) -> None:
+    source = CollectionSettings(
+        written(tmp_path / "tasks.jsonl", [{**task(n), "failure": own} for n in range(6)]), CollectionPlan("agent")
+    )
+    fails = {"task 1"}
+    answers: Answer = lambda row: problem(500) if row["responses_create_params"]["input"] in fails else scored(row)
+    await session(source, answers, stop_after=4, max_attempts=1)
+    await session(source, answers, resume=True, max_attempts=1)
+    fails.clear()
+    await session(source, answers, resume=True, max_attempts=2)
+    assert sorted(keys(tmp_path / "out.jsonl")) == [(n, 0) for n in range(6)]
+    assert keys(tmp_path / "out_failures.jsonl") == [(1, 0)]
+
+
 async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Path) -> None:
     def answer(row: Json) -> Any:
         if row["n"] == 0:

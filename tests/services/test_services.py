@@ -417,6 +417,13 @@ async def test_arguments_of_megabytes_are_the_tools_affair():
     assert row["reward"] == 0.0 and "deeper than 250 levels" in row["response"]["output"][1]["output"]
 
 
+def tokens(ids: list[Any], logprobs: list[float]) -> bytes:
+    """A Response with this token data."""
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
+    data = {"prompt_token_ids": [1, 2], "generation_token_ids": ids, "generation_log_probs": logprobs}
+    return orjson.dumps({"output": [said | data]})
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -424,6 +431,15 @@ async def test_arguments_of_megabytes_are_the_tools_affair():
         (b"null", "model answered /v1/responses without an output that is a list of items: null"),
         (b'{"error": "overloaded"}', "without an output that is a list of items: .*overloaded"),
         (b'{"output": ["a"]}', "without an output that is a list of items"),
+        (
+            b'{"status": "failed", "output": [], "error": {"code": "server_error", "message": "GPU died"}}',
+            "model answered /v1/responses with the status 'failed': GPU died",
+        ),
+        (b'{"status": "queued", "output": []}', "with the status 'queued'$"),
+        (b'{"status": "completed", "output": [], "error": {"message": "GPU died"}}', "'completed': GPU died"),
+        (tokens(["x"], [-0.5]), "token ids must be integers from 0 on"),
+        (tokens([-1], [-0.5]), "token ids must be integers from 0 on"),
+        (tokens([1], [5.0]), "logprobs must be finite and at most 0"),
         (b'{"output": ' + b"[" * 300 + b"]" * 300 + b"}", "model answered /v1/responses with JSON nested deeper"),
     ],
 )

@@ -23,6 +23,8 @@ REPO = "me/mine"
 COMMIT = "c" * 40
 ROW = {"responses_create_params": {"input": "x"}, "agent_ref": {"name": "sums"}, "response": {"output": []}}
 
+FAILED = {name: value for name, value in ROW.items() if name != "response"} | {"failure": {"class": "timeout"}}
+
 
 class Hub(ThreadingHTTPServer):
     """Repositories in memory. Weights are uploaded as LFS objects, other files within the commit."""
@@ -131,10 +133,18 @@ def test_a_run_becomes_a_model_with_a_card_of_its_recipe_and_last_metrics(hub: H
     policy.mkdir(parents=True)
     (policy / "config.json").write_text("{}")
     (policy / "model.safetensors").write_bytes(b"weights" * 1000)
-    recipe = {"algorithm": {"name": "grpo"}, "model": {"path": "Qwen/Qwen3-0.6B"}, "data": f"{tmp_path}/rows.jsonl"}
+    (policy / ".git").mkdir()
+    for hidden in (".git/config", ".env"):
+        (policy / hidden).write_text("secret")
+    recipe = {
+        "algorithm": {"name": "grpo"},
+        "teacher": {"api_key": "sk-secret"},
+        "model": {"path": "Qwen/Qwen3-0.6B"},
+        "data": f"{tmp_path}/rows.jsonl",
+    }
     (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 0.5, "lr": 1}\n')
-    code, stdout, stderr = push(hub, "run", REPO, "--private", "--json")
+    code, stdout, stderr = push(hub, "run", REPO, "--private", "--json", token="hf_right\n")
     assert code == 0, stderr
     assert json.loads(stdout) == {
         "kind": "model",
@@ -146,7 +156,12 @@ def test_a_run_becomes_a_model_with_a_card_of_its_recipe_and_last_metrics(hub: H
     assert hub.created[0]["visibility"] == "private" and hub.files[f"{REPO}/model.safetensors"] == b"weights" * 1000
     card = hub.files[f"{REPO}/README.md"]
     assert facts(card)["base_model"] == "Qwen/Qwen3-0.6B" and facts(card)["tags"] == ["ngym", "grpo"]
-    assert b"| `loss` | 0.5 |" in card and b"data: rows.jsonl" in card and str(tmp_path).encode() not in card
+    assert (
+        b"| `loss` | 0.5 |" in card
+        and b"data: rows.jsonl" in card
+        and b"secret" not in card
+        and str(tmp_path).encode() not in card
+    )
     hub.is_private = False
     before = dict(hub.files)
     code, _, stderr = push(hub, "run", REPO, "--private")
@@ -156,7 +171,7 @@ def test_a_run_becomes_a_model_with_a_card_of_its_recipe_and_last_metrics(hub: H
 
 
 def test_rollouts_become_a_dataset_that_is_an_input_by_its_address(hub: Hub, tmp_path: Path) -> None:
-    rows = [{**ROW, "reward": 0.5}, {**ROW, "reward": 1}, {**ROW, "reward": None}, {**ROW, "failure": {}}]
+    rows = [{**ROW, "reward": 0.5}, {**ROW, "reward": 1}, {**ROW, "reward": None}, FAILED]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "rollouts.jsonl").write_text(text)
     code, stdout, stderr = push(hub, "rollouts.jsonl", REPO)
@@ -196,6 +211,9 @@ def test_what_cannot_be_pushed_is_one_line(hub: Hub, tmp_path: Path) -> None:
         assert found[0] == code and found[2].startswith(said) and found[2].count("\n") == 1, found
     refused = push(hub, "rollouts.jsonl", REPO, token="hf_wrong")
     assert refused[0] == 1 and refused[2].startswith(f"{REPO}: not uploaded: ") and refused[2].count("\n") == 1, refused
+    for token in ("hf_right\nx", "hf_é"):
+        found = push(hub, "rollouts.jsonl", REPO, token=token)
+        assert found[0] == 2 and "so it is no token" in found[2] and token[3:] not in found[2], found
     with reserved_port() as port:
         code, _, stderr = ng(f"http://127.0.0.1:{port}", "push", "rollouts.jsonl", REPO)
     assert code == 1 and stderr.startswith(f"{REPO}: not uploaded: ") and stderr.count("\n") == 1, stderr

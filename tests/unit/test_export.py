@@ -199,7 +199,8 @@ def test_the_trainer_reads_demonstrations_and_pairs(tmp_path: Path, tokenizer: P
 def test_failed_and_unscored_rollouts_are_in_no_format(format: str, tmp_path: Path):
     failure = {"responses_create_params": {"input": "?"}, "failure": {"class": "timeout"}, "attempt": 0, "ng": {}}
     broken = rollout(1, "broken") | {"response": {"status": "failed", "output": []}}
-    rows = [rollout(None, "null"), failure, broken, rollout(1, "good"), rollout(0, "bad")]
+    good = rollout(1, "good") | {"failure": "a field of the task"}
+    rows = [rollout(None, "null"), failure, broken, good, rollout(0, "bad")]
     written, tally = exported(tmp_path, format, *rows)
     assert (tally.dropped[Reason.UNSCORED], tally.dropped[Reason.FAILED]) == (1, 2)
     assert written and not any(word in json.dumps(written) for word in ("null", "broken"))
@@ -309,11 +310,20 @@ def test_dedupe_exports_the_same_conversation_once(tmp_path: Path):
 
 
 def test_arguments_become_the_object_that_they_spell_and_nothing_is_lost(tmp_path: Path):
-    texts = ['{"a": 1}', "", '{"a": ', "[1]", '{"a": 12345678901234567890123}', '{"a": "12345678901234567890123"}']
+    deep = '{"a": ' + "[" * 240 + "]" * 240 + "}"
+    texts = [
+        '{"a": 1}',
+        "",
+        '{"a": ',
+        "[1]",
+        '{"a": 12345678901234567890123}',
+        '{"a": "12345678901234567890123"}',
+        deep,
+    ]
     calls = [called(f"id{n}", text) for n, text in enumerate(texts)]
     (row,), _ = exported(tmp_path, "demonstrations", rollout(1, *calls))
     arguments = [call["function"]["arguments"] for call in row["messages"][1]["tool_calls"]]
-    assert arguments == [{"a": 1}, {}, *texts[2:5], {"a": "12345678901234567890123"}]
+    assert arguments == [{"a": 1}, {}, *texts[2:5], {"a": "12345678901234567890123"}, deep]
 
 
 def test_reasoning_is_dropped_on_demand_also_where_it_stands_in_the_text(tmp_path: Path):

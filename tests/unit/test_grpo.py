@@ -301,7 +301,8 @@ def test_failures_and_rewards_of_null_are_left_out_of_their_group(
     draw = random.Random(0)
     lines = [row(0, index, reward, draw) for index, reward in enumerate([1.0, 0.0, None, 1.0])]
     failure = {"class": "timeout", "stage": "run", "message": "late", "retryable": True}
-    lines.append({**lines[0], "failure": failure})
+    lines.append({name: lines[0][name] for name in lines[0] if name != "response"} | {"failure": failure})
+    lines[1]["failure"] = "a field of the task"
     lines += [row(1, 0, 1.0, draw), row(2, 0, 1.0, draw), row(2, 1, 1.0, draw)]  # alone, and equal
     path = write(tmp_path / "out.jsonl", lines)
     found = rollout_samples.read_rollouts(path, 1.0)

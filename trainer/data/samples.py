@@ -21,7 +21,7 @@ from typing import Any
 from ngym.convert import extra_body
 from ngym.errors import BadRequest, UsageError
 from ngym.files import jsonl
-from ngym.schema import Json
+from ngym.schema import Json, agent_name, is_failed_attempt
 
 from ..losses.advantages import all_equal
 
@@ -182,7 +182,7 @@ def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -
 
 def take(row: Json, read: Read) -> None:
     """Add a row without problems to the result."""
-    if "failure" in row:
+    if is_failed_attempt(row):
         read.failed += 1
         failure = row["failure"]
         read.first_failure = read.first_failure or " ".join(
@@ -196,7 +196,7 @@ def take(row: Json, read: Read) -> None:
 
 def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset()) -> str | None:
     """Why a row that should be usable is not; None if it is usable or may be left out."""
-    if "failure" in row:
+    if is_failed_attempt(row):
         return None
     if "reward" not in row or not isinstance(row.get("ng"), dict):
         return "not a scored rollout: it needs a reward and an ng record, as ng_collect_rollouts writes them"
@@ -290,7 +290,7 @@ def _rollout(row: Json, fields: frozenset[str]) -> RolloutSample:
         tool_calls=trace.get("tool_calls") or 0,
         tool_errors=trace.get("tool_errors") or 0,
         id=trace.get("rollout_id") or "",
-        agent=(row.get("agent_ref") or {}).get("name") or "",
+        agent=agent_name(row) or "",
         task={name: task_field(row, name) or "" for name in fields},
     )
 

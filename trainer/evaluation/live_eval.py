@@ -34,7 +34,7 @@ from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcom
 from ngym.collect.plan import PlannedRollout, plan_rollouts, sampling_seed
 from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.files.row_log import RowLog
-from ngym.schema import Json
+from ngym.schema import Json, is_failed_attempt
 from ngym.stats import Interval, Rewards
 
 from ..online.rollout_stream import OURS
@@ -230,7 +230,7 @@ class HeldOutRollouts:
 
     async def append(self, row: Json) -> None:
         """Returns when the row is on the disk. Raises DiskFull, WriteFailed: it could not be written."""
-        await (self._failed if "failure" in row else self._finished).append(orjson.dumps(row))
+        await (self._failed if is_failed_attempt(row) else self._finished).append(orjson.dumps(row))
 
     async def close(self) -> None:
         """

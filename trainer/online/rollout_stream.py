@@ -40,7 +40,7 @@ from ngym.errors import UsageError
 from ngym.files.row_log import RowLog
 from ngym.grading.group_rewards import judged
 from ngym.peers import Peers
-from ngym.schema import Json, is_pending
+from ngym.schema import Json, is_failed_attempt, is_pending
 
 from ..recipe.rollout_options import RolloutOptions
 from .task_sampler import DrawnTask, Task, TaskSource
@@ -117,7 +117,7 @@ class Spool:
     async def _append(self, row: Json) -> None:
         if (recording := self._recording.get(row["_ng_task_index"])) is not None:
             await asyncio.shield(recording)
-        log = self._failed if "failure" in row else self._finished
+        log = self._failed if is_failed_attempt(row) else self._finished
         await log.append(orjson.dumps(row))
 
     def _write(self, writes: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -417,7 +417,9 @@ class RolloutStream:
     async def _keep(self, outcome: Outcome) -> None:
         group = self._groups[outcome.key.task_index]
         versions = outcome.row["ng"].get("policy_version") or [NEVER]
-        oldest = self._step if "failure" in outcome.row else min(self._learned.get(one, NEVER) for one in versions)
+        oldest = (
+            self._step if is_failed_attempt(outcome.row) else min(self._learned.get(one, NEVER) for one in versions)
+        )
         outcome.row[OURS] = {"task": group.task.key, "oldest": oldest}
         for name in self._tasks.fields:  # an agent need not return the fields of its task
             outcome.row.setdefault(name, group.task.row[name])

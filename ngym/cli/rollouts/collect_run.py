@@ -41,7 +41,7 @@ from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.event_loop import EXIT_INTERRUPTED, as_ctrl_c, calls_on_interrupt
 from ngym.runtime.live_region import clock, harmless, is_live
-from ngym.schema import Json, RolloutKey
+from ngym.schema import Json, RolloutKey, is_failed_attempt
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.status_display import status_line
@@ -200,7 +200,7 @@ def _earlier(options: Options) -> Earlier:
             key = _key(line.row)
             if key is None:
                 raise UsageError(f"{path}:{line.number}: not a row of ng_collect_rollouts; choose another --output")
-            if "failure" in line.row:
+            if is_failed_attempt(line.row):
                 earlier.failed[key] += 1
             else:
                 earlier.done.add(key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import orjson
 
-from ngym.cli.shell.main import command, config_files, count
+from ngym.cli.shell.main import command, config_files, count, hub_token_option
 from ngym.config.shipped_files import shipped
 from ngym.errors import NgymError, UsageError
 from ngym.runtime.live_region import aligned
@@ -58,9 +58,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[s
     "--hub", envvar="HF_ENDPOINT", show_envvar=True, default="https://huggingface.co", show_default=True, metavar="URL",
     help="The Hugging Face hub, or a mirror.",
 )  # fmt: skip
-@click.option(
-    "--hub-token", envvar="HF_TOKEN", show_envvar=True, metavar="TOKEN", help="For gated datasets of the hub."
-)
+@hub_token_option("For gated datasets of the hub.")
 @click.option(
     "--github", default="https://raw.githubusercontent.com", show_default=True, metavar="URL",
     help="GitHub's files, or a mirror.",

@@ -13,7 +13,7 @@ import orjson
 
 from ngym.cli.shell.main import command
 from ngym.errors import UsageError
-from ngym.schema import Json
+from ngym.schema import Json, agent_name
 
 if TYPE_CHECKING:
     from ngym.stats import Task
@@ -77,7 +77,7 @@ def main(
 
 
 def _problem(row: Json) -> str | None:
-    if not isinstance((row.get("agent_ref") or {}).get("name"), str) or not isinstance(row.get("_ng_task_index"), int):
+    if agent_name(row) is None or not isinstance(row.get("_ng_task_index"), int):
         return "not a rollout: a row has 'agent_ref' and '_ng_task_index'"
     if not isinstance(row.get("reward", ""), int | float | type(None)):
         return "not a rollout: its 'reward' must be a number or null"

@@ -16,7 +16,7 @@ from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_files, c
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.runtime.live_region import harmless
-from ngym.schema import Json
+from ngym.schema import Json, agent_name
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config
@@ -100,7 +100,7 @@ def _needs(config: Config, inputs: Sequence[Path], models: bool) -> Needs:
     from ngym.collect.plan import title
     from ngym.validation import config_for_scoring
 
-    rows = Counter(row["agent_ref"]["name"] for row in _rows(inputs))
+    rows = Counter(str(agent_name(row)) for row in _rows(inputs))
     if not rows:
         raise UsageError(f"{title(inputs)}: no rows in it")
     gyms = {agent: _gym(config, agent, title(inputs)) for agent in rows}
@@ -149,7 +149,7 @@ def _rows(inputs: Sequence[Path]) -> Iterator[Json]:
 def _problem(row: Json) -> str | None:
     if not isinstance(row.get("response"), dict) or "reward" not in row:
         return "not a rollout: a row has 'response' and 'reward'"
-    if not isinstance((row.get("agent_ref") or {}).get("name"), str):
+    if agent_name(row) is None:
         return "its agent_ref names no agent, so its gym server is unknown"
     return None
 
@@ -166,7 +166,7 @@ def _gym(config: Config, agent: str, source: str) -> str:
 
 
 def _of(gyms: dict[str, str], peers: Peers) -> Callable[[Json], Peer]:
-    return lambda row: peers[gyms[row["agent_ref"]["name"]]]
+    return lambda row: peers[gyms[str(agent_name(row))]]
 
 
 class _Report:

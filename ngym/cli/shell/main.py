@@ -341,6 +341,22 @@ def on_option(help: str) -> Callable[[Function], Function]:
     return click.option("--on", callback=checked, default="local", show_default=True, metavar=metavar, help=help)
 
 
+def hub_token_option(help: str) -> Callable[[Function], Function]:
+    """`--hub-token TOKEN`, as `hub_token`; white space around it is removed."""
+
+    def checked(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+        token = (value or "").strip()
+        if not re.fullmatch(r"[!-~]*", token):  # the message must not have the token
+            raise click.BadParameter(
+                "it has spaces or characters that are not ASCII, so it is no token", ctx, parameter
+            )
+        return token or None
+
+    return click.option(
+        "--hub-token", callback=checked, envvar="HF_TOKEN", show_envvar=True, metavar="TOKEN", help=help
+    )
+
+
 def config_files(help: str, *default: str) -> Callable[[Function], Function]:
     """`--config FILE ...`, as `configs`."""
     path, shown = click.Path(path_type=Path), bool(default)

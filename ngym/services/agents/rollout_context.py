@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import orjson
 
-from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response
+from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response, unfinished
 from ngym.errors import Boundary, ServiceError, UpstreamError
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
 from ngym.peer_answers import SHOWN_BYTES
@@ -99,7 +99,10 @@ class RolloutContext:
             self.declare(request.get("tools"))
         with Boundary("model_error", "the model call failed"):
             response = self._checked(await self._call_model(request))
-            call = tokens_of(response)
+            try:
+                call = tokens_of(response)
+            except ValueError as error:
+                raise self._unusable(f"with wrong token data: {error}") from None
         if call is not None:
             extend(self.segments, call)
         self.turns += 1
@@ -124,13 +127,16 @@ class RolloutContext:
         """The answer, checked to be a usable Response."""
         items = answer.get("output") if isinstance(answer, dict) else None
         if isinstance(items, list) and all(isinstance(item, dict) for item in items):
-            return cast(Json, answer)
-        name = self.model.peer.name
+            if (problem := unfinished(answer)) is None:
+                return cast(Json, answer)
+            raise self._unusable(f"with {problem}", retryable=True)
         excerpt = orjson.dumps(answer)[:SHOWN_BYTES].decode("utf-8", "replace")
-        raise ServiceError(
-            f"{name} answered /v1/responses without an output that is a list of items: {excerpt}",
-            upstream={"service": name, "url": None, "status": None},
-        )
+        raise self._unusable(f"without an output that is a list of items: {excerpt}")
+
+    def _unusable(self, how: str, *, retryable: bool = False) -> ServiceError:
+        name = self.model.peer.name
+        upstream = {"service": name, "url": None, "status": None}
+        return ServiceError(f"{name} answered /v1/responses {how}", upstream=upstream, retryable=retryable)
 
     async def call_tool(self, call: Json) -> Json:
         """One function_call item -> its function_call_output item. The model's own mistakes become a text that it

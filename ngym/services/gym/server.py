@@ -52,6 +52,7 @@ from ngym.stats import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
 SCORES = frozenset({"reward", "reward_components"})
+SCORED = (*SCORES, "reward_range", ANSWER)  # fields of an earlier verifier, in a row that is scored again
 OF_THE_ROW = frozenset({"responses_create_params", "response"})
 MOST_ROWS = 100_000
 MOST_OWN = 1000  # limit of an author's metrics
@@ -282,7 +283,7 @@ def gym_server(
                 try:
                     if header(request.scope, PREFER_HEADER) == MINIMAL:
                         return JsonResponse(outcome, headers={APPLIED_HEADER: MINIMAL})
-                    return await off_loop(request, JsonResponse, {**raw, **outcome})
+                    return await off_loop(request, JsonResponse, {**_without_scores(raw), **outcome})
                 except TypeError as error:
                     raise _not_json(outcome, error) from None
         finally:
@@ -430,6 +431,13 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
     if isinstance(fields.get(ANSWER), str):
         fields[ANSWER] = _bounded(fields[ANSWER])
     return fields
+
+
+def _without_scores(row: Json) -> Json:
+    """The row without the scores of an earlier verifier, which the new one may not have."""
+    if not any(name in row for name in SCORED):
+        return row
+    return {name: value for name, value in row.items() if name not in SCORED}
 
 
 def _not_json(outcome: Json, error: TypeError) -> ServiceError:
