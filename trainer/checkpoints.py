@@ -14,6 +14,7 @@ are in the spool and are not collected again. On a CPU, a resumed run has the sa
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -21,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from .engine.sanity_checks import NanGuard
 
 FOLDER = "checkpoints"
+BLOCKS, BLOCK_BYTES = 64, 64 << 10  # of a file, for a model's digest
 STATE = "state.json"
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{6,})")
@@ -143,7 +146,9 @@ class Checkpoints:
         """
         found = self._found()
         if not found:
-            raise CheckpointUnusable(f"{self._folder}: no checkpoint to resume from")
+            raise CheckpointUnusable(
+                f"{self._folder}: no checkpoint to resume from; put it back, or start again with --overwrite"
+            )
         step = max(found)
         folder = found[step]
         try:
@@ -179,8 +184,11 @@ def _remove(folder: Path) -> None:
 
 
 def _problem(folder: Path) -> str | None:
-    """The first difference to what was written. Raises ValueError or OSError if it cannot be read."""
-    manifest = WRITTEN.validate_json((folder / MANIFEST).read_bytes())
+    """The first difference to what was written. Raises OSError if a file cannot be read."""
+    try:
+        manifest = WRITTEN.validate_json((folder / MANIFEST).read_bytes())
+    except ValueError:
+        return f"{MANIFEST} is not what was written"
     for name, written in manifest.items():
         path = folder / name
         if path.stat().st_size != written.bytes or file_digest(path) != written.sha256:
@@ -215,6 +223,7 @@ class CheckpointSaver:
     Args:
         metrics: the file of the run's metrics. source: the state of the batch source, as JSON.
         budget: tokens that a rank computes at once.
+        models: path of each model that the run reads again when it resumes -> `model_digest`.
     """
 
     def __init__(
@@ -227,8 +236,10 @@ class CheckpointSaver:
         source: Callable[[], Json | None],
         steps: int,
         budget: int,
+        models: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._checkpoints = checkpoints
+        self._models = dict(models)
         self._learner = learner
         self._tokenizer = tokenizer
         self._guard = guard
@@ -245,14 +256,19 @@ class CheckpointSaver:
     def begin(self) -> None:
         """Mark the run as not yet trained, so that a resume knows that no checkpoint exists to load."""
         if self._learner.rank == 0:
-            self._checkpoints.save(0, {"step": 0}, lambda folder: None)
+            self._checkpoints.save(0, {"step": 0, "models": self._models}, lambda folder: None)
 
     def restore(self, earlier: Checkpoint, say: Callable[[str], None]) -> list[dict[str, float]]:
         """Load a checkpoint; returns the metrics up to it.
 
         Raises:
-            CheckpointUnusable, StateMissing: it cannot be loaded.
+            CheckpointUnusable, StateMissing: it cannot be loaded. UsageError: a model has changed.
         """
+        for path, digest in (earlier.state.get("models") or {}).items():
+            if self._models.get(path, digest) != digest:
+                raise UsageError(
+                    f"{path}: the model has changed since the run began with it; restore it, or begin a new run"
+                )
         say(f"resuming after step {earlier.step}, from {earlier.folder}")
         if earlier.step > 0:
             self._learner.load_state(earlier.folder, earlier.state["learner"])
@@ -291,6 +307,7 @@ class CheckpointSaver:
         self.check()
         learner = self._learner
         state: Json = {"step": step, "skipped": self._guard.skipped, "source": self._source()}
+        state["models"] = self._models
         if learner.rank == 0:
             state["metrics_bytes"] = self._metrics.stat().st_size
             self._checkpoints.save(step, state, lambda folder: self._write(folder, state))
@@ -305,6 +322,30 @@ class CheckpointSaver:
         self._learner.save(folder / "policy", self._tokenizer)
 
 
+def model_digest(name: str) -> str | None:
+    """A digest of a model's config and weights; None without such a folder, or for a hub's model that is not in its cache.
+
+    Of a large file, 64 blocks that are spread over it are read.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
+        if not isinstance(config, str):
+            return None
+        folder = Path(config).parent
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for block in range(BLOCKS):
+                file.seek(block * max(BLOCK_BYTES, (size - BLOCK_BYTES) // (BLOCKS - 1)))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
 def resumable(output: Path, resolved: str) -> None:
     """Check that this folder holds a run that this recipe can resume. resolved: the recipe, as YAML.
 
@@ -317,7 +358,8 @@ def resumable(output: Path, resolved: str) -> None:
     try:
         before = yaml.safe_load(earlier.read_bytes())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: {error}") from None
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: {reason}") from None
     if not isinstance(before, dict):
         raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: it is not a mapping")
     now, last = yaml.safe_load(resolved), Checkpoints(output, CheckpointOptions()).last_step
@@ -346,8 +388,13 @@ def cut(metrics: Path, checkpoint: Checkpoint) -> list[dict[str, float]]:
         )
     if there == 0:
         return []
-    os.truncate(metrics, size)
+    with metrics.open("rb") as file:
+        lines = file.read(size).splitlines()
     try:
-        return [orjson.loads(line) for line in metrics.read_bytes().splitlines()]
+        rows = [orjson.loads(line) for line in lines]
     except orjson.JSONDecodeError as error:
         raise CheckpointUnusable(f"{metrics}: damaged before step {checkpoint.step}: {error}; put it back") from None
+    if wrong := [number for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
+        raise CheckpointUnusable(f"{metrics}:{wrong[0]}: damaged: it is not a JSON object; put it back")
+    os.truncate(metrics, size)
+    return rows

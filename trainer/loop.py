@@ -190,6 +190,19 @@ class FileSource:
             say(line)
         self._held_out = _held_out(parts, say)
 
+    def check(self, state: Json | None) -> None:
+        """
+        Raises:
+            UsageError: the file differs from that of the state.
+        """
+        data = self._parts.recipe.data
+        if state is not None and state["digest"] != self._digest:
+            assert data is not None
+            raise UsageError(
+                f"{data.path}: changed since the run began with it: sha256 {state['digest'][:12]} then, "
+                f"{self._digest[:12]} now; restore the file, or begin a new run"
+            )
+
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
         """The batches after the first `done`. state: the result of `state()` at that point; None at the beginning.
 
@@ -197,12 +210,7 @@ class FileSource:
             UsageError: the file differs from that of the state.
         """
         recipe, learner, algorithm, _ = self._parts
-        if state is not None and state["digest"] != self._digest:
-            assert recipe.data is not None
-            raise UsageError(
-                f"{recipe.data.path}: changed since the run began with it: sha256 {state['digest'][:12]} then, "
-                f"{self._digest[:12]} now; restore the file, or begin a new run"
-            )
+        self.check(state)
         batches = file_batches.batches(self._samples, recipe, done)
         if algorithm.asks.values:
             batches = file_batches.in_turn(batches, algorithm, learner, recipe.micro_batch_tokens)
@@ -270,6 +278,9 @@ class LiveSource:
         weight_sync = WeightSync(learner, self._pusher, probe_ids(tokenizer), pushed, colocated, membership)
         self._live = LiveBatches(recipe, algorithm, learner, weight_sync, services)
         self._say = say
+
+    def check(self, state: Json | None) -> None:
+        """Nothing to check: the tasks of the rollouts at hand are in their rows."""
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
         from .evaluation.live_eval import KEPT, Evaluation

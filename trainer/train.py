@@ -24,7 +24,7 @@ from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import defer_compiler, lean_imports, quick_metadata
 from ngym.telemetry import tracing
 
-from .checkpoints import Checkpoints, resumable
+from .checkpoints import Checkpoints, model_digest, resumable
 from .data import file_batches
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, read_launch
@@ -206,6 +206,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             source.state,
             source.steps,
             recipe.micro_batch_tokens,
+            {name: digest for name in _models(recipe) if (digest := model_digest(name)) is not None},
         )
         signal.signal(signal.SIGUSR1, lambda *_: saver.end())
         earlier = learner.broadcast(checkpoints.newest() if resume and shown else None)
@@ -214,7 +215,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             begin()
             saver.begin()
         else:
+            source.check(earlier.state.get("source"))
             history = saver.restore(earlier, _say)
+            begin()
         done = earlier.step if earlier else 0
         untrained = NoSignalMonitor()
         kept = sinks.open_sinks(recipe.logging, recipe.output, recipe.output / RESOLVED) if shown else None
@@ -270,6 +273,13 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             "no step changed the weights: the saved policy is the one that the run began with. The lines above, and "
             f"{recipe.output / METRICS}, show why"
         )
+
+
+def _models(recipe: Recipe) -> list[str]:
+    """The paths of the models that a resumed run reads again: the reference's, the adapter's base, teachers."""
+    teacher = recipe.algorithm.teacher if isinstance(recipe.algorithm, PolicyGradientOptions) else None
+    paths = [recipe.model.path, *(each.path for each in (teacher.sources if teacher else ()))]
+    return [path for path in paths if path is not None]
 
 
 def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
@@ -360,8 +370,8 @@ def _draw(metrics: Metrics, image: Path) -> None:
 
 @contextmanager
 def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> Iterator[Callable[[], None]]:
-    """Lock the run's folder. The yielded function must be called when training begins: it moves an earlier run into
-    `.old/`.
+    """Lock the run's folder. The yielded function must be called when training begins: it writes the recipe, and moves an
+    earlier run that is not resumed into `.old/`.
 
     If the run ends before that, the earlier run is unchanged.
     """
@@ -377,12 +387,11 @@ def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> It
     read = [recipe.model.path, recipe.model.tokenizer, recipe.data.path if recipe.data else None]
 
     def begin() -> None:
-        replace(output, [Path(path) for path in read if path is not None])
+        if not resume:
+            replace(output, [Path(path) for path in read if path is not None])
         write_whole(output / RESOLVED, resolved.encode())
 
     with held_folder(output, OTHERWISE):
-        if resume:
-            write_whole(output / RESOLVED, resolved.encode())
         try:
             yield begin
         finally:

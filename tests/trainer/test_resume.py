@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +163,19 @@ def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp
         kept.newest()
 
 
+def test_metrics_that_are_damaged_are_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    checkpoint = checkpoints.Checkpoint(2, tmp_path, {"metrics_bytes": 24})
+    for damaged in (b"own line\n" + whole, b"[1]\n" + whole):
+        path.write_bytes(damaged)
+        with pytest.raises(checkpoints.CheckpointUnusable, match="damaged"):
+            checkpoints.cut(path, checkpoint)
+        assert path.read_bytes() == damaged
+    path.write_bytes(whole)
+    assert [row["step"] for row in checkpoints.cut(path, checkpoint)] == [1, 2] and path.stat().st_size == 24
+
+
 def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """Killed at any moment of a save: what is there is whole."""
     script = (
@@ -267,11 +281,43 @@ def test_a_run_that_cannot_go_on_says_why(root: Path, tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "run: no run to resume" in said and "Traceback" not in said
     finished(train(tmp_path, words))
+    before = (tmp_path / "run" / "recipe.yaml").read_bytes()
+    manifest = tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:50])
+    process = train(tmp_path, [*words, "max_steps=3", "--resume"])
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "damaged: manifest.json is not what was written" in said, said
+    assert (tmp_path / "run" / "recipe.yaml").read_bytes() == before  # of the run as it is
+    manifest.write_bytes(whole)
     process = train(tmp_path, [*words, "optimizer.lr=0.5", "--resume"])
     said, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "--resume: optimizer.lr: 0.005 in the run, 0.5 now; set it back" in said
     said = finished(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
     assert "resuming after step 2" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
+
+
+def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    answers = [f"The answer is {rng.randint(10, 99)}." for _ in range(80)]
+    prompt = [{"role": "user", "content": "How many?"}]
+    pairs = [
+        {"prompt": prompt, "chosen": [said], "rejected": [{"role": "assistant", "content": "Perhaps."}]}
+        for said in ({"role": "assistant", "content": answer} for answer in answers)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), "utf-8")
+    shutil.copytree(policy, tmp_path / "start")
+    words = ["dpo.yaml", "output=run", "data.path=pairs.jsonl", "model.path=start", "evaluation=null", "batch_size=16"]
+    finished(train(tmp_path, [*words, "max_steps=1"]))
+    weights = bytearray((tmp_path / "start" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "start" / "model.safetensors").write_bytes(weights)
+    process = train(tmp_path, [*words, "max_steps=2", "--resume"])
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "start: the model has changed since the run began with it" in said, said
+    weights[-1] ^= 1
+    (tmp_path / "start" / "model.safetensors").write_bytes(weights)
+    finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
 
 
 def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_path: Path) -> None:

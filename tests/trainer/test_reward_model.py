@@ -154,6 +154,15 @@ def test_an_adapter_is_trained_with_its_head_and_saved_merged(
     assert first == pytest.approx(of_transformers(tmp_path / "saved", tokenizer, [chosen]), abs=1e-5)
 
 
+def test_keys_of_another_supervision_change_nothing(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    every = {**steps(0), **outcome(0), **pair(0), "completion": steps(0)["completion"]}
+    for supervision in ROWS:
+        only = {"pairs": pair(0), "steps": steps(0), "outcomes": {**outcome(0), "completion": every["completion"]}}
+        path, bare = write(tmp_path / "every.jsonl", every), write(tmp_path / "bare.jsonl", only[supervision])
+        read = [chat_dataset.read_judged(each, tokenizer, supervision) for each in (path, bare)]
+        assert [row.answers for row in read[0]] == [row.answers for row in read[1]]
+
+
 def test_rows_that_cannot_be_used_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     same = {**pair(0), "rejected": pair(0)["chosen"]}

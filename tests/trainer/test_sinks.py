@@ -82,6 +82,18 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path, capsys: pytest.Captur
     assert len(scalars(tmp_path / "elsewhere")["loss"]) == 3
 
 
+def test_steps_that_a_killed_run_wrote_and_a_resumed_one_takes_again_are_there_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RESOLVED, "utf-8")
+    for first, last in ((1, 28), (26, 30)):
+        opened = sinks.open_sinks(recipe.LoggingOptions(tensorboard=True), tmp_path, tmp_path / "recipe.yaml")
+        with metrics.Metrics(tmp_path / "metrics.jsonl", 30, True, sinks=opened) as log:
+            for step in range(first, last + 1):
+                log.log(step, {"loss": 1 / step})
+    assert [step for step, _ in scalars(tmp_path / "tensorboard")["loss"]] == list(range(1, 31))
+
+
 def test_a_folder_that_cannot_be_made_costs_its_entries_and_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

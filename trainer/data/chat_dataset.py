@@ -142,11 +142,14 @@ def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Sup
         if (found := problem(row)) is not None:
             return found
         try:
-            texts.append([(*_judged_texts(row, messages, tokenizer), label) for messages, label in _answers(row)])
+            texts.append(
+                [(*_judged_texts(row, messages, tokenizer), label) for messages, label in _answers(row, supervision)]
+            )
         except _Unrenderable as error:
             return str(error)
         margin = row.get("margin")
-        margins.append(float(margin) if isinstance(margin, int | float) and math.isfinite(margin) else None)
+        is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and math.isfinite(margin)
+        margins.append(float(margin) if is_number else None)  # type: ignore[arg-type]
         if supervision == "pairs" and texts[-1][0][1] == texts[-1][1][1]:
             return "chosen and rejected are equal, so there is no learning signal; drop the row"
         return None
@@ -160,12 +163,12 @@ def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Sup
     return [JudgedRow(tuple(answers), margin) for answers, margin in zip(judged, margins, strict=True)]
 
 
-def _answers(row: dict[str, Any]) -> Iterator[tuple[list[Any], bool]]:
-    """The messages after the prompt that are scored, with their labels."""
-    if "chosen" in row:
+def _answers(row: dict[str, Any], supervision: Supervision) -> Iterator[tuple[list[Any], bool]]:
+    """The messages after the prompt that are scored, with their labels. Keys of another supervision are ignored."""
+    if supervision == "pairs":
         yield row["chosen"], True
         yield row["rejected"], False
-    elif "labels" in row:
+    elif supervision == "steps":
         turns = (end for end, message in enumerate(row["completion"], 1) if message["role"] == "assistant")
         for end, label in zip(turns, row["labels"], strict=True):
             yield row["completion"][:end], label

@@ -43,6 +43,7 @@ from ..recipe.recipe import LoggingOptions, SinkOptions
 PROGRAM = "from ngym.trainer.reporting import wandb_mlflow; wandb_mlflow.main()"
 WAITING = 1000  # limit of waiting records; further ones are dropped
 CLOSE_S = 20.0  # at the end of the run, for all sinks together to write waiting entries
+NUMBERS = count()  # of the event files of this process
 GO_ON = "training continues, and metrics.jsonl has everything"
 
 
@@ -57,13 +58,17 @@ class TensorBoard(MetricSink):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._events, self._summaries, self._record_writer = event_pb2, summary_pb2, RecordWriter
-        self._numbers = count()
+        self._is_new = True
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: Any = self._begin()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
             self._writer = self._begin()
+        if self._is_new:  # TensorBoard drops what a killed process wrote of this step and later ones
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._append(self._writer, step=step, session_log=start)
+            self._is_new = False
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._append(self._writer, step=step, summary=self._summaries.Summary(value=scalars))
 
@@ -72,7 +77,7 @@ class TensorBoard(MetricSink):
             self._writer.close()
 
     def _begin(self) -> Any:
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
         writer = self._record_writer((self._folder / name).open("wb"))
         try:
             self._append(writer, file_version="brain.Event:2")
