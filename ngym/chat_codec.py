@@ -501,6 +501,7 @@ class _Answer:
         return usage if self._cached is None else usage | {"prompt_tokens_details": {"cached_tokens": self._cached}}
 
 
+GREEDY_BELOW = 1e-5  # as in vLLM; logits divided by a smaller temperature overflow
 Finish = Literal["stop", "length"]
 
 HOSTED = frozenset(  # fields for a hosted API, which an engine ignores
@@ -575,11 +576,11 @@ def sampling_of(request: Json, room: int, can: frozenset[str], *, streamed: bool
         if name not in can:
             raise BadRequest(f"field {name!r}: this back end does not support it; leave it out")
         more[name] = value
-    stop = request.get("stop") or ()
+    stop, temperature = request.get("stop") or (), request.get("temperature", 1.0)
     limit = request.get("max_completion_tokens") or request.get("max_tokens") or room
     return Sampling(
         max_tokens=min(limit, room),
-        temperature=request.get("temperature", 1.0),
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=request.get("top_p", 1.0),
         top_k=max(request.get("top_k", 0), 0),
         min_p=request.get("min_p", 0.0),

@@ -210,7 +210,7 @@ class Peer:
         fixed = self._peers.authorization(self.name)
         if headers:
             fixed |= headers
-        attempt = 0
+        attempt, earlier = 0, ""
         while True:
             url = self.url(affinity)
             left = ends - time.monotonic()
@@ -225,8 +225,9 @@ class Peer:
                 else:
                     reply = await self._send(method, url, path, payload, sent, left)
             except TimeoutError as error:
+                before = f"; before, it answered: {earlier}" if earlier else ""
                 raise PeerTimeout(
-                    f"{self.name} at {url} did not answer {method} {path} within {left:.3g} s: {error}",
+                    f"{self.name} at {url} did not answer {method} {path} within {left:.3g} s: {error}{before}",
                     upstream=upstream_of(self.name, url),
                 ) from None
             except AnswerTooLong as error:
@@ -264,6 +265,7 @@ class Peer:
                         # An error that a variable of its own traceback refers to keeps the bodies of request and
                         # answer alive until a full garbage collection.
                         del answered
+                earlier = answered.detail
                 pause = self._pause(url, affinity, waited(retry_s) if retry_s else spread(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))

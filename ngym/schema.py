@@ -29,6 +29,11 @@ def token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
     return {name: item[name] for name in TOKEN_FIELDS} if all(name in item for name in TOKEN_FIELDS) else {}
 
 
+RESERVED = frozenset([
+    "verify", "verify_group", "seed_session", "aggregate_metrics", "tools", "session", "mcp", "reset", "step",
+    "health", "ready", "metrics", "openapi.json", "docs", "redoc",
+])  # fmt: skip
+"""Routes of gym servers that are not tools."""
 SESSION_HEADER = "x-ng-session"  # on every call in a session and its answer
 SESSION_COOKIE = "ng_session"  # the same, for callers that keep cookies
 ROLLOUT_HEADER = "x-ng-rollout-id"  # the rollout of a request, passed through every hop

@@ -35,8 +35,9 @@ from ngym.errors import ConfigError, Overloaded, PeerTimeout, Unreachable, Upstr
 from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
 from ngym.rollout import calls_in
+from ngym.schema import RESERVED
 from ngym.services.gym.server import ReferenceText
-from ngym.services.gym.tools import RESERVED, Tool, described, inspected, register_tool
+from ngym.services.gym.tools import Tool, described, inspected, register_tool
 
 log = logging.getLogger("ngym.mcp")
 MOST_TOOLS = 1000

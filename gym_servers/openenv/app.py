@@ -21,10 +21,10 @@ from ngym import ServiceOptions, Session, VerifyRequest
 from ngym.errors import Boundary, ConfigError, Overloaded, ServiceError
 from ngym.grading.answers import fenced
 from ngym.rollout import calls_in
-from ngym.schema import Json
+from ngym.schema import RESERVED, Json
 from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
-from ngym.services.gym.tools import RESERVED, Tool, described, register_tool
+from ngym.services.gym.tools import Tool, described, register_tool
 
 MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # action schemas of a server of MCP tools
 OVER = "The episode is over."

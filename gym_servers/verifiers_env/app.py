@@ -31,11 +31,11 @@ from verifiers.v1.types import content_text
 from ngym import ServiceOptions, Session, VerifyRequest
 from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError
 from ngym.rollout import calls_in
-from ngym.schema import Json
+from ngym.schema import RESERVED, Json
 from ngym.services.base.app import add_route
 from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
-from ngym.services.gym.tools import RESERVED, Tool, described, register_tool
+from ngym.services.gym.tools import Tool, described, register_tool
 
 from .environment import Environment, Source, items_of, load, prompt_of, record_prompt, record_turn
 from .scoring import NotScored, pool, scored

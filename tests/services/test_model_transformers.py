@@ -71,6 +71,7 @@ async def test_the_same_seed_samples_the_same_and_temperature_0_the_likeliest(cl
     assert (await sampled(client, seed=5))[1] != (await sampled(client, seed=6))[1]
     prompt, ids, _ = await sampled(client, temperature=0)
     assert logits(folder, prompt + ids)[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
+    assert (await sampled(client, temperature=1e-300))[1] == ids
     for narrow in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}):
         _, same, logprobs = await sampled(client, **narrow)
         assert same == ids

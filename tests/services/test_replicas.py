@@ -8,7 +8,7 @@ from aiohttp import web
 from machine import reserved_port
 from stub_agents import problem, serving
 
-from ngym.errors import ServiceError, Unreachable
+from ngym.errors import PeerTimeout, ServiceError, Unreachable
 from ngym.net.load_balancer import Replicas, StickyReplica
 from ngym.peers import Peers
 from ngym.schema import Json
@@ -92,6 +92,23 @@ async def test_a_pause_longer_than_the_deadline_is_told_at_once_unless_another_r
         finally:
             await peers.close()
     assert refused == 1
+
+
+async def test_a_deadline_that_ends_a_retry_names_the_answer_before_it():
+    answers = iter([web.Response(status=504, text="the endpoint answers nothing")])
+
+    async def slow(body: Json) -> web.Response:
+        if (answer := next(answers, None)) is None:
+            await asyncio.sleep(60)
+        return answer
+
+    async with serving(slow) as url:
+        peers = Peers({"policy": [url]})
+        try:
+            with pytest.raises(PeerTimeout, match=r"before, it answered: .*the endpoint answers nothing"):
+                await peers["policy"].post("/run", {}, timeout=4, idempotent=True)
+        finally:
+            await peers.close()
 
 
 async def test_where_no_replica_can_be_reached_the_error_says_so():

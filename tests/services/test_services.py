@@ -188,6 +188,19 @@ async def test_what_the_model_does_wrong_is_shown_to_the_model(name: Any, argume
     assert spans == ["seed", "model", "tool:add" if name == "add" else "tool", "model", "verify"]
 
 
+@pytest.mark.parametrize("name", ["seed_session", "verify", "add?x=1", "add#"])
+async def test_a_row_that_declares_other_routes_as_tools_reaches_none_of_them(name: str):
+    tool = {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
+    params = {**ROW["responses_create_params"], "tools": [tool]}
+    async with simple_house(scripted(calls(name, '{"amount": 7}'), says("sorry"))) as peers:
+        if name.isidentifier():
+            row = await peers["agent"].post("/run", {**ROW, "responses_create_params": params})
+            assert f"there is no tool '{name}'" in row["response"]["output"][1]["output"]
+        else:
+            with pytest.raises(UpstreamError, match=r"POST /add%\w+.*: Not Found"):
+                await peers["agent"].post("/run", {**ROW, "responses_create_params": params})
+
+
 async def test_a_number_that_the_model_makes_too_large_for_json_breaks_neither_tool_nor_verifier():
     large = "9" * 30
     async with simple_house(scripted(calls("add", f'{{"amount": "{large}"}}'), says("done"))) as peers:

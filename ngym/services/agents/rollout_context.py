@@ -8,6 +8,7 @@ import time
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
+from urllib.parse import quote
 
 import orjson
 
@@ -16,7 +17,18 @@ from ngym.errors import Boundary, ServiceError, UpstreamError
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
 from ngym.peer_answers import SHOWN_BYTES
 from ngym.rollout import added, extend, tokens_of, versions_in, with_latest_tokens
-from ngym.schema import SCHEMA_VERSION, FinishReason, Json, Segment, Span, StopReason, Trace, is_cut_off, stop_reason
+from ngym.schema import (
+    RESERVED,
+    SCHEMA_VERSION,
+    FinishReason,
+    Json,
+    Segment,
+    Span,
+    StopReason,
+    Trace,
+    is_cut_off,
+    stop_reason,
+)
 from ngym.services.base.options import ServiceContext, check_result, most_result_bytes
 
 MAX_TOOL_ERROR_CHARS = 2000
@@ -88,8 +100,9 @@ class RolloutContext:
             self.seconds[part] += seconds
 
     def declare(self, tools: list[Json] | None) -> None:
-        """Allow `call_tool` to call these tools."""
-        self._declared |= {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
+        """Allow `call_tool` to call these tools; a row may not declare the gym server's other routes as tools."""
+        names = {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
+        self._declared |= names - RESERVED
 
     async def sample(self, request: Json) -> Json:
         """One model call: returns its Response and records token data, usage and time."""
@@ -179,7 +192,9 @@ class RolloutContext:
         if not isinstance(arguments, dict):
             return f"Error: the arguments of {name} must be a JSON object, not {type(arguments).__name__}.", True
         try:
-            reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
+            reply = await self.gym.request(
+                f"/{quote(str(name), safe='')}", arguments, timeout=self.options.tool_timeout_s
+            )
             check_result(str(name), len(reply.body), self.options)
         except ServiceError as error:
             if error.is_for_the_model:

@@ -22,17 +22,12 @@ from starlette.responses import Response
 from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError, ToolError, UpstreamError, source_location
 from ngym.net.request_context import header
 from ngym.peers import Peers
-from ngym.schema import TOOL_ERRORS_HEADER, Json
+from ngym.schema import RESERVED, TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
 from ngym.services.base.middleware import execute_tool
 from ngym.services.base.options import ServiceOptions, check_result
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
 from ngym.services.gym.sessions import BEGUN, Session, session_id_of
-
-RESERVED = frozenset([
-    "verify", "verify_group", "seed_session", "aggregate_metrics", "tools", "session", "mcp", "reset", "step",
-    "health", "ready", "metrics", "openapi.json", "docs", "redoc",
-])  # fmt: skip
 
 NOT_DONE = (429, 503)
 
