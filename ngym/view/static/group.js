@@ -6,7 +6,7 @@ import { isSilence } from "./data.js";
 import { wordDiff } from "./diff.js";
 import { clear, el, link } from "./dom.js";
 import { formatNumber, formatSeconds, formatSigned, isNumber, plural } from "./format.js";
-import { failureMessage, finalText, textOf, turnsOf } from "./items.js";
+import { failureMessage, failureOf, finalText, textOf, turnsOf } from "./items.js";
 import { shownText } from "./markdown.js";
 import { trendOf, weightsOf } from "./packed.js";
 import { goInPlace, hrefOf } from "./router.js";
@@ -242,14 +242,15 @@ function columnHead(context, { run, row }, severalRuns) {
 }
 
 function columnBody(rollout, first) {
-  if (rollout.failure)
+  const failure = failureOf(rollout);
+  if (failure)
     return el(
       "div",
       { class: "failure" },
-      el("b", null, safeText(String(rollout.failure.class ?? "unknown"))),
-      longText(failureMessage(rollout.failure), "code"),
+      el("b", null, safeText(String(failure.class ?? "unknown"))),
+      longText(failureMessage(failure), "code"),
     );
-  const others = first && !first.failure ? turnsOf(first).filter((turn) => !turn.given) : null;
+  const others = first && !failureOf(first) ? turnsOf(first).filter((turn) => !turn.given) : null;
   const turns = turnsOf(rollout).filter((turn) => !turn.given);
   const last = turns.findLastIndex((turn) => turn.kind === "message");
   return el(

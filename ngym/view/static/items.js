@@ -35,6 +35,11 @@ export function textOf(turn) {
   return JSON.stringify(turn.value);
 }
 
+/** The failure of a failed attempt; undefined for a rollout, whose task may have a field of that name. */
+export function failureOf(row) {
+  return row.response ? undefined : row.failure;
+}
+
 /** Why an attempt failed; of an odd failure all that it says. */
 export function failureMessage(failure) {
   return asText(failure.message ?? failure);

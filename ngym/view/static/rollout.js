@@ -4,6 +4,7 @@ import { isSilence } from "./data.js";
 import { clear, el, link } from "./dom.js";
 import { formatNumber, formatSigned, isNumber } from "./format.js";
 import { rewardColour } from "./charts.js";
+import { failureOf } from "./items.js";
 import { isRaw, rawSwitch } from "./markdown.js";
 import { go, goInPlace, hrefOf } from "./router.js";
 import { shareButton } from "./runbar.js";
@@ -105,7 +106,9 @@ class RolloutPage {
     const { _ng_task_index: task } = this.parsed;
     if (task === null || task === undefined) return [];
     try {
-      return (await this.context.api.group(this.run, task, this.#control.signal)).rows;
+      const { rows } = await this.context.api.group(this.run, task, this.#control.signal);
+      const own = rows.find((one) => one.row === this.row);
+      return own ? rows.filter((one) => one.agent === own.agent) : rows; // other agents' tasks may have the same index
     } catch (error) {
       if (error.name === "AbortError") throw error;
       this.#tell(error, "The group of this rollout could not be read: ", again);
@@ -115,10 +118,10 @@ class RolloutPage {
 
   #show() {
     const slim = this.#group.find((one) => one.row === this.row) ?? null;
-    const { _ng_task_index: task, _ng_rollout_index: number, failure, attempt } = this.parsed;
+    const { _ng_task_index: task, _ng_rollout_index: number, attempt } = this.parsed;
     this.#crumbs([
       { text: `task ${task ?? "?"}`, href: this.#groupHref() },
-      { text: failure ? `rollout ${number ?? "?"}, attempt ${attempt ?? "?"}: failed` : `rollout ${number ?? "?"}` },
+      { text: failureOf(this.parsed) ? `rollout ${number ?? "?"}, attempt ${attempt ?? "?"}: failed` : `rollout ${number ?? "?"}` },
     ]);
     clear(this.side).append(drawnOrRaw(() => verdictPanel(this.parsed, this.#text, slim), this.parsed));
     this.#draw();

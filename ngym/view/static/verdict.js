@@ -3,7 +3,7 @@ import { bars } from "./charts.js";
 import { rewardMark } from "./columns.js";
 import { copyButton, el, folded } from "./dom.js";
 import { DASH, formatCount, formatNumber, formatSigned, isNumber, plural } from "./format.js";
-import { asText, extraFields, failureMessage } from "./items.js";
+import { asText, extraFields, failureMessage, failureOf } from "./items.js";
 import { jsonText, longText, safeText } from "./safetext.js";
 import { waterfall } from "./waterfall.js";
 
@@ -20,10 +20,11 @@ const LONG_VALUE = 160;
 /** Everything about a rollout but what was said. slim: its line in the table, or null. */
 export function verdictPanel(row, text, slim) {
   const trace = row.ng ?? {};
+  const failure = failureOf(row);
   return el(
     "aside",
     { class: "verdict", "aria-label": "Why this reward" },
-    row.failure ? failureBox(row.failure) : rewardBox(row, trace, slim),
+    failure ? failureBox(failure) : rewardBox(row, trace, slim),
     part("The task’s and the verifier’s fields", fieldsList(row), "is-why"),
     part("Time", trace.timings && waterfall(trace.timings, trace.spans)),
     part("Tokens", usageList(row.response?.usage, trace)),
