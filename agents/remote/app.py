@@ -46,6 +46,12 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 def _response(answer: Any, service: str) -> dict[str, Any]:
     """The Response in an answer: the answer itself, or its field `response`."""
+    if isinstance(answer, dict) and isinstance(answer.get("ng"), dict) and "schema_version" in answer["ng"]:
+        raise ServiceError(
+            f"{service} is an agent of ngym, whose tools and verifier ran in a session of its own; use it as an agent: "
+            "{kind: agent, url: ...}, without agents/remote",
+            failure="config",
+        )
     response = answer.get("response", answer) if isinstance(answer, dict) else None
     found = dict(response) if isinstance(response, dict) else {}
     if problem := response_problem(found) or (None if found else "its `output` must be a list of items"):

@@ -195,6 +195,26 @@ async def test_tokens_that_a_remote_agent_only_claims_are_not_believed():
     assert "prompt_token_ids" not in scored["response"]["output"][0]
 
 
+async def test_an_agent_of_ngym_is_no_remote_agent():
+    """Its tools run in a session of its own, so the verifier here would see a session in which nothing happened."""
+    apps = {
+        "theirs": service("agents/simple"),
+        "counter": service("gym_servers/counter"),
+        "agent": service("agents/remote"),
+        "policy": service("models/scripted"),
+    }
+    called = [{"tool_calls": [{"name": "add", "arguments": {"amount": 7}}]}, {"text": "Done."}]
+    configured = {
+        "agent": {"gym": "counter", "model": "policy", "remote": "theirs", "show": ["target"]},
+        "theirs": {"gym": "counter", "model": "policy"},
+        "policy": {"replies": called},
+    }
+    async with house(configured, **apps) as peers:
+        with pytest.raises(ServiceError, match="theirs is an agent of ngym, .* without agents/remote") as caught:
+            await peers["agent"].post("/run", task())
+    assert caught.value.failure == "config"
+
+
 @pytest.mark.parametrize("answer", [[], {"output": "text"}, {"response": None}, {"output": [1]}, {}])
 async def test_an_answer_that_is_no_response_is_the_agents_failure(answer):
     async def nonsense(task):
