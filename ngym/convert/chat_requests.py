@@ -392,10 +392,11 @@ def finish_reason(answer: Json) -> FinishReason:
 def unfinished(response: Json) -> str | None:
     """Why a Response is not an answer: the model server failed, or has not finished. None: it is one."""
     status, error = response.get("status") or "completed", response.get("error")
-    if status in ANSWERED and not error:
+    has_error = any(error.values()) if isinstance(error, dict) else bool(error)
+    if status in ANSWERED and not has_error:
         return None
     reason = error.get("message") if isinstance(error, dict) else error
-    return f"the status {status!r}" + (f": {reason}" if reason else "")
+    return f"the status {status!r}" + (f" and the error {reason!r:.200}" if has_error else "")
 
 
 def _finish_of_response(response: Json) -> FinishReason:

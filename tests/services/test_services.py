@@ -446,10 +446,10 @@ def tokens(ids: list[Any], logprobs: list[float]) -> bytes:
         (b'{"output": ["a"]}', "without an output that is a list of items"),
         (
             b'{"status": "failed", "output": [], "error": {"code": "server_error", "message": "GPU died"}}',
-            "model answered /v1/responses with the status 'failed': GPU died",
+            "model answered /v1/responses with the status 'failed' and the error 'GPU died'",
         ),
         (b'{"status": "queued", "output": []}', "with the status 'queued'$"),
-        (b'{"status": "completed", "output": [], "error": {"message": "GPU died"}}', "'completed': GPU died"),
+        (b'{"status": "completed", "output": [], "error": {"message": "GPU died"}}', "'completed' and the error 'GPU died'"),
         (tokens(["x"], [-0.5]), "token ids must be integers from 0 on"),
         (tokens([-1], [-0.5]), "token ids must be integers from 0 on"),
         (tokens([1], [5.0]), "logprobs must be finite and at most 0"),
