@@ -210,7 +210,7 @@ async def test_an_agent_of_ngym_is_no_remote_agent():
         "policy": {"replies": called},
     }
     async with house(configured, **apps) as peers:
-        with pytest.raises(ServiceError, match="theirs is an agent of ngym, .* without agents/remote") as caught:
+        with pytest.raises(ServiceError, match=r"theirs is an agent of ngym, .* without agents/remote") as caught:
             await peers["agent"].post("/run", task())
     assert caught.value.failure == "config"
 

@@ -449,7 +449,10 @@ def tokens(ids: list[Any], logprobs: list[float]) -> bytes:
             "model answered /v1/responses with the status 'failed' and the error 'GPU died'",
         ),
         (b'{"status": "queued", "output": []}', "with the status 'queued'$"),
-        (b'{"status": "completed", "output": [], "error": {"message": "GPU died"}}', "'completed' and the error 'GPU died'"),
+        (
+            b'{"status": "completed", "output": [], "error": {"message": "GPU died"}}',
+            "'completed' and the error 'GPU died'",
+        ),
         (tokens(["x"], [-0.5]), "token ids must be integers from 0 on"),
         (tokens([-1], [-0.5]), "token ids must be integers from 0 on"),
         (tokens([1], [5.0]), "logprobs must be finite and at most 0"),
