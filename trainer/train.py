@@ -220,7 +220,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             begin()
         done = earlier.step if earlier else 0
         untrained = NoSignalMonitor()
-        kept = sinks.open_sinks(recipe.logging, recipe.output, recipe.output / RESOLVED) if shown else None
+        kept = sinks.open_sinks(recipe.logging, recipe.output, recipe.output / RESOLVED, done) if shown else None
         with Metrics(recipe.output / METRICS, source.steps, shown, history, kept) as metrics:
             batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)
 

@@ -86,9 +86,11 @@ def test_steps_that_a_killed_run_wrote_and_a_resumed_one_takes_again_are_there_o
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(RESOLVED, "utf-8")
+    options = recipe.LoggingOptions(tensorboard=True)
     for first, last in ((1, 28), (26, 30)):
-        opened = sinks.open_sinks(recipe.LoggingOptions(tensorboard=True), tmp_path, tmp_path / "recipe.yaml")
+        opened = sinks.open_sinks(options, tmp_path, tmp_path / "recipe.yaml", first - 1)
         with metrics.Metrics(tmp_path / "metrics.jsonl", 30, True, sinks=opened) as log:
+            log.note(first - 1, {"val/loss": 0.5}, "evaluated")  # again, from the checkpoint of this step
             for step in range(first, last + 1):
                 log.log(step, {"loss": 1 / step})
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["loss"]] == list(range(1, 31))

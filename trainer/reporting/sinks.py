@@ -50,25 +50,24 @@ GO_ON = "training continues, and metrics.jsonl has everything"
 class TensorBoard(MetricSink):
     """Writes event files itself: tensorboard's own writer uses another thread, where errors get lost."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, done: int = 0) -> None:
+        """done: number of steps that were trained before the run was resumed."""
+        self._folder, self._done = folder, done
 
     def open(self) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._events, self._summaries, self._record_writer = event_pb2, summary_pb2, RecordWriter
-        self._is_new = True
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: Any = self._begin()
+        # TensorBoard drops what a killed process wrote of later steps; that of `done` may be evaluated again.
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._append(self._writer, step=self._done + 1, session_log=start)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
             self._writer = self._begin()
-        if self._is_new:  # TensorBoard drops what a killed process wrote of this step and later ones
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._append(self._writer, step=step, session_log=start)
-            self._is_new = False
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._append(self._writer, step=step, summary=self._summaries.Summary(value=scalars))
 
@@ -242,13 +241,13 @@ class Sinks:
         return filter(None, [*(courier.complaint() for courier in self._couriers), *lost])
 
 
-def open_sinks(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
-    """The sinks of a run. resolved: its recipe, which sinks store if they can."""
+def open_sinks(options: LoggingOptions, output: Path, resolved: Path, done: int = 0) -> Sinks:
+    """The sinks of a run. resolved: its recipe, which sinks store if they can. done: steps before it was resumed."""
     recipe: Json = yaml.safe_load(resolved.read_text("utf-8"))
     sinks: dict[str, MetricSink] = {}
     if options.tensorboard:
         folder = output / "tensorboard" if options.tensorboard is True else Path(options.tensorboard)
-        sinks["tensorboard"] = TensorBoard(folder)
+        sinks["tensorboard"] = TensorBoard(folder, done)
     for name, asked in (("wandb", options.wandb), ("mlflow", options.mlflow)):
         if asked is not None:
             sinks[name] = SubprocessSink(name, asked, output, recipe)
