@@ -220,13 +220,15 @@ class Boundary:
     a ServiceError with their cause.
 
     Args:
-        places: add the line of the author's own files where the bug is.
+        places: the block calls an author's function: add the line of its files where the bug is. SystemExit and
+            KeyboardInterrupt, which would end the service, are errors too.
         retryable: whether a retry may help, as after a database timeout.
     """
 
-    __slots__ = ("_failure", "_places", "_retryable", "_what")
+    __slots__ = ("_caught", "_failure", "_places", "_retryable", "_what")
 
     def __init__(self, failure: FailureClass, what: str, *, places: bool = False, retryable: bool = False) -> None:
+        self._caught = (Exception, SystemExit, KeyboardInterrupt) if places else (Exception, SystemExit)
         self._failure = failure
         self._what = what
         self._places = places
@@ -242,10 +244,9 @@ class Boundary:
             return
         if isinstance(error, ServiceError):
             error.failure = error.failure or self._failure
-        elif isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
-            # sys.exit() in an author's function must not end the service
+        elif isinstance(error, self._caught) and not isinstance(error, UsageError):
             where = source_location(error) if self._places else ""
-            detail = f"{self._what}: {type(error).__name__}: {error}{where}"
+            detail = f"{self._what}: {type(error).__name__}: {error}".removesuffix(": ") + where
             raise ServiceError(detail, failure=self._failure, retryable=self._retryable) from error
 
 

@@ -149,6 +149,15 @@ def is_cut_off(reported: str | None, finish_reasons: Iterable[str]) -> bool:
     return reported in CUT_OFF or any(reason in CUT_TURNS for reason in finish_reasons)
 
 
+LARGEST_REWARD = 3.4e38
+"""The trainer computes in float32, whose largest number this is; the squares of rewards fit into a double."""
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a value is a finite number of at most LARGEST_REWARD, or a bool."""
+    return isinstance(value, int | float) and abs(value) <= LARGEST_REWARD
+
+
 def is_failed_attempt(row: Json) -> bool:
     """Whether a row is a failed attempt. A rollout, which has a response, may have a field `failure` of its own."""
     return "failure" in row and "response" not in row

@@ -7,7 +7,6 @@ header.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from ngym.errors import BadRequest, Boundary, FailureClass, ServiceError, Unreac
 from ngym.peers import Peers
 from ngym.rollout import extend, tokens_of, versions_in, without_tokens
 from ngym.schema import (
+    LARGEST_REWARD,
     SCHEMA_VERSION,
     TOKEN_FIELDS,
     Failure,
@@ -32,6 +32,7 @@ from ngym.schema import (
     Status,
     StopReason,
     is_cut_off,
+    is_reward,
     stop_reason,
 )
 from ngym.telemetry import tracing
@@ -269,9 +270,11 @@ def _trusted(attempt: Attempt, answer: Any) -> Json:
             f"{agent} answered /run without a reward (null would mean: cannot be scored)", failure="verify_error"
         )
     reward = answer["reward"]
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+    if reward is not None and not is_reward(reward):
         raise ServiceError(
-            f"{agent} answered /run with the reward {reward!r:.60}; it must be a number or null", failure="verify_error"
+            f"{agent} answered /run with the reward {reward!r:.60}; it must be null or a number within "
+            f"±{LARGEST_REWARD:g}",
+            failure="verify_error",
         )
     answer["reward"] = None if reward is None else float(reward)
     trace = answer.setdefault("ng", {})

@@ -11,7 +11,6 @@ later breaks it. So one row of each shape is written first.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ngym.convert import chat_request, check_create_params, content_text, split_
 from ngym.errors import BadRequest
 from ngym.export.rollout_selection import Reason, Row
 from ngym.net.json_limits import is_deep
-from ngym.schema import CUT_TURNS, Json, is_failed_attempt
+from ngym.schema import CUT_TURNS, LARGEST_REWARD, Json, is_failed_attempt, is_reward
 
 Ending = Literal["whole", "step limit", "cut"]
 """whole: the policy ended it. step limit: every turn is complete, but more might have followed. cut: in mid-turn, so
@@ -89,8 +88,8 @@ def _reward(row: Json) -> float | None:
     reward = row["reward"]
     if reward is None:
         return None
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise NoRollout(f"'reward' must be a number or null, not {reward!r:.60}")
+    if isinstance(reward, bool) or not is_reward(reward):
+        raise NoRollout(f"'reward' must be null or a number within ±{LARGEST_REWARD:g}, not {reward!r:.60}")
     return float(reward)
 
 

@@ -5,13 +5,12 @@ A pending row has `"reward": null, "reward_pending": "group"`: clients without s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ngym.errors import ServiceError
 from ngym.rollout import without_tokens
-from ngym.schema import REWARD_PENDING, Json, is_cut_off
+from ngym.schema import REWARD_PENDING, Json, is_cut_off, is_reward
 
 ROUTE = "/verify_group"
 TIMEOUT_S = 600.0
@@ -70,4 +69,4 @@ def _is_outcome(outcome: Any) -> bool:
     if not isinstance(outcome.get("reward_components") or {}, dict):
         return False
     reward = outcome["reward"]
-    return reward is None or (isinstance(reward, int | float) and math.isfinite(reward))
+    return reward is None or is_reward(reward)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from ngym.errors import NgymError
 from ngym.files.jsonl import BOM
 from ngym.grading.answers import last_text
 from ngym.runtime.cpu_threads import usable_cores
-from ngym.schema import Json, agent_name, is_failed_attempt
+from ngym.schema import Json, agent_name, is_failed_attempt, is_reward
 
 SHOWN_CHARS = 160  # of a prompt and of an answer
 FIELD_CHARS = 200  # a longer text is not a field to filter by
@@ -233,7 +232,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    return float(value) if type(value) in (int, float) and is_reward(value) else None
 
 
 def _largest(versions: Any) -> int | None:

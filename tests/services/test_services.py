@@ -58,6 +58,8 @@ async def add(body: Add, session: Session) -> Any:
         raise NotFound("what another service said")
     if body.amount == 17:
         sys.exit("a library gave up")
+    if body.amount == 24:
+        raise KeyboardInterrupt
     if body.amount == 19:
         parent: dict[str, Any] = {"children": []}
         parent["children"].append({"parent": parent})
@@ -228,6 +230,7 @@ CRASHES = {
     15: (r"add returned a value that is not JSON: .*set \(test_services.py:\d+\)", False),
     16: ("what another service said", False),
     17: (r"add failed: SystemExit: a library gave up \(test_services.py:\d+\)", True),
+    24: (r"add failed: KeyboardInterrupt \(test_services.py:\d+\)", True),
     19: (r"add returned a value that is not JSON: it contains itself \(test_services.py:\d+\)", False),
     21: (r"add returned a value that is not JSON: it contains NaN or an infinity \(test_services.py:\d+\)", False),
     20: (r"add returned a value that is not JSON: it contains NaN or an infinity \(test_services.py:\d+\)", False),
@@ -869,7 +872,8 @@ async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environ
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (math.nan, "must be a finite number or None"),
+        (math.nan, r"must be None or a number within ±3.4e\+38"),
+        (1e39, r"verify returned 1e\+39 as reward; it must be None or a number within ±3.4e\+38"),
         ("1.0", "verify must return a number, None, or a record with 'reward'; it returned str"),
         ({"score": 1.0, "why": ""}, "; it returned a record of score, why"),
         ({"reward": 1.0, "response": "my view"}, "a field 'response', which every row has; give it another name"),

@@ -419,7 +419,7 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     [
         (b'{"reward": NaN, "ng": {}}', "not JSON"),
         (b'{"reward": 1e999, "ng": {}}', "not JSON"),
-        (b'{"reward": "1", "ng": {}}', "the reward is '1'; it must be a number or null"),
+        (b'{"reward": "1", "ng": {}}', "the reward is '1'; it must be null or a number within ±3.4e+38"),
         (b'{"reward": [1], "ng": {}}', "the reward is [1]"),
         (b'{"ng": {}}', "not a scored rollout"),
         (b'{"reward": 1, "ng": {"segments": [null]}}', "a segment is malformed"),

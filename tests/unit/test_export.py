@@ -455,7 +455,7 @@ def test_bad_lines_of_all_files_are_named_and_nothing_is_written(tmp_path: Path)
     assert [line.split(str(tmp_path) + "/")[1].split(";")[0] for line in result.stderr.splitlines()] == [
         "one.jsonl:2: not JSON: unexpected character, expected a string key (column 2)",
         "one.jsonl:3: no rollout: 'responses_create_params' is missing",
-        "one.jsonl:4: 'reward' must be a number or null, not 'high'",
+        "one.jsonl:4: 'reward' must be null or a number within ±3.4e+38, not 'high'",
         "two.jsonl:1: no rollout: 'reward' is missing (null would mean: could not be scored)",
         "two.jsonl:2: '_ng_task_index' must be a whole number, not None",
         "two.jsonl:3: no rollout: 'ng' must be an object, not int",

@@ -21,7 +21,7 @@ from ngym.grading.answers import TEXT_LIMIT, last_text, response_problem
 from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
 from ngym.net.request_context import header
-from ngym.schema import APPLIED_HEADER, MINIMAL, PREFER_HEADER, SESSION_HEADER, Json
+from ngym.schema import APPLIED_HEADER, LARGEST_REWARD, MINIMAL, PREFER_HEADER, SESSION_HEADER, Json, is_reward
 from ngym.services.base import middleware
 from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
 from ngym.services.base.options import ServiceOptions
@@ -484,9 +484,10 @@ def _finite(value: Any, what: str) -> float | None:
     value = _python(value)
     if value is None:
         return None
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+    if not is_reward(value):
         raise ServiceError(
-            f"verify returned {value!r} as {what}; it must be a finite number or None", failure="verify_error"
+            f"verify returned {value!r:.60} as {what}; it must be None or a number within ±{LARGEST_REWARD:g}",
+            failure="verify_error",
         )
     return float(value)
 
