@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ngym import ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, gym_server
 from ngym.errors import BadRequest
 from ngym.grading.answers import fenced, without_reasoning
+from ngym.services.base.options import ProjectPath
 from ngym.workers import WorkerPool
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -63,15 +64,15 @@ class SqlTask(VerifyRequest):
     def is_ordered(self) -> bool:
         return has_order(self.gold) if self.ordered is None else self.ordered
 
-    def visible(self, folder: str | None) -> dict[str, str | None]:
+    def visible(self, folder: Path | None) -> dict[str, str | None]:
         """The database that the policy may query."""
         return self.all(folder)[0]
 
-    def all(self, folder: str | None) -> list[dict[str, str | None]]:
+    def all(self, folder: Path | None) -> list[dict[str, str | None]]:
         """The shown database, then the hidden ones. Raises BadRequest if there is none."""
         if self.setup is not None:
             return [Database(script=script).model_dump() for script in (self.setup, *self.hidden)]
-        home = Path(folder or "") / str(self.database)
+        home = (folder or Path()) / str(self.database)
         first = home / f"{self.database}.sqlite"
         if folder is None or not first.is_file():
             raise BadRequest(f"there is no database {first}: set `databases` in the stanza to their folder")
@@ -102,7 +103,10 @@ pool = WorkerPool(Path(__file__).with_name("execution.py"), "call", memory_mib=5
 
 
 class SqlOptions(ServiceOptions):
-    databases: str | None = Field(default=None, description="Folder of `{database}/*.sqlite`, for rows that name one.")
+    databases: ProjectPath | None = Field(
+        default=None,
+        description="Folder of `{database}/*.sqlite`, for rows that name one; relative to the config's folder.",
+    )
     deadline_s: float = Field(default=5.0, description="CPU seconds for one verification, or one query of the policy.")
     max_queries: int = Field(default=20, description="Per rollout.")
 

@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
@@ -33,7 +32,7 @@ from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError
 from ngym.rollout import calls_in
 from ngym.schema import RESERVED, Json
 from ngym.services.base.app import add_route
-from ngym.services.base.options import ServiceContext
+from ngym.services.base.options import ProjectPath, ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
 from ngym.services.gym.tools import Tool, described, register_tool
 
@@ -379,7 +378,9 @@ class Bridge:
 
 class Options(ServiceOptions):
     environment: str = Field(description="The id of an installed environment: the name of its package.")
-    path: Path | None = Field(default=None, description="Another folder to search for it, relative to the config file.")
+    path: ProjectPath | None = Field(
+        default=None, description="Another folder to search for it, relative to the config file."
+    )
     taskset: dict[str, Any] = Field(default={}, description="The environment's own options.")
     deadline_s: float = Field(default=30.0, gt=0, description="CPU seconds for the rewards of one rollout.")
 
@@ -391,7 +392,7 @@ class Task(VerifyRequest):
 @asynccontextmanager
 async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     options: Options = context.options
-    path = str((context.root / options.path).resolve()) if options.path else None
+    path = str(options.path.resolve()) if options.path else None
     source = Source(environment=options.environment, path=path, taskset=options.taskset)
     async with Bridge.open(source, options.deadline_s) as bridge:
         app.state.bridge = bridge

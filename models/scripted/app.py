@@ -35,6 +35,7 @@ from ngym.convert import (
 )
 from ngym.files import jsonl
 from ngym.net.json_limits import by_size
+from ngym.services.base.options import InputFile
 from ngym.services.models.server import ModelOptions, SeenCall
 
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -264,7 +265,9 @@ ECHO = Reply(text="{user}")
 class Options(ModelOptions):
     model: str = "scripted"
     replies: tuple[Reply, ...] = Field(default=(), description="Tried in order, before those of the file.")
-    file: Path | None = Field(default=None, description="JSONL, one reply per line; relative to the config's folder.")
+    file: InputFile | None = Field(
+        default=None, description="JSONL, one reply per line; relative to the config's folder."
+    )
     latency_s: float = Field(default=0, ge=0, le=3600, description="Delay before the first word.")
     word_latency_s: float = Field(default=0, ge=0, le=60, description="Delay of each word.")
     tokens: bool = Field(default=False, description="Send token ids (one per byte) and logprobs.")
@@ -274,7 +277,7 @@ class Options(ModelOptions):
 async def replies(context: ServiceContext) -> AsyncIterator[tuple[Reply, ...]]:
     """All replies, with the echo as the last, so that one always matches."""
     options: Options = context.options
-    read = read_replies(context.root / options.file) if options.file else ()
+    read = read_replies(options.file) if options.file else ()
     yield (*options.replies, *read, ECHO)
 
 

@@ -8,7 +8,15 @@ from pydantic import BaseModel
 from ngym.config.service_config import load_config, shown_config
 from ngym.config.yaml_tree import load_tree, parse
 from ngym.errors import ConfigError
-from ngym.services.base.options import GymServerName, ModelName, ServiceName, ServiceOptions, parse_options
+from ngym.services.base.options import (
+    GymServerName,
+    InputFile,
+    ModelName,
+    ProjectPath,
+    ServiceName,
+    ServiceOptions,
+    parse_options,
+)
 
 GYM = "kind: gym_server\n  app: gym_servers/env"
 
@@ -127,6 +135,20 @@ def test_an_option_that_names_a_service_of_the_wrong_kind_is_refused():
         "c.yaml:8: model: 'env' is of kind gym_server, not model (known: policy)",
         "c.yaml:9: gym: 'policy' is of kind model, not gym_server (known: env)",
     ]
+
+
+def test_paths_of_options_are_relative_to_the_config_and_input_files_must_exist(tmp_path: Path):
+    class Options(ServiceOptions):
+        folder: ProjectPath | None = None
+        file: InputFile | None = None
+
+    (tmp_path / "replies.jsonl").touch()
+    there = parse_options(Options, {"folder": "a", "file": "replies.jsonl"}, {}, "c.yaml:5", [], tmp_path)
+    assert (there.folder, there.file) == (tmp_path / "a", tmp_path / "replies.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        parse_options(Options, {"file": "replys.jsonl"}, {"file": "c.yaml:6"}, "c.yaml:5", [], tmp_path)
+    wanted = f"c.yaml:6: file: there is no file {tmp_path}/replys.jsonl (did you mean '{tmp_path}/replies.jsonl'?); got 'replys.jsonl'"
+    assert str(caught.value) == wanted
 
 
 def test_a_services_own_options_are_checked_against_its_record():

@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic.fields import FieldInfo
 
 from ngym.config.yaml_tree import ConfigTree, parse
-from ngym.did_you_mean import did_you_mean
+from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import ConfigError, ServiceError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.peers import Peers
@@ -37,6 +37,23 @@ class _Reference:
 ServiceName = Annotated[str, _Reference()]
 GymServerName = Annotated[str, _Reference("gym_server")]
 ModelName = Annotated[str, _Reference("model")]
+
+
+def _in_project(path: Path, info: ValidationInfo) -> Path:
+    root: Path = (info.context or {}).get("root", Path())
+    return root / path
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}{near_file(path)}")
+    return path
+
+
+ProjectPath = Annotated[Path, AfterValidator(_in_project)]
+"""An option with a path, relative to the config's folder."""
+InputFile = Annotated[ProjectPath, AfterValidator(_existing)]
+"""The same, of a file that must exist when the service starts."""
 
 
 class ServiceOptions(BaseModel):
