@@ -126,12 +126,9 @@ class Backend:
         return body
 
     def _raise_failed(self, response: Json) -> None:
-        url = self._options.base_url
-        if response.get("status") == "failed":
-            reason = (response.get("error") or {}).get("message", "no reason given")
-            raise UpstreamError(f"{url}: the response failed: {reason}", failure="model_error")
         if (problem := unfinished(response)) is not None:
-            raise UpstreamError(f"{url}: the response is no answer: it has {problem}", failure="model_error")
+            detail = f"{self._options.base_url}: the response cannot be used: it has {problem}"
+            raise UpstreamError(detail, failure="model_error")
 
     async def _chat(self, params: Json) -> Json:
         request = self._chat_request(params)
