@@ -108,7 +108,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     async def headers() -> dict[str, str]:
         return said
 
-    async with watched(Upstream(options, options.model, headers), app.state.registry) as upstream:
+    async with watched(Upstream(options, context.name, options.model, headers), app) as upstream:
         yield Backend(options, upstream)
 
 

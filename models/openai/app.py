@@ -254,8 +254,8 @@ class Options(RemoteOptions, ModelOptions):
 async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     options: Options = context.options
     async with headers(options.azure, options.key) as credentials:
-        endpoint = Upstream(options, options.model, credentials, address(options.base_url, options.azure))
-        async with watched(endpoint, app.state.registry) as upstream:
+        endpoint = Upstream(options, context.name, options.model, credentials, address(options.base_url, options.azure))
+        async with watched(endpoint, app) as upstream:
             yield Backend(options, upstream)
 
 

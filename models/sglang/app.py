@@ -525,7 +525,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     async def headers() -> dict[str, str]:
         return {"authorization": f"Bearer {options.key}"} if options.key else {}
 
-    async with watched(Upstream(options, options.model, headers), app.state.registry) as upstream:
+    async with watched(Upstream(options, context.name, options.model, headers), app) as upstream:
         engine = Engine(upstream, options.base_url.rstrip("/"))
         await engine.ask()
         tokenizer = _tokenizer(options.tokenizer, engine.model_path, context)

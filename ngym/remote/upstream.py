@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import orjson
-from prometheus_client import CollectorRegistry
+from fastapi import FastAPI
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -115,18 +115,22 @@ class Unanswered(UpstreamError):
 
 
 class Site(NamedTuple):
-    """The target of a request, for error messages: the URL, the model's name, the variable with the key."""
+    """The target of a request, for error messages: the URL, the model's name, the variable with the key.
+
+    service: the model server that sends it. A run waits for a service that cannot work, and knows those of its config.
+    """
 
     url: str
     model: str
     api_key_env: str | None
+    service: str
 
     def peer(self, status: int | None = None) -> Json:
         return {"service": urlsplit(self.url).hostname, "url": self.url, "status": status}
 
     def cannot_be_reached(self, why: object) -> Unreachable:
         detail = f"{self.url} cannot be reached: {why}; is base_url right, and the endpoint up?"
-        return Unreachable(detail, upstream=self.peer())
+        return Unreachable(detail, upstream={**self.peer(), "service": self.service})
 
     def too_slow(self, timeout_s: float) -> PeerTimeout:
         detail = f"{self.url} did not answer within {timeout_s:g} s (timeout_s) or the caller's deadline"
@@ -260,6 +264,8 @@ _MAX_EVENT_BYTES = 1 << 26
 log = logging.getLogger("ngym.remote")
 BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, and spread
 LONGEST_BACKOFF_S = 8.0
+PROBE_S = 2.0  # between two probes of an API that cannot be reached
+PROBE_TIMEOUT_S = 10.0
 MOST_SITES = 64
 MOST_PLACE = 200
 DONE = b"[DONE]"
@@ -296,17 +302,25 @@ class Upstream:
     """A remote API: its connections, and the pace, the retry budget and the caps that all callers share.
 
     Args:
+        service: the name of the model server.
         headers: see Headers.
         address: path -> URL; None: `base_url` + path.
     """
 
     def __init__(
-        self, options: RemoteOptions, model: str, headers: Headers, address: Callable[[str], str] | None = None
+        self,
+        options: RemoteOptions,
+        service: str,
+        model: str,
+        headers: Headers,
+        address: Callable[[str], str] | None = None,
     ) -> None:
         self.pace = ConcurrencyLimiter(options.max_concurrency)
         self.budget = RetryBudget(options.retry_ratio)
         self.caps = options.caps()
+        self._lost: asyncio.Future[str] | None = None
         self._options = options
+        self._service = service
         self._model = model
         self._headers = headers
         self._address = address or (lambda path: options.base_url.rstrip("/") + path)
@@ -315,6 +329,21 @@ class Upstream:
 
     async def close(self) -> None:
         await self._client.close()
+
+    async def outage(self) -> str:
+        """Wait until a request is given up because the API cannot be reached; returns the reason."""
+        self._lost = asyncio.get_running_loop().create_future()
+        return await self._lost
+
+    async def is_reachable(self) -> bool:
+        """Whether it answers anything at all, to a GET without a key."""
+        try:
+            await self._client.request("GET", self._options.base_url, None, {}, PROBE_TIMEOUT_S)
+        except (AnswerTooLong, TimeoutError):
+            return True  # it was connected to
+        except ConnectionError:
+            return False
+        return True
 
     async def get(self, path: str) -> Json:
         """The JSON of a path. Raises as `post`."""
@@ -404,7 +433,7 @@ class Upstream:
     def _site(self, path: str) -> Site:
         site = self._sites.get(path)
         if site is None:
-            site = Site(self._address(path), self._model, self._options.api_key_env)
+            site = Site(self._address(path), self._model, self._options.api_key_env, self._service)
             if len(self._sites) < MOST_SITES:
                 self._sites[path] = site
         return site
@@ -479,6 +508,8 @@ class Upstream:
     async def _pause(self, attempt: int, failure: ServiceError, once: bool) -> None:
         """Wait before the next attempt. Raises the problem if no retry is left or it would not help."""
         if attempt > self._options.max_retries or not self._again(failure, once):
+            if isinstance(failure, Unreachable) and self._lost is not None and not self._lost.done():
+                self._lost.set_result(failure.detail)
             raise failure
         if not _refused(failure):
             await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
@@ -531,12 +562,25 @@ class UpstreamMetrics(Collector):
 
 
 @asynccontextmanager
-async def watched(upstream: Upstream, registry: CollectorRegistry) -> AsyncIterator[Upstream]:
-    """Register the metrics of an upstream during the block; it is closed at the end."""
+async def watched(upstream: Upstream, app: FastAPI) -> AsyncIterator[Upstream]:
+    """Register the metrics of an upstream during the block; it is closed at the end.
+
+    While it cannot be reached, the app's `/ready` answers 503 with the reason, and a run that collects from it waits.
+    """
     metrics = UpstreamMetrics(upstream)
-    registry.register(metrics)
+    app.state.registry.register(metrics)
+    watch = asyncio.create_task(_report_outages(upstream, app), name="outages of the endpoint")
     try:
         yield upstream
     finally:
-        registry.unregister(metrics)
+        watch.cancel()
+        app.state.registry.unregister(metrics)
         await upstream.close()
+
+
+async def _report_outages(upstream: Upstream, app: FastAPI) -> None:
+    while True:
+        app.state.not_ready = await upstream.outage()
+        while not await upstream.is_reachable():
+            await asyncio.sleep(PROBE_S)
+        app.state.not_ready = None

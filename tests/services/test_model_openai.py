@@ -287,12 +287,31 @@ async def test_a_server_error_is_retried_and_then_told():
     assert len(endpoint.seen) == 2
 
 
-async def test_an_endpoint_that_is_down_is_unreachable():
+async def test_an_endpoint_that_is_down_is_unreachable_and_the_service_not_ready_until_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("ngym.remote.upstream.PROBE_S", 0.01)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
     with reserved_port() as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with model(Endpoint(), base_url=url) as client:
-            problem = (await ask(client)).json()
+            for _ in range(2):
+                assert (await client.get("/ready")).status_code == 200
+                problem = (await ask(client)).json()
+                ready = await client.get("/ready")
+                assert (ready.status_code, ready.json()["reason"]) == (503, problem["detail"])
+                async with await asyncio.start_server(refuse, "127.0.0.1", port, reuse_address=True):
+                    async with asyncio.timeout(PATIENCE_S):
+                        while (await client.get("/ready")).status_code != 200:
+                            await asyncio.sleep(0.01)
     assert (problem["status"], problem["failure"], problem["retryable"]) == (502, "connect", True)
+    # A run waits for the model server, whose name it knows; that of the endpoint's host means nothing to it.
+    assert problem["upstream"] == {"service": "policy", "url": f"{url}/responses", "status": None}
     assert f"{url}/responses cannot be reached" in problem["detail"]
 
 

@@ -41,7 +41,7 @@ async def upstream(answer: Any, **options: Any):
 
     async with house(stub=app) as peers:
         given = RemoteOptions(base_url=peers.urls["stub"][0] + "/v1", **options)
-        one = Upstream(given, "m", no_headers)
+        one = Upstream(given, "policy", "m", no_headers)
         try:
             yield one
         finally:
