@@ -280,7 +280,8 @@ class LiveSource:
         self._say = say
 
     def check(self, state: Json | None) -> None:
-        """Nothing to check: the tasks of the rollouts at hand are in their rows."""
+        """Raise UsageError if a resumed run has other tasks than before."""
+        self._live.check(state)
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
         from .evaluation.live_eval import KEPT, Evaluation

@@ -350,6 +350,12 @@ def test_a_killed_run_with_a_lag_goes_on_with_rollouts_of_earlier_weights(policy
         words = [*arguments(tmp_path, policy, stub, 6), *settings]
         steps = count_of_steps(tmp_path)
         killed_when(train(tmp_path, words), lambda: steps() >= 3)
+        tasks, logged = (tmp_path / "tasks.jsonl").read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
+        (tmp_path / "tasks.jsonl").write_bytes(tasks[: tasks.index(b"\n") + 1])
+        said, _ = (refused := train(tmp_path, [*words, "--resume"])).communicate(timeout=600)
+        assert refused.returncode != 0 and "tasks.jsonl: changed since its tasks were drawn before" in said, said
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged
+        (tmp_path / "tasks.jsonl").write_bytes(tasks)
         said = finished(train(tmp_path, [*words, "--resume"]))
     assert "rollouts were collected before and are used again" in said
     assert any(row["lag"] > 0 for row in metrics_of(tmp_path))

@@ -68,6 +68,11 @@ class LiveBatches:
         self._following: asyncio.Task[None] | None = None
         self._at_hand = 0
 
+    def check(self, state: Json | None) -> None:
+        """Raise UsageError if a `state()` belongs to tasks that have changed since."""
+        if self._tasks is not None and state is not None and state["stream"] is not None:
+            self._tasks.check(state["stream"]["tasks"])
+
     def open(self, state: Json | None) -> int:
         """Begin, or continue from a `state()`; returns how many earlier rollouts need not be collected again."""
         if self._services is not None:

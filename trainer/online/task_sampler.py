@@ -369,8 +369,8 @@ class TaskSource:
             },
         }
 
-    def restore(self, state: Json) -> None:
-        """Continue from `state`. Raises UsageError: it belongs to other tasks or another order; nothing was changed."""
+    def check(self, state: Json) -> None:
+        """Raise UsageError if `state` belongs to other tasks or another order."""
         if state["seed"] != self._seed:
             raise UsageError(f"seed: {state['seed']} when the tasks were drawn before, {self._seed} now; set it back")
         theirs = state["environments"]
@@ -380,7 +380,12 @@ class TaskSource:
                 f"{', '.join(self._environments)} now; set them back, or begin a new run"
             )
         for name, environment in self._environments.items():
-            environment.expect(theirs[name])
+            environment.check(theirs[name])
+
+    def restore(self, state: Json) -> None:
+        """Continue from `state`. Raises UsageError, before anything is changed: see `check`."""
+        self.check(state)
+        theirs = state["environments"]
         for name, environment in self._environments.items():
             environment.restore(theirs[name])
         self._taken = state["taken"]
@@ -447,7 +452,7 @@ class _Environment:
             "drawn": self._sampler.state(),
         }
 
-    def expect(self, state: Json) -> None:
+    def check(self, state: Json) -> None:
         """Raise UsageError if the state belongs to another file or another sampler."""
         path = self._options.tasks
         if (state["tasks"], state["digest"]) != (len(self._file), self._digest):
