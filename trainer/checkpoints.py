@@ -346,6 +346,18 @@ def model_digest(name: str) -> str | None:
     return digest.hexdigest()
 
 
+def read_recipe_of_run(file: Path) -> Json:
+    """The keys of a run's recipe.yaml. Raises UsageError: it is damaged."""
+    try:
+        recipe = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{file}: damaged, so the run's recipe is unknown: {reason}") from None
+    if not isinstance(recipe, dict):
+        raise UsageError(f"{file}: damaged, so the run's recipe is unknown: it is not a mapping")
+    return recipe
+
+
 def resumable(output: Path, resolved: str) -> None:
     """Check that this folder holds a run that this recipe can resume. resolved: the recipe, as YAML.
 
@@ -355,13 +367,7 @@ def resumable(output: Path, resolved: str) -> None:
     earlier = output / "recipe.yaml"
     if not earlier.is_file():
         raise UsageError(f"{output}: no run to resume (there is no {earlier.name}); start it without --resume")
-    try:
-        before = yaml.safe_load(earlier.read_bytes())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: {reason}") from None
-    if not isinstance(before, dict):
-        raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: it is not a mapping")
+    before = read_recipe_of_run(earlier)
     now, last = yaml.safe_load(resolved), Checkpoints(output, CheckpointOptions()).last_step
     if now.get("max_steps") is not None and now["max_steps"] < last:
         raise UsageError(

@@ -39,6 +39,7 @@ from ngym.runtime.event_loop import await_exit, put_off
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
+from .checkpoints import FREE, differences, read_recipe_of_run
 from .recipe.recipe import SWEEP, read_launch
 from .recipe.recipe_reader import as_yaml
 from .run_folder import METRICS, POLICY, RESOLVED
@@ -339,7 +340,7 @@ def _sweep(
     names = [run.combination.name for run in runs]
     earlier = read(folder)
     others = [outcome for name, outcome in earlier.items() if name not in names]  # of other values in the same folder
-    known = {} if overwrite else _finished(earlier, runs)
+    known = {} if overwrite else _finished(earlier, runs, resume)
     for run in runs:
         if run.combination.name in known:
             print(f"{run.folder}: finished already, skipped", flush=True)
@@ -424,24 +425,29 @@ def _output(folder: Path) -> str:
     return f"output={json.dumps(str(folder))}"
 
 
-def _finished(earlier: dict[str, SweepOutcome], runs: Sequence[SweepRun]) -> dict[str, SweepOutcome]:
-    """The runs that an earlier sweep in this folder finished.
+def _finished(earlier: dict[str, SweepOutcome], runs: Sequence[SweepRun], resume: bool) -> dict[str, SweepOutcome]:
+    """The runs that an earlier sweep in this folder finished. With `resume`, a run may differ in what `FREE` lists, and is
+    continued.
 
     Raises:
         UsageError: a folder holds a run of another recipe.
     """
     finished: dict[str, SweepOutcome] = {}
-    others: list[Path] = []
+    others: list[str] = []
     for run in runs:
-        resolved = run.folder / RESOLVED
-        if resolved.exists() and resolved.read_text(encoding="utf-8") != run.recipe:
-            others.append(run.folder)
-        name = run.combination.name
-        if name in earlier and earlier[name].status == "finished" and (run.folder / POLICY).exists():
+        name, resolved = run.combination.name, run.folder / RESOLVED
+        changed: list[str] = []
+        if resolved.exists():
+            before, now = read_recipe_of_run(resolved), yaml.safe_load(run.recipe)
+            changed = differences(before, now, ("output",))
+            fixed = differences(before, now, FREE)
+            if fixed or (changed and not resume):
+                remedy = f"{OTHERWISE}, or pass --overwrite" + ("" if fixed else "; --resume continues it")
+                others.append(f"{run.folder}: holds a run of another recipe ({(fixed or changed)[0]}); {remedy}")
+        if not changed and name in earlier and earlier[name].status == "finished" and (run.folder / POLICY).exists():
             finished[name] = earlier[name]
     if others:
-        reason = f"holds a run of another recipe; {OTHERWISE}, or pass --overwrite"
-        raise UsageError("\n".join(f"{path}: {reason}" for path in others))
+        raise UsageError("\n".join(others))
     return finished
 
 

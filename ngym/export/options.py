@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
 from ngym.files.atomic import check_new_output
+from ngym.schema import is_reward
 
 Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
 Strategy = Literal["best-worst", "best-rest", "adjacent", "all"]
@@ -42,9 +45,7 @@ class Options:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("--min-reward", self.min_reward), ("--margin", self.margin)):
-            if value is not None and not math.isfinite(value):
-                raise UsageError(f"{name} must be a number, not {value}")
+        self._check_values()
         self._check_combinations()
         self._check_files()
 
@@ -70,6 +71,23 @@ class Options:
     def imitated(self) -> bool:
         """Whether a trainer imitates every exported row."""
         return self.format in ("demonstrations", "sharegpt")
+
+    def _check_values(self) -> None:
+        choices: tuple[tuple[str, object, Sequence[str]], ...] = (
+            ("--format", self.format, FORMATS),
+            ("--pairs", self.strategy, STRATEGIES),
+        )
+        for name, value, known in choices:
+            if value not in known:
+                raise UsageError(f"{name}: {value!r} is unknown{did_you_mean(str(value), known)}")
+        for name, value in (("--min-reward", self.min_reward), ("--margin", self.margin)):
+            if value is not None and not is_reward(value):
+                raise UsageError(f"{name} must be a number, not {value!r}")
+        if self.margin is not None and self.margin < 0:
+            raise UsageError(f"--margin must be at least 0, not {self.margin}")
+        for name, value in (("--best", self.best), ("--max-pairs", self.max_pairs), ("--limit", self.limit)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
 
     def _check_combinations(self) -> None:
         if self.best is not None and self.format not in WITH_BEST:

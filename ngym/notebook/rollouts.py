@@ -20,7 +20,7 @@ import orjson
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.collection_files import CollectionPaths
 from ngym.errors import UsageError
-from ngym.files.jsonl import BOM, READ_BYTES, read
+from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, open_rows, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
 from ngym.schema import Json, agent_name, is_failed_attempt, trace_of
 from ngym.stats import Interval, Rewards, best_at_k
@@ -314,7 +314,7 @@ def _counted(row: Json) -> Json:
 
 class FileRows(Sequence[Json]):
     """The rows that the files had when they were first counted; later rows are not included. A torn last line is left
-    out.
+    out. A compressed file is unpacked into a temporary folder when a row is accessed by its index.
 
     Raises:
         UsageError: on access, if a file cannot be read or a line is not a JSON object.
@@ -322,6 +322,7 @@ class FileRows(Sequence[Json]):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
+        self._folder: Folder | None = None
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -336,7 +337,7 @@ class FileRows(Sequence[Json]):
         place = range(len(self))[index]
         file = bisect_right(self._ends, place)
         number = place - (self._ends[file - 1] if file else 0)
-        return _row_at(self.paths[file], self._starts[file][number])
+        return _row_at(self._plain[file], self._starts[file][number], self.paths[file])
 
     def __iter__(self) -> Iterator[Json]:
         """Iterate over all rows, reading each file once."""
@@ -355,6 +356,18 @@ class FileRows(Sequence[Json]):
         return [_starts_of(path) for path in self.paths]
 
     @cached_property
+    def _plain(self) -> list[Path]:
+        """The files, or the unpacked copies of compressed ones."""
+        return [self._unpacked(path) if path.suffix in COMPRESSED else path for path in self.paths]
+
+    def _unpacked(self, path: Path) -> Path:
+        self._folder = self._folder or Folder()
+        copy = self._folder.path / f"{len(list(self._folder.path.iterdir()))}.jsonl"
+        with open_rows(path) as packed, copy.open("wb") as file:
+            shutil.copyfileobj(packed, file, READ_BYTES)
+        return copy
+
+    @cached_property
     def _ends(self) -> list[int]:
         return list(accumulate(map(len, self._starts)))
 
@@ -362,26 +375,21 @@ class FileRows(Sequence[Json]):
 def _starts_of(path: Path) -> array[int]:
     """The offset of each row."""
     starts, start, raw = array("Q"), 0, b"\n"
-    try:
-        with path.open("rb", buffering=READ_BYTES) as file:
-            for raw in file:
-                if not raw.isspace():
-                    starts.append(start)
-                start += len(raw)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    with open_rows(path) as file:
+        for raw in file:
+            if not raw.isspace():
+                starts.append(start)
+            start += len(raw)
     if starts and not raw.isspace() and not raw.endswith(b"\n") and not _is_json(raw.removeprefix(BOM)):
         starts.pop()
     return starts
 
 
-def _row_at(path: Path, start: int) -> Json:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            raw = file.readline()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+def _row_at(plain: Path, start: int, path: Path) -> Json:
+    """The row at this offset of a file that is not compressed. path: its name in messages."""
+    with open_rows(plain) as file:
+        file.seek(start)
+        raw = file.readline()
     try:
         row = orjson.loads(raw.removeprefix(BOM))
     except orjson.JSONDecodeError as error:

@@ -2,6 +2,7 @@
 
 query      = term {" " term}                                            all must hold
 term       = ["-"] (word | quoted | name ":" value {"," value} | name comparison number)
+name       = word | quoted
 comparison = "<" | "<=" | ">" | ">=" | "=" | "!="
 value      = word | quoted; `null` is an unknown value, `*` in a word matches anything
 
@@ -25,7 +26,7 @@ import orjson
 
 from ngym.errors import ServiceError
 from ngym.view.file_scanner import without_segments
-from ngym.view.growing_index import LINE, PART_BITS, Index
+from ngym.view.growing_index import LINE, LOWER, PART_BITS, Index
 
 MEAN = "CASE WHEN t.scored THEN t.total / t.scored END"
 NUMBERS = {
@@ -63,7 +64,10 @@ COMPONENT = "component."  # before the name of a part of the reward
 FROM = "rows r LEFT JOIN groups t ON t.g = r.g LEFT JOIN texts x ON x.seq = r.seq"
 MOST_CHARS = 4000
 MOST_TERMS = 50
-_NAMED = re.compile(r'(?P<name>[^\s":<>=!]+?)(?P<sign><=|>=|!=|[:<>=])(?P<value>.*)', re.DOTALL)
+_NAMED = re.compile(
+    r'(?:"(?P<quoted>[^"\\]+)"|(?P<name>[^\s":<>=!]+?))(?P<sign><=|>=|!=|[:<>=])(?P<value>.*)', re.DOTALL
+)
+_ESCAPE = re.compile(rb"\\u([0-9a-f]{4})")
 _VALUE = re.compile(r'"((?:[^"\\]|\\.)*)"|([^",]*)')
 MOMENT_S = 0.25  # of reading, in one request
 MOST_TEXTS = 8  # whose verdicts are kept
@@ -112,11 +116,11 @@ def parse(text: str, fields: Collection[str] = ()) -> Query:
     for term in _terms(text):
         bare = term.removeprefix("-")
         wanted = bare == term
-        named = None if bare.startswith('"') else _NAMED.fullmatch(bare)
+        named = _NAMED.fullmatch(bare)
         if named is None:
             texts.append(TextCondition(_unquoted(bare, term), wanted))
             continue
-        condition, values = _condition(term, named["name"], named["sign"], named["value"], fields)
+        condition, values = _condition(term, named["quoted"] or named["name"], named["sign"], named["value"], fields)
         conditions.append(f"({condition}) IS {'' if wanted else 'NOT '}TRUE")
         parameters += values
     return Query(" AND ".join(conditions) or "TRUE", tuple(parameters), tuple(texts))
@@ -203,7 +207,11 @@ def _equals(term: str, name: str, expression: str, own: list[Any], value: tuple[
         )
     if "*" in text and not quoted:
         pattern = re.sub(r"([\\%_])", r"\\\1", text).replace("*", "%")
+        if not pattern.isascii():
+            return f"{LOWER}({expression}) LIKE ? ESCAPE '\\'", [*own, pattern.lower()]
         return f"{expression} LIKE ? ESCAPE '\\'", [*own, pattern]
+    if not text.isascii():  # SQLite knows the case of ASCII letters only
+        return f"{LOWER}({expression}) = ?", [*own, text.lower()]
     if name in WORDS:
         return f"{expression} = ? COLLATE NOCASE", [*own, text]
     if text in ("true", "false") and not quoted:
@@ -348,7 +356,7 @@ class _Text:
     def __init__(self, text: str) -> None:
         self._text = text.lower()
         self._needle = orjson.dumps(self._text)[1:-1]
-        self._escaped = None if text.isascii() else json.dumps(self._text).encode()[1:-1].lower()
+        self._escaped = None if text.isascii() else json.dumps(self._text).encode()[1:-1]
         self._marks: dict[int, bytearray] = {}
 
     def verdict(self, seq: int) -> int:
@@ -368,7 +376,13 @@ class _Text:
         if self._escaped is None:
             return _stands_in(lowered, self._needle)
         whole = line.decode("utf-8", "replace").lower().encode()
-        return _stands_in(whole, self._needle) or _stands_in(lowered, self._escaped)
+        return _stands_in(whole, self._needle) or _stands_in(_ESCAPE.sub(_lower_case, lowered), self._escaped)
+
+
+def _lower_case(escape: re.Match[bytes]) -> bytes:
+    """The escape of a letter in lower case; of other characters, and where it is not one character, unchanged."""
+    letter = chr(int(escape[1], 16)).lower()
+    return b"\\u%04x" % ord(letter) if len(letter) == 1 else escape[0]
 
 
 def _stands_in(line: bytes, needle: bytes) -> bool:

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from sqlite3 import OperationalError
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -105,6 +105,7 @@ def edges(fd: int, end: int) -> tuple[bytes, bytes]:
     return os.pread(fd, length, 0), os.pread(fd, length, end - length)
 
 
+LOWER = "lower_case"  # a function of the databases, for all letters
 PLAIN, TEXTS = ScannedLine._fields[1:FIRST_TEXT], ScannedLine._fields[FIRST_TEXT:]
 
 SCHEMA = f"""
@@ -251,7 +252,12 @@ def _connected(name: str) -> sqlite3.Connection:
     database = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("PRAGMA temp_store = MEMORY")
+    database.create_function(LOWER, 1, _lower, deterministic=True)
     return database
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
 
 
 class IndexedPart(NamedTuple):

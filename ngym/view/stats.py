@@ -164,6 +164,8 @@ def _pair(interval: Interval | None) -> list[float] | None:
 
 MOST_NAMED = 64  # rollouts of a task
 DEFAULT_SORT = "-abs_delta"
+Key = str | tuple[str | None, int | None]
+"""A task's id; its agent and index where rows have no id."""
 
 
 @dataclass
@@ -171,6 +173,7 @@ class Side:
     """A task's rollouts in one run."""
 
     task: int | None
+    agent: str | None
     prompt: str | None
     n: int = 0
     rewards: list[float] = field(default_factory=list)
@@ -184,6 +187,7 @@ class Side:
         scored = len(self.rewards)
         return {
             "task": self.task,
+            "agent": self.agent,
             "n": self.n,
             "scored": scored,
             "mean": self.mean,
@@ -195,7 +199,7 @@ class Side:
 class Pair:
     """A task that at least one of the runs has. key: what it was matched by."""
 
-    key: str | int
+    key: Key
     a: Side | None
     b: Side | None
 
@@ -241,13 +245,15 @@ SORTS: dict[str, Callable[[Pair], Any]] = {
 def compare(a: RunRows, b: RunRows, q: str, sort: str, offset: int, limit: int) -> Json:
     """The tasks of both runs and how their mean rewards differ.
 
-    Tasks are matched by task id; rows without ids by task index. `matched_by` says which one was used, and is None if
-    the runs have no task in common.
+    Tasks are matched by task id; rows without ids by task index, and by agent if a run has several. `matched_by` says
+    which one was used, and is None if the runs have no task in common.
 
     Raises:
         WrongFilter: the filter or the sort says nothing.
     """
     (a_tasks, a_scanned), (b_tasks, b_scanned) = (_tasks(rows, q) for rows in (a, b))
+    if not (_has_agents(a_tasks) or _has_agents(b_tasks)):
+        a_tasks, b_tasks = _without_agents(a_tasks), _without_agents(b_tasks)
     pairs = [Pair(key, a_tasks.get(key), b_tasks.get(key)) for key in dict.fromkeys([*a_tasks, *b_tasks])]
     common = [pair.key for pair in pairs if pair.a is not None and pair.b is not None]
     means = [means for pair in pairs if (means := pair.means) is not None]
@@ -281,23 +287,29 @@ def _unscored(sides: list[Side | None]) -> float:
     return 1 - sum(len(side.rewards) for side in there) / rollouts if rollouts else 0.0
 
 
-def _tasks(rows: RunRows, q: str) -> tuple[dict[str | int, Side], float]:
-    """A run's tasks by id, or by index where rows have none, and the share of the run that was searched.
+def _has_agents(tasks: dict[Key, Side]) -> bool:
+    """Whether tasks without an id are of several agents."""
+    return len({key[0] for key in tasks if not isinstance(key, str)}) > 1
 
-    Failed attempts are not rollouts.
-    """
-    found: dict[str | int, Side] = {}
+
+def _without_agents(tasks: dict[Key, Side]) -> dict[Key, Side]:
+    return {key if isinstance(key, str) else (None, key[1]): side for key, side in tasks.items()}
+
+
+def _tasks(rows: RunRows, q: str) -> tuple[dict[Key, Side], float]:
+    """A run's tasks, and the share of the run that was searched. Failed attempts are not rollouts."""
+    found: dict[Key, Side] = {}
     extent = rows.index.extent()
     if extent.version < 0:
         return found, 1.0
     selection = rows.selection(q, extent)
     sql = (
-        f"SELECT r.seq, t.task, t.task_id, r.reward, (SELECT prompt FROM texts WHERE seq = t.first) "
+        f"SELECT r.seq, t.task, t.task_id, r.agent, r.reward, (SELECT prompt FROM texts WHERE seq = t.first) "
         f"FROM {FROM} WHERE r.failure IS NULL AND r.g IS NOT NULL AND ({selection.where}) ORDER BY r.seq"
     )
     with rows.index.reading() as database:
-        for seq, task, task_id, reward, prompt in database.execute(sql, selection.parameters):
-            side = found.setdefault(task if task_id is None else task_id, Side(task, prompt))
+        for seq, task, task_id, agent, reward, prompt in database.execute(sql, selection.parameters):
+            side = found.setdefault((agent, task) if task_id is None else task_id, Side(task, agent, prompt))
             side.n += 1
             if reward is not None:
                 side.rewards.append(reward)

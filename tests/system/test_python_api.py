@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import gc
+import gzip
 import importlib
 import inspect
 import json
@@ -162,6 +163,10 @@ def test_a_file_is_read_row_by_row_and_a_torn_last_line_is_left_out(rollouts: ng
         ngym.load_rollouts(folder / "nothing.jsonl")
     with pytest.raises(ngym.UsageError, match="its first row has no response and reward"):
         ngym.load_rollouts(folder / "tasks.jsonl")
+    packed = folder / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress((folder / "out.jsonl").read_bytes()))
+    loaded_gz = ngym.load_rollouts(packed)
+    assert list(loaded_gz) == list(rollouts) and loaded_gz[7] == rollouts[7] and loaded_gz.mean_reward == 0.75
     torn.write_bytes(b"[]\n" * 8)
     with pytest.raises(ngym.UsageError, match="not a JSON object but list"):
         loaded[0]

@@ -119,7 +119,9 @@ def test_two_runs_are_compared_task_by_task_the_largest_difference_first(shown: 
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
-    """r1: of 2 tasks that training drew 3 times each; r2: held-out ones; r3, r4: rows without task ids; r5: without tasks."""
+    """r1: of 2 tasks that training drew 3 times each; r2: held-out ones; r3, r4: rows without task ids;
+    r5: without tasks; r6, r7: rows of two agents without task ids.
+    """
     folder = tmp_path_factory.mktemp("training")
     drawn = [("train-a", 0), ("train-b", 1), ("train-b", 2), ("train-a", 3), ("train-a", 4), ("train-b", 5)]
     train = [of_task(name, task, index, float(name == "train-a")) for name, task in drawn for index in range(2)]
@@ -129,9 +131,14 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
         "plain": [of_task(None, task, 0, 0.0) for task in range(2)],
         "plain_later": [of_task(None, task, 0, 1.0) for task in range(2)],
         "foreign": [of_task(None, task, 0, float(task == 0)) for task in range(4)],
+        "two_agents": [of_task(None, task, 0, float(task < 2)) for task in range(4)],
+        "two_agents_later": [of_task(None, task, 0, float(task >= 2)) for task in range(4)],
     }
     for row in runs["foreign"]:
         del row["_ng_task_index"]
+    for row in runs["two_agents"] + runs["two_agents_later"]:
+        row["agent_ref"] = {"name": f"agent_{row['_ng_task_index'] // 2}"}
+        row["_ng_task_index"] %= 2  # as where the files of two collections are joined
     for name, rows in runs.items():
         write(folder / f"{name}.jsonl", rows)
     files = [folder / f"{name}.jsonl" for name in runs]
@@ -156,6 +163,13 @@ def test_runs_without_a_common_task_get_no_verdict(training: Viewer) -> None:
 def test_rows_without_task_ids_are_matched_by_their_index_and_that_is_shown(training: Viewer) -> None:
     found = training.get("/api/compare?a=r3&b=r4")
     assert (found["better"], found["delta"], found["matched_by"]) == (2, 1.0, "task")
+
+
+def test_tasks_of_two_agents_with_the_same_index_are_two_tasks(training: Viewer) -> None:
+    found = training.get("/api/compare?a=r6&b=r7&sort=delta")
+    assert (found["better"], found["worse"], found["same"], found["matched_by"]) == (2, 2, 0, "task")
+    sides = [(row["delta"], row["a"]["agent"], row["a"]["task"], row["a"]["n"]) for row in found["rows"]]
+    assert sides == [(-1, "agent_0", 0, 1), (-1, "agent_0", 1, 1), (1, "agent_1", 0, 1), (1, "agent_1", 1, 1)]
 
 
 def test_rows_that_name_no_task_count_in_the_list_of_runs(training: Viewer) -> None:

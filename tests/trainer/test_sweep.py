@@ -156,7 +156,17 @@ def test_a_run_that_breaks_is_a_row_and_what_is_finished_is_not_run_again(root: 
     assert resumed.returncode == 0 and rows(here)[0]["metrics"] == whole["metrics"]
     assert len((here / "swept" / "max_tokens=null" / "metrics.jsonl").read_bytes().splitlines()) == before.count(b"\n")
     other = CliRunner().invoke(main, [*words[4:], "optimizer.lr=1e-3", "--sweep", "data.max_tokens=null"])
-    assert other.exit_code == 2 and "max_tokens=null: holds a run of another recipe" in other.stderr
+    assert other.exit_code == 2 and "max_tokens=null: holds a run of another recipe (optimizer.lr: " in other.stderr
+    same = CliRunner().invoke(main, [*words[4:], f"output={here}/swept", "--sweep", "data.max_tokens=null"])
+    assert same.exit_code == 0 and "finished already, skipped" in same.stdout, same.output
+    longer = [*words[4:], "epochs=2", "--sweep", "data.max_tokens=null"]
+    refused = CliRunner().invoke(main, longer)
+    assert refused.exit_code == 2 and "epochs: 1 in the run, 2 now" in refused.stderr, refused.stderr
+    assert "--resume continues it" in refused.stderr
+    resumed = subprocess.run([*words[:4], *longer, "--resume"], text=True, timeout=600, check=False)
+    assert resumed.returncode == 0
+    lines = (here / "swept" / "max_tokens=null" / "metrics.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2] and json.loads(lines[0]) == json.loads(before)
 
 
 def test_ctrl_c_ends_the_sweep_with_its_run_and_tells_what_was_done(root: Path, here: Path) -> None:

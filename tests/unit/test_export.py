@@ -21,9 +21,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.rollouts.export import main
+from ngym.errors import UsageError
 from ngym.export.exporter import export
 from ngym.export.options import FORMATS, Options
 from ngym.export.rollout_selection import ExportCounts, Reason
+from ngym.notebook.exporting import export_rollouts
 from ngym.services.base.app import load
 
 Row = dict[str, Any]
@@ -550,3 +552,26 @@ def test_what_makes_no_sense_is_refused_before_anything_is_read(arguments: list[
     given = [argument.format(input=source) for argument in arguments]
     result = command("--input", source, "--output", tmp_path / "out.jsonl", *given)
     assert result.exit_code == 2 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format": "preference"}, "--format: 'preference' is unknown (did you mean 'preferences'?)"),
+        ({"format": None}, "--format: None is unknown (known: demonstrations, kto, preferences, rollouts, sharegpt)"),
+        (
+            {"format": "preferences", "pairs": "best_rest"},
+            "--pairs: 'best_rest' is unknown (did you mean 'best-rest'?)",
+        ),
+        ({"format": "demonstrations", "best": -1}, "--best must be a whole number of at least 1, not -1"),
+        ({"format": "kto", "limit": 0}, "--limit must be a whole number of at least 1, not 0"),
+        ({"format": "preferences", "max_pairs": 1.5}, "--max-pairs must be a whole number of at least 1, not 1.5"),
+        ({"format": "preferences", "margin": -1}, "--margin must be at least 0, not -1"),
+        ({"format": "kto", "min_reward": "a"}, "--min-reward must be a number, not 'a'"),
+    ],
+)
+def test_wrong_values_of_the_python_call_are_refused(values: dict[str, Any], message: str, tmp_path: Path):
+    source = write(tmp_path / "in.jsonl", rollout(1, "yes"))
+    with pytest.raises(UsageError) as caught:
+        export_rollouts(source, output=tmp_path / "out.jsonl", **values)
+    assert str(caught.value) == message and not (tmp_path / "out.jsonl").exists()

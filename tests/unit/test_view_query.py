@@ -49,8 +49,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRows]:
     folder = tmp_path_factory.mktemp("rollouts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        other = rollout(6, 0, 0.75, 'ΑΘΗΝΑ café says "no"\n<b>bold</b>', agent_ref={"name": "code_agent"})
-        escaped = json.dumps(rollout(7, 0, 0.75, "Straße 東京 naïve"), ensure_ascii=True).encode()
+        own = {"agent_ref": {"name": "code_agent"}, "my topic": "Zürich"}
+        other = rollout(6, 0, 0.75, 'ΑΘΗΝΑ café says "no"\n<b>bold</b>', **own)
+        escaped = json.dumps(rollout(7, 0, 0.75, "Straße 東京 naïve ÜBER"), ensure_ascii=True).encode()
         write(folder / "out.jsonl", [*ROLLOUTS, other, escaped])
         write(folder / "out_failures.jsonl", [failure(0, 1), failure(2, 0, "tool_error")])
         index = Index(folder / "out.jsonl", folder / "out_failures.jsonl")
@@ -138,6 +139,9 @@ def test_any_text_is_a_sort_or_is_told_what_is_wrong_with_it(rows: RunRows, text
         ("tokens:5 task:3", ["12"]),
         ("task_id:0000000000000006", ["24"]),
         ("reward<0.8 reward>0.7 -agent:code_agent", ["25"]),
+        ('"my topic":ZÜRICH', ["24"]),
+        ('"my topic":zÜR*', ["24"]),
+        ('-"my topic":null status:ok', ["24"]),
     ],
 )
 def test_a_filter_lets_through_what_it_names(rows: RunRows, q: str, expected: list[str]) -> None:
@@ -152,6 +156,8 @@ def test_a_filter_lets_through_what_it_names(rows: RunRows, q: str, expected: li
         ("αθηνα", ["24"]),
         ("CAFÉ", ["24"]),
         ("straße", ["25"]),
+        ("über", ["25"]),
+        ("ÜBER", ["25"]),
         ("東京", ["25"]),
         ('"too long"', ["f0", "f1"]),
         ("-text -too", []),
@@ -192,6 +198,10 @@ def test_a_text_is_looked_for_in_what_a_row_says_but_not_in_its_keys(
         (
             "levl:easy",
             "no field 'levl' (did you mean 'level'?) in 'levl:easy'; to look for the text itself, put it in quotes",
+        ),
+        (
+            '"my tpic":x',
+            "no field 'my tpic' (did you mean 'my topic'?) in '\"my tpic\":x'; to look for the text itself, put it in quotes",
         ),
         ("x" * 5000, "the filter has 5,000 characters; at most 4,000 are read"),
     ],

@@ -16,7 +16,8 @@ export function comparePage(context, route) {
   let { q, sort } = wordsOf(route);
   const source = () => (offset, limit, signal) => context.api.compare(a, b, { q, sort, offset, limit }, signal);
   const to = (change) => go(hrefOf(["compare", a, b], { q, sort, ...change }));
-  const href = (row) => hrefOf(["compare", a, b, "task", String(row.a?.task ?? "-"), String(row.b?.task ?? "-")]);
+  const href = (row) =>
+    hrefOf(["compare", a, b, "task", String(row.a?.task ?? "-"), String(row.b?.task ?? "-")], { a: row.a?.agent, b: row.b?.agent });
   const table = new Table({
     label: "Tasks of both runs",
     columns: columnsFor(left, right),

@@ -35,7 +35,7 @@ const VALUES = {
   stop: ["answer", "max_steps", "context", "length", "user_done"],
 };
 const UNFINISHED = /[:<>=]$/; // a term that waits for its value
-const NAME = /^[^\s":<>=!]+$/; // a field with another one cannot be asked for
+const NAME = /^[^\s":<>=!]+$/; // a field with another one is written in quotes
 const PAUSE_MS = 350;
 const MOST = 12;
 
@@ -167,7 +167,7 @@ function suggestionsFor(word, run) {
     return known.filter((one) => one.startsWith(value) && one !== value).map((one) => `${sign}${name}:${filterValue(one)}`);
   }
   if (/[<>=]/.test(bare)) return [];
-  const names = [...Object.keys(VALUES), "agent", ...(run.fields ?? []).filter((name) => NAME.test(name))].map((one) => `${one}:`);
+  const names = [...Object.keys(VALUES), "agent", ...(run.fields ?? []).map((name) => (NAME.test(name) ? name : `"${name}"`))].map((one) => `${one}:`);
   const all = [...NUMBERS.slice(0, 1).map((one) => `${one}<`), ...names, ...NUMBERS.slice(1).map((one) => `${one}>`)];
   return bare === ""
     ? []

@@ -16,7 +16,10 @@ const MOST_COLUMNS = 4;
 const COLUMN_PX = 330;
 const MOST_DIFFED = 40_000; // characters; longer texts are shown without marks
 
-/** #/r/{run}/group/{task}?cols=r1:0,r1:3: what was sampled together; #/r/{run}/task/{task}: all rollouts of the task. */
+/**
+ * #/r/{run}/group/{task}?agent=NAME&cols=r1:0,r1:3: what was sampled together; #/r/{run}/task/{task}: all rollouts of the task.
+ * Tasks of several agents may have the same number.
+ */
 export function groupPage(context, route) {
   const [, run, part, task] = route.path;
   const name = nameOfRun(context, run);
@@ -25,10 +28,10 @@ export function groupPage(context, route) {
     { text: "tasks", href: hrefOf(["r", run, "tasks"]) },
     { text: `task ${task}` },
   ]);
-  return sideBySide(context, route, [{ run, task }], part === "task" ? context.api.task : context.api.group);
+  return sideBySide(context, route, [{ run, task, agent: route.params.get("agent") }], part === "task" ? context.api.task : context.api.group);
 }
 
-/** #/compare/{a}/{b}/task/{task in a}/{task in b}: both groups; "-" for a run that has not the task. */
+/** #/compare/{a}/{b}/task/{task in a}/{task in b}?a=AGENT&b=AGENT: both groups; "-" for a run that has not the task. */
 export function comparedGroupsPage(context, route) {
   const [, a, b, , taskA, taskB] = route.path;
   context.crumbs([
@@ -39,8 +42,8 @@ export function comparedGroupsPage(context, route) {
     context,
     route,
     [
-      { run: a, task: taskA },
-      { run: b, task: taskB },
+      { run: a, task: taskA, agent: route.params.get("a") },
+      { run: b, task: taskB, agent: route.params.get("b") },
     ].filter(({ task }) => task !== "-"),
     context.api.task,
   );
@@ -50,6 +53,7 @@ function sideBySide(context, route, groups, read) {
   const control = new AbortController();
   const element = el("main", { class: "page group-page" }, el("p", { class: "muted" }, "Reading the rollouts …"));
   const known = new Map();
+  const agents = Object.fromEntries(["agent", "a", "b"].map((name) => [name, route.params.get(name)]));
   let params = route.params;
   let all = [];
   let isOwed = false; // the server did not answer
@@ -67,8 +71,8 @@ function sideBySide(context, route, groups, read) {
     );
     isOwed = [...known.values()].some(({ error }) => isSilence(error));
     if (control.signal.aborted || asked !== params) return; // another choice is drawn
-    const select = (keys) => goInPlace(hrefOf(route.path, { at: weights, cols: keys.join(",") }));
-    const slide = (at) => goInPlace(hrefOf(route.path, { at }));
+    const select = (keys) => goInPlace(hrefOf(route.path, { ...agents, at: weights, cols: keys.join(",") }));
+    const slide = (at) => goInPlace(hrefOf(route.path, { ...agents, at }));
     versions ??= groups.length === 1 ? versionsPanel(all, slide) : null;
     versions?.show(weights);
     for (const part of [...element.children]) if (part !== versions?.element) part.remove();
@@ -77,8 +81,10 @@ function sideBySide(context, route, groups, read) {
     element.append(picker(context, groups, some, shown, select), columnsOf(context, shown, known));
   };
   const load = async () => {
-    const found = groups.map(async ({ run, task }) =>
-      (await read(run, task, control.signal)).rows.map((row) => ({ run, row, key: `${run}:${row.row}` })),
+    const found = groups.map(async ({ run, task, agent }) =>
+      (await read(run, task, control.signal)).rows
+        .filter((row) => agent === null || row.agent === agent)
+        .map((row) => ({ run, row, key: `${run}:${row.row}` })),
     );
     all = (await Promise.all(found)).flat();
     await draw();

@@ -8,7 +8,7 @@ const WORD_NAMES = new Set(["agent", "status", "stop", "stop_reason", "failure",
 const STATUSES = ["ok", "truncated", "unscored", "failed"];
 const COMPONENT = "component."; // before the name of a part of the reward
 const SAME = { stop: "stop_reason", tokens: "output_tokens" };
-const NAMED = /^([^\s":<>=!]+?)(<=|>=|!=|[:<>=])(.*)$/s;
+const NAMED = /^(?:"([^"\\]+)"|([^\s":<>=!]+?))(<=|>=|!=|[:<>=])(.*)$/s;
 const ONE_VALUE = /"((?:[^"\\]|\\.)*)"|([^",]*)/sy;
 const ONE_NUMBER = /^[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?$/i;
 const COMPARISONS = { "<": (x, y) => x < y, "<=": (x, y) => x <= y, ">": (x, y) => x > y, ">=": (x, y) => x >= y };
@@ -52,12 +52,12 @@ function termsOf(q) {
 function termTest(term, fields) {
   const bare = term.replace(/^-/, "");
   const found = isNamed(bare) ? NAMED.exec(bare) : null;
-  const test = found ? namedTest(term, found[1], found[2], found[3], fields) : textTest(bare, term);
+  const test = found ? namedTest(term, found[1] ?? found[2], found[3], found[4], fields) : textTest(bare, term);
   return bare === term ? test : (row) => !test(row);
 }
 
 function isNamed(bare) {
-  return !bare.startsWith('"') && NAMED.test(bare);
+  return NAMED.test(bare);
 }
 
 function textTest(bare, term) {

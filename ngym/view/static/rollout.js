@@ -207,7 +207,8 @@ class RolloutPage {
   }
 
   #groupHref() {
-    return hrefOf(["r", this.run, "group", String(this.parsed._ng_task_index)], { first: this.row });
+    const agent = this.#group.find((one) => one.row === this.row)?.agent;
+    return hrefOf(["r", this.run, "group", String(this.parsed._ng_task_index)], { first: this.row, agent });
   }
 
   async #step(steps) {

@@ -187,7 +187,7 @@ class RunPage {
   }
 
   #rowHref(row, index) {
-    if (this.isTasks) return hrefOf(["r", this.id, "task", String(row.task)]);
+    if (this.isTasks) return hrefOf(["r", this.id, "task", String(row.task)], { agent: row.agent });
     return hrefOf(["r", this.id, "row", row.row], { q: this.q, sort: this.sort, at: index });
   }
 
