@@ -50,11 +50,12 @@ def main(
     calibration: bool,
     as_json: bool,
 ) -> None:
-    """Draw the curves of training runs: folders of ng_train, or their metrics.jsonl. Several runs share a plot.
+    """Draw the curves of training runs: folders of ng_train, or their metrics.jsonl. Several runs share a plot. The folder of
+    a sweep stands for its runs.
 
     \b
     Examples: ng_plot runs/grpo
-              ng_plot runs/rates/* --metric reward/mean,eval/* --smooth 0.8 --output rates.png
+              ng_plot runs/rates --metric reward/mean,eval/* --smooth 0.8 --output rates.png
               ng_plot runs/seed-* --band --output curve.svg
               ng_plot runs/grpo --metric 'time/*' --x time --json
               ng_plot runs/reward_model --calibration --output calibration.svg

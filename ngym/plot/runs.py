@@ -23,6 +23,7 @@ from ngym.files.jsonl import read
 from ngym.schema import Json
 
 METRICS = "metrics.jsonl"
+SWEEP = "sweep.jsonl"
 Axis = Literal["step", "time"]
 RECIPE = "recipe.yaml"
 
@@ -199,17 +200,32 @@ class PlottedRun:
 
 
 def read_runs(places: Sequence[Path]) -> list[PlottedRun]:
-    """The runs in these folders or files of metrics.
+    """The runs in these folders or files of metrics. The folder of a sweep stands for its runs.
 
     Raises:
         UsageError: a place has no run, or its metrics or recipe cannot be read.
     """
-    files = list(dict.fromkeys(metrics_file(place) for place in places))
+    files = list(dict.fromkeys(metrics_file(run) for place in places for run in _without_sweep(place)))
+    if not files:
+        raise UsageError(f"{', '.join(map(str, places))}: no run of the sweep has a {METRICS}")
     recipes = [file.with_name(RECIPE) for file in files]
     return [
         PlottedRun(name, read_history(file), read_recipe(recipe).values if recipe.is_file() else {})
         for name, file, recipe in zip(distinct(files), files, recipes, strict=True)
     ]
+
+
+def _without_sweep(place: Path) -> list[Path]:
+    """The runs of a sweep's folder that have metrics. What `runs/rates/*` also matches there, such as logs, is left out."""
+    if (place / SWEEP).is_file() and not (place / METRICS).exists():
+        return sorted(metrics.parent for metrics in place.glob(f"*/{METRICS}"))
+    if (place.parent / SWEEP).is_file() and (place.suffix == ".log" or place.name == SWEEP or not _has_metrics(place)):
+        return []
+    return [place]
+
+
+def _has_metrics(place: Path) -> bool:
+    return place.is_file() or (place / METRICS).is_file()
 
 
 def read_recipe(file: Path) -> PlottedRecipe:

@@ -218,6 +218,20 @@ def test_a_band_has_no_steps_in_time(written: Written) -> None:
     assert said.exit_code == 2 and "--band compares runs at the same steps" in said.output
 
 
+def test_the_folder_of_a_sweep_and_everything_in_it_stand_for_its_runs(written: Written) -> None:
+    folders = [written(f"rates/lr={rate}", steps(4, offset=rate)) for rate in (0.1, 0.2)]
+    folder = folders[0].parent
+    (folder / "sweep.jsonl").write_text("{}\n")
+    (folder / "lr=0.1.log").write_text("loading torch\n")
+    (folder / "lr=9").mkdir()  # failed before its first step
+    wanted = plot(*folders, "--metric", "loss", "--json").output
+    for places in ([folder], sorted(folder.iterdir())):
+        found = plot(*places, "--metric", "loss", "--json")
+        assert (found.exit_code, found.output) == (0, wanted)
+    nothing = plot(folder / "lr=9")
+    assert nothing.exit_code == 2 and "no run of the sweep has a metrics.jsonl" in nothing.output
+
+
 def test_a_folder_without_metrics_is_told(tmp_path: Path) -> None:
     said = plot(tmp_path)
     assert said.exit_code == 2 and "no metrics.jsonl there; give a run's folder" in said.output
