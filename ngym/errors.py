@@ -66,7 +66,7 @@ class ServiceError(NgymError):
     """A failure while serving a request; crosses the wire as a problem document.
 
     Args:
-        detail: one line for the reader.
+        detail: one line for the reader; of an exception, its message. Without one, it is the title.
         failure: the failure class that a rollout gets when this error ends it; None lets the
             stage decide (an error in `/verify` is a `verify_error`, and so on).
         upstream: `{"service", "url", "status"}` of the peer that caused it.
@@ -82,7 +82,7 @@ class ServiceError(NgymError):
 
     def __init__(
         self,
-        detail: str,
+        detail: str | Exception,
         *,
         failure: FailureClass | None = None,
         upstream: dict[str, Any] | None = None,
@@ -91,7 +91,7 @@ class ServiceError(NgymError):
         extra: dict[str, Any] | None = None,
         retry_after_s: float = 1.0,
     ) -> None:
-        detail = shorten(detail, MOST_DETAIL)
+        detail = shorten(str(detail), MOST_DETAIL) or self.title
         super().__init__(detail)
         self.detail = detail
         self.failure = failure or type(self).failure
@@ -117,6 +117,13 @@ class ServiceError(NgymError):
             "failure": self.failure,
             **self.extra,
         }
+
+
+def openai_refusal(error: ServiceError) -> dict[str, Any]:
+    """An error for OpenAI's clients, which show only `error.message`."""
+    wrong = error.extra.get("errors") or [{"field": None}]
+    code = error.extra.get("code", error.failure)
+    return {"error": {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": code}}
 
 
 class BadRequest(ServiceError):

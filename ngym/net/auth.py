@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from ngym.errors import ServiceError, Unauthorized, UsageError, shorten
+from ngym.errors import ServiceError, Unauthorized, UsageError, openai_refusal, shorten
 from ngym.net import api_docs
 from ngym.net.request_context import headers_of
 
@@ -252,7 +252,7 @@ class Guarded:
 
 async def refuse(send: Send, error: ServiceError, service: str, challenges: Sequence[str] = ("Bearer",)) -> None:
     """Answer with a problem document, before the body is read. challenges: of a 401."""
-    body = orjson.dumps(error.problem(service))
+    body = orjson.dumps(error.problem(service) | openai_refusal(error))
     headers = [("content-type", "application/problem+json"), ("content-length", str(len(body)))]
     if error.status == 401:
         headers += [("www-authenticate", challenge) for challenge in challenges]

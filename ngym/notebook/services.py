@@ -15,6 +15,7 @@ import uvloop
 from ngym.collect.collection_session import ConnectedServices, Discovered, discover
 from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import NgymError, UsageError
+from ngym.net.auth import wrong_url
 from ngym.notebook.frames import table
 from ngym.notebook.progress import Watch
 from ngym.peers import Peers
@@ -122,6 +123,8 @@ class ServiceTarget:
             raise UsageError(f"{overrides[0]!r}: overrides need a config; name it with config=")
         self._life = head._life if isinstance(head, RunningServices) else None
         self._url = head.rstrip("/") if isinstance(head, str) else None
+        if self._url is not None and (problem := wrong_url(self._url)):
+            raise UsageError(f"head: {problem}")
         # Early, because its imports take longer than the checks below.
         self._launcher = ZygoteClient.start() if config is not None else None
         try:

@@ -104,6 +104,7 @@ async def test_a_token_in_the_query_or_shown_twice_opens_nothing(tmp_path: Path,
             assert reply.status_code == 401
             assert reply.headers["content-type"] == "application/problem+json"
             assert reply.headers["www-authenticate"] == "Bearer"
+            assert reply.json()["error"]["message"] == reply.json()["detail"]  # what OpenAI's clients show
         for header in ({"authorization": f"Bearer {TOKEN}"}, {"x-api-key": TOKEN}):
             assert (await client.get(f"{url}/tools", headers=header)).status_code == 200
 

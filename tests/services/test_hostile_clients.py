@@ -229,7 +229,7 @@ async def test_seconds_of_refused_bodies_are_not_added_up_over_a_connections_req
         reader, writer = await asyncio.open_connection(*at.address)
         for _ in range(8):
             writer.write(b"POST /nowhere HTTP/1.1\r\nhost: shop\r\ncontent-length: 2\r\n\r\n")
-            assert is_problem(await asyncio.wait_for(reader.readuntil(b"}"), PATIENCE_S), 404)
+            assert is_problem(await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE_S), 404)
             await asyncio.sleep(1.5 / HASTE)
             writer.write(b"{}")
         writer.close()

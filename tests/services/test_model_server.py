@@ -12,7 +12,7 @@ import pytest
 from documents import snippets
 from house import house
 from machine import PATIENCE_S, until
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.config.shipped_files import app_file
@@ -332,6 +332,9 @@ async def test_the_official_client_reads_our_errors():
             await client.responses.create(model="m", input="x", extra_body={"temperatur": 1})
         assert raised.value.param == "temperatur"
         assert [model.id async for model in client.models.list()] == ["model"]
+        without_path = client.with_options(base_url=str(http.base_url))
+        with pytest.raises(NotFoundError, match=r"POST /responses: Not Found \(did you mean '/v1/responses'\?\)"):
+            await without_path.responses.create(model="m", input="x")
 
 
 def test_every_model_server_has_a_model_option():

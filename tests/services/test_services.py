@@ -60,6 +60,10 @@ async def add(body: Add, session: Session) -> Any:
         sys.exit("a library gave up")
     if body.amount == 24:
         raise KeyboardInterrupt
+    if body.amount == 25:
+        raise ToolError(ValueError("no such unit"))
+    if body.amount == 26:
+        raise ToolError("")
     if body.amount == 19:
         parent: dict[str, Any] = {"children": []}
         parent["children"].append({"parent": parent})
@@ -265,6 +269,13 @@ async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amoun
     shown = row["response"]["output"][1]["output"]
     assert re.match(f"Error: {CRASHES[amount][0]}", shown)
     assert (row["reward"], row["ng"]["tool_errors"]) == (0.0, 1)
+
+
+@pytest.mark.parametrize(("amount", "text"), [(25, "Error: no such unit"), (26, "Error: The tool cannot do this")])
+async def test_a_tool_error_of_an_exception_or_without_a_text_is_readable(amount: int, text: str):
+    async with simple_house(scripted(calls("add", f'{{"amount": {amount}}}'), says("sorry"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["response"]["output"][1]["output"] == text and row["reward"] == 0.0
 
 
 async def test_whoever_called_a_tool_that_crashed_gets_no_reward_for_that_rollout():

@@ -37,6 +37,7 @@ from ngym.errors import (
     Problem,
     ServiceError,
     ToolError,
+    openai_refusal,
     refused,
     shorten,
 )
@@ -368,6 +369,7 @@ def _default(value: Any) -> Any:
 
 
 def _problem(request: Request, error: ServiceError) -> Response:
+    for_sdks = "/v1/" in request.url.path or error.status == HTTPStatus.NOT_FOUND  # a base_url without /v1
     context = getattr(request.app.state, "context", None)
     rollout_id = request_context.current.get().rollout_id
     request.app.state.errors.labels(error.failure if error.failure in FAILURES else type(error).__name__).inc()
@@ -379,6 +381,8 @@ def _problem(request: Request, error: ServiceError) -> Response:
         body |= {"for_the_model": True, "session": request.headers.get(SESSION_HEADER)}
     if context:
         body["detail"] = context.redact.text(body["detail"])  # an exception's message may quote its arguments
+    if for_sdks and "error" not in body:
+        body["error"] = openai_refusal(error)["error"] | {"message": body["detail"]}
     return ProblemResponse(body, status_code=error.status, headers=headers)
 
 

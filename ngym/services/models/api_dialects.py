@@ -36,7 +36,7 @@ from ngym.convert import (
     response_from_chat,
     with_token_ids,
 )
-from ngym.errors import ServiceError
+from ngym.errors import ServiceError, openai_refusal
 from ngym.schema import Json
 
 Native = Literal["responses", "chat"]
@@ -138,13 +138,6 @@ def _through(converter: Converter, events: Iterable[Json]) -> Iterator[Json]:
     for event in events:
         yield from converter.take(event)
     yield from converter.end()
-
-
-def openai_refusal(error: ServiceError) -> Json:
-    """An error for OpenAI's clients, which show only `error.message`."""
-    wrong = error.extra.get("errors") or [{"field": None}]
-    code = error.extra.get("code", error.failure)
-    return {"error": {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": code}}
 
 
 _ANTHROPIC_ERRORS = {

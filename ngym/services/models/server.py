@@ -17,13 +17,13 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ngym.convert import ReasoningStyle
-from ngym.errors import BadRequest, ConfigError, NotFound
+from ngym.errors import BadRequest, ConfigError, NotFound, openai_refusal
 from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, context_of, object_of, service_app
 from ngym.services.base.middleware import MEDIA_TYPE, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
-from ngym.services.models.api_dialects import Native, api_dialects, openai_refusal
+from ngym.services.models.api_dialects import Native, api_dialects
 from ngym.services.models.request_handler import (
     ROLLOUT_ID,
     BackEnd,
