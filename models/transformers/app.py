@@ -28,7 +28,7 @@ from ngym import ModelCall, ServiceContext, model_server
 from ngym.chat_codec import ChatCodec, Template, turn_ends
 from ngym.config.service_config import model_problem
 from ngym.convert import check_chat_request
-from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError
+from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError, openai_refusal
 from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
 from ngym.net.json_limits import ROW_BYTES
@@ -36,7 +36,6 @@ from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import lean_imports
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
-from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import Refusals
 
 from .options import Options

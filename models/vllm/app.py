@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ngym import ServiceContext
-from ngym.runtime.lean_imports import quick_metadata
 from ngym.services.base.runner import serve_app
 
 from .options import Options
-from .serving.environment import check_hub, find_model, prepare_environment, written
+from .serving.environment import check_hub, computes_eagerly, find_model, prepare_environment, vllm_imports, written
 from .serving.loading_server import LoadingServer
 
 SHARED_STAGE = Path(".ngym", "pushes")  # of the project's folder, which all nodes see
@@ -23,7 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def preload() -> None:
     """Import what `serve` imports, in the process from which `ng_run --warm` forks servers."""
     prepare_environment(local=True)
-    with quick_metadata():
+    with vllm_imports({}):
         from . import engine, routes
 
     del engine, routes
@@ -32,7 +31,8 @@ def preload() -> None:
 def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
     """Whether a server with these options would import with the same variables, which libraries read once."""
     local = bool(options.get("model_within_s")) or (root / str(options.get("model"))).is_dir()
-    return local and not options.get("node")
+    alike = computes_eagerly(options.get("engine") or {}) == computes_eagerly({})
+    return local and alike and not options.get("node")
 
 
 async def serve(context: ServiceContext) -> None:
@@ -53,7 +53,8 @@ async def serve(context: ServiceContext) -> None:
     prepare_environment(local=awaited or model.local, address=node.address if node else None)
     _die_on_stop_signals()
     if node is not None and node.rank > 0:
-        from .engine import compute
+        with vllm_imports(options.engine):
+            from .engine import compute
 
         if awaited:
             model = await written(options.model, context.root, context.name, options.model_within_s)
@@ -63,7 +64,7 @@ async def serve(context: ServiceContext) -> None:
         from ngym.weight_push.routes import PushOptions
         from ngym.weight_push.stage import stage_in
 
-        with quick_metadata():
+        with vllm_imports(options.engine):
             from .engine import start_engine
             from .routes import api_keys, build_application
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch._dynamo
 from safetensors import SafetensorError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -35,6 +34,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
 from ngym.runtime.cpu_threads import cache_memory, serving_threads
+from ngym.runtime.lean_imports import has_compiler
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
 
@@ -329,8 +329,10 @@ def _configured(service: str, options: Options, model: Model) -> tuple[Namespace
         raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}") from error
     if config.lora_config is not None and options.lora_rank is not None:
         config.lora_config.target_modules = linear_layers(config, service)
-    if on_cpu and arguments.enforce_eager:
-        torch._dynamo.config.disable = True  # else vLLM compiles its sampler anyway, and the first request waits 17 s
+    if on_cpu and arguments.enforce_eager and has_compiler():
+        from torch._dynamo import config as compiler
+
+        compiler.disable = True  # else vLLM compiles its sampler anyway, and the first request waits 17 s
     if on_cpu:
         if config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config)

