@@ -17,7 +17,7 @@ from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
-from ngym.convert import messages_from_items
+from ngym.convert import chat_request, check_create_params
 
 
 class Options(AgentOptions):
@@ -34,9 +34,12 @@ async def http_clients(context: ServiceContext) -> AsyncIterator[dict[str, Any]]
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     options: Options = rollout.options
-    tools = [_tool(tool, rollout) for tool in request.get("tools") or ()]
+    parameters = chat_request(check_create_params(request), tokens=True)
+    messages = parameters.pop("messages")
+    tools = [_tool(tool["function"], rollout) for tool in parameters.get("tools") or ()]
     served = {"base_url": rollout.model_base_url, "api_key": rollout.model_api_key}
-    model = ChatOpenAI(model_name=options.model, **served, **rollout.state).bind_tools(tools)
+    # extra_body takes every parameter of the row, also those that ChatOpenAI does not know, such as top_k.
+    model = ChatOpenAI(model_name=options.model, extra_body=parameters, **served, **rollout.state)
 
     async def act(state: MessagesState) -> dict[str, list[AnyMessage]]:
         return {"messages": [await model.ainvoke(state["messages"])]}
@@ -47,7 +50,6 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     graph.add_edge(START, "act")
     graph.add_conditional_edges("act", _next)
     graph.add_edge("tools", "act")
-    messages = messages_from_items(request["input"], request.get("instructions"))
     begin = cast(MessagesState, {"messages": messages})  # LangGraph also takes messages as dicts
     try:
         done = await graph.compile().ainvoke(begin, {"recursion_limit": 2 * options.max_steps})

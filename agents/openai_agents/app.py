@@ -10,7 +10,16 @@ from agents.tool_context import ToolContext
 from openai import AsyncOpenAI
 from pydantic import Field
 
-from agents import Agent, FunctionTool, MaxTurnsExceeded, ModelBehaviorError, OpenAIResponsesModel, RunConfig, Runner
+from agents import (
+    Agent,
+    FunctionTool,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    ModelSettings,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+)
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
 
 
@@ -32,7 +41,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         name="actor",
         instructions=request.get("instructions"),
         model=OpenAIResponsesModel(model=options.model, openai_client=client),
-        tools=[_tool(tool, rollout) for tool in request.get("tools") or ()],
+        model_settings=ModelSettings(extra_body=_parameters(request)),
+        tools=[_tool(tool, rollout) for tool in request.get("tools") or () if tool.get("type") == "function"],
     )
     quiet = RunConfig(tracing_disabled=True)
     try:
@@ -44,6 +54,14 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     ) as error:  # caused by the policy, so it is scored: a turn that was cut off, an unknown tool
         return rollout.answer("", "length" if "response.incomplete" in str(error) else "answer")
     return rollout.answer(str(result.final_output))
+
+
+def _parameters(request: dict[str, Any]) -> dict[str, Any]:
+    """All that every model call sends besides the conversation, unchanged: the SDK's own settings do not know all of it.
+
+    The `tools` are those of the row, and `tool_choice` holds in every turn, as with agents/simple.
+    """
+    return {name: value for name, value in request.items() if name not in ("input", "instructions")}
 
 
 def _tool(tool: dict[str, Any], rollout: RolloutContext) -> FunctionTool:

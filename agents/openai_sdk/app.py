@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
-from ngym.convert import chat_request
+from ngym.convert import chat_request, check_create_params
 
 
 class Options(AgentOptions):
@@ -26,20 +26,22 @@ async def one_client(context: ServiceContext) -> AsyncIterator[AsyncOpenAI]:
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     options: Options = rollout.options
-    chat = chat_request(request)
+    chat = chat_request(check_create_params(request), tokens=True)
+    messages = chat.pop("messages")
     client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url, api_key=rollout.model_api_key)
     for _ in range(options.max_steps):
-        completion = await client.chat.completions.create(**{"model": options.model, **chat})
+        # extra_body takes every parameter of the row, also those that the client does not know, such as top_k.
+        completion: Any = await client.chat.completions.create(model=options.model, messages=messages, extra_body=chat)
         message = completion.choices[0].message
         if completion.choices[0].finish_reason == "length":
             return rollout.answer(message.content or "", "length")
         if not message.tool_calls:
             return rollout.answer(message.content or "")
-        chat["messages"].append(message.model_dump(exclude_none=True))
+        messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
             asked = {"call_id": call.id, "name": call.function.name, "arguments": call.function.arguments}
             result = await rollout.call_tool(asked)
-            chat["messages"].append({"role": "tool", "tool_call_id": call.id, "content": result["output"]})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result["output"]})
     return rollout.answer(message.content or "", "max_steps")
 
 

@@ -56,10 +56,13 @@ def chat_request(
         max_tokens_field: the back end's name of `max_output_tokens`; older servers only know `max_tokens`.
 
     Raises:
-        BadRequest: something has no Chat form (built-in tools, truncation "auto", some items and parts).
+        BadRequest: something has no Chat form (built-in tools, truncation "auto", previous_response_id, some items
+            and parts).
     """
     if params.get("truncation") == "auto":
         raise BadRequest("field 'truncation': 'auto' is not supported by this model's back end; shorten the input")
+    if params.get("previous_response_id") is not None:
+        raise BadRequest("field 'previous_response_id': has no form in Chat Completions; send the whole input")
     request = {
         name: value
         for name, value in params.items()

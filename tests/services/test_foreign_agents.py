@@ -15,7 +15,8 @@ from stub_agents import scored, text_item
 from ngym import ModelCall, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
 from ngym.collect.rollout_rows import CaptureClient
-from ngym.convert import chat_from_response, create_params, overflow_response
+from ngym.convert import chat_from_response, create_params, extra_body, overflow_response
+from ngym.errors import ServiceError
 from ngym.peers import Peers
 from ngym.services.base.app import load
 
@@ -128,6 +129,99 @@ async def test_a_turn_that_was_cut_off_ends_the_rollout_of_a_foreign_agent_and_i
     assert (trace["stop_reason"], trace["status"], trace["tool_calls"]) == (last, "truncated", 1)
     assert (trace["turns"], trace["finish_reasons"]) == (2, ["tool_calls", last])
     assert [len(segment["mask"]) for segment in trace["segments"]] == [1 if last == "context" else 2]
+
+
+ADD = {
+    "type": "function",
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {"amount": {"type": "integer"}}, "required": ["amount"]},
+    "strict": True,
+}
+PARAMETERS: dict[str, Any] = {
+    "instructions": "Count.",
+    "temperature": 0.25,
+    "top_p": 0.5,
+    "max_output_tokens": 300,
+    "max_tool_calls": 9,
+    "tools": [ADD],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "truncation": "disabled",
+    "store": False,
+    "user": "u",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "service_tier": "flex",
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "metadata": {"extra_body": '{"repetition_penalty": 1.25}', "chat_template_kwargs": '{"enable_thinking": false}'},
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.75,
+    "logit_bias": {"7": 1},
+    "min_p": 0.125,
+    "seed": 11,
+    "stop": ["END"],
+    "top_k": 20,
+}
+WITHOUT_CHAT_FORM = {"max_tool_calls", "metadata", "store", "truncation"}  # of no effect on a turn; see chat_requests
+
+
+async def model_requests(name: str, params: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the model got from this agent in the two turns of a rollout, without the conversation."""
+    requests: list[dict[str, Any]] = []
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        requests.append(extra_body(request) | {name: value for name, value in request.items() if name != "input"})
+        return await chat_policy.SCRIPTED.respond(request, call)
+
+    policy = model_server(respond=respond, options=chat_policy.SCRIPTED.Options, lifespan=chat_policy.SCRIPTED.replies)
+    apps = {
+        "policy": policy,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    replies = [{"turn": 1, "tool_calls": [{"name": "add", "arguments": {"amount": 5}}]}, {"text": "Done."}]
+    async with house({"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
+        row = {"responses_create_params": {"input": "Count to five.", **params}, "target": 5}
+        assert (await peers["actor"].post("/run", row))["reward"] == 1.0
+    return [{"model": "policy"} | request for request in requests]
+
+
+@pytest.mark.parametrize("name", list(NEEDS))
+async def test_a_foreign_agent_sends_every_parameter_of_the_row_in_every_turn(name: str):
+    for module in NEEDS[name]:
+        pytest.importorskip(module)
+    expected = await model_requests("simple", PARAMETERS)
+    assert len(expected) == 2 and expected[1].keys() >= {*PARAMETERS, "repetition_penalty", "chat_template_kwargs"}
+    sent = await model_requests(name, PARAMETERS)
+    if name != "openai_agents":
+        expected = [{key: value for key, value in each.items() if key not in WITHOUT_CHAT_FORM} for each in expected]
+        for each in expected:  # messages have the instructions
+            del each["instructions"]
+    for one, other in zip(sent, expected, strict=True):
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"temprature": 0.5}, "field 'temprature': is not known.*temperature"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"truncation": "auto"}, "truncation"),
+    ],
+)
+@pytest.mark.parametrize("name", ["openai_sdk", "langgraph"])
+async def test_a_parameter_that_chat_completions_cannot_carry_is_refused(
+    name: str, params: dict[str, Any], problem: str
+):
+    for module in NEEDS[name]:
+        pytest.importorskip(module)
+    with pytest.raises(ServiceError, match=problem):
+        await model_requests(name, params)
 
 
 @pytest.mark.parametrize("name", ["openai_agents"])
