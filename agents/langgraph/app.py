@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from langchain_core.messages import AnyMessage
-from langchain_core.tools import StructuredTool
+from langchain_core.outputs import ChatResult
+from langchain_core.tools import InjectedToolCallId, StructuredTool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
 from ngym.convert import chat_request, check_create_params
@@ -22,6 +23,40 @@ from ngym.convert import chat_request, check_create_params
 
 class Options(AgentOptions):
     max_steps: int = Field(default=16, ge=1, description="Model calls in one rollout.")
+
+
+class ExactChatOpenAI(ChatOpenAI):
+    """ChatOpenAI with the arguments of tool calls as the model wrote them.
+
+    LangChain parses arguments and drops the text: it cannot represent arguments that are not an object, and sends others
+    back in its own spelling. Here each call has one argument, which is that text; it is sent back unchanged.
+    """
+
+    def _get_request_payload(self, input_: Any, *, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        payload = super()._get_request_payload(input_, stop=stop, **kwargs)
+        for function in _called_functions(payload["messages"]):
+            function["arguments"] = json.loads(function["arguments"])["arguments"]
+        return payload
+
+    def _create_chat_result(self, response: Any, generation_info: dict[str, Any] | None = None) -> ChatResult:
+        completion = response if isinstance(response, dict) else response.model_dump(warnings=False)
+        _keep_arguments([choice["message"] for choice in completion["choices"]])
+        return super()._create_chat_result(completion, generation_info)
+
+
+def _keep_arguments(messages: list[dict[str, Any]]) -> None:
+    """Make the text of each call's arguments its only argument."""
+    for function in _called_functions(messages):
+        function["arguments"] = json.dumps({"arguments": function["arguments"]})
+
+
+def _called_functions(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+
+
+class CallArguments(BaseModel):
+    arguments: str
+    tool_call_id: Annotated[str, InjectedToolCallId]
 
 
 @asynccontextmanager
@@ -36,10 +71,11 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     options: Options = rollout.options
     parameters = chat_request(check_create_params(request), tokens=True)
     messages = parameters.pop("messages")
+    _keep_arguments(messages)
     tools = [_tool(tool["function"], rollout) for tool in parameters.get("tools") or ()]
     served = {"base_url": rollout.model_base_url, "api_key": rollout.model_api_key}
     # extra_body takes every parameter of the row, also those that ChatOpenAI does not know, such as top_k.
-    model = ChatOpenAI(model_name=options.model, extra_body=parameters, **served, **rollout.state)
+    model = ExactChatOpenAI(model_name=options.model, extra_body=parameters, **served, **rollout.state)
 
     async def act(state: MessagesState) -> dict[str, list[AnyMessage]]:
         return {"messages": [await model.ainvoke(state["messages"])]}
@@ -69,13 +105,15 @@ def _is_cut_off(message: AnyMessage) -> bool:
 
 
 def _tool(tool: dict[str, Any], rollout: RolloutContext) -> StructuredTool:
-    async def call(**arguments: Any) -> str:
-        result = await rollout.call_tool({"call_id": "", "name": tool["name"], "arguments": json.dumps(arguments)})
+    async def call(arguments: str, tool_call_id: str) -> str:
+        result = await rollout.call_tool({"call_id": tool_call_id, "name": tool["name"], "arguments": arguments})
         return str(result["output"])
 
-    schema = tool.get("parameters") or {"type": "object", "properties": {}}
     return StructuredTool.from_function(
-        coroutine=call, name=tool["name"], description=tool.get("description") or tool["name"], args_schema=schema
+        coroutine=call,
+        name=tool["name"],
+        description=tool.get("description") or tool["name"],
+        args_schema=CallArguments,
     )
 
 

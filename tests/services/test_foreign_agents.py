@@ -12,7 +12,7 @@ from machine import PATIENCE_S
 from paths import ROOT
 from stub_agents import scored, text_item
 
-from ngym import ModelCall, model_server
+from ngym import ModelCall, VerifyRequest, gym_server, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
 from ngym.collect.rollout_rows import CaptureClient
 from ngym.convert import chat_from_response, create_params, extra_body, overflow_response
@@ -222,6 +222,101 @@ async def test_a_parameter_that_chat_completions_cannot_carry_is_refused(
         pytest.importorskip(module)
     with pytest.raises(ServiceError, match=problem):
         await model_requests(name, params)
+
+
+ARGUMENTS = {
+    "5": "must be a JSON object, not int",
+    '"x"': "must be a JSON object, not str",
+    "[1]": "must be a JSON object, not list",
+    "[]": "must be a JSON object, not list",
+    "true": "must be a JSON object, not bool",
+    "null": "must be a JSON object, not NoneType",
+    "{amount: 7}": "are not JSON",
+    '{"amount": NaN}': "are not JSON",
+    "": "amount",
+    '{"self": 1}': "amount",
+    '{"amount": 1e400}': "Error",
+    '{"amount":  7, "amount" : 8}': '{"total":8}',
+    '{"amount":  7}': '{"total":7}',
+}
+
+
+@pytest.mark.parametrize("name", ["simple", *NEEDS])
+async def test_arguments_of_any_form_reach_the_tool_and_the_next_turn_as_the_model_wrote_them(name: str):
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module)
+    apps = {
+        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    replies = [
+        {"turn": 1, "contains": f"row {index}.", "tool_calls": [{"name": "add", "arguments": arguments}]}
+        for index, arguments in enumerate(ARGUMENTS)
+    ]
+    options = {
+        "policy": {"replies": [*replies, {"text": "{tool_output}"}], "tokens": True},
+        "actor": {"gym": "env", "model": "policy"},
+    }
+    async with house(options, **apps) as peers:
+        for index, (arguments, answer) in enumerate(ARGUMENTS.items()):
+            task = {"responses_create_params": {"input": f"This is row {index}."}, "target": 0}
+            row = await peers["actor"].post("/run", task)
+            (segment,) = row["ng"]["segments"]
+            ids = bytes(segment["token_ids"]).decode("latin-1")
+            (start, end), (last_start, last_end) = segment["mask"]
+            assert ids[start:end] == f"<tool_call>add {arguments}</tool_call>\xfe"
+            assert answer in ids[last_start:last_end]
+            call = next(item for item in row["response"]["output"] if item["type"] == "function_call")
+            assert call["arguments"] == arguments
+            assert row["ng"]["tool_errors"] == (0 if "total" in answer else 1)
+
+
+@pytest.mark.parametrize("name", ["simple", *NEEDS])
+async def test_calls_in_the_input_of_a_row_reach_the_model_unchanged(name: str):
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module)
+    apps = {
+        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    calls = [f"call_{index}" for index in range(len(ARGUMENTS))]
+    items: list[dict[str, Any]] = [{"role": "user", "content": "Count."}]
+    for call_id, arguments in zip(calls, ARGUMENTS, strict=True):
+        items.append({"type": "function_call", "call_id": call_id, "name": "add", "arguments": arguments})
+        items.append({"type": "function_call_output", "call_id": call_id, "output": "no"})
+    options = {"policy": {"replies": [{"text": "Done."}], "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    async with house(options, **apps) as peers:
+        row = await peers["actor"].post("/run", {"responses_create_params": {"input": items}, "target": 0})
+    ids = bytes(row["ng"]["segments"][0]["token_ids"]).decode("latin-1")
+    assert ids.count("<tool_call>") == len(ARGUMENTS)
+    assert all(f"<tool_call>add {arguments}</tool_call>" in ids for arguments in ARGUMENTS)
+
+
+async def configure(config: str, run_manager: str, callbacks: str, runtime: str, state: str, store: str) -> list[str]:
+    """Return the arguments, whose names a library may use for its own."""
+    return [config, run_manager, callbacks, runtime, state, store]
+
+
+async def full_reward(task: VerifyRequest) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("name", ["simple", *NEEDS])
+async def test_a_tool_gets_its_parameters_whatever_their_names(name: str):
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module)
+    apps = {
+        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
+        "env": gym_server(tools=[configure], verify=full_reward),
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    arguments = dict.fromkeys(("config", "run_manager", "callbacks", "runtime", "state", "store"), "A")
+    replies = [{"turn": 1, "tool_calls": [{"name": "configure", "arguments": arguments}]}, {"text": "{tool_output}"}]
+    async with house({"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
+        row = await peers["actor"].post("/run", {"responses_create_params": {"input": "Go."}})
+    assert row["response"]["output"][-1]["content"][0]["text"] == '["A","A","A","A","A","A"]'
 
 
 @pytest.mark.parametrize("name", ["openai_agents"])
