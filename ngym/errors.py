@@ -253,8 +253,23 @@ class Boundary:
             error.failure = error.failure or self._failure
         elif isinstance(error, self._caught) and not isinstance(error, UsageError):
             where = source_location(error) if self._places else ""
-            detail = f"{self._what}: {type(error).__name__}: {error}".removesuffix(": ") + where
+            detail = f"{self._what}: {_described(error)}{_cause(error)}{where}"
             raise ServiceError(detail, failure=self._failure, retryable=self._retryable) from error
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _cause(error: BaseException) -> str:
+    """` (caused by ...)`: the exception that `raise ... from` names; "" if there is none, or if the message has its text.
+
+    Libraries put the reason there: the message of OpenAI's APIConnectionError is always "Connection error."
+    """
+    cause = error.__cause__
+    if cause is None or (str(cause) and str(cause) in str(error)):
+        return ""
+    return f" (caused by {shorten(' '.join(_described(cause).split()), MOST_MESSAGE)})"
 
 
 def source_location(error: BaseException) -> str:

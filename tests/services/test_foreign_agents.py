@@ -12,7 +12,7 @@ from machine import PATIENCE_S
 from paths import ROOT
 from stub_agents import scored, text_item
 
-from ngym import ModelCall, VerifyRequest, gym_server, model_server
+from ngym import ModelCall, RolloutContext, VerifyRequest, agent, gym_server, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
 from ngym.collect.rollout_rows import CaptureClient
 from ngym.convert import chat_from_response, create_params, extra_body, overflow_response
@@ -317,6 +317,18 @@ async def test_a_tool_gets_its_parameters_whatever_their_names(name: str):
     async with house({"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
         row = await peers["actor"].post("/run", {"responses_create_params": {"input": "Go."}})
     assert row["response"]["output"][-1]["content"][0]["text"] == '["A","A","A","A","A","A"]'
+
+
+async def test_the_failure_of_an_agent_names_the_cause_of_a_librarys_error():
+    async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+        raise RuntimeError("Connection error.") from OSError("no route\nto the host")
+
+    apps = {"env": load(ROOT / "gym_servers" / "counter" / "app.py").app, "actor": agent(respond=respond)}
+    apps["policy"] = load(ROOT / "models" / "scripted" / "app.py").app
+    reason = r"RuntimeError: Connection error\. \(caused by OSError: no route to the host\) \(test_foreign_agents"
+    async with house({"actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
+        with pytest.raises(ServiceError, match=reason):
+            await peers["actor"].post("/run", {"responses_create_params": {"input": "Go."}, "target": 1})
 
 
 @pytest.mark.parametrize("name", ["openai_agents"])
