@@ -6,13 +6,16 @@ import asyncio
 import datetime
 import ipaddress
 import itertools
+import os
 import ssl
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import httpx2
 import pytest
 import yaml
 from cryptography import x509
@@ -22,9 +25,9 @@ from cryptography.x509.oid import NameOID
 from machine import PATIENCE_S
 
 from ngym.config.service_config import Config, load_config
-from ngym.errors import ConfigError, Unreachable
+from ngym.errors import ConfigError, Unreachable, UsageError
 from ngym.net.connection_limits import HEAD_S
-from ngym.net.tls import CA, client_context
+from ngym.net.tls import CA, client_context, trust_in_all_clients
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
 
@@ -75,6 +78,10 @@ def certify(folder: Path, name: str, signer: str | None, address: str = "127.0.0
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With an authority and a server's certificate of it; what the test came to believe is forgotten afterwards."""
     monkeypatch.setenv(CA, "")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))  # of the services
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     certify(tmp_path, "ca", None)
     certify(tmp_path, "server", "ca")
     return tmp_path
@@ -103,6 +110,69 @@ async def test_every_address_of_the_run_speaks_https_and_nothing_else(folder: Pa
                     await client.get(f"{url}/health")
                 with pytest.raises(httpx.RemoteProtocolError):
                     await client.get(url.replace("https", "http") + "/health")
+
+
+async def test_agents_on_sdks_reach_the_model_of_a_run_with_its_own_authority(folder: Path) -> None:
+    for module in ("openai", "agents", "langgraph", "langchain_openai"):
+        pytest.importorskip(module)
+    config_in(folder)
+    file = folder / "global_config.yaml"
+    content = yaml.safe_load(file.read_text())
+    content["policy"]["replies"] = [{"turn": 1, "tool_calls": [{"name": "add", "arguments": {"amount": 7}}]}]
+    apps = ("openai_sdk", "openai_agents", "langgraph")
+    content |= {app: SERVICES["counter_agent"] | {"app": f"agents/{app}"} for app in apps}
+    file.write_text(yaml.safe_dump(content))
+    row = {"responses_create_params": {"input": "Count to 7."}, "target": 7}
+    async with Supervisor(load_config([file])) as stack:
+        peers = Peers(stack.urls, stack.head_url)
+        try:
+            assert [(await peers[app].post("/run", row))["reward"] for app in apps] == [1.0, 1.0, 1.0]
+        finally:
+            await peers.close()
+
+
+@pytest.mark.parametrize("set_before", [True, False])
+async def test_clients_of_other_libraries_trust_the_authority_and_those_of_the_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, set_before: bool
+) -> None:
+    certify(folder, "machine", None)
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "machine.pem") if set_before else "")
+    async with Supervisor(config_in(folder)) as stack:
+        url = f"{stack.urls['counter'][0]}/health"
+        machines = {*httpx.create_ssl_context().get_ca_certs(binary_form=True)}
+        trust_in_all_clients(folder / "ca.pem")
+        for library in (httpx, httpx2):  # httpx2: the MCP SDK
+            async with library.AsyncClient(timeout=PATIENCE_S) as client:
+                assert (await client.get(url)).status_code == 200
+    authorities = {*httpx.create_ssl_context().get_ca_certs(binary_form=True)}
+    ours = ssl.PEM_cert_to_DER_cert((folder / "ca.pem").read_text())
+    assert authorities == {ours} | machines if set_before else authorities > {ours} | machines
+
+
+def test_services_share_a_file_of_authorities_that_only_this_user_can_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = os.environ.get("SSL_CERT_FILE", "")
+
+    def written() -> Path:
+        monkeypatch.setenv("SSL_CERT_FILE", machines)
+        trust_in_all_clients(folder / "ca.pem")
+        return Path(os.environ["SSL_CERT_FILE"])
+
+    file = written()
+    content, at = file.read_bytes(), file.stat().st_ino
+    assert [*(folder / "temporary").iterdir()] == [file] and file.stat().st_mode & 0o777 == 0o600
+    assert written() == file and file.stat().st_ino == at, "it is used again"
+    file.chmod(0o666)
+    assert written() == file and file.stat().st_mode & 0o777 == 0o600
+    file.write_bytes(b"another authority")
+    assert written() == file and file.read_bytes() == content
+    file.unlink()
+    file.symlink_to(folder / "server.pem")
+    assert written() == file and not file.is_symlink() and file.read_bytes() == content
+    with pytest.raises(UsageError, match=r"ngym.tls.ca: a file with .*missing.pem and the machine's .*No such file"):
+        trust_in_all_clients(folder / "missing.pem")
 
 
 async def test_who_begins_no_handshake_or_half_of_one_is_hung_up_on(folder: Path) -> None:

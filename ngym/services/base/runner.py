@@ -27,7 +27,7 @@ from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.extras import missing_extra
 from ngym.net.auth import Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of
 from ngym.net.connection_limits import Server, server_config
-from ngym.net.tls import trust
+from ngym.net.tls import trust_in_all_clients
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.schema import Kind
@@ -198,6 +198,8 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     """
     configure_logging(spec.name, spec.logs)
     try:
+        if spec.tls and spec.tls.get("ca"):
+            trust_in_all_clients(Path(spec.tls["ca"]))  # before the service's file creates clients
         module = load(Path(spec.app_file))
         options = check(spec, module)
     except UsageError as error:
@@ -233,8 +235,6 @@ def check(spec: ServiceSpec, module: ModuleType) -> ServiceOptions:
 
 
 async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions, sockets: list[socket.socket]) -> None:
-    if spec.tls and spec.tls.get("ca"):
-        trust(Path(spec.tls["ca"]))
     peers = Peers(spec.urls, spec.head_url, spec.run_token, owner=spec.name, others=spec.others)
     tokens = (spec.admin_token, spec.run_token)
     known = (*secrets_in(spec.options), *(value or "" for value in (*tokens, *spec.others.values())))
