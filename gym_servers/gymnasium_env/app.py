@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from typing import Any
 
 import gymnasium
@@ -21,6 +22,8 @@ from ngym.services.gym.step_server import Step, step_server, turns_of
 MAX_CHARS = 10_000
 MAX_NUMBERS = 256  # of an observation; a larger one is a picture
 REFUSALS = 3  # invalid answers in an episode that are only reported; each further one plays at random
+FIRST = threading.Lock()  # held while an environment is made for the first time
+imported: set[str] = set()  # ids of environments that have been made
 HOW = "Say your action alone in the last line, or in \\boxed{}."
 
 
@@ -190,19 +193,28 @@ class Episode:
 
 
 def made(task: Task, options: Options) -> Any:
-    own = [name for name, spec in registry.items() if str(spec.entry_point).startswith("gymnasium.envs.")]
+    own = [name for name, spec in tuple(registry.items()) if str(spec.entry_point).startswith("gymnasium.envs.")]
     known = own if options.allowed is None else options.allowed
     if task.env_id not in known:
         raise ServiceError(f"env_id: {task.env_id!r} is not allowed here{did_you_mean(task.env_id, known)}", status=422)
     try:
-        spec = gymnasium.spec(task.env_id)
-        drawing = {"render_mode": "ansi"} if "ansi" in modes(spec) else {}
-        env = gymnasium.make(task.env_id, **task.kwargs, **drawing)
+        if task.env_id in imported:
+            env = make(task)
+        else:
+            with FIRST:  # gymnasium's modules import one another, which fails in parallel threads
+                env = make(task)
+                imported.add(task.env_id)
         described(env.action_space)
     except Exception as error:  # the row's kwargs, packages that are not installed, spaces without a text
         why = " ".join(str(error).split())[:300]
         raise ServiceError(f"{task.env_id} cannot be made: {type(error).__name__}: {why}", status=422) from error
     return env
+
+
+def make(task: Task) -> Any:
+    spec = gymnasium.spec(task.env_id)
+    drawing = {"render_mode": "ansi"} if "ansi" in modes(spec) else {}
+    return gymnasium.make(task.env_id, **task.kwargs, **drawing)
 
 
 def modes(spec: Any) -> list[str]:

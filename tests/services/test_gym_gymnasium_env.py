@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,10 @@ async def test_a_row_cannot_import_and_what_cannot_be_made_gets_a_line(tmp_path:
             assert complaint in caught.value.detail, caught.value.detail
 
 
-async def test_every_shipped_seed_can_be_begun_and_left(tmp_path: Path, shared_venvs: Path) -> None:
+async def test_all_shipped_seeds_can_be_begun_at_the_same_time_by_a_service_that_has_imported_no_environment(
+    tmp_path: Path, shared_venvs: Path
+) -> None:
     async with bridged(NAME, tmp_path, shared_venvs) as peer:
-        for row in rows(NAME, "example"):
-            player = Player(peer, **{key: row[key] for key in ("env_id", "kwargs", "seed")})
-            assert "Observation: " in await player.begin()
+        shipped = [{key: row[key] for key in ("env_id", "kwargs", "seed")} for row in rows(NAME, "example")]
+        begun = await asyncio.gather(*(Player(peer, **task).begin() for task in [*shipped, *shipped]))
+        assert all("Observation: " in seen for seen in begun)
