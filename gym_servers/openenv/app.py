@@ -232,7 +232,7 @@ async def call_tool(name: str, arguments: Json, session: Session, request: Reque
 
 async def called(name: str, arguments: Json, session: Session) -> str:
     """Call a tool. Returns the text that the model sees."""
-    if "beginning" not in session:
+    if "beginning" not in session or found_no_place(session["beginning"]):
         beginning(session["task"].get("reset") or {}, session)
     await asyncio.shield(session["beginning"])  # several first calls may arrive at the same time
     episode: Episode = session["episode"]
@@ -293,6 +293,11 @@ def beginning(arguments: Json, session: Session) -> asyncio.Task[Json]:
     return task
 
 
+def found_no_place(task: asyncio.Task[Json]) -> bool:
+    """Whether the episode could not begin because others take all places; it may now."""
+    return task.done() and not task.cancelled() and isinstance(task.exception(), Overloaded)
+
+
 async def begin(arguments: Json, session: Session) -> Json:
     """Begin an episode when a place is free. Returns the first observation; raises Overloaded after wait_s."""
     options: Options = app.state.context.options
@@ -302,7 +307,8 @@ async def begin(arguments: Json, session: Session) -> Json:
             await places.acquire()
     except TimeoutError:
         raise Overloaded(
-            f"no place became free within {options.wait_s:g} s; `episodes` is {options.episodes}"
+            f"no place became free within {options.wait_s:g} s; `episodes` is {options.episodes}: raise it, or collect "
+            "with less --concurrency"
         ) from None
     episode = Episode(app.state.server)
     session.when_over(lambda: endings.add(asyncio.create_task(end(episode, places))))

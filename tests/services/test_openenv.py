@@ -18,7 +18,7 @@ from shipped import ROOT, calls, rollout, says
 
 from ngym.config.service_config import load_config
 from ngym.errors import NgymError, ServiceError
-from ngym.peers import Peers
+from ngym.peers import Peer, Peers
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.venvs import find_uv, make, venv_of
 
@@ -50,11 +50,11 @@ def answers(port: int) -> bool:
 
 @asynccontextmanager
 async def served(folder: Path, venvs: Path, name: str, **more: Any) -> AsyncIterator[Peers]:
-    """The environment's server, and ours in front of it."""
+    """The environment's server, and ours in front of it. more: further stanzas; under `name`: further options."""
     (folder / ".ngym").mkdir()
     (folder / ".ngym" / "venvs").symlink_to(venvs)
     with reserved_port() as port:
-        bridge = {**BRIDGE, "server": f"http://127.0.0.1:{port}", "episodes": 2}
+        bridge = {**BRIDGE, "server": f"http://127.0.0.1:{port}", "episodes": 2, **more.pop(name, {})}
         (folder / "global_config.yaml").write_text(
             json.dumps({"ngym": {"head": {"port": 0}, "ready_timeout_s": 600}, name: bridge, **more})
         )
@@ -115,8 +115,9 @@ async def test_episodes_beyond_the_servers_places_wait_until_one_is_over(peers: 
 
 @pytest.mark.soak
 async def test_its_mcp_tools_are_ours_and_their_rewards_add_up(tmp_path: Path, shared_venvs: Path) -> None:
-    async with served(tmp_path, shared_venvs, "drawers") as peers:
+    async with served(tmp_path, shared_venvs, "drawers", drawers={"wait_s": 1}) as peers:
         await play_drawers(peers)
+        await wait_for_a_place(peers["drawers"])
 
 
 async def play_drawers(peers: Peers) -> None:
@@ -130,6 +131,21 @@ async def play_drawers(peers: Peers) -> None:
     assert (scored["reward"], scored["steps"]) == (pytest.approx(0.8), 3)
     stored = rollout(ROW, *calls(("open_drawer", {"which": "left"})), says("I have it."))
     assert (await peers["drawers"].post("/verify", stored))["reward"] == 1.0
+
+
+async def wait_for_a_place(peer: Peer) -> None:
+    """A first call without a free place is refused, and succeeds in the same session when a place is free."""
+    playing = [peer.session() for _ in range(2)]
+    for session in playing:
+        await session.post("/seed_session", ROW)
+        await session.request("/open_drawer", {"which": "left"})
+    async with httpx.AsyncClient(base_url=peer.url(), timeout=60) as client:
+        assert (await client.post("/seed_session", json=ROW)).is_success  # the client keeps the session's cookie
+        refused = await client.post("/open_drawer", json={"which": "left"})
+        assert refused.status_code == 429 and "`episodes` is 2: raise it" in refused.json()["detail"]
+        await playing[0].request("/session", None, method="DELETE")
+        assert (await client.post("/open_drawer", json={"which": "left"})).text == "the key"
+        assert (await client.post("/verify", json=rollout(ROW, says("I have it.")))).json()["reward"] == 1.0
 
 
 async def test_a_row_can_not_say_which_server_is_played(peers: Peers) -> None:

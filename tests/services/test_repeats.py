@@ -1,4 +1,4 @@
-"""Idempotency keys: a call whose answer was lost is made again, and done once."""
+"""A call whose answer was lost is made again, and done once; a call that answered 429 or 503 was not done."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
-from ngym.errors import Overloaded
+from ngym.errors import NotReady, Overloaded, UpstreamError
 from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, service_app
 from ngym.services.gym.sessions import Repeats
+from ngym.services.gym.step_server import Step, step_server
 
 KEY = "idempotency-key"
 SESSION = "x-ng-session"
@@ -118,6 +119,44 @@ async def test_the_session_ends_with_verify_and_its_reward_can_still_be_asked_fo
         ]
         assert rewards == [1.0, 1.0]
         assert (await client.post("/verify", json=ANSWERED, headers={**mine, KEY: "w"})).status_code == 404
+
+
+async def test_a_step_server_that_is_busy_once_costs_no_episode() -> None:
+    calls: Counter[str] = Counter()
+
+    def busy_once(what: str, error: ServiceError) -> None:
+        calls[what] += 1
+        if calls[what] == 1:
+            raise error
+
+    async def reset(task: VerifyRequest, session: Session) -> str:
+        busy_once("reset", Overloaded("both places are taken"))
+        return "go"
+
+    async def step(task: VerifyRequest, session: Session) -> Step:
+        busy_once("step", NotReady("the board is being set up"))
+        return Step("fine", reward=1.0, terminated=True)
+
+    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+        session = peers["gym"].session()
+        assert (await session.post("/reset", ROW))["observation"] == "go"
+        assert (await session.post("/step", ANSWERED))["terminated"]
+        scored = await session.post("/verify", ANSWERED)
+    assert (scored["reward"], scored["steps"]) == (1.0, 1)
+    assert calls == {"reset": 2, "step": 2}
+
+
+async def test_a_step_server_that_stays_busy_is_reported_with_its_reason() -> None:
+    async def reset(task: VerifyRequest, session: Session) -> str:
+        raise Overloaded("both places are taken; lower `episodes`", retry_after_s=36_000)
+
+    async def step(task: VerifyRequest, session: Session) -> Step:
+        raise AssertionError("no episode has begun")
+
+    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+        with pytest.raises(UpstreamError, match="both places are taken; lower `episodes`") as busy:
+            await peers["gym"].session().post("/reset", ROW)
+    assert (busy.value.status, busy.value.failure, busy.value.retryable) == (429, "tool_error", True)
 
 
 async def test_who_hangs_up_and_comes_back_waits_for_the_same_call() -> None:

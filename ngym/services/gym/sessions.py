@@ -62,6 +62,11 @@ class Session(dict[str, Any]):
             )
         raise KeyError(key)
 
+    def fail(self, error: ServiceError) -> None:
+        """Store the failure, unless it means that nothing was done: then the caller retries."""
+        if error.status not in NOT_DONE:
+            self.failure = copy.copy(error)  # without its traceback, which would keep the request alive
+
     def when_over(self, close: Callable[[], object]) -> None:
         """Call this function once, when the session ends for any reason."""
         self._closing.append(close)

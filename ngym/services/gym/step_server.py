@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -145,12 +144,14 @@ async def _advance(turn: VerifyRequest, session: Session, step: Advance) -> Step
 
 @contextmanager
 def _play(what: str, session: Session) -> Iterator[None]:
-    """Turn an exception of the author's function into a failure of the environment; the session then has no reward."""
+    """Turn an exception of the author's function into a failure of the environment; the session then has no reward, unless
+    the caller can retry (429 and 503).
+    """
     try:
         with Boundary("tool_error", what, places=True, retryable=True):
             yield
     except ServiceError as error:
-        session.failure = copy.copy(error)  # without its traceback, which would keep the request alive
+        session.fail(error)
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import math
@@ -27,9 +26,7 @@ from ngym.services.base.app import JsonResponse, add_route, context_of
 from ngym.services.base.middleware import execute_tool
 from ngym.services.base.options import ServiceOptions, check_result
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
-from ngym.services.gym.sessions import BEGUN, Session, session_id_of
-
-NOT_DONE = (429, 503)
+from ngym.services.gym.sessions import BEGUN, NOT_DONE, Session, session_id_of
 
 ANYTHING: Json = {"description": "Any JSON."}
 
@@ -147,7 +144,7 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
         error.detail += (
             f"{source_location(error)} (the model reads a ToolError; {type(error).__name__} fails the rollout)"
         )
-    session.failure = copy.copy(error)  # without its traceback, which would keep the request alive
+    session.fail(error)
     return error
 
 
