@@ -159,6 +159,52 @@ async def test_a_step_server_that_stays_busy_is_reported_with_its_reason() -> No
     assert (busy.value.status, busy.value.failure, busy.value.retryable) == (429, "tool_error", True)
 
 
+@pytest.mark.parametrize("error", [Overloaded("the grader is busy"), NotReady("the grader starts")])
+async def test_a_verifier_that_is_busy_once_is_asked_again_in_the_same_session(error: ServiceError) -> None:
+    closed: list[str] = []
+    refusals = [error]
+
+    async def add(session: Session) -> int:
+        """Count."""
+        session.when_over(lambda: closed.append("session"))
+        session["n"] = session.get("n", 0) + 1
+        return int(session["n"])
+
+    async def verify(task: VerifyRequest, session: Session) -> float:
+        if refusals:
+            raise refusals.pop()
+        return float(session["n"])
+
+    app = gym_server(tools=[add], verify=verify)
+    async with house(gym=app) as peers:
+        session = peers["gym"].session()
+        await session.post("/seed_session", ROW)
+        await session.post("/add", {})
+        assert (await session.post("/verify", ANSWERED))["reward"] == 1.0
+        assert len(app.state.sessions) == 0 and closed == ["session"]
+
+
+async def test_a_session_whose_verifier_stays_busy_ends_when_it_is_deleted_or_idle() -> None:
+    async def verify(task: VerifyRequest, session: Session) -> float:
+        session.when_over(lambda: closed.append(session.id))
+        raise Overloaded("the grader is busy")
+
+    closed: list[str] = []
+    app = gym_server(verify=verify, replays=True)
+    async with house(gym=app) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+        first, second = await seeded(client), await seeded(client)
+        for mine in (first, second):
+            assert (await client.post("/verify", json=ANSWERED, headers=mine)).status_code == 429
+        assert len(app.state.sessions) == 2 and not closed
+        assert (await client.delete("/session", headers=first)).json() == {"ended": True}
+        app.state.sessions.ttl_s = -1.0
+        assert (await client.post("/verify", json=ANSWERED, headers=second)).status_code == 404
+        assert closed == [first[SESSION], second[SESSION]] and len(app.state.sessions) == 0
+        client.cookies.clear()
+        assert (await client.post("/verify", json=ANSWERED)).status_code == 429
+        assert len(closed) == 3, "a session that was never stored ends with its call"
+
+
 async def test_who_hangs_up_and_comes_back_waits_for_the_same_call() -> None:
     shop = Shop()
     async with shop.open() as client, asyncio.timeout(PATIENCE_S):

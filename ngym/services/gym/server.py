@@ -28,6 +28,7 @@ from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.mcp_route import McpRoute
 from ngym.services.gym.sessions import (
+    NOT_DONE,
     TASK,
     Repeats,
     Session,
@@ -274,6 +275,7 @@ def gym_server(
         session = Session(session_id or "") if unseeded else session_for(store, request)
         if TASK not in session and app.state.verifier.session and not replays:
             raise ServiceError(NEVER_SEEDED, status=409)
+        again = False
         try:
             if session.failure is not None:
                 raise copy.copy(session.failure)
@@ -286,10 +288,14 @@ def gym_server(
                     return await off_loop(request, JsonResponse, {**_without_scores(raw), **outcome})
                 except TypeError as error:
                     raise _not_json(outcome, error) from None
+        except ServiceError as error:
+            again = error.status in NOT_DONE and session.id in store
+            raise
         finally:
-            store.end(session.id)
-            repeats.forget(session.id)
-            session.over()  # also one that was never stored
+            if not again:
+                store.end(session.id)
+                repeats.forget(session.id)
+                session.over()  # also one that was never stored
 
     async def list_tools(request: Request) -> Response:
         return JsonResponse(app.state.tools)
