@@ -42,6 +42,7 @@ from ngym.services.gym.tools import Tool, described, inspected, register_tool
 log = logging.getLogger("ngym.mcp")
 MOST_TOOLS = 1000
 WRITE_S = 1.0  # to send a call; the SDK's timeout starts after that
+PLACE_S = 60.0  # a call waits for a place; agents, which wait 120 s by default, then learn why and repeat the call
 # The server is broken or gone. Other errors (unknown tool, wrong arguments, its own codes) are answers for the model.
 BROKEN = (types.INTERNAL_ERROR, types.INVALID_REQUEST, types.PARSE_ERROR, types.CONNECTION_CLOSED)
 MAX_NAME_CHARS = 64  # of a function's name in OpenAI's APIs
@@ -61,7 +62,10 @@ class Options(ServiceOptions):
     shared: bool = Field(default=False, description="One connection for all rollouts; only for servers without state.")
     max_servers: int = Field(default=16, ge=1, description="Most connections (for a command: processes) at a time.")
     start_timeout_s: float = Field(
-        default=120, gt=0, description="To start a server, and to wait until one of max_servers is free."
+        default=120,
+        gt=0,
+        description="To start a server, and for the list of its tools. A call waits no longer than this, and at most a "
+        "minute, until one of max_servers is free; the caller then repeats it.",
     )
     timeout_s: float = Field(default=60, gt=0, description="For one call.")
     idle_s: float = Field(default=900, gt=0, description="A rollout's server without a call for this long is stopped.")
@@ -113,14 +117,16 @@ class Connections:
                 connection.end()
 
     async def call(self, session: Session, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
-        return await self._of(session).call(tool, arguments)
+        return await (await self._of(session)).call(tool, arguments)
 
-    def _of(self, session: Session) -> Connection:
+    async def _of(self, session: Session) -> Connection:
         if self.options.shared:
+            if self._shared is not None:
+                await self._shared.checked()
             if self._shared is None or self._shared.is_over:
                 self._shared = self._connect()
             return self._shared
-        if "mcp" not in session:
+        if "mcp" not in session or session["mcp"].found_no_place:
             connection = self._connect()
             session["mcp"] = connection
             session.when_over(connection.end)
@@ -143,12 +149,20 @@ class Connection:
         self._over = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._calls = 0
+        self._answers = 0
+        self._check: asyncio.Task[None] | None = None
         self._used = time.monotonic()
         self.task = asyncio.create_task(self._live(root))
 
     @property
     def is_over(self) -> bool:
         return self._over.is_set()
+
+    @property
+    def found_no_place(self) -> bool:
+        """Whether it could not start because others take all places; another one may now."""
+        ended = self._client.done() and not self._client.cancelled()
+        return ended and isinstance(self._client.exception(), Overloaded)
 
     def end(self) -> None:
         """Have its task close it; cancel the task if the server has not started yet."""
@@ -168,48 +182,77 @@ class Connection:
             async with self._used_by_a_call():
                 client = await self._ready()
                 async with asyncio.timeout(timeout_s + WRITE_S):
-                    return await client.call_tool(tool, arguments or {}, read_timeout_seconds=timeout_s)
+                    result = await client.call_tool(tool, arguments or {}, read_timeout_seconds=timeout_s)
+                self._answers += 1
+                return result
         except TimeoutError:  # the server has stopped reading, so its pipe is full
-            self.end()
-            raise PeerTimeout(f"{tool}: the MCP server read nothing within {timeout_s + WRITE_S:g} s") from None
+            self._end_or_check()
+            raise PeerTimeout(
+                f"{tool}: the MCP server read nothing within {timeout_s:g} s (timeout_s) and {WRITE_S:g} s more"
+            ) from None
         except MCPError as error:
-            raise self._failure(error, tool) from error
+            raise self._failure(error, tool, "timeout_s") from error
         except (RuntimeError, ValidationError) as error:
             raise UpstreamError(f"{tool}: the MCP server's result is invalid: {error}") from error
 
     async def list_tools(self) -> list[types.Tool]:
         found: list[types.Tool] = []
-        limit_s = self._options.start_timeout_s + self._options.timeout_s
         try:
-            async with self._used_by_a_call(), asyncio.timeout(limit_s):
+            async with self._used_by_a_call():
                 client, cursor = await self._ready(), None
-                while len(found) <= MOST_TOOLS:
-                    page = await client.list_tools(cursor=cursor)
-                    found += page.tools
-                    cursor = page.next_cursor
-                    if not cursor:
-                        return found
+                async with asyncio.timeout(self._options.start_timeout_s):
+                    while len(found) <= MOST_TOOLS:
+                        page = await client.list_tools(cursor=cursor)
+                        found += page.tools
+                        cursor = page.next_cursor
+                        if not cursor:
+                            return found
         except MCPError as error:
-            raise self._failure(error, "tools/list") from error
+            raise self._failure(error, "tools/list", "start_timeout_s") from error
         except TimeoutError:
-            raise PeerTimeout(f"the MCP server did not list its tools within {limit_s:g} s") from None
+            raise self._late("tools/list", "start_timeout_s") from None
         raise ConfigError(f"server: it lists more than {MOST_TOOLS} tools")
 
     async def _ready(self) -> Client:
         if self._over.is_set():
             raise Unreachable("this rollout's MCP server is gone: it died, hung, or was idle for too long")
-        try:
-            async with asyncio.timeout(self._options.start_timeout_s):
-                return await asyncio.shield(self._client)
-        except TimeoutError:
+        return await asyncio.shield(self._client)
+
+    async def checked(self) -> None:
+        """Wait for the check that follows a failed call, so that no further call goes to a broken server."""
+        if self._check is not None:
+            await asyncio.wait([self._check])
+
+    def _end_or_check(self) -> None:
+        """End a server that failed a call; a shared one only if it fails other calls, too."""
+        if not self._options.shared:
             self.end()
-            raise PeerTimeout(f"the MCP server did not start within {self._options.start_timeout_s:g} s") from None
+        elif self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._end_unless_it_answers())
+
+    async def _end_unless_it_answers(self) -> None:
+        before = self._answers
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                await (await self._ready()).list_tools()
+            return
+        except (TimeoutError, MCPError) as error:
+            if isinstance(error, MCPError) and error.code not in (types.REQUEST_TIMEOUT, *BROKEN):
+                return
+        except (ServiceError, RuntimeError, ValidationError):
+            return
+        if self._answers == before:
+            log.warning("the shared MCP server does not answer; the next call starts another one")
+            self.end()
 
     async def _live(self, root: Path) -> None:
         try:
-            async with self._place(), _client(self._options, root) as client:
-                self._client.set_result(client)
-                await self._until_over()
+            async with self._place():
+                limit = asyncio.get_running_loop().call_later(self._options.start_timeout_s, self._give_up_start)
+                async with _client(self._options, root) as client:
+                    limit.cancel()
+                    self._client.set_result(client)
+                    await self._until_over()
         except Exception as error:  # noqa: BLE001  (reported to the waiting caller, or logged)
             if not self._client.done():
                 self._fail(_reason(error))
@@ -217,8 +260,17 @@ class Connection:
                 log.warning("a connection to the MCP server broke: %s", _reason(error))
         finally:
             self._over.set()
+            if self._check is not None:
+                self._check.cancel()
             if not self._client.done():
                 self._fail(Unreachable("the MCP server was stopped before it had started"))
+
+    def _give_up_start(self) -> None:
+        if not self._client.done():
+            self._over.set()
+            limit_s = self._options.start_timeout_s
+            self._fail(PeerTimeout(f"the MCP server did not start within {limit_s:g} s (start_timeout_s)"))
+            self.task.cancel()
 
     def _fail(self, error: ServiceError) -> None:
         self._client.set_exception(error)
@@ -228,7 +280,7 @@ class Connection:
     async def _place(self) -> AsyncIterator[None]:
         """One of max_servers places. Raises Overloaded if none is free in time."""
         try:
-            async with asyncio.timeout(self._options.start_timeout_s):
+            async with asyncio.timeout(min(PLACE_S, self._options.start_timeout_s)):
                 await self._places.acquire()
         except TimeoutError:
             raise Overloaded(
@@ -257,15 +309,20 @@ class Connection:
             self._calls -= 1
             self._used = time.monotonic()
 
-    def _failure(self, error: MCPError, tool: str) -> ServiceError:
+    def _failure(self, error: MCPError, tool: str, limit: Literal["timeout_s", "start_timeout_s"]) -> ServiceError:
+        """The error of a request. limit: the option that bounds its answer."""
         if error.code == types.REQUEST_TIMEOUT:
-            if not self._options.shared:
-                self.end()  # stop a server that hangs
-            return PeerTimeout(f"{tool}: the MCP server did not answer within {self._options.timeout_s:g} s")
+            self._end_or_check()
+            return self._late(tool, limit)
         if error.code in BROKEN:
-            self.end()
+            self._end_or_check()
             return Unreachable(f"{tool}: the MCP server failed: {error.message}")
+        self._answers += 1
         return ToolError(error.message)
+
+    def _late(self, tool: str, limit: Literal["timeout_s", "start_timeout_s"]) -> ServiceError:
+        limit_s = getattr(self._options, limit)
+        return PeerTimeout(f"{tool}: the MCP server did not answer within {limit_s:g} s ({limit})")
 
 
 @asynccontextmanager

@@ -25,6 +25,18 @@ from ngym.services.base.request_bodies import json_body
 ROUGH = str(SUPPORT / "rough_mcp_server.py")
 STDIO = ["python", ROUGH, "stdio"]
 SHOP = ["python", str(ROOT / "gym_servers" / "mcp" / "example_server.py")]
+LISTS_NOTHING = """
+import json, sys
+for line in sys.stdin:
+    call = json.loads(line)
+    if call["method"] == "initialize":
+        given = {"protocolVersion": call["params"]["protocolVersion"], "capabilities": {"tools": {}}}
+        answer = {"result": {**given, "serverInfo": {"name": "x", "version": "1"}}}
+    else:
+        answer = {"error": {"code": -32601, "message": "no"}}
+    if "id" in call and call["method"] != "tools/list":
+        print(json.dumps({"jsonrpc": "2.0", "id": call["id"], **answer}), flush=True)
+"""
 ROW = {"responses_create_params": {"input": "Do it."}, "expected_answer": "done"}
 
 
@@ -36,8 +48,8 @@ def service():
 
 
 @asynccontextmanager
-async def bridged(server=STDIO, **options):
-    async with house({"mcp": {"server": server, **options}}, mcp=service().app) as peers:
+async def bridged(server=STDIO, *, module=None, **options):
+    async with house({"mcp": {"server": server, **options}}, mcp=(module or service()).app) as peers:
         yield peers["mcp"]
 
 
@@ -138,6 +150,31 @@ async def test_shared_servers_are_one_and_come_back_when_they_died():
         assert await other.post("/count", {}) == 1
 
 
+async def test_a_shared_server_that_answers_nothing_is_replaced_and_one_hung_call_does_not_end_it():
+    async with bridged(shared=True, timeout_s=3) as peer:
+        one, other = await begun(peer), await begun(peer)
+        assert await one.post("/count", {}) == 1
+        assert "hang: the MCP server did not answer within 3 s (timeout_s)" in (await failing(one, "hang")).detail
+        assert await other.post("/count", {}) == 2, "the same process"
+        assert (await failing(one, "wedge")).failure == "timeout"
+        assert await asyncio.gather(*(each.post("/count", {}) for each in (one, other))) in ([1, 2], [2, 1])
+    await until_no_server_is_alive()
+
+
+async def test_a_rollout_without_a_place_is_refused_with_the_reason_and_begins_when_a_place_is_free():
+    module = service()
+    module.PLACE_S = 0.1
+    async with bridged(module=module, max_servers=1) as peer:
+        first, second = await begun(peer), await begun(peer)
+        await first.post("/count", {})
+        async with httpx.AsyncClient(headers={"x-ng-session": second.id}, timeout=PATIENCE_S) as client:
+            refused = await client.post(f"{peer.url()}/count", json={})
+        assert refused.status_code == 429 and "max_servers: 1 MCP servers run" in refused.json()["detail"]
+        await first.post("/verify", rollout(ROW, says("done")))
+        assert await second.post("/count", {}) == 1
+        assert (await second.post("/verify", rollout(ROW, says("done"))))["reward"] == 1.0
+
+
 async def test_a_server_that_hangs_fails_the_rollout_and_is_stopped():
     async with bridged(timeout_s=1) as peer:
         session = await begun(peer)
@@ -171,11 +208,16 @@ async def test_a_server_that_is_not_there_is_told_in_one_line():
     for server, error, told in (
         (["no-such-program"], ConfigError, "no-such-program"),
         (["python", "-c", "raise SystemExit(3)"], ConfigError, "raise SystemExit"),
-        (["python", "-c", "import time; time.sleep(3600)", "rough_mcp"], ConfigError, "did not start within 1 s"),
+        (
+            ["python", "-c", "import time; time.sleep(3600)", "rough_mcp"],
+            ConfigError,
+            r"did not start within 1 s \(start_timeout_s\)",
+        ),
+        (["python", "-c", LISTS_NOTHING], ConfigError, r"tools/list: .* not answer within 5 s \(start_timeout_s\)"),
         ("http://127.0.0.1:9/mcp", Unreachable, "cannot be reached"),
     ):
         module = service()
-        options = module.Options(server=server, start_timeout_s=1 if "rough_mcp" in server else 60)
+        options = module.Options(server=server, start_timeout_s={"rough_mcp": 1, LISTS_NOTHING: 5}.get(server[-1], 60))
         with pytest.raises(error, match=told):
             async with module.Connections(options, Path()) as every:
                 await every.list_tools()

@@ -6,6 +6,7 @@ python rough_mcp_server.py stdio | http PORT | sse PORT
 import asyncio
 import os
 import sys
+import time
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -64,6 +65,13 @@ def die() -> str:
 @server.tool()
 async def hang() -> str:
     await asyncio.sleep(3600)
+    return "at last"
+
+
+@server.tool()
+async def wedge() -> str:
+    """The whole process stops answering."""
+    time.sleep(3600)  # noqa: ASYNC251
     return "at last"
 
 
