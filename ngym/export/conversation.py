@@ -21,7 +21,7 @@ import orjson
 from ngym.convert import chat_request, check_create_params, content_text, split_think
 from ngym.errors import BadRequest
 from ngym.export.rollout_selection import Reason, Row
-from ngym.net.json_limits import is_deep
+from ngym.net.json_limits import LONG_NUMBER, is_deep
 from ngym.schema import CUT_TURNS, LARGEST_REWARD, Json, is_failed_attempt, is_reward
 
 Ending = Literal["whole", "step limit", "cut"]
@@ -29,7 +29,6 @@ Ending = Literal["whole", "step limit", "cut"]
 the policy never sampled the end of that turn."""
 QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 MOST_DEPTH = 200  # of arguments as an object; orjson writes 254 levels
-LONG_NUMBER = re.compile(r"\d{19}")  # orjson reads what exceeds 64 bits as a float
 
 
 class NoRollout(Exception):
@@ -201,7 +200,7 @@ def arguments(text: str) -> Json | str:
         return text
     if not isinstance(value, dict) or is_deep(text.encode(), value, MOST_DEPTH):
         return text
-    return text if LONG_NUMBER.search(QUOTED.sub("", text)) else value
+    return text if LONG_NUMBER.search(QUOTED.sub("", text).encode()) else value
 
 
 def _essence(message: Json, ordinals: dict[Any, int]) -> Json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ BYTES_OF_WEIGHT = 16  # bytes that add a weight of 1, for long numbers
 LOOP_BYTES = 256 << 10  # smaller JSON is handled on the event loop, within some milliseconds
 _NOT_MARKS = bytes(set(range(256)) - set(b",[{:"))
 _NOT_BEFORE_VALUES = bytes(set(range(256)) - set(b",[{"))
+LONG_NUMBER = re.compile(rb"\d{19}")  # orjson reads an integer beyond 64 bits as a float
 _threads = ThreadPoolExecutor(2, thread_name_prefix="json")
 Result = TypeVar("Result")
 

@@ -290,6 +290,10 @@ async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
         row = await peers["agent"].post("/run", ROW)
         shown = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
         assert row["reward"] == 1.0 and shown[0] == '"clicked\\nx \u2713"' and "the moon is not right" in shown[1]
+        said["output"] = calls(("digits", {"value": 123456789012345678901}))
+        row = await peers["agent"].post("/run", ROW)
+        shown = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+        assert shown == ['"123456789012345678901 in all its digits"']
         said["output"] = calls(("die", {}))
         with pytest.raises(ServiceError) as failed:
             await peers["agent"].post("/run", ROW)

@@ -38,6 +38,11 @@ def click_again() -> str:
 
 
 @server.tool()
+def digits(value: int) -> str:
+    return f"{value} in all its digits"
+
+
+@server.tool()
 def refuse() -> str:
     raise ToolError("the moon is not right")
 

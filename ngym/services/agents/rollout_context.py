@@ -14,7 +14,7 @@ import orjson
 
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response, unfinished
 from ngym.errors import Boundary, ServiceError, UpstreamError
-from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
+from ngym.net.json_limits import LONG_NUMBER, MAX_DEPTH, by_size, is_deep, serialized
 from ngym.peer_answers import SHOWN_BYTES
 from ngym.rollout import added, extend, tokens_of, versions_in, with_latest_tokens
 from ngym.schema import (
@@ -187,14 +187,14 @@ class RolloutContext:
             arguments = orjson.loads(text)
         except orjson.JSONDecodeError as error:
             return f"Error: the arguments of {name} are not JSON: {error}", True
-        if is_deep(text.encode(), arguments):
+        raw = text.encode()
+        if is_deep(raw, arguments):
             return f"Error: the arguments of {name} are nested deeper than {MAX_DEPTH} levels.", True
         if not isinstance(arguments, dict):
             return f"Error: the arguments of {name} must be a JSON object, not {type(arguments).__name__}.", True
         try:
-            reply = await self.gym.request(
-                f"/{quote(str(name), safe='')}", arguments, timeout=self.options.tool_timeout_s
-            )
+            body = raw if LONG_NUMBER.search(raw) else arguments  # with all digits
+            reply = await self.gym.request(f"/{quote(str(name), safe='')}", body, timeout=self.options.tool_timeout_s)
             check_result(str(name), len(reply.body), self.options)
         except ServiceError as error:
             if error.is_for_the_model:
