@@ -16,7 +16,7 @@ SCRIPT = """\
 set -euo pipefail
 cd {folder}
 logs={logs}
-{setup}
+{begin}{setup}
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/ray_token
 (umask 077 && [ -s "$RAY_AUTH_TOKEN_PATH" ] || od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > "$RAY_AUTH_TOKEN_PATH")
 
@@ -24,7 +24,7 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/r
 head=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_ADDRESS=$head:$((20000 + SLURM_JOB_ID % 10000))
 start=(ray start --num-cpus={cpus} --num-gpus={gpus}{pool} --disable-usage-stats --block)
-trap 'kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
+trap '{end}kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
 "${{start[@]}}" --head --node-ip-address="$head" --port="${{RAY_ADDRESS#*:}}" --include-dashboard=false &> "$logs/ray.log" &
 until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
 if [ "$SLURM_NNODES" -gt 1 ]; then
@@ -40,16 +40,30 @@ run=$!
 cut=
 trap 'cut=yes; kill -{signal} "$run"' USR1 # {warning} s before the limit: {ending}
 trap 'kill -TERM "$run"' TERM
+while kill -0 "$run" 2> /dev/null; do wait "$run" || true; done # a signal ends `wait`, too
 code=0
 wait "$run" || code=$?
-while kill -0 "$run" 2> /dev/null; do code=0; wait "$run" || code=$?; done
 if [ -n "$cut" ] && [ "$code" -ne 0 ]; then
     {again}
 fi
 exit "$code"
 """
 REQUEUE = 'scontrol requeue "$SLURM_JOB_ID" && exit 0'
-NEXT = 'echo "cut by the time limit; the next job of the chain continues"'
+CHAIN = """\
+# The next job of the chain starts after each job that does not end with 0. It is cancelled with the rest of the chain,
+# unless this one was cut, killed (128 and more), or ended with {try_again}: "try again later".
+continues=
+end_chain() {{
+    local code=$?
+    if [ -z "$continues" ] && [ "$code" -ne {try_again} ] && [ "$code" -lt 128 ]; then
+        echo "the command ended with code $code, not by the time limit: the pending jobs of {name} are cancelled"
+        scancel --user="$(id -un)" --name={name} --state=PENDING || true
+    fi
+}}
+trap end_chain EXIT
+"""
+NEXT = 'continues=yes; echo "cut by the time limit; the next job of the chain continues"'
+TRY_AGAIN = 75  # the exit code of a command for which a later repetition may succeed
 
 
 def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> str:
@@ -75,6 +89,8 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
         header="\n".join(f"#SBATCH {line}" for line in lines),
         folder=shlex.quote(str(folder)),
         logs=shlex.quote(str(logs)),
+        begin=CHAIN.format(name=target.name, try_again=TRY_AGAIN) if target.chain else "",
+        end="end_chain; " if target.chain else "",
         setup=target.setup or "# (no setup)",
         cpus=target.cpus,
         gpus=target.gpus,

@@ -6,6 +6,7 @@ Write the golden files again: python tests/unit/test_submit.py
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,70 @@ def test_bash_can_parse_the_scripts(name: str) -> None:
     text = (DATA / "submit" / name).read_text()
     script = yaml.safe_load(text)["run"] if name.endswith(".yaml") else text
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False).stderr == ""
+
+
+def run_script(folder: Path, chain: int, command: str) -> tuple[int, str]:
+    """Run a rendered script with stubs for Ray, Slurm and the command. Returns its exit code and the calls of Slurm.
+
+    command: the shell lines that ng_run executes.
+    """
+    logs, stubs = folder / "logs", folder / "bin"
+    logs.mkdir()
+    stubs.mkdir()
+    for name, line in {
+        "ray": '[ "$1" = health-check ] || exec sleep 1000',
+        "python": "echo 127.0.0.1",
+        "ng_run": f'case "$*" in *--dry-run*) exit 2;; esac\n{command}',
+        "scancel": 'echo scancel "$@" >> calls',
+        "scontrol": 'echo scontrol "$@" >> calls',
+    }.items():
+        (stubs / name).write_text(f"#!/bin/bash\n{line}\n")
+        (stubs / name).chmod(0o755)
+    script = slurm.render(SMALL.model_copy(update={"chain": chain}), ["ng_run"], folder, logs)
+    slurm_names = {"SLURM_JOB_ID": f"{os.getpid()}", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n1"}
+    variables = {**os.environ, **slurm_names, "PATH": f"{stubs}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash"], input=script, text=True, env=variables, stdout=subprocess.DEVNULL, check=False)
+    calls = folder / "calls"
+    return done.returncode, calls.read_text() if calls.exists() else ""
+
+
+CUT = """# Slurm's signal comes when the script can handle it
+sleep 1000 &
+trap 'kill $!; exit 1' TERM
+until (( 0x$(sed -n 's/^SigCgt:\\s*//p' /proc/$PPID/status) & 0x200 )); do sleep 0.01; done
+kill -USR1 $PPID
+wait
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "code", "cancelled"),
+    [
+        ("exit 2", 2, True),  # a mistake in a recipe
+        ("exit 1", 1, True),
+        ("exit 0", 0, True),
+        ("exit 75", 75, False),
+        ("kill -KILL $$", 137, False),
+        (CUT, 1, False),
+    ],
+)
+def test_a_chain_continues_only_after_a_job_that_was_cut_or_killed_or_may_succeed_later(
+    tmp_path: Path, command: str, code: int, cancelled: bool
+) -> None:
+    ended, calls = run_script(tmp_path, 5, command)
+    assert ended == code
+    assert ("--name=small --state=PENDING" in calls) == cancelled and calls.count("scancel") == cancelled
+
+
+@pytest.mark.process
+def test_a_job_without_a_chain_is_requeued_only_if_it_was_cut(tmp_path: Path) -> None:
+    for name, command, expected in (
+        ("cut", CUT, (0, f"scontrol requeue {os.getpid()}\n")),
+        ("wrong", "exit 2", (2, "")),
+    ):
+        (tmp_path / name).mkdir()
+        assert run_script(tmp_path / name, 0, command) == expected
 
 
 def test_a_secret_is_only_in_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,9 @@ run=$!
 cut=
 trap 'cut=yes; kill -USR1 "$run"' USR1 # 180 s before the limit: write a checkpoint and end
 trap 'kill -TERM "$run"' TERM
+while kill -0 "$run" 2> /dev/null; do wait "$run" || true; done # a signal ends `wait`, too
 code=0
 wait "$run" || code=$?
-while kill -0 "$run" 2> /dev/null; do code=0; wait "$run" || code=$?; done
 if [ -n "$cut" ] && [ "$code" -ne 0 ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi

@@ -12,6 +12,17 @@
 set -euo pipefail
 cd /shared/project
 logs=/shared/project/.ngym/submit/small
+# The next job of the chain starts after each job that does not end with 0. It is cancelled with the rest of the chain,
+# unless this one was cut, killed (128 and more), or ended with 75: "try again later".
+continues=
+end_chain() {
+    local code=$?
+    if [ -z "$continues" ] && [ "$code" -ne 75 ] && [ "$code" -lt 128 ]; then
+        echo "the command ended with code $code, not by the time limit: the pending jobs of small are cancelled"
+        scancel --user="$(id -un)" --name=small --state=PENDING || true
+    fi
+}
+trap end_chain EXIT
 # (no setup)
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/ray_token
 (umask 077 && [ -s "$RAY_AUTH_TOKEN_PATH" ] || od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
@@ -20,7 +31,7 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/r
 head=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_ADDRESS=$head:$((20000 + SLURM_JOB_ID % 10000))
 start=(ray start --num-cpus=8 --num-gpus=0 --disable-usage-stats --block)
-trap 'kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
+trap 'end_chain; kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
 "${start[@]}" --head --node-ip-address="$head" --port="${RAY_ADDRESS#*:}" --include-dashboard=false &> "$logs/ray.log" &
 until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
 if [ "$SLURM_NNODES" -gt 1 ]; then
@@ -36,10 +47,10 @@ run=$!
 cut=
 trap 'cut=yes; kill -TERM "$run"' USR1 # 180 s before the limit: end
 trap 'kill -TERM "$run"' TERM
+while kill -0 "$run" 2> /dev/null; do wait "$run" || true; done # a signal ends `wait`, too
 code=0
 wait "$run" || code=$?
-while kill -0 "$run" 2> /dev/null; do code=0; wait "$run" || code=$?; done
 if [ -n "$cut" ] && [ "$code" -ne 0 ]; then
-    echo "cut by the time limit; the next job of the chain continues"
+    continues=yes; echo "cut by the time limit; the next job of the chain continues"
 fi
 exit "$code"
