@@ -85,21 +85,29 @@ def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
 def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:
     from ngym.cluster.kuberay import render, secrets
 
-    if not dry_run:
-        _need("kubectl")
-    _apply(_yaml(render(target, run, None if dry_run else secrets(target))), ["kubectl", "apply", "-f", "-"], dry_run)
+    apply = ["kubectl", "apply", "-f", "-"]
+    if dry_run:
+        _apply(_yaml(render(target, run)), apply, dry_run)
+        secrets(target)  # fails as the submission would
+        return
+    _need("kubectl")
+    _apply(_yaml(render(target, run, secrets(target))), apply, dry_run)
 
 
 def _skypilot(target: Target, run: Sequence[str], dry_run: bool) -> None:
     from ngym.cluster.skypilot import render
+    from ngym.cluster.target import secret_values
 
     if not dry_run:
         _need("sky")
+        secret_values(target)
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # `sky` reads the values of secrets from here
     names = ("RAY_AUTH_TOKEN", *target.secrets)
     options = [word for name in names for word in ("--secret", name)]
     launch = ["sky", "launch", "--yes", "--cluster", target.name, *options, "/dev/stdin"]
     _apply(_yaml([render(target, run)]), launch, dry_run)
+    if dry_run:
+        secret_values(target)  # fails as the submission would
 
 
 def _yaml(documents: list[dict[str, Any]]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngym.cluster.target import Target, shell_text
+from ngym.cluster.target import Target, secret_values, shell_text
 from ngym.errors import UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, new_token
 
@@ -40,9 +39,7 @@ def render(target: Target, command: Sequence[str], values: Mapping[str, str] | N
 
 def secrets(target: Target) -> dict[str, str]:
     """The values of the Secret: tokens of this run, and the variables that the settings name."""
-    if missing := [name for name in target.secrets if name not in os.environ]:
-        raise UsageError(f"secrets: not set here: {', '.join(missing)}")
-    return {RUN_TOKEN: new_token(), ADMIN_TOKEN: new_token()} | {name: os.environ[name] for name in target.secrets}
+    return {RUN_TOKEN: new_token(), ADMIN_TOKEN: new_token()} | secret_values(target)
 
 
 def _named(version: str, kind: str, target: Target) -> Json:

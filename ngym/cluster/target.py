@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,13 @@ def read_target(file: Path, overrides: Sequence[str]) -> Target:
         if not name.isidentifier():
             raise UsageError(f"{file}: secrets: {name!r} is not the name of a variable")
     return target
+
+
+def secret_values(target: Target) -> dict[str, str]:
+    """The variables that the settings name. UsageError if one is not set."""
+    if missing := [name for name in target.secrets if name not in os.environ]:
+        raise UsageError(f"secrets: not set here: {', '.join(missing)}")
+    return {name: os.environ[name] for name in target.secrets}
 
 
 def on_ray(command: Sequence[str]) -> list[str]:

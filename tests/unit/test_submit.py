@@ -197,6 +197,22 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path, monkeypatch: pytest
     assert sorted(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("to", ["kuberay", "skypilot"])
+def test_a_dry_run_shows_everything_and_fails_where_the_command_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: one\nimage: i\nsecrets: [HF_TOKEN]\n")
+    words = ["--dry-run", to, str(file), "ng_train", "sft.yaml"]
+    shown = CliRunner().invoke(submit.main, words)
+    assert (shown.exit_code, "name: one" in shown.stdout) == (2, True)
+    assert "secrets: not set here: HF_TOKEN" in shown.stderr
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    shown = CliRunner().invoke(submit.main, words)
+    assert shown.exit_code == 0 and "hf_secret_value" not in shown.output
+
+
 if __name__ == "__main__":
     for file_name, content in rendered().items():
         (DATA / "submit" / file_name).write_text(content)
