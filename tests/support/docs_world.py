@@ -107,6 +107,7 @@ def _lay_out(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
     for name in TRAINED:
         _train(folder / name)
+    (folder / "runs/rates/sweep.jsonl").touch()
     _train(folder / "runs/reward_model", calibration=0.75)
     for name in TASK_FILES:
         (folder / name).write_text("".join(json.dumps(task) + "\n" for task in TASKS))
