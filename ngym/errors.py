@@ -262,7 +262,7 @@ def _described(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """` (caused by ...)`: the exception that `raise ... from` names; "" if there is none, or if the message has its text.
+    """` (caused by ...)` for the exception that `raise ... from` names. Empty without one, and if the message has its text.
 
     Libraries put the reason there: the message of OpenAI's APIConnectionError is always "Connection error."
     """

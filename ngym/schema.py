@@ -150,7 +150,7 @@ def is_cut_off(reported: str | None, finish_reasons: Iterable[str]) -> bool:
 
 
 LARGEST_REWARD = 3.4e38
-"""The trainer computes in float32, whose largest number this is; the squares of rewards fit into a double."""
+"""The trainer computes in float32, whose largest number is slightly larger; squares of rewards fit into a double."""
 
 
 def is_reward(value: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Imports of transformers without what only compilers, FSDP and tensor parallelism need: a third of their CPU seconds.
+"""Imports of transformers and vLLM without what only compilers, FSDP and tensor parallelism need: a third of their CPU
+seconds.
 
     with lean_imports():
         from transformers import AutoModelForCausalLM

@@ -7,6 +7,7 @@ import chat_policy
 import httpx
 import pytest
 from aiohttp import web
+from fastapi import FastAPI
 from house import house
 from machine import PATIENCE_S
 from paths import ROOT
@@ -224,6 +225,17 @@ async def test_a_parameter_that_chat_completions_cannot_carry_is_refused(
         await model_requests(name, params)
 
 
+def counter_played_by(name: str) -> dict[str, FastAPI]:
+    """The services of a rollout of this agent, with a scripted policy. Skips the test without the agent's libraries."""
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module)
+    return {
+        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+
+
 ARGUMENTS = {
     "5": "must be a JSON object, not int",
     '"x"': "must be a JSON object, not str",
@@ -243,13 +255,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("name", ["simple", *NEEDS])
 async def test_arguments_of_any_form_reach_the_tool_and_the_next_turn_as_the_model_wrote_them(name: str):
-    for module in NEEDS.get(name, ()):
-        pytest.importorskip(module)
-    apps = {
-        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
-        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
-        "actor": load(ROOT / "agents" / name / "app.py").app,
-    }
+    apps = counter_played_by(name)
     replies = [
         {"turn": 1, "contains": f"row {index}.", "tool_calls": [{"name": "add", "arguments": arguments}]}
         for index, arguments in enumerate(ARGUMENTS)
@@ -274,13 +280,7 @@ async def test_arguments_of_any_form_reach_the_tool_and_the_next_turn_as_the_mod
 
 @pytest.mark.parametrize("name", ["simple", *NEEDS])
 async def test_calls_in_the_input_of_a_row_reach_the_model_unchanged(name: str):
-    for module in NEEDS.get(name, ()):
-        pytest.importorskip(module)
-    apps = {
-        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
-        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
-        "actor": load(ROOT / "agents" / name / "app.py").app,
-    }
+    apps = counter_played_by(name)
     calls = [f"call_{index}" for index in range(len(ARGUMENTS))]
     items: list[dict[str, Any]] = [{"role": "user", "content": "Count."}]
     for call_id, arguments in zip(calls, ARGUMENTS, strict=True):
