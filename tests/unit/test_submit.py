@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,16 @@ def run_script(folder: Path, chain: int, command: str) -> tuple[int, str]:
     script = slurm.render(SMALL.model_copy(update={"chain": chain}), ["ng_run"], folder, logs)
     slurm_names = {"SLURM_JOB_ID": f"{os.getpid()}", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n1"}
     variables = {**os.environ, **slurm_names, "PATH": f"{stubs}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash"], input=script, text=True, env=variables, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        ["bash"],
+        input=script,
+        text=True,
+        env=variables,
+        stdout=subprocess.DEVNULL,
+        check=False,
+        # Bash cannot trap a signal that its parent ignores; an ng_train that ran in this process ignores SIGUSR1.
+        preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL),
+    )
     calls = folder / "calls"
     return done.returncode, calls.read_text() if calls.exists() else ""
 
