@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-from langchain_core.messages import AnyMessage
+from langchain_core.messages import AnyMessage, ToolMessage
 from langchain_core.outputs import ChatResult
-from langchain_core.tools import InjectedToolCallId, StructuredTool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
+from langgraph.prebuilt.tool_node import ToolCallRequest
 from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
 from ngym.convert import chat_request, check_create_params
@@ -54,11 +54,6 @@ def _called_functions(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [call["function"] for message in messages for call in message.get("tool_calls") or ()]
 
 
-class CallArguments(BaseModel):
-    arguments: str
-    tool_call_id: Annotated[str, InjectedToolCallId]
-
-
 @asynccontextmanager
 async def http_clients(context: ServiceContext) -> AsyncIterator[dict[str, Any]]:
     """The HTTP clients of all rollouts' models: creating them takes 0.1 to 0.3 s, in which no other request is served."""
@@ -72,7 +67,6 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     parameters = chat_request(check_create_params(request), tokens=True)
     messages = parameters.pop("messages")
     _keep_arguments(messages)
-    tools = [_tool(tool["function"], rollout) for tool in parameters.get("tools") or ()]
     served = {"base_url": rollout.model_base_url, "api_key": rollout.model_api_key}
     # extra_body takes every parameter of the row, also those that ChatOpenAI does not know, such as top_k.
     model = ExactChatOpenAI(model_name=options.model, extra_body=parameters, **served, **rollout.state)
@@ -80,9 +74,16 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     async def act(state: MessagesState) -> dict[str, list[AnyMessage]]:
         return {"messages": [await model.ainvoke(state["messages"])]}
 
+    async def call(request: ToolCallRequest, execute: Any) -> ToolMessage:
+        """Run each call by `call_tool`, also one of a tool that is not offered, which ToolNode would answer itself."""
+        asked = request.tool_call
+        item = {"call_id": asked["id"], "name": asked["name"], "arguments": asked["args"]["arguments"]}
+        result = await rollout.call_tool(item)
+        return ToolMessage(str(result["output"]), name=asked["name"], tool_call_id=asked["id"])
+
     graph = StateGraph(MessagesState)
     graph.add_node("act", act)
-    graph.add_node("tools", ToolNode(tools))
+    graph.add_node("tools", ToolNode([], awrap_tool_call=call))
     graph.add_edge(START, "act")
     graph.add_conditional_edges("act", _next)
     graph.add_edge("tools", "act")
@@ -102,19 +103,6 @@ def _next(state: MessagesState) -> str:
 
 def _is_cut_off(message: AnyMessage) -> bool:
     return message.response_metadata.get("finish_reason") == "length"
-
-
-def _tool(tool: dict[str, Any], rollout: RolloutContext) -> StructuredTool:
-    async def call(arguments: str, tool_call_id: str) -> str:
-        result = await rollout.call_tool({"call_id": tool_call_id, "name": tool["name"], "arguments": arguments})
-        return str(result["output"])
-
-    return StructuredTool.from_function(
-        coroutine=call,
-        name=tool["name"],
-        description=tool.get("description") or tool["name"],
-        args_schema=CallArguments,
-    )
 
 
 app = agent(respond=respond, options=Options, lifespan=http_clients)

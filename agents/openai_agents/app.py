@@ -8,6 +8,7 @@ from typing import Any
 
 from agents.tool_context import ToolContext
 from openai import AsyncOpenAI
+from openai.types.responses import ResponseFunctionToolCall
 from pydantic import Field
 
 from agents import (
@@ -15,10 +16,13 @@ from agents import (
     FunctionTool,
     MaxTurnsExceeded,
     ModelBehaviorError,
+    ModelResponse,
     ModelSettings,
     OpenAIResponsesModel,
     RunConfig,
+    RunHooks,
     Runner,
+    ToolErrorFormatterArgs,
 )
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
 
@@ -44,16 +48,37 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         model_settings=ModelSettings(extra_body=_parameters(request)),
         tools=[_tool(tool, rollout) for tool in request.get("tools") or () if tool.get("type") == "function"],
     )
-    quiet = RunConfig(tracing_disabled=True)
+    calls = SampledCalls()
+
+    async def unknown_tool(error: ToolErrorFormatterArgs[Any]) -> str | None:
+        """The answer to a call of a tool that is not offered; None leaves other errors to the SDK."""
+        if error.kind != "tool_not_found":
+            return None
+        call = calls.sampled[error.call_id]
+        item = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+        return str((await rollout.call_tool(item))["output"])
+
+    config = RunConfig(
+        tracing_disabled=True, tool_not_found_behavior="return_error_to_model", tool_error_formatter=unknown_tool
+    )
     try:
-        result = await Runner.run(actor, request["input"], max_turns=options.max_steps, run_config=quiet)
+        result = await Runner.run(actor, request["input"], max_turns=options.max_steps, run_config=config, hooks=calls)
     except MaxTurnsExceeded:
         return rollout.answer("", "max_steps")
-    except (
-        ModelBehaviorError
-    ) as error:  # caused by the policy, so it is scored: a turn that was cut off, an unknown tool
+    except ModelBehaviorError as error:  # caused by the policy, so it is scored, such as a turn that was cut off
         return rollout.answer("", "length" if "response.incomplete" in str(error) else "answer")
     return rollout.answer(str(result.final_output))
+
+
+class SampledCalls(RunHooks[Any]):  # type: ignore[misc]  # the SDK is not followed
+    """The function calls that the model wrote, by call id: the SDK's error formatter gets no arguments."""
+
+    def __init__(self) -> None:
+        self.sampled: dict[str, ResponseFunctionToolCall] = {}
+
+    async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
+        calls = (item for item in response.output if isinstance(item, ResponseFunctionToolCall))
+        self.sampled.update((call.call_id, call) for call in calls)
 
 
 def _parameters(request: dict[str, Any]) -> dict[str, Any]:
@@ -66,10 +91,8 @@ def _parameters(request: dict[str, Any]) -> dict[str, Any]:
 
 def _tool(tool: dict[str, Any], rollout: RolloutContext) -> FunctionTool:
     async def call(context: ToolContext[Any], arguments: str) -> str:
-        result = await rollout.call_tool(
-            {"call_id": context.tool_call_id, "name": tool["name"], "arguments": arguments}
-        )
-        return str(result["output"])
+        item = {"call_id": context.tool_call_id, "name": tool["name"], "arguments": arguments}
+        return str((await rollout.call_tool(item))["output"])
 
     return FunctionTool(
         name=tool["name"],

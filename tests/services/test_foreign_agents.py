@@ -331,19 +331,30 @@ async def test_the_failure_of_an_agent_names_the_cause_of_a_librarys_error():
             await peers["actor"].post("/run", {"responses_create_params": {"input": "Go."}, "target": 1})
 
 
-@pytest.mark.parametrize("name", ["openai_agents"])
-async def test_a_tool_that_does_not_exist_is_the_policys_doing_and_scored(name: str):
-    pytest.importorskip("agents")
-    apps = {
-        "policy": chat_policy.app,
-        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
-        "actor": load(ROOT / "agents" / name / "app.py").app,
-    }
-    replies = [{"tool_calls": [{"name": "subtract", "arguments": "{}"}]}]
+@pytest.mark.parametrize("name", ["simple", *NEEDS])
+async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_the_policy_continues(name: str):
+    apps = counter_played_by(name)
+    calls = [{"name": "subtract", "arguments": '{"amount":  1}'}, {"name": "add", "arguments": {"amount": 2}}]
+    replies = [
+        {"turn": 1, "tool_calls": calls},
+        {"turn": 2, "tool_calls": [{"name": "multiply", "arguments": ""}]},
+        {"turn": 3, "text": "Done."},
+    ]
     options = {"policy": {"replies": replies, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
     async with house(options, **apps) as peers:
         row = await peers["actor"].post("/run", {"responses_create_params": {"input": "Count."}, "target": 2})
-    assert (row["reward"], row["ng"]["stop_reason"], row["ng"]["turns"]) == (0.0, "answer", 1)
+    trace = row["ng"]
+    assert (row["reward"], trace["stop_reason"], trace["turns"]) == (1.0, "answer", 3)
+    assert (trace["tool_calls"], trace["tool_errors"]) == (3, 2)
+    shown = [f"Error: there is no tool {name!r}. Tools: add." for name in ("subtract", "multiply")]
+    items = [item for item in row["response"]["output"] if item["type"] == "function_call"]
+    assert sorted((item["name"], item["arguments"]) for item in items) == [
+        ("add", '{"amount":2}'),
+        ("multiply", ""),
+        ("subtract", '{"amount":  1}'),
+    ]
+    (segment,) = trace["segments"]
+    assert all(text in bytes(segment["token_ids"]).decode("latin-1") for text in shown)
 
 
 async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured():
