@@ -12,6 +12,7 @@ tool call with other spaces. The policy must be trained on exactly the ids that 
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from array import array
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from ngym.net.json_limits import LONG_NUMBER
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json, Segment
 
 Turn = tuple[int, ...]
@@ -221,13 +223,17 @@ class Call(NamedTuple):
     call_id: str | None = None
 
 
-def calls_in(response: Mapping[str, Any]) -> list[Call]:
-    """Every function_call item of a Responses-API response, except those of a cut-off last turn, which are not run."""
+def calls_in(response: Mapping[str, Any], *, exact: bool = False) -> list[Call]:
+    """Every function_call item of a Responses-API response, except those of a cut-off last turn, which are not run.
+
+    Args:
+        exact: keep all digits of integers beyond 64 bits, which are floats otherwise. orjson cannot write them.
+    """
     items = response.get("output") or []
     if response.get("status") == "incomplete":
         items = items[: _last_turn(items)]
     return [
-        Call(str(item.get("name")), _arguments(item.get("arguments")), item.get("call_id"))
+        Call(str(item.get("name")), _arguments(item.get("arguments"), exact), item.get("call_id"))
         for item in items
         if item.get("type") == "function_call"
     ]
@@ -242,10 +248,12 @@ def _last_turn(items: Sequence[Mapping[str, Any]]) -> int:
     return 0
 
 
-def _arguments(text: Any) -> dict[str, Any] | None:
+def _arguments(text: Any, exact: bool) -> dict[str, Any] | None:
     try:
         value = orjson.loads(text or "{}")
-    except (orjson.JSONDecodeError, TypeError):
+        if exact and text and LONG_NUMBER.search(text.encode()):
+            value = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -217,7 +217,7 @@ def _arguments(call: dict[str, Any]) -> Any:
 
 
 async def verify(task: Task, options: Options) -> dict[str, Any]:
-    calls = calls_in(task.response)
+    calls = calls_in(task.response, exact=True)
     hallucinated = [call.name for call in calls if call.name not in task.schemas]
     counts = {"calls": len(calls), "hallucinated_calls": len(hallucinated)}
     if not task.expected_calls:

@@ -50,6 +50,7 @@ BROKEN = (types.INTERNAL_ERROR, types.INVALID_REQUEST, types.PARSE_ERROR, types.
 MAX_NAME_CHARS = 64  # of a function's name in OpenAI's APIs
 MAX_DESCRIPTION_CHARS = 4000
 MAX_RESULT_CHARS = 200_000
+LARGE = 1 << 63
 
 
 class Options(ServiceOptions):
@@ -483,25 +484,35 @@ def _is(text: str, expected: str | float) -> bool:
 def _called(response: dict[str, Any], expected: list[Call]) -> bool:
     """Whether the expected tools got exactly the expected calls, in any order. [] allows no call at all."""
     names = {call.name for call in expected}
-    counted = [call for call in calls_in(response) if call.name in names or not expected]
-    made = Counter(_spelled(call.name, call.arguments) for call in counted)
-    return made == Counter(_spelled(call.name, call.arguments) for call in expected)
+    counted = [call for call in calls_in(response, exact=True) if call.name in names or not expected]
+    rounds = any(_is_rounded(call.arguments) for call in expected)
+    made = Counter(_spelled(call.name, call.arguments, rounds) for call in counted)
+    return made == Counter(_spelled(call.name, call.arguments, rounds) for call in expected)
 
 
-def _spelled(name: str, arguments: dict[str, Any] | None) -> str:
-    """A key that is equal for equal JSON: 3 is 3.0, and 1 is not true."""
-    return f"{name} {json.dumps(_plain(arguments), sort_keys=True)}"
+def _spelled(name: str, arguments: dict[str, Any] | None, rounds: bool) -> str:
+    """A key that is equal for equal JSON: 3 is 3.0, and 1 is not true. rounds: integers beyond 64 bits, to floats."""
+    return f"{name} {json.dumps(_plain(arguments, rounds), sort_keys=True)}"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, rounds: bool) -> Any:
     match value:
         case dict():
-            return {key: _plain(each) for key, each in value.items()}
+            return {key: _plain(each, rounds) for key, each in value.items()}
         case list():
-            return [_plain(each) for each in value]
+            return [_plain(each, rounds) for each in value]
         case float() if value.is_integer():
             return int(value)
+        case int() if rounds and abs(value) >= LARGE:
+            return int(float(value))
     return value
+
+
+def _is_rounded(value: Any) -> bool:
+    """Whether a number in a row's arguments may have lost digits: services read an integer beyond 64 bits as a float."""
+    if isinstance(value, dict | list):
+        return any(map(_is_rounded, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and abs(value) >= LARGE
 
 
 @asynccontextmanager

@@ -57,7 +57,7 @@ class StructuredTask(VerifyRequest):
     def document(self, fences: bool) -> str:
         """The text of the document, or ""."""
         if self.response_mode == "tool_call":
-            calls = calls_in(self.response)
+            calls = calls_in(self.response, exact=True)
             payload = calls[0].arguments if len(calls) == 1 and self.tool_name in (None, calls[0].name) else None
             if self.tool_payload_key is not None:
                 payload = payload.get(self.tool_payload_key) if isinstance(payload, dict) else None

@@ -185,6 +185,16 @@ async def test_arguments_are_compared_by_their_schema():
                 assert answer["reward"] == pytest.approx(exact), (expected, made)
 
 
+async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_their_digits():
+    large = 2**70
+    async with serving("function_call") as peers:
+        for expected, made, exact in ((large + 1, large + 1, 1.0), (large, large + 1, 0.2), (large, large, 1.0)):
+            call = {"type": "function_call", "name": "f", "arguments": f'{{"n": {expected}}}'}
+            row = {"responses_create_params": {"input": "", "tools": [TOOL]}, "expected_action": call}
+            answer = await peers["function_call"].post("/verify", rollout(row, *calls(("f", {"n": made}))))
+            assert answer["reward"] == pytest.approx(exact), (expected, made)
+
+
 def gold_calls(row):
     return [(call["name"], call["arguments"]) for call in row["expected_calls"]]
 

@@ -272,6 +272,22 @@ async def test_answers_and_calls_are_compared_as_json():
         module.Task.model_validate(rollout({}))
 
 
+async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_their_digits():
+    task, large = service().Task, 2**70
+    for given, made, reward in (
+        (f'{{"n": {large}}}', large, 1.0),
+        (f'{{"n": {large}}}', large + 1, 0.0),
+        (f'{{"n": {large + 1}}}', large + 1, 1.0),
+        (f'{{"n": [{-large}]}}', [-large - 1], 0.0),
+        (f'{{"n": {large}.0}}', large, 1.0),
+        ({"n": float(large)}, large + 1, 1.0),  # as a service reads such an integer of a row: its digits are lost
+        ({"n": float(large)}, 2 * large, 0.0),
+    ):
+        row = {**ROW, "expected_answer": None, "expected_tool_calls": [{"name": "digits", "arguments": given}]}
+        one = task.model_validate(rollout(row, *calls(("digits", {"n": made}))))
+        assert (await service().verify(one))["reward"] == reward, (given, made)
+
+
 async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
     said = {"output": []}
 
