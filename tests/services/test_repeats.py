@@ -146,6 +146,34 @@ async def test_a_step_server_that_is_busy_once_costs_no_episode() -> None:
     assert calls == {"reset": 2, "step": 2}
 
 
+@pytest.mark.parametrize("fails_in", ["reset", "step"])
+async def test_a_new_reset_begins_an_episode_that_does_not_keep_the_failure_of_the_last_one(fails_in: str) -> None:
+    fails = {fails_in}
+
+    def fail_once(what: str) -> None:
+        if what in fails:
+            fails.remove(what)
+            raise RuntimeError(f"{what} is broken")
+
+    async def reset(task: VerifyRequest, session: Session) -> str:
+        fail_once("reset")
+        return "go"
+
+    async def step(task: VerifyRequest, session: Session) -> Step:
+        fail_once("step")
+        return Step("done", reward=1.0, terminated=True)
+
+    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+        session = peers["gym"].session()
+        turn = {**ROW, "response": {"output": []}}
+        with pytest.raises(ServiceError, match=f"{fails_in} is broken"):
+            await session.post("/reset", ROW)
+            await session.post("/step", turn)
+        await session.post("/reset", ROW)
+        await session.post("/step", turn)
+        assert (await session.post("/verify", turn))["reward"] == 1.0
+
+
 async def test_a_step_server_that_stays_busy_is_reported_with_its_reason() -> None:
     async def reset(task: VerifyRequest, session: Session) -> str:
         raise Overloaded("both places are taken; lower `episodes`", retry_after_s=36_000)

@@ -125,6 +125,7 @@ def step_server(
 
 
 async def _begin(task: VerifyRequest, session: Session, reset: Reset) -> str:
+    session.failure = None  # of an earlier episode of this session
     with _play("reset failed", session):
         observation = await reset(task, session)
     session.update({"return": 0.0, "steps": 0, "over": False})
