@@ -12,6 +12,11 @@ from ngym.grading.answers import response_problem
 from ngym.rollout import without_tokens
 from ngym.services.agents.rollout_context import turn_stop_reason
 
+FORWARDED_TWICE = (
+    "an agents/remote sent this task to another agents/remote, which only forwards it, perhaps in a ring; `remote` names "
+    "the service that does the task"
+)
+
 
 class Options(AgentOptions):
     remote: ServiceName = Field(description="The stanza (kind: agent, with a url) of the external service.")
@@ -23,6 +28,9 @@ class Options(AgentOptions):
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     """Send one POST. Only tokens sampled at `ng.model_base_url` count; tokens and rewards in the answer are ignored."""
     options: Options = rollout.options
+    sender = rollout.row.get("ng")
+    if isinstance(sender, dict) and "gym_session" in sender:
+        raise ServiceError(FORWARDED_TWICE, failure="config")
     task = {
         **{name: rollout.row[name] for name in options.show if name in rollout.row},
         "responses_create_params": request,

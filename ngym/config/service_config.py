@@ -277,6 +277,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
             f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`"
         )
     _check_ports(services, settings.head.port)
+    _check_remotes(services)
     return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
 
 
@@ -307,6 +308,7 @@ def _settings(tree: ConfigTree) -> Settings:
 # Shipped model servers whose option `model` is a folder, relative to the config file, or a hub name.
 VLLM = "models/vllm"
 LOADS_A_MODEL = (VLLM, "models/transformers")
+REMOTE = "agents/remote"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 QUICKSTART = Path("runs/quickstart/sft/policy")
 
@@ -375,6 +377,23 @@ def _check_ports(services: dict[str, Stanza], head: int) -> None:
                 f"{where}: port {stanza.port} is that of {taken[stanza.port]}; choose another, or remove it"
             )
         taken[stanza.port] = f"service {stanza.name!r}"
+
+
+def _check_remotes(services: dict[str, Stanza]) -> None:
+    """Raise a ConfigError if one agents/remote forwards to another: in a ring of them, none does the task."""
+    remotes = {
+        name
+        for name, stanza in services.items()
+        if not stanza.external and Path(stanza.app or "").as_posix().endswith(REMOTE)
+    }
+    for name in remotes:
+        stanza, target = services[name], services[name].options.get("remote")
+        if target in remotes:
+            where = stanza.key_where.get("remote", stanza.where)
+            raise ConfigError(
+                f"{where}: remote: {target!r} is itself agents/remote and only forwards the task; name the service that "
+                "does it"
+            )
 
 
 def _checked(tls: TlsSettings, tree: ConfigTree) -> TlsSettings:

@@ -223,3 +223,14 @@ async def test_an_answer_that_is_no_response_is_the_agents_failure(answer):
     with pytest.raises(ServiceError, match="theirs answered with no Response") as failure:
         await send(nonsense, task())
     assert failure.value.failure == "agent_error"
+
+
+async def test_a_ring_of_remote_agents_is_refused_before_a_second_round():
+    apps = {name: service("agents/remote") for name in ("a", "b")}
+    apps |= {"counter": service("gym_servers/counter"), "policy": service("models/scripted")}
+    shared = {"gym": "counter", "model": "policy", "show": ["target"]}
+    configured = {"a": {**shared, "remote": "b"}, "b": {**shared, "remote": "a"}, "policy": {"replies": [{"text": ""}]}}
+    async with house(configured, **apps) as peers:
+        with pytest.raises(ServiceError, match="sent this task to another agents/remote") as caught:
+            await peers["a"].post("/run", task(ng={"rollout_id": "of an earlier collection"}))
+    assert (caught.value.failure, caught.value.retryable) == ("config", False)

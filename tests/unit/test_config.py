@@ -233,3 +233,17 @@ def test_a_token_of_somebody_else_is_named_and_never_written(tmp_path: Path, mon
     config = load_config([file])
     assert config.others == {"judge": "the-token-of-the-judge"}
     assert "the-token-of-the-judge" not in str(shown_config(config))
+
+
+@pytest.mark.parametrize("target", ["a", "b"])
+def test_a_ring_of_remote_agents_is_refused(tmp_path: Path, target: str) -> None:
+    stanzas = (
+        f"{name}: {{kind: agent, app: agents/remote, remote: {to}}}\n" for name, to in (("a", target), ("b", "a"))
+    )
+    (tmp_path / "ring.yaml").write_text("".join(stanzas))
+    with pytest.raises(ConfigError, match=rf"ring.yaml:[12]: remote: '[{target}a]' is itself agents/remote"):
+        load_config([tmp_path / "ring.yaml"])
+    (tmp_path / "ring.yaml").write_text(
+        "a: {kind: agent, app: agents/remote, remote: b}\nb: {kind: agent, url: 'http://127.0.0.1:9'}\n"
+    )
+    assert load_config([tmp_path / "ring.yaml"]).services.keys() == {"a", "b"}
