@@ -127,7 +127,8 @@ def test_every_dependency_is_a_service_with_a_health_check_that_starts_with_it(
 def test_plain_compose_up_starts_the_cpu_stack_and_profiles_are_for_gpus_and_jobs(compose: dict[str, Any]) -> None:
     assert started(compose) == {"policy", "calculator", "calculator_agent"}
     profiles = {name: service["profiles"] for name, service in compose["services"].items() if "profiles" in service}
-    assert profiles == {"policy-gpu": ["gpu"], "collect": ["collect"], "train": ["train"]}
+    jobs = {name: [name] for name in ("collect", "train", "train-gpu")}
+    assert profiles == {"policy-gpu": ["gpu"], **jobs}
 
 
 def test_with_gpus_one_policy_takes_the_place_of_the_other(root: Path, compose: dict[str, Any]) -> None:
@@ -137,9 +138,17 @@ def test_with_gpus_one_policy_takes_the_place_of_the_other(root: Path, compose: 
     assert compose["services"]["policy"]["ports"] == compose["services"]["policy-gpu"]["ports"]  # never both
 
 
-def test_only_the_gpu_profile_asks_for_a_gpu(compose: dict[str, Any]) -> None:
-    asking = {name for name, service in compose["services"].items() if "deploy" in service}
-    assert asking == {"policy-gpu"}
+def test_the_policy_and_the_trainer_of_a_gpu_have_its_image_and_take_turns_on_the_same_gpus(
+    compose: dict[str, Any], config: Config
+) -> None:
+    asking = {name: service["deploy"] for name, service in compose["services"].items() if "deploy" in service}
+    assert asking.keys() == {"policy-gpu", "train-gpu"}
+    assert asking["policy-gpu"] == asking["train-gpu"]
+    (device,) = asking["train-gpu"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert {service["image"] for name, service in compose["services"].items() if name in asking} == {"ngym-gpu"}
+    assert "rollouts.colocated=true" in command(compose["services"]["train-gpu"])
+    assert config.services["policy"].options["engine"]["enable_sleep_mode"] is True
 
 
 def test_the_files_that_containers_mount_are_in_the_project(root: Path, compose: dict[str, Any]) -> None:
@@ -153,10 +162,9 @@ def test_the_files_that_containers_mount_are_in_the_project(root: Path, compose:
             assert mount["bind"] == {"create_host_path": False}
 
 
-def test_the_job_that_trains_is_a_recipe_of_the_mounted_config(
-    root: Path, compose: dict[str, Any], tmp_path: Path
-) -> None:
-    job = compose["services"]["train"]
+@pytest.mark.parametrize("name", ["train", "train-gpu"])
+def test_the_job_that_trains_is_a_recipe_of_the_mounted_config(root: Path, compose: dict[str, Any], name: str) -> None:
+    job = compose["services"][name]
     config = "rollouts.services=/app/global_config.yaml"
     assert job["environment"]["NGYM_ADMIN_TOKEN"] == compose["services"]["policy"]["environment"]["NGYM_ADMIN_TOKEN"]
     words = [word for word in command(job) if not word.startswith("model.path=")]
