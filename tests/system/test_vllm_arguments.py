@@ -43,6 +43,27 @@ async def test_a_model_may_still_be_written_while_its_server_starts(root: Path, 
 
 
 @pytest.mark.parametrize(
+    ("engine", "eagerly"),
+    [
+        ({}, True),
+        ({"enforce_eager": True, "max_num_seqs": 8}, True),
+        ({"enforce-eager": True}, True),
+        ({"enforce_eager": False}, False),
+        ({"no_enforce_eager": True}, False),
+        ({"enforce_eager": True, "compilation-config": {"mode": 3}}, False),
+    ],
+)
+def test_a_stanza_that_names_the_default_of_a_cpu_imports_no_more_than_the_default(
+    root: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], eagerly: bool
+) -> None:
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    module = load(root / "models" / "vllm" / "app.py")
+    environment = importlib.import_module(f"{module.__name__}.serving.environment")
+    assert environment.computes_eagerly(engine) is eagerly
+    assert module.is_preloaded_for({"model_within_s": 1, "engine": engine}, root) is eagerly
+
+
+@pytest.mark.parametrize(
     ("per_token", "context", "share_gb", "expected_mb"),
     [
         (2_048, 1_024, 4, 64),  # a tiny model

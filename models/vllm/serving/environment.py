@@ -61,6 +61,8 @@ async def written(name: str, root: Path, service: str, within_s: float) -> Model
 def computes_eagerly(engine: Mapping[str, Any]) -> bool:
     """Whether an engine with these arguments computes on a CPU, without compiling and in its own processes."""
     names = {name.replace("-", "_") for name in engine}
+    if engine.get("enforce_eager", engine.get("enforce-eager")) is True:  # the default on a CPU
+        names.remove("enforce_eager")
     return _is_for_cpu() and USES_MORE.isdisjoint(names)
 
 
