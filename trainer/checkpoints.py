@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import yaml
@@ -35,7 +35,7 @@ from ngym.files import jsonl
 from ngym.files.atomic import file_digest, whole_folder
 from ngym.schema import Json
 
-from .recipe.objective import FrozenOptions
+from .recipe.objective import FrozenOptions, find_path
 from .recipe.recipe import CheckpointOptions
 
 if TYPE_CHECKING:
@@ -200,14 +200,24 @@ def _problem(folder: Path) -> str | None:
 
 
 def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
-    """The dotted keys in which two recipes differ, except those that begin with a free one, with both values."""
+    """The dotted keys in which two recipes differ, except those that begin with a free one, with both values. Two
+    spellings of the data file's path are equal.
+    """
     flat_before, flat_now = _flat(before), _flat(now)
     keys = [
         key
         for key in sorted(flat_before.keys() | flat_now.keys())
-        if flat_before.get(key) != flat_now.get(key) and not any(f"{key}.".startswith(f"{one}.") for one in free)
+        if _place(key, flat_before.get(key)) != _place(key, flat_now.get(key))
+        and not any(f"{key}.".startswith(f"{one}.") for one in free)
     ]
     return [f"{key}: {flat_before.get(key)!r} in the run, {flat_now.get(key)!r} now" for key in keys]
+
+
+def _place(key: str, value: Any) -> Any:
+    """The value, or for the data file its resolved path: `${output}/rollouts.jsonl` is spelled as `output` is."""
+    if key != "data.path" or not isinstance(value, str):
+        return value
+    return (find_path(value) or Path(value)).resolve()
 
 
 def _flat(values: Json, prefix: str = "") -> Json:

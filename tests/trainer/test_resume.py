@@ -437,6 +437,23 @@ def test_a_run_is_not_resumed_to_fewer_steps(tmp_path: Path) -> None:
     checkpoints.resumable(tmp_path, "max_steps: 4\n")
 
 
+@pytest.mark.parametrize("output", ["run/", "./run", "{cwd}/run", "{cwd}/link"])
+def test_a_run_is_resumed_from_the_same_file_however_its_path_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "run" / "recipe.yaml").write_text("data: {path: run/rollouts.jsonl}\n")
+    for made in (False, True):  # data.made_by creates it
+        if made:
+            (tmp_path / "run" / "rollouts.jsonl").touch()
+        spelled = output.format(cwd=tmp_path)
+        checkpoints.resumable(Path("run"), f"data: {{path: {spelled}/rollouts.jsonl}}\n")
+        with pytest.raises(UsageError, match=r"data\.path: 'run/rollouts\.jsonl' in the run, '.*other\.jsonl'"):
+            checkpoints.resumable(Path("run"), f"data: {{path: {spelled}/other.jsonl}}\n")
+
+
 def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
     spool = rollout_spool
     path = tmp_path / "rollouts.jsonl"
