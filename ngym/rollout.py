@@ -16,7 +16,7 @@ import json
 import math
 import textwrap
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -216,15 +216,26 @@ def _common(one: Turn, other: Turn) -> Turn:
 
 
 class Call(NamedTuple):
-    """One function_call item. arguments: None if the model did not write a JSON object."""
+    """One function call. arguments: None if the model did not write a JSON object."""
 
     name: str
     arguments: dict[str, Any] | None
     call_id: str | None = None
 
 
+def function_calls(items: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The function_call items of a trajectory. The calls of Chat messages, as some agents return them, get that form."""
+    for item in items:
+        if item.get("type") == "function_call":
+            yield item
+        elif item.get("role") == "assistant" and isinstance(item.get("tool_calls"), list):
+            for call in item["tool_calls"]:
+                if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+                    yield {**function, "type": "function_call", "call_id": call.get("id")}
+
+
 def calls_in(response: Mapping[str, Any], *, exact: bool = False) -> list[Call]:
-    """Every function_call item of a Responses-API response, except those of a cut-off last turn, which are not run.
+    """Every function call of a response, except those of a cut-off last turn, which are not run.
 
     Args:
         exact: keep all digits of integers beyond 64 bits, which are floats otherwise. orjson cannot write them.
@@ -234,8 +245,7 @@ def calls_in(response: Mapping[str, Any], *, exact: bool = False) -> list[Call]:
         items = items[: _last_turn(items)]
     return [
         Call(str(item.get("name")), _arguments(item.get("arguments"), exact), item.get("call_id"))
-        for item in items
-        if item.get("type") == "function_call"
+        for item in function_calls(items)
     ]
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
 from ngym.errors import Boundary
 from ngym.grading.answers import response_problem
-from ngym.rollout import without_tokens
+from ngym.rollout import function_calls, without_tokens
 from ngym.services.agents.rollout_context import turn_stop_reason
 
 FORWARDED_TWICE = (
@@ -47,7 +47,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         answer = await service.post(options.path, task, timeout=options.remote_timeout_s)
     response = _response(answer, options.remote)
     output = without_tokens(response["output"])
-    rollout.tool_calls = sum(item.get("type") == "function_call" for item in output)
+    rollout.tool_calls = len(list(function_calls(output)))
     finished = rollout.finish(response, output, turn_stop_reason(response))
     return {**finished, "usage": response.get("usage")}
 

@@ -18,7 +18,7 @@ import orjson
 from ngym.collect.plan import PlannedRollout
 from ngym.errors import BadRequest, Boundary, FailureClass, ServiceError, Unreachable, UpstreamError
 from ngym.peers import Peers
-from ngym.rollout import extend, tokens_of, versions_in, without_tokens
+from ngym.rollout import extend, function_calls, tokens_of, versions_in, without_tokens
 from ngym.schema import (
     LARGEST_REWARD,
     SCHEMA_VERSION,
@@ -333,7 +333,7 @@ def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Jso
         "stop_reason": stop,
         "turns": trace["turns"] if "turns" in trace else _turns(output),
         "finish_reasons": finish_reasons,
-        "tool_calls": trace["tool_calls"] if "tool_calls" in trace else _count(output, "function_call"),
+        "tool_calls": trace["tool_calls"] if "tool_calls" in trace else len(list(function_calls(output))),
         "tool_errors": trace.get("tool_errors"),
         # time outside the agent's work on the rollout: its queue, the network, the collector
         "timings": {
@@ -358,10 +358,6 @@ def _segments(output: Iterable[Json]) -> list[Segment]:
         if call is not None:
             extend(segments, call)
     return segments
-
-
-def _count(output: Iterable[Json], kind: str) -> int:
-    return sum(item.get("type") == kind for item in output)
 
 
 def _turns(output: Iterable[Json]) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ngym.grading.answers import boxed, last_text, without_reasoning
+from ngym.rollout import function_calls
 
 Json = dict[str, Any]
 
@@ -92,7 +93,7 @@ def shaping_terms(response: Mapping[str, Any], shaping: Shaping) -> dict[str, fl
     if shaping.format != "none":
         terms["format"] = 0.0 if has_format(text, shaping.format) else -shaping.format_weight
     if shaping.free_calls is not None:
-        calls = sum(item.get("type") == "function_call" for item in response.get("output") or ())
+        calls = len(list(function_calls(response.get("output") or ())))
         cost = shaping.call_weight * max(0, calls - shaping.free_calls)
         terms["tool_use"] = -min(cost, shaping.max_call_cost)
     return terms

@@ -21,6 +21,7 @@ import orjson
 from ngym.errors import NgymError
 from ngym.files.jsonl import BOM
 from ngym.grading.answers import last_text
+from ngym.rollout import function_calls
 from ngym.runtime.cpu_threads import usable_cores
 from ngym.schema import Json, agent_name, is_failed_attempt, is_reward
 
@@ -240,7 +241,7 @@ def _largest(versions: Any) -> int | None:
 
 
 def _calls(output: list[Json], failure: Json) -> int | None:
-    return None if failure else sum(item.get("type") == "function_call" for item in output)
+    return None if failure else len(list(function_calls(output)))
 
 
 def _digest(agent: str | None, task_id: str | None, task: int | None) -> int | None:

@@ -195,6 +195,16 @@ async def test_tokens_that_a_remote_agent_only_claims_are_not_believed():
     assert "prompt_token_ids" not in scored["response"]["output"][0]
 
 
+async def test_the_calls_of_a_remote_agent_that_answers_with_chat_messages_are_counted():
+    async def chats(task):
+        calls = [{"id": f"c{n}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for n in range(2)]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "no"} for call in calls]
+        return {"output": [{"role": "assistant", "content": None, "tool_calls": calls}, *results, says("7")]}
+
+    scored, _ = await send(chats, task())
+    assert scored["ng"]["tool_calls"] == 2
+
+
 async def test_an_agent_of_ngym_is_no_remote_agent():
     """Its tools run in a session of its own, so the verifier here would see a session in which nothing happened."""
     apps = {

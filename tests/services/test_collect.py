@@ -123,12 +123,19 @@ async def test_repeats_are_in_the_order_aabbcc() -> None:
     assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-async def test_an_agent_that_is_not_ours_gets_its_row_completed() -> None:
-    items = [
-        {"type": "function_call", "name": "add", "call_id": "c", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": "5"},
-        text_item("5"),
-    ]
+RESPONSES_ITEMS: list[Json] = [
+    {"type": "function_call", "name": "add", "call_id": "c", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "5"},
+]
+CHAT_MESSAGES: list[Json] = [
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "5"},
+]
+
+
+@pytest.mark.parametrize("called", [RESPONSES_ITEMS, CHAT_MESSAGES], ids=["responses", "chat"])
+async def test_an_agent_that_is_not_ours_gets_its_row_completed(called: list[Json]) -> None:
+    items = [*called, text_item("5")]
     sent: list[Json] = []
 
     def answer(row: Json) -> Json:

@@ -1,6 +1,6 @@
 """A rollout as readable text."""
 
-from ngym.rollout import transcript
+from ngym.rollout import Call, calls_in, transcript
 
 
 def row(**changes):
@@ -44,3 +44,16 @@ def test_an_unscored_rollout_says_so_and_long_text_is_wrapped():
     text = transcript(row(reward=None, response={"output": [{"type": "message", "content": "word " * 100}]}), width=60)
     assert "not scored" in text
     assert max(map(len, text.splitlines())) <= 60
+
+
+def test_the_calls_of_a_trajectory_are_read_from_items_and_from_chat_messages_alike():
+    item = {"type": "function_call", "name": "add", "arguments": '{"amount": 1}', "call_id": "a"}
+    functions = [
+        {"id": name, "function": {"name": "add", "arguments": text}} for name, text in (("b", "{}"), ("c", "["))
+    ]
+    message = {"role": "assistant", "content": "", "tool_calls": [*functions, "damaged", {"id": "d"}]}
+    result = {"role": "tool", "tool_call_id": "b", "content": "5"}
+    response = {"output": [item, message, result, {"role": "assistant", "tool_calls": functions[:1]}]}
+    first = [Call("add", {"amount": 1}, "a"), Call("add", {}, "b"), Call("add", None, "c")]
+    assert calls_in(response) == [*first, Call("add", {}, "b")]
+    assert calls_in({**response, "status": "incomplete"}) == first  # calls of a turn that was cut off are not run
