@@ -26,7 +26,7 @@ MOST_RUNS = 100
 MOST_FILES = 2000  # that are looked at in the folders
 LOOKED_AT = 8 << 20  # bytes of a file's first line, to tell what it is
 SUFFIX, FAILED = ".jsonl", "_failures"
-BESIDE = ("_materialized_inputs", "_tasks")  # ends of the names of files beside rollouts, which may be empty, too
+BESIDE = ("_materialized_inputs", "_tasks", "metrics")  # ends of the names of other files of a run, which may be empty
 PASSED_OVER = frozenset({"node_modules", "__pycache__", "venv", "policy", "checkpoints"})
 MOST_CLASSES = 8  # of failures, in the list of runs
 # Rows of other programs may name no task, and are in no group.

@@ -387,6 +387,14 @@ def test_a_folder_with_nothing_to_show_is_said_to_have_nothing(tmp_path: Path) -
     assert "nothing to show" in found.stderr
 
 
+def test_the_metrics_of_a_run_that_has_just_begun_are_not_taken_for_rollouts(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (tmp_path / name).touch()
+    with viewer(tmp_path, cache=tmp_path / "cache") as shown:
+        runs = [run for run in shown.get("/api/runs")["runs"] if run["kind"] == "rollouts"]
+        assert [Path(run["path"]).name for run in runs] == ["rollouts.jsonl"]
+
+
 def test_help_has_examples_and_imports_nothing_heavy(tmp_path: Path) -> None:
     found = run("--help", cache=tmp_path)
     assert "ng_view yesterday.jsonl today.jsonl" in found.stdout

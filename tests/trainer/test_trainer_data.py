@@ -152,6 +152,32 @@ def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedToken
     assert "the chat template refuses it" in lines[3]
 
 
+def test_content_in_text_parts_is_one_text_and_other_parts_and_damaged_calls_are_named(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    def row(asked: Any, *calls: Any) -> dict[str, Any]:
+        answer = {"role": "assistant", "content": "b", **({"tool_calls": list(calls)} if calls else {})}
+        return {"messages": [{"role": "user", "content": asked}, answer]}
+
+    def text(said: str) -> dict[str, str]:
+        return {"type": "text", "text": said}
+
+    plain, parts = chat_dataset.read_demonstrations(
+        write(tmp_path / "parts.jsonl", row("What is 1 + 1?"), row([text("What is "), text("1 + 1?")])), tokenizer
+    )
+    assert plain == parts
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    path = write(tmp_path / "bad.jsonl", row([text("a"), image]), row("a", {"type": "function", "id": "c"}), row(["a"]))
+    with pytest.raises(UsageError) as failure:
+        chat_dataset.read_demonstrations(path, tokenizer)
+    for line, reason in zip(
+        str(failure.value).splitlines(),
+        ("messages[0].content: a part of type 'image_url'", "messages[1].tool_calls: a call needs", "of type 'str'"),
+        strict=True,
+    ):
+        assert reason in line
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("budget", [60, 500, 100_000])
 def test_a_plan_holds_every_sample_once_within_the_budget_and_equally_often_for_each_rank(

@@ -229,6 +229,8 @@ class _Unrenderable(Exception):
 def _problem(row: dict[str, Any]) -> str | None:
     if not _are_messages(row.get("messages")):
         return 'not a demonstration: it needs "messages", a list of {"role", "content"}'
+    if found := _message_problem("messages", row["messages"]):
+        return found
     if row["messages"] and row["messages"][0]["role"] == "assistant":
         return "the assistant speaks first: a prompt must come before it"
     if not _has_assistant(row["messages"]):
@@ -261,6 +263,8 @@ def _answers_problem(row: dict[str, Any], what: str, answers: tuple[str, ...]) -
     for key in ("prompt", *answers):
         if not _are_messages(row.get(key)):
             return f'not a {what}: it needs "{key}", a list of {{"role", "content"}}'
+        if found := _message_problem(key, row[key]):
+            return found
     if not row["prompt"]:
         return "the prompt is empty: it needs at least one message"
     for key in answers:
@@ -271,6 +275,22 @@ def _answers_problem(row: dict[str, Any], what: str, answers: tuple[str, ...]) -
 
 def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
+
+
+def _message_problem(key: str, messages: list[dict[str, Any]]) -> str | None:
+    """What a chat template cannot render, and does not explain."""
+    for index, message in enumerate(messages):
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                return f'{key}[{index}].content: a part of type {kind!r:.40}; only {{"type": "text", "text"}} is trained on'
+        for call in message["tool_calls"] if isinstance(message.get("tool_calls"), list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else call
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                return (
+                    f'{key}[{index}].tool_calls: a call needs {{"function": {{"name", "arguments"}}}}, not {call!r:.60}'
+                )
+    return None
 
 
 def _has_assistant(messages: list[dict[str, Any]]) -> bool:
@@ -309,18 +329,24 @@ def _rendered(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBas
     """prompt: with the generation prompt of the next turn."""
     from jinja2 import TemplateError
 
-    messages = [
-        {**message, "tool_calls": [_call(call) for call in calls]}
-        if isinstance(calls := message.get("tool_calls"), list)
-        else message
-        for message in messages
-    ]
+    messages = [_plain(message) for message in messages]
     try:
         return str(
             tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt)
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise _Unrenderable(f"the chat template refuses it: {error}") from error
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content as one text, and its calls in OpenAI's form with arguments as objects."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    changed: dict[str, Any] = {}
+    if isinstance(content, list):
+        changed["content"] = "".join(part["text"] for part in content)
+    if isinstance(calls, list):
+        changed["tool_calls"] = [_call(call) for call in calls]
+    return {**message, **changed}
 
 
 def _call(call: Any) -> Any:
