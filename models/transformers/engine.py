@@ -543,7 +543,7 @@ class Engine:
         places = {name: file.name for file in files for name in shapes_in([str(file)])}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         where = next(self._model.parameters()).device
-        self._model = network(AutoModelForCausalLM, str(folder), self._options).to(where)
+        self._model = network(AutoModelForCausalLM, str(folder), self._options, self.tokenizer).to(where)
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors that are not in files, likewise."""

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
+from ngym.files.model_checkpoint import check_loaded, is_classifier
 from ngym.runtime.cpu_threads import serving_threads
 
 from .grouped_attention import GROUPED
@@ -26,14 +27,18 @@ def classifies(folder: str, options: Options) -> bool:
         OSError, ValueError: it has no config that transformers knows.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    return is_classifier(config.architectures)
 
 
 def loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
-    """The tokenizer, the model and its context length. kind: an AutoModel class."""
+    """The tokenizer, the model and its context length. kind: an AutoModel class.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded, or its weights are incomplete.
+    """
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    model = network(kind, folder, options)
+    model = network(kind, folder, options, tokenizer)
     if (device := device_of(options)) == "cpu":
         torch.set_num_threads(serving_threads(options.threads, model.num_parameters()))
     if tokenizer.chat_template is None:
@@ -48,9 +53,13 @@ def device_of(options: Options) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def network(kind: Any, folder: str, options: Options) -> Any:
-    data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
-    model = kind.from_pretrained(folder, **data, trust_remote_code=options.trust_remote_code).eval()
+def network(kind: Any, folder: str, options: Options, tokenizer: Any) -> Any:
+    """The model. Raises ValueError if its weights are incomplete, or do not fit its tokenizer."""
+    how = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
+    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused in one line, with their names
+    model, info = kind.from_pretrained(folder, **how, trust_remote_code=options.trust_remote_code)
+    check_loaded(model, info, tokenizer)
+    model.eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
     if device_of(options) == "cpu" and options.dtype == "float32":

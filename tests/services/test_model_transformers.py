@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from house import house
 from machine import PATIENCE_S
 from paths import ROOT
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from vllm_service import write_checkpoint
 
@@ -162,6 +164,24 @@ async def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"service 'policy': model 'empty': .* has no checkpoint \(no config.json\)"):
         APP._find("empty", tmp_path, "policy")
     assert APP._find("Qwen/Qwen3-0.6B", tmp_path, "policy") == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(("change", "reason"), [("missing", "it lacks 1 tensor"), ("nan", "NaN or infinite values")])
+async def test_a_checkpoint_with_incomplete_or_broken_weights_is_one_line(
+    folder: Path, tmp_path: Path, change: str, reason: str
+):
+    broken, name = tmp_path / "broken", "model.layers.1.mlp.down_proj.weight"
+    shutil.copytree(folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors[name][0, 0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    context = SimpleNamespace(name="policy", root=tmp_path, options=APP.Options(model="broken"))
+    with pytest.raises(ConfigError, match=rf"^service 'policy': model 'broken' cannot be loaded: {reason} .*{name}"):
+        async with APP.loaded(context):
+            pass
 
 
 async def test_a_model_that_does_not_fit_into_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):

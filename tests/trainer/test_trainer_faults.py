@@ -26,6 +26,7 @@ import torch
 from forked import ForkedCommand
 from machine import PATIENCE_S, wait_until
 from paths import SUPPORT
+from safetensors.torch import load_file, save_file
 from trainer_service import SHAPE, free_port, on_two_ranks, train
 from transformers import AutoTokenizer
 
@@ -285,6 +286,63 @@ def test_a_model_that_comes_with_a_pickle_or_with_code_is_refused_and_neither_ru
         with pytest.raises(ConfigError, match=r"model\.path: no model can be loaded from"):
             model.load_policy(recipe.ModelOptions(path=str(folder)), tokenizer, 0)
         assert not canary.exists()
+
+
+# Weights that are incomplete or broken
+
+DOWN, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+
+
+def without_some(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[DOWN], tensors["model.norm.weight"]
+
+
+def of_another_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN] = tensors[DOWN][:, 1:].contiguous()
+
+
+def with_a_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN][0, 0] = float("nan")
+
+
+def with_too_few_rows(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[EMBEDDING] = tensors[EMBEDDING][:-8].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_some, rf"it lacks 2 tensors \({re.escape(DOWN)}, model.norm.weight\)"),
+        (of_another_shape, rf"its tensor {re.escape(DOWN)} has the shape .*, but its config.json needs"),
+        (with_a_nan, rf"NaN or infinite values are in 1 tensor \({re.escape(DOWN)}\)"),
+        (with_too_few_rows, "its tokenizer has 1,024 ids, but its embedding only 1,016 rows: none for '<tool_call>'"),
+    ],
+)
+def test_a_checkpoint_with_incomplete_or_broken_weights_is_refused(
+    root: Path, saved: Path, tmp_path: Path, change: Any, reason: str
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(saved / "checkpoints" / "step-000004" / "policy", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    told = orjson.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_bytes(orjson.dumps(told | {"vocab_size": len(tensors[EMBEDDING])}))
+    tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+    for load in (model.load_policy, model.load_reward_model):
+        with pytest.raises(ConfigError, match=rf"^model\.path: no model can be loaded from {folder}: {reason}"):
+            load(recipe.ModelOptions(path=str(folder)), tokenizer, 0)
+
+
+def test_a_special_token_that_no_text_has_needs_no_row(root: Path, saved: Path) -> None:
+    """Gemma 3 without images has no row for its `<image_soft_token>`."""
+    tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    options = recipe.ModelOptions(path=str(saved / "checkpoints" / "step-000004" / "policy"))
+    model.load_policy(options, tokenizer, 0)
+    tokenizer.chat_template += "<image>"
+    with pytest.raises(ConfigError, match="none for '<image>'"):
+        model.load_policy(options, tokenizer, 0)
 
 
 # Numbers that are none, on one rank of two

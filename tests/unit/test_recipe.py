@@ -246,6 +246,20 @@ def test_what_a_live_run_would_not_look_at_is_refused() -> None:
     assert recipe("grpo.yaml", POLICY, "data.path=a.jsonl", "batch_size=64").batch_size == 64
 
 
+def test_a_reward_model_is_refused_as_policy_and_as_teacher_before_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    scorer, data = str(tmp_path), "data.path=data/calculator/example.jsonl"
+    for key, words in (
+        ("model.path", ["dpo.yaml", f"model.path={scorer}"]),
+        ("algorithm.teacher.path", ["distillation.yaml", POLICY, f"algorithm.teacher.path={scorer}"]),
+    ):
+        result = CliRunner().invoke(main, ["--dry-run", *words, data, "evaluation=null"])
+        assert result.exit_code == 2
+        assert f"{key}: {scorer}: this model is one for sequence classification" in result.stderr
+    others = [f"model.tokenizer={POLICY.partition('=')[2]}", data, "evaluation=null"]
+    assert recipe("reward_model.yaml", f"model.path={scorer}", *others).model.path == scorer
+
+
 def test_a_tokenizer_of_another_model_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one in a recipe is, when only the model is named again."""
     monkeypatch.chdir(root)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 from ngym.files.atomic import whole_folder
+from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, check_loaded, is_classifier
 from ngym.runtime.lean_imports import name_dtensor
 
 from ..data.samples import Sample, Segment
@@ -42,7 +43,7 @@ from .sequence_parallel import SequenceParallelGroup
 from .teacher_divergence import DivergenceScorer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER = "default"  # of the only adapter; PEFT omits it from the names in a file
 PEFT_PREFIX = "base_model.model."
@@ -493,8 +494,11 @@ def _network(
         network = kind.from_config(_qwen3(options.from_scratch, tokenizer, **config), **how)
         return network
     try:
-        _check_whole(str(options.path))
-        network = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
+        scores = "num_labels" in config
+        there = _trainable_config(str(options.path), scores)
+        how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused in one line, with their names
+        network, info = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
+        check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(there.architectures))
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
     if base_4bit is not None:
@@ -504,15 +508,21 @@ def _network(
     return network
 
 
-def _check_whole(name: str) -> None:
-    """Raise ConfigError if the weights of this folder or model are quantized. transformers turns those of gpt-oss into
-    whole ones.
+def _trainable_config(name: str, scores: bool) -> PreTrainedConfig:
+    """The config of this folder or model. scores: it becomes a reward model.
+
+    Raises:
+        ConfigError: it is a reward model, and no policy; or its weights are quantized, which only those of gpt-oss may
+            be: transformers turns them into whole ones.
     """
     from transformers import AutoConfig
 
-    quantization = getattr(AutoConfig.from_pretrained(name, trust_remote_code=False), "quantization_config", None)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if not scores and is_classifier(config.architectures):
+        raise ConfigError(f"model.path: {name}: {CLASSIFIER_PROBLEM}")
+    quantization = getattr(config, "quantization_config", None)
     if quantization is None:
-        return
+        return config
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = settings.get("quant_method", "an unknown method")
     if method != "mxfp4":
@@ -520,6 +530,7 @@ def _check_whole(name: str) -> None:
             f"model.path: the weights of {name} are quantized ({method}), and ng_train quantizes whole ones itself; name "
             "the model that it was made from, and set model.lora.base_4bit=nf4"
         )
+    return config
 
 
 def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase, **config: Any) -> object:

@@ -13,6 +13,7 @@ from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import ConfigTree, load_tree, parse
 from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
+from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, holds_classifier
 from ngym.telemetry.log_format import redacted
 
 from .algorithms import OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
@@ -43,7 +44,7 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
 def refusals(recipe: Recipe) -> list[Refusal]:
     """All invalid combinations of a recipe."""
     found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
-    parts = (_of_files, _of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
+    parts = (_of_files, _of_reward_models, _of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
     return [*found, *(refusal for part in parts for refusal in part(recipe))]
 
 
@@ -62,6 +63,18 @@ def _of_files(recipe: Recipe) -> Iterator[Refusal]:
     if any(each.current_policy for each in teachers):
         reason = "from a file, the teacher would stay the policy at the start; name that policy with path"
         yield Refusal("algorithm.teacher.current_policy", reason)
+
+
+def _of_reward_models(recipe: Recipe) -> Iterator[Refusal]:
+    """Refuse a folder with a reward model as policy or teacher. Models of the Hub are checked when they are loaded."""
+    if isinstance(recipe.algorithm, RewardModelOptions):
+        return
+    teacher = recipe.algorithm.teacher if isinstance(recipe.algorithm, PolicyGradientOptions) else None
+    paths = [("model.path", recipe.model.path)]
+    paths += [("algorithm.teacher.path", one.path) for one in (teacher.sources if teacher else ())]
+    for key, path in paths:
+        if path is not None and holds_classifier(path):
+            yield Refusal(key, f"{path}: {CLASSIFIER_PROBLEM}")
 
 
 def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
