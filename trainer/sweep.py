@@ -62,7 +62,30 @@ class Ended(NamedTuple):
     last: str
 
 
-def run_command(command: Sequence[str], log: Path) -> Ended:
+class TimeWarning:
+    """A scheduler's warning of the time limit (SIGUSR1): the run in progress gets it too, and no other run starts."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The signal's handler."""
+        self.came = True
+        self._forward()
+
+    def reaches(self, process: subprocess.Popen[bytes]) -> None:
+        """From now on this process gets the warning, also one that came while it started."""
+        self._process = process
+        if self.came:
+            self._forward()
+
+    def _forward(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGUSR1)  # does nothing after its end
+
+
+def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None = None) -> Ended:
     """Run a command until it ends. Interrupted here (Ctrl-C), it is interrupted too, and its end is awaited.
 
     It runs in a separate process group, so that Ctrl-C reaches it once, through us, with all its child processes.
@@ -80,6 +103,8 @@ def run_command(command: Sequence[str], log: Path) -> Ended:
                 process_group=0,
                 env={**os.environ, SWEEP: str(log.parent.absolute())},
             )
+            if warning is not None:
+                warning.reaches(process)
             assert process.stdout is not None
             reader = threading.Thread(target=_copy, args=(process.stdout, log, last), daemon=True)
             reader.start()
@@ -347,12 +372,14 @@ def _sweep(
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that child processes end and the table is shown
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, _leave)
+    warning = TimeWarning()
+    signal.signal(signal.SIGUSR1, warning.note)
     try:
         for place, run in enumerate(runs, 1):
-            if run.combination.name not in known:
+            if run.combination.name not in known and not warning.came:
                 print(f"\n[{place}/{len(runs)}] {run.combination.name}", flush=True)
                 try:
-                    _run(run, files, overrides, resume, known)
+                    _run(run, files, overrides, resume, known, warning)
                 finally:
                     redone = {**earlier, **known}  # until a run is repeated, its earlier outcome counts
                     write(folder, others + [redone[name] for name in names if name in redone])
@@ -360,6 +387,9 @@ def _sweep(
         ended = [known[name] for name in names if name in known]
         print()
         show(ended, [name for name in names if name not in known])
+    if warning.came and (len(ended) < len(runs) or any(outcome.status == "interrupted" for outcome in ended)):
+        print("interrupted by SIGUSR1, a scheduler's warning; --resume continues", flush=True)
+        sys.exit(INTERRUPTED)
     failed = sum(outcome.status == "failed" for outcome in ended)
     if failed:
         raise NgymError(f"{failed} of {len(runs)} runs failed; their output is in {folder}/*.log")
@@ -452,7 +482,12 @@ def _finished(earlier: dict[str, SweepOutcome], runs: Sequence[SweepRun], resume
 
 
 def _run(
-    run: SweepRun, files: Sequence[str], overrides: Sequence[str], resume: bool, known: dict[str, SweepOutcome]
+    run: SweepRun,
+    files: Sequence[str],
+    overrides: Sequence[str],
+    resume: bool,
+    known: dict[str, SweepOutcome],
+    warning: TimeWarning,
 ) -> None:
     """Run it and store its outcome in `known`, even if it is interrupted."""
     name, values = run.combination
@@ -469,10 +504,15 @@ def _run(
         known[name] = SweepOutcome(name, values, status, code, seconds, problem, metrics)
 
     try:
-        ended = run_command([sys.executable, "-m", "ngym", "train", *words], run.folder.with_name(f"{name}.log"))
+        ended = run_command(
+            [sys.executable, "-m", "ngym", "train", *words], run.folder.with_name(f"{name}.log"), warning
+        )
     except (KeyboardInterrupt, SystemExit):
         enter("interrupted", INTERRUPTED, None)
         raise
+    if warning.came and ended.exit_code in (INTERRUPTED, -signal.SIGUSR1):  # the latter: before it could handle it
+        enter("interrupted", INTERRUPTED, None)
+        return
     failed = ended.exit_code != 0
     enter("failed" if failed else "finished", ended.exit_code, ended.last if failed else None)
 

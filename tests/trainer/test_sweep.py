@@ -194,3 +194,31 @@ def test_ctrl_c_ends_the_sweep_with_its_run_and_tells_what_was_done(root: Path, 
     table = [line.split() for line in said.splitlines() if line.startswith("seed=")]
     assert [line[:2] for line in table] == [["seed=0", "interrupted"], ["seed=1", "not"]]
     assert [row["status"] for row in rows(here)] == ["interrupted"]
+
+
+def test_a_schedulers_warning_saves_the_run_in_progress_and_starts_no_other(root: Path, here: Path) -> None:
+    demonstrations(root, here)
+    words = [sys.executable, "-m", "ngym", "train", "sft.yaml", *SHAPE, "data.path=few.jsonl", "output=swept"]
+    sweep = subprocess.Popen(
+        [*words, "batch_size=4", "epochs=1000", "checkpoint.every=100000", "--sweep", "seed=0,1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = here / "swept" / "seed=0" / "metrics.jsonl"
+    wait_until(lambda: sweep.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1))
+    sweep.send_signal(signal.SIGUSR1)
+    said = sweep.communicate(timeout=600)[0]
+    assert sweep.returncode == 130 and "interrupted by SIGUSR1, a scheduler's warning; --resume continues" in said, said
+    last = metrics.read_bytes().count(b"\n")
+    assert (here / "swept" / "seed=0" / "checkpoints" / f"step-{last:06}").is_dir()
+    table = [line.split() for line in said.splitlines() if line.startswith("seed=")]
+    assert [line[:2] for line in table] == [["seed=0", "interrupted"], ["seed=1", "not"]]
+    assert not (here / "swept" / "seed=1").exists()
+
+
+def test_a_run_that_the_warning_finds_before_it_can_save_ends_the_sweep_too(tmp_path: Path) -> None:
+    warning = grid.TimeWarning()
+    warning.note(signal.SIGUSR1, None)  # while the process starts
+    ended = grid.run_command([sys.executable, "-c", "import time; time.sleep(3600)"], tmp_path / "a.log", warning)
+    assert ended == (-signal.SIGUSR1, "")
