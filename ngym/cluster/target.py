@@ -44,7 +44,8 @@ class Target(BaseModel):
 
 def read_target(file: Path, overrides: Sequence[str]) -> Target:
     """The settings of a file and `key=value` overrides. ConfigError: one line per mistake."""
-    target: Target = parse(Target, load_tree([file], overrides))
+    texts = [name for name, field in Target.model_fields.items() if field.annotation in (str, str | None)]
+    target: Target = parse(Target, load_tree([file], overrides, texts=texts))
     for name in target.secrets:
         if not name.isidentifier():
             raise UsageError(f"{file}: secrets: {name!r} is not the name of a variable")

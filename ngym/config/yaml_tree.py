@@ -53,11 +53,18 @@ class ConfigTree:
         return self.default_where
 
 
-def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Collection[str] = ()) -> ConfigTree:
+def load_tree(
+    paths: Sequence[Path],
+    overrides: Sequence[str] = (),
+    *,
+    named: Collection[str] = (),
+    texts: Collection[str] = (),
+) -> ConfigTree:
     """Read YAML files and `key=value` overrides into one tree, later ones winning, with `${...}` resolved.
 
     named: top-level keys whose mapping has a `name`, such as `algorithm`. A later file or override with another name
     replaces the mapping of the files before it, whose keys belong to the thing with the other name.
+    texts: top-level keys whose scalars stay as they are written. In YAML 1.1, 12:00:00 is a number in base 60.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -65,7 +72,7 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
     lines: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
     for path in paths:
-        data, file_lines = _read_yaml(path)
+        data, file_lines = _read_yaml(path, texts)
         for key in named:
             part = data.get(key)
             _rename(merged, lines, key, part.get("name") if isinstance(part, dict) else None)
@@ -85,6 +92,8 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
             raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, such as policy.port=8000")
         try:
             parsed = yaml.safe_load(value) if value else None
+            if key in texts:
+                parsed = _as_written(yaml.compose(value, Loader=yaml.SafeLoader), parsed)
             if key in names:
                 _rename(merged, lines, names[key], parsed.get("name") if isinstance(parsed, dict) else parsed)
             OmegaConf.update(merged, key, parsed, merge=True, force_add=True)
@@ -130,8 +139,8 @@ def parse(
         ) from None
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """One YAML file as plain data, and the line of each of its keys."""
+def _read_yaml(path: Path, texts: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
+    """One YAML file as plain data, and the line of each of its keys. texts: as of `load_tree`."""
     shown = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
     content = b""
     try:
@@ -163,7 +172,14 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{shown}:1: a config is a mapping of names to services, not a {type(data).__name__}")
     lines: dict[str, str] = {}
     _collect_lines(node, "", shown, lines)
-    return data, lines
+    written = {key.value: value for key, value in node.value if key.value in texts}
+    return data | {key: _as_written(value, data[key]) for key, value in written.items()}, lines
+
+
+def _as_written(node: yaml.Node | None, value: Any) -> Any:
+    """The text of a number or a boolean; any other value as it is."""
+    is_other = node is None or node.tag.rpartition(":")[2] not in ("int", "float", "bool")
+    return value if is_other or not isinstance(node, yaml.ScalarNode) else node.value
 
 
 def _remedy(error: yaml.MarkedYAMLError) -> str:
