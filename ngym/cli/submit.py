@@ -8,12 +8,16 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ngym.cli.shell.main import Command, command
+from ngym.cli.shell.main import COMMANDS, Command, command
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import NgymError, UsageError
 
 if TYPE_CHECKING:
@@ -61,8 +65,10 @@ def main(dry_run: bool, to: str, settings: Path, words: tuple[str, ...]) -> None
 
 
 def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
-    from ngym.cluster.slurm import render, submissions
+    from ngym.cluster.slurm import AFTER, render, submissions
+    from ngym.cluster.target import secret_values
 
+    _check_command(target, run)
     folder = Path.cwd()
     logs = folder / LOGS / target.name
     script = render(target, run, folder, logs)
@@ -71,15 +77,47 @@ def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
     if dry_run:
         click.echo(script, nl=False)
         click.echo("\n".join(shlex.join(each) for each in commands), err=True)
+        secret_values(target)  # fails as the submission would
         return
+    secret_values(target)  # sbatch gives the job the variables that are set here
     _need("sbatch")
     logs.mkdir(parents=True, exist_ok=True)
     path.write_text(script)
     previous = ""
     for each in commands:
-        previous = _output([word.format(previous=previous) for word in each]).strip().partition(";")[0]
+        words = [AFTER.format(previous=previous) if word == AFTER else word for word in each]
+        previous = _output(words).strip().partition(";")[0]
         click.echo(f"job {previous}: logs in {logs}", err=True)
         click.echo(previous)
+
+
+def _check_command(target: Target, run: Sequence[str]) -> None:
+    """Check the command's name, its options and its recipe: the job runs in this folder.
+
+    Raises:
+        UsageError, click.ClickException: they are wrong; in one line for each mistake.
+    """
+    from ngym.cluster.target import on_ray
+
+    name = run[0]
+    if not name.startswith("ng_"):
+        if not target.setup and shutil.which(name) is None:  # `setup` can bring it
+            raise UsageError(f"{name}: no such command here; name one, such as ng_train")
+        return
+    known = [f"ng_{each}" for each in COMMANDS]
+    if name not in known:
+        raise UsageError(f"{name}: no such command{did_you_mean(name, known)}")
+    called: Command = import_module(COMMANDS[name.removeprefix("ng_")][0]).main
+    words = on_ray(run)[1:]
+    given = called.make_context(name, list(words)).params
+    if name != "ng_train":
+        return
+    if given["sweeps"] and given["on"] != "local":
+        raise UsageError("--sweep runs on one machine: submit ng_train --on local, or its runs one by one")
+    if any(option.startswith(("--dependency", "-d")) for option in target.options):
+        return  # an earlier job may make the model or the data
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        called.main([*words, "--dry-run"], prog_name=name, standalone_mode=False)
 
 
 def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:

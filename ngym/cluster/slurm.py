@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ngym.cluster.target import Target, shell_text
+from ngym.errors import UsageError
 
 WARNING_S = 180  # before the time limit: the step in progress ends, and a checkpoint is written
 
@@ -63,11 +64,20 @@ end_chain() {{
 trap end_chain EXIT
 """
 NEXT = 'continues=yes; echo "cut by the time limit; the next job of the chain continues"'
+AFTER = "--dependency=afternotok:{previous}"
 TRY_AGAIN = 75  # the exit code of a command for which a later repetition may succeed
 
 
 def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> str:
-    """The script. folder: the project's, on a disk that all nodes share. logs: where all output goes."""
+    """The script. folder: the project's, on a disk that all nodes share. logs: where all output goes.
+
+    Raises:
+        UsageError: the time limit is not longer than the warning before it.
+    """
+    if _seconds(target.time) <= WARNING_S:
+        raise UsageError(
+            f"time: {target.time} leaves nothing before Slurm's warning, {WARNING_S} s ahead of it; set more"
+        )
     header = {
         "job-name": target.name,
         "nodes": target.nodes,
@@ -82,7 +92,7 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
         "open-mode": "append",
         "output": logs / "%j.log",
     }
-    lines = [f"--{key}={value}" for key, value in header.items() if value is not None]
+    lines = [shlex.quote(f"--{key}={value}") for key, value in header.items() if value is not None]
     lines += ["--no-requeue" if target.chain else "--requeue", *target.options]
     trains = command[0] == "ng_train"
     return SCRIPT.format(
@@ -104,7 +114,13 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
 
 
 def submissions(target: Target, script: Path) -> list[list[str]]:
-    """The sbatch commands, in order; `{previous}` is the number of the job before."""
+    """The sbatch commands, in order; in AFTER, `{previous}` is the number of the job before."""
     sbatch = ["sbatch", "--parsable"]
-    following = [[*sbatch, "--dependency=afternotok:{previous}", str(script)]] * target.chain
-    return [[*sbatch, str(script)], *following]
+    return [[*sbatch, str(script)], *[[*sbatch, AFTER, str(script)]] * target.chain]
+
+
+def _seconds(time: str) -> int:
+    """time: [DAYS-]HOURS:MINUTES:SECONDS."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

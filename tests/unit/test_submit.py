@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from ngym.cli import submit
 from ngym.cluster import kuberay, skypilot, slurm
@@ -221,6 +221,76 @@ def test_a_dry_run_shows_everything_and_fails_where_the_command_would(
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
     shown = CliRunner().invoke(submit.main, words)
     assert shown.exit_code == 0 and "hf_secret_value" not in shown.output
+
+
+def submitted(file: Path, *words: str, dry_run: bool = True) -> Result:
+    return CliRunner().invoke(submit.main, [*["--dry-run"] * dry_run, "slurm", str(file), *words])
+
+
+def test_a_text_stays_as_it_is_written_even_if_yaml_takes_it_for_a_number(tmp_path: Path) -> None:
+    """In YAML 1.1, 12:00:00 is 43200, 0123 is 83, and `on` is true."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: one\ntime: 12:00:00\npartition: 0123\naccount: 1_0\nimage: null\nnodes: 2\n")
+    target = read_target(file, [])
+    assert (target.time, target.partition, target.account) == ("12:00:00", "0123", "1_0")
+    assert (target.image, target.nodes) == (None, 2)
+    target = read_target(file, ["time=13:00:00", "partition=on", "account=null", "nodes=3"])
+    assert (target.time, target.partition, target.account, target.nodes) == ("13:00:00", "on", None, 3)
+
+
+def test_a_folder_may_have_braces_and_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a {b} c"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    calls: list[list[str]] = []
+    monkeypatch.setattr(submit, "_need", lambda program: None)
+    monkeypatch.setattr(submit, "_output", lambda words: calls.append(words) or f"{len(calls)};cluster\n")
+    (folder / "cluster.yaml").write_text("name: one\nchain: 1\n")
+    result = submitted(folder / "cluster.yaml", "ng_run", dry_run=False)
+    assert result.exit_code == 0, result.output
+    logs = folder / ".ngym" / "submit" / "one"
+    script = str(logs / "job.sh")
+    assert calls == [["sbatch", "--parsable", script], ["sbatch", "--parsable", "--dependency=afternotok:1", script]]
+    assert f"#SBATCH '--output={logs}/%j.log'\n" in (logs / "job.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ng_trian", "sft.yaml"], "ng_trian: no such command (did you mean 'ng_train'?)"),
+        (["no_such_program"], "no_such_program: no such command here"),
+        (["ng_run", "--bogus"], "ng_run: no option '--bogus'"),
+        (["ng_train", "sft.yaml", "optimizer.lrr=1"], "unknown key 'optimizer.lrr' (did you mean 'lr'?)"),
+        (["ng_train", "sft.yaml", "--sweep", "seed=0,1"], "--sweep runs on one machine: submit ng_train --on local"),
+        (["secrets=[NOT_SET]", "ng_run"], "secrets: not set here: NOT_SET"),
+        (["time=00:03:00", "ng_run"], "time: 00:03:00 leaves nothing before Slurm's warning"),
+    ],
+)
+def test_a_mistake_is_found_before_slurm_gets_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submit, "_output", lambda words: pytest.fail(f"submitted: {words}"))
+    monkeypatch.setattr(submit, "_need", lambda program: None)
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: one\n")
+    for dry_run in (True, False):
+        result = submitted(file, *words, dry_run=dry_run)
+        assert result.exit_code == 2 and message in result.stderr, result.output
+    assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_what_setup_or_an_earlier_job_brings_need_not_be_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: one\nsetup: module load ours\n")
+    assert submitted(file, "no_such_program").exit_code == 0
+    later = ["ng_train", "grpo.yaml", "model.path=runs/sft/policy"]
+    assert "there is no folder" in submitted(file, *later).stderr
+    assert submitted(file, "options=[--dependency=afterok:1]", *later).exit_code == 0
+    assert submitted(file, "ng_train", "--on", "local", "sft.yaml", "--sweep", "seed=0,1").exit_code == 0
 
 
 if __name__ == "__main__":
