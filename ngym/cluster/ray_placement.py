@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -298,7 +298,11 @@ def nodes_for(stanza: Stanza) -> int:
 
 
 def connect(to: str) -> None:
-    """Join the Ray cluster that `ray` (of this machine, or RAY_ADDRESS) or `ray://HOST:PORT` names."""
+    """Join the Ray cluster that `ray` (of this machine, or RAY_ADDRESS) or `ray://HOST:PORT` names.
+
+    Raises:
+        UsageError: no cluster answers, or it refuses this process.
+    """
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     address = to.removeprefix("ray").removeprefix("://") or os.environ.get("RAY_ADDRESS") or "auto"
     try:
@@ -307,11 +311,23 @@ def connect(to: str) -> None:
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (OSError, RayError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"--on {to}: no Ray cluster to join ({reason}); start one with `ray start --head`, and run this command on "
-            "one of its nodes (docs/scale.md)"
-        ) from None
+        raise UsageError(f"--on {to}: {_not_joined(error)} (docs/scale.md)") from None
+
+
+def _not_joined(error: BaseException) -> str:
+    """Why `ray.init` failed, and what to do. Ray names a refused token in the traceback that is the cause's text."""
+    reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, AuthenticationError):  # there was no token to send
+        reason = reason.partition(". Ensure ")[0]  # Ray's own advice
+        return (
+            f"no token for the Ray cluster ({reason}); set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that of the cluster"
+        )
+    if "InvalidAuthToken" in str(error.__cause__):
+        return (
+            f"the Ray cluster refuses the token ({reason}); set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            "RAY_AUTH_TOKEN_PATH to that of the cluster"
+        )
+    return f"no Ray cluster to join ({reason}); start one with `ray start --head`, and run this command on one of its nodes"
 
 
 async def reserved(

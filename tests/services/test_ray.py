@@ -208,6 +208,25 @@ async def test_a_cluster_that_is_not_there_is_one_line(nodes: Nodes) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_wrong_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The errors of ray.init with a wrong token, and with a file of tokens that is not there."""
+    refused = ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379")
+    refused.__cause__ = RuntimeError(
+        "Last connection error: ...\nAuthenticationError: RPC error: InvalidAuthToken: ..."
+    )
+    absent = ray.exceptions.AuthenticationError("RAY_AUTH_TOKEN_PATH is set but file cannot be opened")
+    for error, message in ((refused, "the Ray cluster refuses the token"), (absent, "no token for the Ray cluster")):
+
+        def init(error: Exception = error, **_: Any) -> None:
+            raise error
+
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(ray, "init", init)
+        with pytest.raises(UsageError, match=f"^--on ray: {message}") as told:
+            RayPlacer.connect("ray")
+        assert "RAY_AUTH_TOKEN_PATH to that of the cluster" in str(told.value) and "\n" not in str(told.value)
+
+
 @pytest.mark.soak
 def test_ranks_start_again_from_the_last_checkpoint_when_one_is_lost(nodes: Nodes, tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
