@@ -17,11 +17,13 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "ngym"
 RENDERED = ROOT / "tests" / "data" / "helm" / "ngym.yaml"
+LONG = "translation_" * 5 + "1"  # run-LONG-0 has 67 characters
 VALUES = {
     "existingSecret": "tokens",
     "config": {
         "calculator": {"replicas": 2, "pool": "cpus"},
         "judge": {"kind": "model", "app": "models/openai", "url": "https://judge.example"},
+        LONG: {"kind": "gym_server", "app": "gym_servers/calculator", "replicas": 2},
     },
     "env": {"policy": [{"name": "HF_HOME", "value": "/models"}]},
     "secrets": ["keys"],
@@ -57,13 +59,21 @@ def test_each_replica_has_a_deployment_and_the_address_that_the_config_names() -
     urls = {url: name for name, stanza in config.items() for url in stanza.get("urls", ())}
     names = {str(urlsplit(url).hostname): name for url, name in urls.items()}
     assert names.keys() == rendered("Service").keys() == rendered("Deployment").keys()
-    assert sorted(names) == ["run-calculator-0", "run-calculator-1", "run-calculator-agent-0", "run-policy-0"]
+    short = sorted(host for host, name in names.items() if name != LONG)
+    assert short == ["run-calculator-0", "run-calculator-1", "run-calculator-agent-0", "run-policy-0"]
     for host, name in names.items():
         service, deployment = rendered("Service")[host], rendered("Deployment")[host]
         labels = deployment["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items() and deployment["spec"]["replicas"] == 1
         assert container(host)["command"][:2] == ["ng_serve", name]
     assert config["judge"]["url"] == "https://judge.example"  # runs elsewhere
+
+
+def test_a_name_that_is_too_long_is_cut_before_its_index() -> None:
+    names = sorted(host for host in rendered("Service") if container(host)["command"][1] == LONG)
+    digest = hashlib.sha256(f"run-{LONG.replace('_', '-')}".encode()).hexdigest()[:8]  # of what was cut
+    assert names == [f"run-{LONG.replace('_', '-')[:47]}-{digest}-{index}" for index in range(2)]
+    assert all(len(name) <= 63 for name in names)
 
 
 def test_only_models_get_the_admin_token_and_no_token_is_in_a_manifest() -> None:

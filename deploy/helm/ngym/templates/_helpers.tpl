@@ -1,7 +1,14 @@
-{{/* The name of an object of a service, such as RELEASE-calculator-agent-0; (list $ NAME INDEX) */}}
+{{/* The name of an object of a service, such as RELEASE-calculator-agent-0; (list $ NAME INDEX). At most 63 characters:
+a longer one is cut before its index, and gets a digest in place of the rest. */}}
 {{- define "ngym.name" -}}
 {{- $root := index . 0 -}}
-{{- printf "%s-%s-%d" $root.Release.Name (index . 1 | replace "_" "-" | lower) (int (index . 2)) | trunc 63 | trimSuffix "-" -}}
+{{- $base := printf "%s-%s" $root.Release.Name (index . 1 | replace "_" "-" | lower) -}}
+{{- $index := printf "-%d" (int (index . 2)) -}}
+{{- $most := sub 63 (len $index) | int -}}
+{{- if gt (len $base) $most -}}
+{{- $base = printf "%s-%s" ($base | trunc (sub $most 9 | int) | trimSuffix "-") (sha256sum $base | trunc 8) -}}
+{{- end -}}
+{{- printf "%s%s" $base $index -}}
 {{- end -}}
 
 {{- define "ngym.labels" -}}
