@@ -79,7 +79,7 @@ def _as_rank() -> None:
 
 def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: bool, resume: bool) -> Path:
     """Run a recipe on the cluster `to`; returns the run's folder. Raises as `train.main`, and SystemExit(130)."""
-    recipe, _ = checked(files, overrides)
+    recipe, _ = checked(files, overrides, on_ray=True)
     if recipe.live and recipe.live.colocated:
         raise UsageError("rollouts.colocated: trainer and policy have GPUs of their own on Ray; remove this key")
     if recipe.served_base is not None:

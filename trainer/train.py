@@ -27,7 +27,7 @@ from ngym.telemetry import tracing
 from .checkpoints import Checkpoints, model_digest, resumable
 from .data import file_batches
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
-from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, read_launch
+from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, TrainerOptions, read_launch
 from .recipe.recipe_reader import as_yaml, impossible, of_live, read_recipe
 from .recipe.rollout_options import RolloutOptions
 from .reporting import sinks
@@ -71,7 +71,15 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
     return recipe.output
 
 
-def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, overwrite: bool, as_json: bool) -> None:
+def dry_run(
+    files: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    on_ray: bool = False,
+) -> None:
     """Check a recipe, its tasks and its services, without loading or writing anything.
 
     Prints the resolved recipe on standard output, its sizes and output paths on standard error; or all of it as JSON.
@@ -79,14 +87,14 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, ove
     Raises:
         UsageError: the recipe cannot run, as far as this is known without loading anything.
     """
-    recipe, tree = checked(files, overrides)
+    recipe, tree = checked(files, overrides, on_ray=on_ray)
     if recipe.live:
         check_live(recipe, recipe.live)
     text = as_yaml(recipe, tree)
     taken = holds_a_run(recipe.output)
     if resume:
         resumable(recipe.output, text)
-    sizes = of_live(recipe, read_launch()) if recipe.live else []
+    sizes = of_live(recipe, _launch(recipe, on_ray)) if recipe.live else []
     if as_json:
         plan = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
         print(orjson.dumps(plan, option=orjson.OPT_INDENT_2).decode())
@@ -98,8 +106,8 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, ove
     print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
 
 
-def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
-    """The recipe, checked as far as possible without loading anything.
+def checked(files: Sequence[str], overrides: Sequence[str], *, on_ray: bool = False) -> tuple[Recipe, ConfigTree]:
+    """The recipe, checked as far as possible without loading anything. on_ray: for the ranks that Ray starts.
 
     Raises:
         ConfigError: it cannot run; one line for each mistake. UsageError: its output path is a file.
@@ -110,10 +118,16 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Con
         raise UsageError(f"{there} is not a folder; {OTHERWISE}")
     if recipe.data is not None:
         file_batches.check(recipe.data, tree)
-    refused = impossible(recipe, read_launch())
+    refused = impossible(recipe, _launch(recipe, on_ray))
     if refused:
         raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in refused))
     return recipe, tree
+
+
+def _launch(recipe: Recipe, on_ray: bool) -> Launch:
+    if not on_ray:
+        return read_launch()
+    return Launch(rank=0, local_rank=0, ranks=(recipe.trainer or TrainerOptions()).ranks)
 
 
 def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]) -> None:

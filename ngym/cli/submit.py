@@ -110,6 +110,10 @@ def _check_command(target: Target, run: Sequence[str]) -> None:
     called: Command = import_module(COMMANDS[name.removeprefix("ng_")][0]).main
     words = on_ray(run)[1:]
     given = called.make_context(name, list(words)).params
+    if given.get("overwrite") and name in ("ng_train", "ng_collect_rollouts"):
+        raise UsageError(
+            f"{name} --overwrite: a job that continues the run would begin it again; choose another output"
+        )
     if name != "ng_train":
         return
     if given["sweeps"] and given["on"] != "local":

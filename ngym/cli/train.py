@@ -109,7 +109,8 @@ def main(
         sweep.dry_run(files, overrides, sweeps, as_json=as_json)
         return
     if dry_run:
-        train.dry_run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
+        on_ray = on != "local"
+        train.dry_run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json, on_ray=on_ray)
         return
     if on != "local":
         require("ray", "ng_train --on ray", "ray")

@@ -183,6 +183,16 @@ def test_what_does_not_go_together_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_ranks_of_a_run_on_ray_are_those_of_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").touch()
+    words = ["--on", "ray", "--dry-run", "sft.yaml", "data={path: data.jsonl}", "engine.sequence_parallel=2"]
+    two = CliRunner().invoke(main, [*words, "trainer.ranks=2"])
+    assert two.exit_code == 0, two.output
+    three = CliRunner().invoke(main, [*words, "trainer.ranks=3"])
+    assert three.exit_code == 2 and "3 ranks cannot form groups of 2" in three.stderr
+
+
 @pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize("way", ["sequence_parallel", "tensor_parallel"])
 def test_heads_that_ranks_cannot_share_are_named(way: str) -> None:

@@ -262,6 +262,10 @@ def test_a_folder_may_have_braces_and_spaces(tmp_path: Path, monkeypatch: pytest
         (["ng_run", "--bogus"], "ng_run: no option '--bogus'"),
         (["ng_train", "sft.yaml", "optimizer.lrr=1"], "unknown key 'optimizer.lrr' (did you mean 'lr'?)"),
         (["ng_train", "sft.yaml", "--sweep", "seed=0,1"], "--sweep runs on one machine: submit ng_train --on local"),
+        (
+            ["ng_train", "sft.yaml", "--overwrite"],
+            "ng_train --overwrite: a job that continues the run would begin it again",
+        ),
         (["secrets=[NOT_SET]", "ng_run"], "secrets: not set here: NOT_SET"),
         (["time=00:03:00", "ng_run"], "time: 00:03:00 leaves nothing before Slurm's warning"),
     ],
