@@ -22,7 +22,7 @@ from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
 from ngym.notebook.progress import Watch
-from ngym.notebook.rollouts import FileRows, Folder, Rollouts
+from ngym.notebook.rollouts import Folder, Rollouts, rollouts_of
 from ngym.notebook.services import RunningServices, ServiceTarget
 from ngym.runtime.event_loop import raise_file_limit
 from ngym.schema import Json
@@ -156,8 +156,7 @@ class _Call:
         given_up = sum(tally.given_up.total() for tally in store.aggregates.by_agent.values())
         if given_up:
             self.watch.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; see .failures")
-        written = [self._output] if self._output.exists() else []
-        return Rollouts(FileRows(written), paths=written, folder=self._folder)
+        return rollouts_of([self._output], self._folder)
 
     def _tell_stopped(self, done: int) -> None:
         """Print the file of the finished rollouts."""

@@ -122,14 +122,13 @@ class Rollouts(Sequence[Json]):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files of the rollouts; empty for rows of a list."""
+        """The files of the rollouts; empty for rows of a list. A file in which every rollout failed does not exist."""
         return self._stored.paths
 
     @property
     def failures(self) -> Failures:
         """The failed attempts of the same collection, one row each (`*_failures.jsonl`)."""
-        beside = [path for path in (CollectionPaths.beside(path).failures for path in self.paths) if path.is_file()]
-        return Failures(list(FileRows(beside)))
+        return Failures(list(FileRows([path for path in map(_failures_of, self.paths) if path.is_file()])))
 
     @property
     def rewards(self) -> list[float | None]:
@@ -420,15 +419,23 @@ def load_rollouts(*sources: str | Path) -> Rollouts:
     if not paths:
         raise UsageError("load_rollouts: name a file that ng_collect_rollouts wrote")
     for path in paths:
-        rows = iter(FileRows([path]))
-        first = next(rows, None)
+        first = next(iter(FileRows([path])), None) if path.exists() else None
         if first is not None:
             _check(first, path)
-    return Rollouts(FileRows(paths), paths=paths)
+    return rollouts_of(paths)
+
+
+def rollouts_of(paths: Sequence[Path], folder: object = None) -> Rollouts:
+    """The rollouts of these files. A collection whose rollouts all failed has no file of rollouts, only failures."""
+    return Rollouts(FileRows([path for path in paths if path.exists()]), paths=paths, folder=folder)
+
+
+def _failures_of(path: Path) -> Path:
+    return CollectionPaths.beside(path).failures
 
 
 def _files(source: str) -> list[Path]:
-    if Path(source).is_file():
+    if Path(source).is_file() or _failures_of(Path(source)).is_file():
         return [Path(source)]
     found = sorted(glob(source, recursive=True))
     if not found:

@@ -144,6 +144,20 @@ def test_rollouts_are_a_sequence_with_numbers(rollouts: ngym.Rollouts) -> None:
     assert "8 rollouts of 4 tasks" in repr(again) and len(again.groups()) == 8  # a training run draws a task again
 
 
+def test_rollouts_that_all_failed_have_their_failures(services: RunningServices, folder: Path) -> None:
+    output = folder / "failed.jsonl"
+    call: dict[str, Any] = {"head": services, "agent": "counter_agent", "progress": False}
+    bad = [{"responses_create_params": {"input": "x"}, "target": None}]
+    for rollouts in (
+        ngym.collect_rollouts(input=bad, **call),
+        ngym.collect_rollouts(input=bad, output=output, **call),
+        ngym.load_rollouts(output),
+    ):
+        assert len(rollouts) == 0 and rollouts.mean_reward is None and "0 rollouts" in repr(rollouts)
+        assert len(rollouts.failures) == 1 and "target" in rollouts.failures[0]["failure"]["message"]
+    assert not output.exists()
+
+
 def test_metrics_are_those_of_the_aggregate_file(rollouts: ngym.Rollouts, folder: Path) -> None:
     [told] = json.loads((folder / "out_aggregate_metrics.json").read_text())
     [mine] = json.loads(orjson.dumps(rollouts.metrics()))
