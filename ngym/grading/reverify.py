@@ -61,7 +61,9 @@ async def _again(row: Json, gym: Peer) -> Again:
     try:
         scored = await verified(row, gym)
     except ServiceError as error:
-        return Again(row, before, None, error.detail)
+        # gym servers begin with the row's number in the input of the collection, which has other rows than this file
+        named = f"row {row.get('_ng_task_index')}: "
+        return Again(row, before, None, error.detail.removeprefix(named).removeprefix("the row: "))
     if is_pending(scored):
         return Again(row, before, None, "its reward comes from a comparison with the other rollouts of its task")
     return Again(rescored(row, scored), before, scored.get("reward"))
@@ -69,7 +71,7 @@ async def _again(row: Json, gym: Peer) -> Again:
 
 async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> None:
     """Repeat each call that reached the gym server. A call whose error the model read may fail in the same way."""
-    refused = {item.get("call_id") for item in row["response"].get("output") or [] if _is_an_error(item)}
+    refused = [item.get("call_id") for item in row["response"].get("output") or [] if _is_an_error(item)]
     for call in calls_in(row["response"]):
         if call.name not in tools or call.arguments is None:
             continue  # it never reached the gym server

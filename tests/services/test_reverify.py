@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import re
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,9 @@ from house import house
 from pydantic import BaseModel
 
 from ngym import ServiceError, Session, VerifyRequest, gym_server
-from ngym.cli.rollouts.reverify import main
+from ngym.cli.rollouts.reverify import _replaced, main
 from ngym.grading.reverify import verified
+from ngym.peers import Peer
 
 
 class Add(BaseModel):
@@ -135,9 +140,11 @@ def test_what_a_judge_scores_is_refused_where_no_model_may_be_asked(root: Path, 
 
 def test_a_rollout_that_cannot_be_verified_keeps_its_reward_and_is_counted(root: Path, tmp_path: Path) -> None:
     source = tmp_path / "out.jsonl"
-    source.write_text(json.dumps(rollout("counter_agent", [says("Done.")], 0.5, target="seven")) + "\n")
+    row = rollout("counter_agent", [says("Done.")], 0.5, target="seven", _ng_task_index=3)
+    source.write_text(json.dumps(row) + "\n")
     result = run(root, "--input", str(source), "--output", str(tmp_path / "again.jsonl"))
-    assert result.exit_code == 1 and "1 could not be verified" in result.output and "target" in result.stderr
+    assert result.exit_code == 1 and "1 could not be verified" in result.output
+    assert "row 1: field 'target'" in result.stderr and "row 3" not in result.stderr
     assert json.loads((tmp_path / "again.jsonl").read_text())["reward"] == 0.5
 
 
@@ -147,6 +154,11 @@ def test_a_rollout_that_cannot_be_verified_keeps_its_reward_and_is_counted(root:
         ({"reward": 1.0}, "not a rollout: a row has 'response' and 'reward'"),
         ({"reward": 1.0, "response": {}}, "its agent_ref names no agent"),
         (rollout("nobody", [], 1.0), "its rows are of 'nobody', which"),
+        (
+            {**rollout("counter_agent", [], 1.0), "response": {"output": "x"}},
+            "out.jsonl:1: not a rollout: the 'output'",
+        ),
+        ({**rollout("counter_agent", [], 1.0), "response": {"output": [1, None]}}, "must be a list of objects"),
     ],
 )
 def test_what_cannot_be_verified_at_all_is_refused(
@@ -157,6 +169,35 @@ def test_what_cannot_be_verified_at_all_is_refused(
     result = run(root, "--input", str(source), "--output", str(tmp_path / "again.jsonl"))
     assert result.exit_code == 2 and reason in result.stderr
     assert not (tmp_path / "again.jsonl").exists()
+
+
+def test_an_output_has_one_writer_and_a_killed_ones_part_is_replaced(root: Path, stored: Path, tmp_path: Path) -> None:
+    words = ["--input", str(stored), "--output", str(tmp_path / "again.jsonl")]
+    with _replaced(tmp_path / "again.jsonl"):
+        result = run(root, *words)
+    assert result.exit_code == 1
+    assert re.search(r"again\.jsonl is being written by .*; wait for it, or choose another --output", result.stderr)
+    (tmp_path / "again.jsonl").unlink()
+    (tmp_path / ".again.jsonl.partial").write_text("a part of a killed run, longer than nothing\n" * 1000)
+    assert run(root, *words).exit_code == 0
+    assert len((tmp_path / "again.jsonl").read_text().splitlines()) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "again.jsonl"}
+
+
+def test_a_signal_leaves_no_file(root: Path, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def interrupted(row: dict[str, Any], gym: Peer) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("ngym.grading.reverify.verified", interrupted)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        result = run(root, "--input", str(stored), "--output", str(tmp_path / "again.jsonl"))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert result.exit_code != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 @pytest.mark.parametrize(("shown", "reward"), [("added", None), ("Error: add failed", 3.0)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import click
 import orjson
@@ -70,6 +70,7 @@ def main(
     from ngym.config.service_config import load_config
     from ngym.files.atomic import check_new_output
     from ngym.files.jsonl import expanded
+    from ngym.runtime.event_loop import as_ctrl_c
     from ngym.supervise.zygote_client import ZygoteClient
 
     inputs = expanded(sources)
@@ -77,12 +78,14 @@ def main(
     if dry_run:
         _show(_needs(load_config(configs, overrides), inputs, models), output, as_json)
         return
-    launcher = ZygoteClient.start()
-    try:
-        needs = _needs(load_config(configs, overrides), inputs, models)
-        report = asyncio.run(_reverify(needs, launcher, inputs, output, concurrency))
-    finally:
-        launcher.close()
+    with as_ctrl_c(), _replaced(output) as file:
+        check_new_output(output, inputs, overwrite)  # another process may have written it before the lock
+        launcher = ZygoteClient.start()
+        try:
+            needs = _needs(load_config(configs, overrides), inputs, models)
+            report = asyncio.run(_reverify(needs, launcher, inputs, file, output, concurrency))
+        finally:
+            launcher.close()
     report.show(output, as_json)
     ctx.exit(EXIT_FAILED if report.failed else EXIT_DONE)
 
@@ -119,24 +122,41 @@ def _show(needs: Needs, output: Path, as_json: bool) -> None:
     click.echo(f"would start {', '.join(starts)} and write {output}{there}; nothing was started or written")
 
 
+@contextmanager
+def _replaced(output: Path) -> Iterator[BinaryIO]:
+    """A file beside the output, locked, that becomes the output if the block succeeds. A killed run's is replaced.
+
+    Raises:
+        FileLocked: another process writes the same output.
+    """
+    from ngym.files.atomic import open_held
+
+    aside = output.with_name(f".{output.name}.partial")
+    with open(open_held(aside, output, "choose another --output"), "r+b") as file:
+        try:
+            file.truncate(0)
+            yield file
+            with writing(output):
+                file.flush()
+            aside.rename(output)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink()
+            raise
+
+
 async def _reverify(
-    needs: Needs, launcher: ZygoteClient, inputs: Sequence[Path], output: Path, concurrency: int
+    needs: Needs, launcher: ZygoteClient, inputs: Sequence[Path], file: BinaryIO, output: Path, concurrency: int
 ) -> _Report:
     from ngym.cli.environments import started
     from ngym.grading.reverify import reverified
 
-    aside = output.with_name(f".{output.name}.partial")
     report = _Report()
-    try:
-        async with started(needs.config, needs.services, launcher) as peers:
-            with writing(output), aside.open("wb") as file:
-                async for again in reverified(_rows(inputs), _of(needs.gyms, peers), concurrency):
-                    report.add(again)
-                    file.write(orjson.dumps(again.row) + b"\n")
-        aside.rename(output)
-    finally:
-        with suppress(OSError):
-            aside.unlink()
+    async with started(needs.config, needs.services, launcher) as peers:
+        with writing(output):
+            async for again in reverified(_rows(inputs), _of(needs.gyms, peers), concurrency):
+                report.add(again)
+                file.write(orjson.dumps(again.row) + b"\n")
     return report
 
 
@@ -149,6 +169,9 @@ def _rows(inputs: Sequence[Path]) -> Iterator[Json]:
 def _problem(row: Json) -> str | None:
     if not isinstance(row.get("response"), dict) or "reward" not in row:
         return "not a rollout: a row has 'response' and 'reward'"
+    output = row["response"].get("output") or []
+    if not (isinstance(output, list) and all(isinstance(item, dict) for item in output)):
+        return "not a rollout: the 'output' of its response must be a list of objects"
     if agent_name(row) is None:
         return "its agent_ref names no agent, so its gym server is unknown"
     return None
