@@ -158,6 +158,21 @@ def is_reward(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= LARGEST_REWARD
 
 
+def row_problem(row: Json) -> str | None:
+    """Why a stored rollout or failed attempt cannot be read: its format is newer than ours, or its reward is invalid.
+
+    A stored reward is null or a number; the collector converts the bools of verifiers.
+    """
+    version, reward = trace_of(row).get("schema_version"), row.get("reward")
+    if version is not None and (type(version) is not int or version > SCHEMA_VERSION):
+        return f"its ng.schema_version is {version!r:.60}, and this ngym reads {SCHEMA_VERSION}; update ngym"
+    if reward is None or is_failed_attempt(row):
+        return None
+    if isinstance(reward, bool) or not is_reward(reward):
+        return f"'reward' must be null or a number within ±{LARGEST_REWARD:g}, not {reward!r:.60}"
+    return None
+
+
 def is_failed_attempt(row: Json) -> bool:
     """Whether a row is a failed attempt. A rollout, which has a response, may have a field `failure` of its own."""
     return "failure" in row and "response" not in row

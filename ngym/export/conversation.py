@@ -22,7 +22,7 @@ from ngym.convert import chat_request, check_create_params, content_text, split_
 from ngym.errors import BadRequest
 from ngym.export.rollout_selection import Reason, Row
 from ngym.net.json_limits import LONG_NUMBER, is_deep
-from ngym.schema import CUT_TURNS, LARGEST_REWARD, Json, is_failed_attempt, is_reward
+from ngym.schema import CUT_TURNS, Json, is_failed_attempt, row_problem
 
 Ending = Literal["whole", "step limit", "cut"]
 """whole: the policy ended it. step limit: every turn is complete, but more might have followed. cut: in mid-turn, so
@@ -84,12 +84,9 @@ def _record(row: Json, name: str) -> Json:
 def _reward(row: Json) -> float | None:
     if "reward" not in row:
         raise NoRollout("no rollout: 'reward' is missing (null would mean: could not be scored)")
-    reward = row["reward"]
-    if reward is None:
-        return None
-    if isinstance(reward, bool) or not is_reward(reward):
-        raise NoRollout(f"'reward' must be null or a number within ±{LARGEST_REWARD:g}, not {reward!r:.60}")
-    return float(reward)
+    if problem := row_problem(row):
+        raise NoRollout(problem)
+    return None if row["reward"] is None else float(row["reward"])
 
 
 def _ending(trace: Json, response: Json) -> Ending:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
 from ngym.files.hub_download import first_line, hub_errors
-from ngym.schema import agent_name, is_failed_attempt
+from ngym.schema import agent_name, is_failed_attempt, row_problem
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -117,11 +117,9 @@ def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
     """The files of a dataset. UsageError if a row is not a rollout, or two files have the same name."""
 
     def wrong(row: dict[str, Any]) -> str | None:
-        return (
-            None
-            if "reward" in row or is_failed_attempt(row)
-            else "not a rollout: it has neither a reward nor a failure"
-        )
+        if "reward" not in row and not is_failed_attempt(row):
+            return "not a rollout: it has neither a reward nor a failure"
+        return row_problem(row)
 
     rewards, counts = defaultdict[str, list[float]](list), defaultdict[str, Counter[str]](Counter)
     for source in sources:
@@ -129,7 +127,7 @@ def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
             row, reward = line.row, line.row.get("reward")
             agent = str(agent_name(row))
             counts[agent]["failed" if is_failed_attempt(row) else "unscored" if reward is None else "scored"] += 1
-            rewards[agent] += [reward] if isinstance(reward, int | float) else []
+            rewards[agent] += [] if reward is None else [reward]
     files = {f"data/{source.name}": source for source in sources}
     if len(files) < len(sources):
         raise UsageError("two of the files have the same name, which would be one file of the dataset; rename one")

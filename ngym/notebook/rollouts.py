@@ -22,7 +22,7 @@ from ngym.collect.collection_files import CollectionPaths
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, open_rows, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
-from ngym.schema import Json, agent_name, is_failed_attempt, trace_of
+from ngym.schema import Json, agent_name, is_failed_attempt, row_problem, trace_of
 from ngym.stats import Interval, Rewards, best_at_k
 
 if TYPE_CHECKING:
@@ -290,6 +290,8 @@ class TaskGroup(NamedTuple):
 
 def _fact(row: Json) -> Fact:
     agent = agent_name(row) or ""
+    if problem := row_problem(row):
+        raise UsageError(f"task {row.get('_ng_task_index')}: {problem}")
     try:
         return Fact(agent, trace_of(row).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
     except KeyError:
@@ -447,3 +449,5 @@ def _check(row: Json, path: Path) -> None:
     if not isinstance(row.get("response"), dict) or "reward" not in row:
         other = "is a failed attempt" if is_failed_attempt(row) else "has no response and reward"
         raise UsageError(f"{path}: its first row {other}; ng_collect_rollouts writes rollouts")
+    if problem := row_problem(row):
+        raise UsageError(f"{path}: its first row: {problem}")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
+import ngym
 from ngym.cli.rollouts.profile import main
+from ngym.cli.rollouts.reverify import main as reverify
+from ngym.files.hub_upload import rollouts_upload
 
 
 def rollout(index: int, reward: float | None) -> dict[str, Any]:
@@ -92,3 +97,38 @@ def test_what_is_no_rollout_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     result = CliRunner().invoke(main, [str(tmp_path / "out.jsonl")])
     assert result.exit_code == 2 and "out.jsonl:1: not a rollout" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"reward": "x"}, "'reward' must be null or a number within ±3.4e+38, not 'x'"),
+        ({"reward": True}, "'reward' must be null or a number within ±3.4e+38, not True"),
+        ({"ng": {"schema_version": 2}}, "its ng.schema_version is 2, and this ngym reads 1; update ngym"),
+    ],
+)
+def test_all_readers_of_stored_rollouts_refuse_the_same_rows(
+    tmp_path: Path, root: Path, wrong: dict[str, Any], problem: str
+) -> None:
+    path, good = tmp_path / "out.jsonl", {**rollout(0, 1.0), "response": {"output": []}}
+    good["agent_ref"] = {"name": "counter_agent"}
+    path.write_text(json.dumps({**good, "ng": {"schema_version": 1}}) + "\n" + json.dumps(good | wrong) + "\n")
+    result = CliRunner().invoke(main, [str(path)])
+    assert result.exit_code == 2 and f"out.jsonl:2: {problem}" in result.stderr
+    words = [
+        "--config",
+        str(root / "global_config.yaml"),
+        "--input",
+        str(path),
+        "--output",
+        str(tmp_path / "again.jsonl"),
+    ]
+    result = CliRunner().invoke(reverify, [*words, "--dry-run"])
+    assert result.exit_code == 2 and f"out.jsonl:2: {problem}" in result.stderr
+    with pytest.raises(ngym.UsageError, match=re.escape(f"out.jsonl:2: {problem}")):
+        rollouts_upload([path], "me/mine")
+    with pytest.raises(ngym.UsageError, match=re.escape(problem)):
+        _ = ngym.load_rollouts(path).mean_reward
+    path.write_text(json.dumps(good | wrong) + "\n")
+    with pytest.raises(ngym.UsageError, match=re.escape(f"its first row: {problem}")):
+        ngym.load_rollouts(path)

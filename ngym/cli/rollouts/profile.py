@@ -13,7 +13,7 @@ import orjson
 
 from ngym.cli.shell.main import command
 from ngym.errors import UsageError
-from ngym.schema import Json, agent_name
+from ngym.schema import Json, agent_name, row_problem
 
 if TYPE_CHECKING:
     from ngym.stats import Task
@@ -79,9 +79,9 @@ def main(
 def _problem(row: Json) -> str | None:
     if agent_name(row) is None or not isinstance(row.get("_ng_task_index"), int):
         return "not a rollout: a row has 'agent_ref' and '_ng_task_index'"
-    if not isinstance(row.get("reward", ""), int | float | type(None)):
-        return "not a rollout: its 'reward' must be a number or null"
-    return None
+    if "reward" not in row:
+        return "not a rollout: it has no 'reward' (null would mean: could not be scored)"
+    return row_problem(row)
 
 
 def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:

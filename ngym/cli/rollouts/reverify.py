@@ -16,7 +16,7 @@ from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_files, c
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.runtime.live_region import harmless
-from ngym.schema import Json, agent_name
+from ngym.schema import Json, agent_name, row_problem
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config
@@ -174,7 +174,7 @@ def _problem(row: Json) -> str | None:
         return "not a rollout: the 'output' of its response must be a list of objects"
     if agent_name(row) is None:
         return "its agent_ref names no agent, so its gym server is unknown"
-    return None
+    return row_problem(row)
 
 
 def _gym(config: Config, agent: str, source: str) -> str:
