@@ -15,7 +15,7 @@ from ngym.convert.anthropic_blocks import arguments_object, arguments_text, bloc
 from ngym.convert.chat_items import text_only
 from ngym.convert.chat_requests import without_allowed_tools
 from ngym.convert.reasoning import BETWEEN, is_signed, own_block, thinking_text
-from ngym.errors import BadRequest
+from ngym.errors import BadRequest, UpstreamError
 from ngym.schema import Json
 
 _TIERS = {"auto": "auto", "default": "standard_only"}
@@ -44,11 +44,15 @@ _NEUTRAL: Json = {
     "verbosity": "medium",
 }
 _FINISH = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
     "refusal": "content_filter",
     "tool_use": "tool_calls",
 }
+_SERVER_TOOLS = "server tools, which Anthropic runs itself, have no counterpart; leave them out of extra_body"
+_BLOCKS = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
 
 
 def messages_api_request(request: Json, *, max_tokens: int) -> Json:
@@ -174,8 +178,14 @@ def _output(request: Json) -> Json:
 
 
 def chat_from_message(message: Json) -> Json:
-    """Convert an Anthropic message to a Chat Completion: texts are joined, signed reasoning is in `thinking_blocks`."""
+    """Convert an Anthropic message to a Chat Completion: texts are joined, signed reasoning is in `thinking_blocks`.
+
+    Raises:
+        UpstreamError: it is not finished, or has a block without a counterpart, such as `server_tool_use`.
+    """
     blocks = message["content"]
+    for block in blocks:
+        _check_kind(block)
     said: Json = {"role": "assistant", "content": None, "refusal": None}
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     thoughts = [own_block(block) for block in blocks if block["type"] in ("thinking", "redacted_thinking")]
@@ -223,9 +233,29 @@ def head_of(message: Json) -> Json:
 
 
 def finish_of(message: Json) -> Json:
-    """finish_reason, and as in vLLM the stop string that was met."""
-    finish: Json = {"finish_reason": _FINISH.get(message.get("stop_reason") or "", "stop")}
+    """finish_reason, and as in vLLM the stop string that was met.
+
+    Raises:
+        UpstreamError: the message has no stop_reason, or not one of a finished answer.
+    """
+    reason = message.get("stop_reason")
+    if reason is None:
+        raise UpstreamError(
+            "the model's back end ended the answer without a stop_reason", failure="model_error", retryable=True
+        )
+    if reason not in _FINISH:
+        why = (
+            f"a paused turn: {_SERVER_TOOLS}" if reason == "pause_turn" else "not the end of an answer that ngym knows"
+        )
+        raise UpstreamError(f"the model's back end stopped with {reason!r:.60}: {why}", failure="model_error")
+    finish: Json = {"finish_reason": _FINISH[reason]}
     return finish | ({"stop_reason": message["stop_sequence"]} if message.get("stop_sequence") else {})
+
+
+def _check_kind(block: Json) -> None:
+    if block["type"] not in _BLOCKS:
+        detail = f"the model's back end answered with a block {block['type']!r:.60}: {_SERVER_TOOLS}"
+        raise UpstreamError(detail, failure="model_error")
 
 
 def _call(block: Json) -> Json:
@@ -244,7 +274,7 @@ class MessageChunks:
         self._reasoned = False
 
     def take(self, event: Json) -> Iterator[Json]:
-        """The chunks of one event; the last two have the finish_reason and usage."""
+        """The chunks of one event; the last two have the finish_reason and usage. Raises as `chat_from_message`."""
         match event["type"]:
             case "message_start":
                 self._message = dict(event["message"])
@@ -274,6 +304,7 @@ class MessageChunks:
 
     def _block(self, event: Json) -> Iterator[Json]:
         block = self._blocks[event["index"]] = dict(event["content_block"])
+        _check_kind(block)
         match block["type"]:
             case "text":
                 if block["text"]:

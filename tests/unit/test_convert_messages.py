@@ -29,7 +29,7 @@ from ngym.convert import (
     overflow_response,
     response_from_chat,
 )
-from ngym.errors import BadRequest
+from ngym.errors import BadRequest, UpstreamError
 from ngym.schema import TOKEN_FIELDS, Json
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
@@ -276,6 +276,39 @@ def test_why_the_model_stopped_is_told(finish: str, more: Json, reason: str) -> 
     assert answer["stop_reason"] == reason
     assert answer["stop_sequence"] == ("END" if reason == "stop_sequence" else None)
     assert chat_from_message(answer)["choices"][0]["finish_reason"] == finish
+
+
+SERVER_TOOL: Json = {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "detail", "retryable"),
+    [
+        ({"stop_reason": None}, "without a stop_reason", True),
+        ({"stop_reason": "pause_turn"}, "stopped with 'pause_turn': a paused turn: server tools", False),
+        ({"stop_reason": "new_one"}, "stopped with 'new_one': not the end of an answer", False),
+        ({"content": [SERVER_TOOL]}, "a block 'server_tool_use': server tools, which Anthropic runs itself", False),
+    ],
+)
+def test_an_answer_of_anthropic_that_is_not_finished_is_an_error(change: Json, detail: str, retryable: bool) -> None:
+    whole = messages_api_from_chat(completion({"content": "a"}))
+    message = {**whole, "usage": {"input_tokens": 1, "output_tokens": 1}, **change}
+    events = [{"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}]
+    for index, block in enumerate(message["content"]):
+        events.append({"type": "content_block_start", "index": index, "content_block": block})
+        events.append({"type": "content_block_stop", "index": index})
+    ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    events += [{"type": "message_delta", "delta": ended, "usage": {"output_tokens": 1}}, {"type": "message_stop"}]
+
+    def streamed() -> None:
+        converter = MessageChunks()
+        for event in events:
+            list(converter.take(event))
+
+    for convert in (lambda: chat_from_message(message), streamed):
+        with pytest.raises(UpstreamError, match=detail) as error:
+            convert()
+        assert (error.value.retryable, error.value.failure) == (retryable, "model_error")
 
 
 def test_a_prompt_that_does_not_fit_is_told_as_anthropic_tells_it() -> None:
