@@ -183,7 +183,8 @@ def render(request: dict[str, Any], seen: SeenCall | None = None) -> bytes:
 def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
     """The part of an answer within `limit` tokens, its ids, and whether it was cut.
 
-    Text is cut between characters; reasoning and calls are kept whole or dropped, and nothing follows a cut.
+    Text is cut between characters; reasoning and calls are kept whole or dropped, and nothing follows a cut. If nothing
+    is kept, the ids are those of the part that was sampled: no ids would mean a conversation that does not fit.
     """
     whole = _answer_bytes(said) + END
     if limit is None or len(whole) <= limit:
@@ -198,7 +199,7 @@ def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
             if len(_answer_bytes(longer)) > limit:
                 break
             left = longer
-    return left, _answer_bytes(left), True
+    return left, _answer_bytes(left) or whole[:limit], True
 
 
 def logprob(token: int) -> float:

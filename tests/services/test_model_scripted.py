@@ -175,6 +175,20 @@ async def test_an_answer_longer_than_max_output_tokens_is_cut_between_characters
     assert response.usage.output_tokens == 3
 
 
+@pytest.mark.parametrize(
+    "reply", [{"tool_calls": [{"name": "add"}]}, {"text": "é" * 9}, {"text": "Hm.", "reasoning": "x" * 99}]
+)
+async def test_an_answer_that_is_cut_before_its_first_part_ends_is_no_full_context(reply: dict[str, Any]):
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    options = {"tokens": True, "replies": [reply]}
+    async with scripted(**options) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        message = (await client.post("/v1/messages", json=asked)).json()
+        response = (await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1})).json()
+    assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 1)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["usage"]["output_tokens"] == 1 and len(response["output"][-1]["generation_token_ids"]) == 1
+
+
 async def test_token_data_makes_one_segment_of_a_whole_rollout():
     segments: list[Segment] = []
     async with (
