@@ -196,6 +196,15 @@ def test_every_container_is_locked_by_the_same_token(compose: dict[str, Any]) ->
     assert len(tokens) == 1 and tokens.pop().startswith("${NGYM_TOKEN:?")
 
 
+def test_every_container_reads_the_mounted_config_with_the_same_variables(root: Path, compose: dict[str, Any]) -> None:
+    text = (root / "docker" / "global_config.yaml").read_text()
+    variables = dict(re.findall(r"\$\{oc\.env:(\w+),([^}]+)\}", text))
+    assert variables.keys() == {"NGYM_MODEL"}
+    for service in compose["services"].values():
+        for name, default in variables.items():
+            assert service["environment"].get(name) == f"${{{name}:-{default}}}"
+
+
 async def test_the_health_check_opens_a_locked_service(
     root: Path, stages: dict[str, list[tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
