@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
-from ngym.files.hub_download import first_line, hub_errors
+from ngym.files.hub_download import CREDENTIALS, first_line, hub_errors
 from ngym.schema import agent_name, is_failed_attempt, row_problem
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 SILENT_S = 120.0  # of the Hub, until an upload is given up
 POLICY, RECIPE, METRICS, CARD = "policy", "recipe.yaml", "metrics.jsonl", "README.md"
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+# as huggingface_hub's validate_repo_id
+REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)
 CARD_METRICS = ("loss", "reward/mean", "frac_unscored", "val/loss", "val/accuracy")
 
 
@@ -53,7 +54,8 @@ def commit_upload(
             repository, added, commit_message="Upload by ng_push", repo_type=upload.kind, revision=branch
         )
     except hub_errors() as error:
-        raise NgymError(f"{repository}: not uploaded: {first_line(error)}") from None
+        where = CREDENTIALS.sub("//", hub)
+        raise NgymError(f"{repository}: not uploaded to {where}: {first_line(error)}") from None
 
 
 def policy_upload(sources: Sequence[Path], repository: str, redact: Callable[[Any], Any]) -> Upload:
@@ -114,7 +116,7 @@ def _last(metrics: Path) -> dict[str, float]:
 
 
 def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
-    """The files of a dataset. UsageError if a row is not a rollout, or two files have the same name."""
+    """The files of a dataset. UsageError if a row is not a rollout, a file is empty, or two have the same name."""
 
     def wrong(row: dict[str, Any]) -> str | None:
         if "reward" not in row and not is_failed_attempt(row):
@@ -128,6 +130,8 @@ def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
             agent = str(agent_name(row))
             counts[agent]["failed" if is_failed_attempt(row) else "unscored" if reward is None else "scored"] += 1
             rewards[agent] += [] if reward is None else [reward]
+        if not any(True for _ in jsonl.read(source)):
+            raise UsageError(f"{source}: no rows in it")
     files = {f"data/{source.name}": source for source in sources}
     if len(files) < len(sources):
         raise UsageError("two of the files have the same name, which would be one file of the dataset; rename one")

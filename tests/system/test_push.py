@@ -202,21 +202,33 @@ def test_what_cannot_be_pushed_is_one_line(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text(json.dumps({**ROW, "reward": 1}) + "\n")
     (tmp_path / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "nothing.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n  \n")
     for words, code, said in [
-        (("rollouts.jsonl", "mine"), 2, "mine: not a repository of the Hub; name it OWNER/NAME"),
+        *(
+            (("rollouts.jsonl", name), 2, f"{name}: not a repository of the Hub; name it OWNER/NAME")
+            for name in ("mine", "me/x..y", "me/x--y", "me/.x", "me/x.git", "mé/x")
+        ),
+        (("nothing.jsonl", REPO, "--dry-run"), 2, "nothing.jsonl: no rows in it"),
+        (("rollouts.jsonl", "blank.jsonl", REPO), 2, "blank.jsonl: no rows in it"),
         (("tasks.jsonl", REPO), 2, "tasks.jsonl:1: not a rollout: it has neither a reward nor a failure"),
         (("empty", REPO), 2, "empty: neither rollouts (a JSONL file) nor a policy"),
     ]:
         found = push(hub, *words)
         assert found[0] == code and found[2].startswith(said) and found[2].count("\n") == 1, found
     refused = push(hub, "rollouts.jsonl", REPO, token="hf_wrong")
-    assert refused[0] == 1 and refused[2].startswith(f"{REPO}: not uploaded: ") and refused[2].count("\n") == 1, refused
+    assert (
+        refused[0] == 1
+        and refused[2].startswith(f"{REPO}: not uploaded to {hub.url}: ")
+        and refused[2].count("\n") == 1
+    ), refused
     for token in ("hf_right\nx", "hf_é"):
         found = push(hub, "rollouts.jsonl", REPO, token=token)
         assert found[0] == 2 and "so it is no token" in found[2] and token[3:] not in found[2], found
     with reserved_port() as port:
         code, _, stderr = ng(f"http://127.0.0.1:{port}", "push", "rollouts.jsonl", REPO)
-    assert code == 1 and stderr.startswith(f"{REPO}: not uploaded: ") and stderr.count("\n") == 1, stderr
+    assert code == 1 and stderr.startswith(f"{REPO}: not uploaded to http://127.0.0.1:{port}: "), stderr
+    assert stderr.count("\n") == 1, stderr
     before = dict(hub.files)
     code, stdout, stderr = push(hub, "rollouts.jsonl", REPO, "--dry-run")
     assert code == 0 and stdout.startswith("---\ntags:") and "nothing was uploaded" in stderr and hub.files == before

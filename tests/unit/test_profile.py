@@ -67,6 +67,9 @@ def test_an_output_that_is_named_as_compressed_is_refused(tmp_path: Path) -> Non
 def test_what_counts_as_solved_can_be_said(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [written(tmp_path, [0.2, 0.4]), "--solved", "0.3", "--json"])
     assert json.loads(result.output)["verdict"] == "mixed"
+    for value in ("nan", "inf"):
+        result = CliRunner().invoke(main, [written(tmp_path, [0.2, 0.4]), "--solved", value])
+        assert result.exit_code == 2 and f"--solved: must be a number within ±3.4e+38, not {value}" in result.stderr
 
 
 def test_the_tasks_are_told_apart_by_a_field(tmp_path: Path) -> None:

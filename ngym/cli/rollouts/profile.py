@@ -13,7 +13,7 @@ import orjson
 
 from ngym.cli.shell.main import command
 from ngym.errors import UsageError
-from ngym.schema import Json, agent_name, row_problem
+from ngym.schema import LARGEST_REWARD, Json, agent_name, is_reward, row_problem
 
 if TYPE_CHECKING:
     from ngym.stats import Task
@@ -55,6 +55,8 @@ def main(
     from ngym.files.jsonl import checked, expanded
     from ngym.stats import profile
 
+    if not is_reward(solved):
+        raise UsageError(f"--solved: must be a number within ±{LARGEST_REWARD:g}, not {solved}")
     inputs = expanded(sources, "")
     if output is not None:
         check_new_output(output, inputs, overwrite)
