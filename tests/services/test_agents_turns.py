@@ -244,3 +244,37 @@ async def test_a_ring_of_remote_agents_is_refused_before_a_second_round():
         with pytest.raises(ServiceError, match="sent this task to another agents/remote") as caught:
             await peers["a"].post("/run", task(ng={"rollout_id": "of an earlier collection"}))
     assert (caught.value.failure, caught.value.retryable) == ("config", False)
+
+
+CALCULATOR = {"type": "function", "name": "calculator", "parameters": {"type": "object"}, "strict": False}
+
+
+def a_gym_of_another_make():
+    """A gym server that does not say which tools it lacks; the paths of tools have no route."""
+    app = service_app("gym_server", options=ServiceOptions)
+
+    async def seed(request):
+        return JsonResponse({})
+
+    async def verify(request):
+        return JsonResponse({**await json_body(request), "reward": 1.0})
+
+    add_route(app, "POST", "/seed_session", seed)
+    add_route(app, "POST", "/verify", verify)
+    return app
+
+
+@pytest.mark.parametrize(("ours", "calls_it"), [(True, False), (False, True), (False, False)])
+async def test_a_tool_that_the_gym_server_does_not_have_is_a_mistake_of_the_row(ours, calls_it):
+    gym = service("gym_servers/counter") if ours else a_gym_of_another_make()
+    replies = [{"turn": 1, "tool_calls": [{"name": "calculator"}]}] if calls_it else []
+    options = {"agent": {"gym": "gym", "model": "policy"}, "policy": {"replies": replies}}
+    row = {"responses_create_params": {"input": "2 + 2?", "tools": [CALCULATOR]}, "target": 4}
+    async with house(options, gym=gym, agent=service("agents/simple"), policy=service("models/scripted")) as peers:
+        if not ours and not calls_it:
+            assert (await peers["agent"].post("/run", row))["reward"] == 1.0
+            return
+        for _ in range(2):  # the second time, the agent may know the gym server's answer
+            with pytest.raises(ServiceError, match="gym has no tool 'calculator', which the row declares") as error:
+                await peers["agent"].post("/run", row)
+            assert (error.value.failure, error.value.retryable) == ("config", False)

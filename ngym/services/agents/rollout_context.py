@@ -50,6 +50,7 @@ class RolloutContext:
         self.row: Json = {}
         self.scored: Json | None = None  # by the environment's steps; then /verify is not called
         self.stateless = False  # the gym server has no session for it
+        self.missing_tools: list[str] = []  # that the row declares and the gym server says it does not have
         self.doing = "seed"  # what it waits for: seed, model, tool:NAME or verify
         self.so_far: list[Json] = []  # the items that it sampled and got from tools
         self.request_bytes = request_bytes
@@ -103,6 +104,24 @@ class RolloutContext:
         """Allow `call_tool` to call these tools; a row may not declare the gym server's other routes as tools."""
         names = {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
         self._declared |= names - RESERVED
+
+    def require_tools(self) -> None:
+        """
+        Raises:
+            ServiceError: the row declares a tool that the gym server does not have, so every call of it would fail.
+        """
+        if self.missing_tools:
+            self.failure = self._missing_tool(self.missing_tools[0])
+            raise self.failure
+
+    def _missing_tool(self, name: str) -> ServiceError:
+        gym = self.options.gym
+        detail = (
+            f"{gym} has no tool {name!r:.80}, which the row declares in responses_create_params.tools; leave it out of "
+            "the row, or name the gym server that has it as `gym` of the agent (agents/simple can also end rollouts at "
+            "a call: execute_tools: false)"
+        )
+        return ServiceError(detail, failure="config", upstream={"service": gym, "url": None, "status": None})
 
     async def sample(self, request: Json) -> Json:
         """One model call: returns its Response and records token data, usage and time."""
@@ -199,14 +218,8 @@ class RolloutContext:
         except ServiceError as error:
             if error.is_for_the_model:
                 return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
-            if error.failure in (None, "timeout"):
-                error.failure = "tool_error"
-            if isinstance(error, UpstreamError) and self.gym.could_show(error):
-                error.detail += (
-                    " (if that is how it answers to a model's mistake: tool_errors: show in the agent's stanza)"
-                )
-            self.failure = self.failure or error
-            raise
+            self.failure = self.failure or self._environment_failure(error, str(name))
+            raise self.failure from error.__cause__
         text = reply.body.decode("utf-8", "replace")
         size, most = len(orjson.dumps(text)), most_result_bytes(self.options)
         if self._result_bytes + size > most:
@@ -214,6 +227,16 @@ class RolloutContext:
             return message, True
         self._result_bytes += size
         return text, False
+
+    def _environment_failure(self, error: ServiceError, tool: str) -> ServiceError:
+        """The error of a tool call that is not for the model, as the rollout's failure."""
+        if _is_missing_route(error):
+            return self._missing_tool(tool)
+        if error.failure in (None, "timeout"):
+            error.failure = "tool_error"
+        if isinstance(error, UpstreamError) and self.gym.could_show(error):
+            error.detail += " (if that is how it answers to a model's mistake: tool_errors: show in the agent's stanza)"
+        return error
 
     def answer(self, text: str, stop_reason: StopReason = "answer") -> Json:
         """The last response of a rollout that an SDK drove: the calls made through `call_tool`, and its final text."""
@@ -297,6 +320,12 @@ class RolloutContext:
         )
 
 
+def _is_missing_route(error: ServiceError) -> bool:
+    """Whether this is the answer of FastAPI and Starlette to a path without a route, not a 404 of a tool's own."""
+    is_404 = isinstance(error, UpstreamError) and (error.upstream or {}).get("status") == 404
+    return is_404 and not error.retryable and error.detail.endswith("Not Found")
+
+
 def _microseconds(seconds: float) -> float:
     """The seconds to 6 digits; `round` takes four times as long."""
     return int(seconds * 1e6) / 1e6
@@ -318,7 +347,12 @@ async def act(
         request: create params; its input comes before `output`.
         max_steps: model calls of the whole rollout.
         execute_tools: if false, a response that calls tools ends the turn as an answer.
+
+    Raises:
+        ServiceError: a call failed, or the gym server does not have a tool of the row.
     """
+    if execute_tools:
+        rollout.require_tools()
     prompt = as_items(request.get("input"))
     parallel = request.get("parallel_tool_calls") is not False
     while True:

@@ -152,6 +152,7 @@ def agent(
                     stateless.answered(rollout, seeded)
                 finally:
                     stateless.release_waiting(rollout)
+            rollout.missing_tools = [str(name) for name in seeded.get("missing_tools") or ()]
             response = await _respond(respond, rollout, _params(row, seeded))
             shown = {**response, "output": without_tokens(response["output"])}
             result = {**row, "response": shown}
@@ -344,7 +345,7 @@ class _Stateless:
             return
         self._urls = _gym_urls(rollout)
         self._until = time.monotonic() + STATELESS_S
-        kept = {"tools": seeded.get("tools")}
+        kept = {name: seeded.get(name) for name in ("tools", "missing_tools")}
         self._last = self._last if self._last == kept else kept
         self._session = rollout.gym
         self._rows[_digest(rollout.row)] = self._last

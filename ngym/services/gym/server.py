@@ -46,6 +46,7 @@ from ngym.services.gym.tools import (
     check_reward_type,
     has_nan,
     inspected,
+    missing_tools,
     of_function,
     register_tool,
 )
@@ -265,6 +266,8 @@ def gym_server(
         await set_task(store, session, row, request)
         seeded: Json = {"tools": app.state.tools} if app.state.tools else {}
         seeded |= {"stateless": True} if app.state.stateless else {}
+        missing = missing_tools(app, row)
+        seeded |= {"missing_tools": missing} if missing else {}
         return JsonResponse(seeded | over_mcp.seeded(app, session))
 
     async def verify_route(request: Request) -> Response:
@@ -319,7 +322,7 @@ def gym_server(
         "/seed_session",
         seed_session,
         summary="Start a rollout's session",
-        answer=object_of({"tools": _OBJECTS, "mcp": OBJECT, "stateless": _BOOLEAN}, "tools", "mcp", "stateless"),
+        answer=object_of(_SEEDED, *_SEEDED),
         body=_row_schema(task),
         most_bytes=ROW_BYTES,
     )
@@ -361,6 +364,14 @@ def gym_server(
             )
         register_tool(app, tool)
     return app
+
+
+_SEEDED: Json = {
+    "tools": _OBJECTS,
+    "mcp": OBJECT,
+    "stateless": _BOOLEAN,
+    "missing_tools": {"type": "array", "items": {"type": "string"}},
+}
 
 
 def _row_schema(model: type[BaseModel]) -> Json:

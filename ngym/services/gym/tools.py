@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.params import Depends
 from pydantic import BaseModel, Field, PydanticUserError, TypeAdapter, create_model
 from starlette.responses import Response
+from starlette.routing import Match
 
 from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError, ToolError, UpstreamError, source_location
 from ngym.net.request_context import header
@@ -441,3 +442,17 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
         elif section in ("", "Example", "Examples", "Note", "Notes"):
             kept.append(line)
     return "\n".join(kept).strip(), described
+
+
+def missing_tools(app: FastAPI, row: Json) -> list[str]:
+    """The function tools that a row declares and this server has no route for."""
+    tools = (row.get("responses_create_params") or {}).get("tools") or []
+    names = [tool.get("name") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+    return [name for name in names if isinstance(name, str) and name not in RESERVED and not _has_route(app, name)]
+
+
+def _has_route(app: FastAPI, name: str) -> bool:
+    if name in app.state.callable:
+        return True
+    scope = {"type": "http", "method": "POST", "path": f"/{name}", "root_path": "", "headers": []}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
