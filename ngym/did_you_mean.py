@@ -1,4 +1,4 @@
-"""Suggestions for misspelt names: the nearest of the known ones."""
+"""Suggestions for misspelled names: the nearest of the known ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-LONGEST = 100  # limit of the characters of a word
-MOST_CHOICES = 1000  # limit of the choices, at some microseconds each
+MAX_WORD_CHARS = 100  # limit of the characters of a word
+MAX_CHOICES = 1000  # limit of the choices, at some microseconds each
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -17,9 +17,9 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
 
     cutoff: least similarity, as of difflib; 1 is equality.
     """
-    if len(word) > LONGEST:
+    if len(word) > MAX_WORD_CHARS:
         return None
-    found = difflib.get_close_matches(word, islice(choices, MOST_CHOICES), n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(word, islice(choices, MAX_CHOICES), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

@@ -26,15 +26,15 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-NOT_THE_AUTHORS = (
+LIBRARY_PATHS = (
     str(Path(__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<",
 )
 
-MOST_DETAIL = 4000  # limit of characters of an error's line, which may quote arguments
-MOST_PROBLEMS = 8  # limit of named problems per request
-MOST_NAME, MOST_MESSAGE = 100, 400  # limits of characters of a problem's field and of its message
+MAX_DETAIL = 4000  # limit of characters of an error's line, which may quote arguments
+MAX_PROBLEMS = 8  # limit of named problems per request
+MAX_NAME, MAX_MESSAGE = 100, 400  # limits of characters of a problem's field and of its message
 
 FailureClass = Literal[
     "config",  # the row, the config or the environment is wrong; retrying would not help
@@ -91,7 +91,7 @@ class ServiceError(NgymError):
         extra: dict[str, Any] | None = None,
         retry_after_s: float = 1.0,
     ) -> None:
-        detail = shorten(str(detail), MOST_DETAIL) or self.title
+        detail = shorten(str(detail), MAX_DETAIL) or self.title
         super().__init__(detail)
         self.detail = detail
         self.failure = failure or type(self).failure
@@ -157,10 +157,10 @@ def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
         what: the object that is wrong, such as "row 3".
     """
     found = [
-        Problem(shorten(each.field, MOST_NAME), shorten(each.message, MOST_MESSAGE))
-        for each in islice(problems, MOST_PROBLEMS + 1)
+        Problem(shorten(each.field, MAX_NAME), shorten(each.message, MAX_MESSAGE))
+        for each in islice(problems, MAX_PROBLEMS + 1)
     ]
-    named = found[:MOST_PROBLEMS]
+    named = found[:MAX_PROBLEMS]
     text = "; ".join(f"field {each.field!r}: {each.message}" if each.field else each.message for each in named)
     more = "; and more" if len(found) > len(named) else ""
     return BadRequest(
@@ -269,11 +269,11 @@ def _cause(error: BaseException) -> str:
     cause = error.__cause__
     if cause is None or (str(cause) and str(cause) in str(error)):
         return ""
-    return f" (caused by {shorten(' '.join(_described(cause).split()), MOST_MESSAGE)})"
+    return f" (caused by {shorten(' '.join(_described(cause).split()), MAX_MESSAGE)})"
 
 
 def source_location(error: BaseException) -> str:
     """` (app.py:31)`: the innermost line that is neither in ngym nor in a library; "" if there is no such line."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    own = [(file, number) for file, number in lines if not file.startswith(NOT_THE_AUTHORS)]
+    own = [(file, number) for file, number in lines if not file.startswith(LIBRARY_PATHS)]
     return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""

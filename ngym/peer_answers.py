@@ -16,7 +16,7 @@ NOT_PROCESSED = frozenset({429, 503})
 MAYBE_PROCESSED = frozenset({500, 502, 504})
 SHOWN_BYTES = 100
 SAMPLING = "/v1/responses"
-KEPT_STATUSES = frozenset({400, 404, 409, 422, 429, 503, 504})
+STORED_STATUSES = frozenset({400, 404, 409, 422, 429, 503, 504})
 NOT_ABOUT_THE_CALL = frozenset({401, 403, 407, 408, 429})  # about the caller's rights and timing
 SHOWN_STATUSES = frozenset({*range(400, 500), 500}) - NOT_ABOUT_THE_CALL
 PROBLEM = "application/problem+json"
@@ -100,7 +100,7 @@ def refusal(
         failure=failure,
         upstream=upstream,
         retryable=bool(problem.get("retryable", reply.status in NOT_PROCESSED | MAYBE_PROCESSED | {500})),
-        status=reply.status if reply.status in KEPT_STATUSES else None,
+        status=reply.status if reply.status in STORED_STATUSES else None,
         is_for_the_model=session is not None and _is_for_the_model(reply, problem, session),
     )
 

@@ -139,7 +139,7 @@ class PeerSession:
             self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
         return reply
 
-    def could_show(self, error: UpstreamError) -> bool:
+    def is_showable(self, error: UpstreamError) -> bool:
         """Whether `tool_errors: show` would have shown this error to the model: an external gym server refused."""
         return not self._tells and (error.upstream or {}).get("status") in SHOWN_STATUSES
 

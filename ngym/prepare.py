@@ -308,9 +308,9 @@ def _refused(status: int, url: str) -> str:
 HELD_OUT = 10  # one in 10 rows is for validation, if the set does not define a split
 MANIFEST = "manifest.json"
 SPLITS: tuple[Split, ...] = ("validation", "train")  # a row in both is for validation
-AT_ONCE = 16
+CONCURRENCY = 16
 SLICE = 1_000  # rows per batch of checks
-FULL = 1.0 - 1e-6
+FULL_REWARD = 1.0 - 1e-6
 SHOWN_CHARS = 160
 
 
@@ -445,7 +445,7 @@ async def accepted(
 
     A row without a reference answer must get a verdict on an empty one.
     """
-    limit = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(CONCURRENCY)
 
     async def right(each: Converted) -> bool:
         async with limit:
@@ -476,6 +476,6 @@ async def _problem(peer: Peer, made: Made) -> str | None:
     reward = verdict["reward"]
     if reward is None:
         return f"cannot be verified: {verdict.get('outcome') or ''} {verdict.get('reason') or ''}".rstrip(" :")
-    if made.answer and reward < FULL:
+    if made.answer and reward < FULL_REWARD:
         return "its reference answer does not get the full reward"
     return None

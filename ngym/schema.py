@@ -203,5 +203,5 @@ def task_id(row: Json) -> str:
 
 
 def value_of(row: Json, name: str) -> str:
-    """A field of a row as text, for use as the name of a subset; a misspelt field is visible in the result."""
+    """A field of a row as text, for use as the name of a subset; a misspelled field is visible in the result."""
     return str(row.get(name, f"(no {name!r})"))

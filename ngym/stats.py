@@ -33,7 +33,7 @@ EXACT_TASKS = 1000  # with more tasks the bootstrap interval equals the normal o
 _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 EXACT_ROLLOUTS = 16  # of a task; with more, only the vote of all rollouts is computed
 ANSWER = "extracted_answer"  # the field with the answer that a verifier extracted; null: no answer
-MOST_VALUES = 100  # of a field that defines subsets; further values are combined
+MAX_VALUES = 100  # of a field that defines subsets; further values are combined
 OTHER = "(other)"
 
 
@@ -436,7 +436,7 @@ class Subsets:
 
     def add(self, task: int, row: Json) -> None:
         value = value_of(row, self.name)
-        if value not in self.scores and len(self.scores) >= MOST_VALUES:
+        if value not in self.scores and len(self.scores) >= MAX_VALUES:
             value = OTHER
         self.scores.setdefault(value, Scores()).add(task, row)
 
@@ -510,7 +510,7 @@ class Task:
     unscored: int = 0
 
     @property
-    def teaches(self) -> bool:
+    def has_learning_signal(self) -> bool:
         """Whether a group of these has a learning signal: two rewards that differ."""
         return len(set(self.rewards)) > 1
 
@@ -533,7 +533,7 @@ class Task:
             "min_reward": min(rewards, default=None),
             "max_reward": max(rewards, default=None),
             "verdict": self.verdict(solved_at),
-            "teaches": self.teaches,
+            "has_learning_signal": self.has_learning_signal,
             **({} if self.subset is None else {"subset": self.subset}),
         }
 

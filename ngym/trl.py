@@ -40,7 +40,7 @@ from ngym.services.agents.rollout_context import MAX_TOOL_ERROR_CHARS
 from ngym.supervise.head_file import find_running
 
 WRONG_ROW = frozenset({400, 404, 422})
-OVER = "The episode is over."
+EPISODE_OVER = "The episode is over."
 MOVE: Json = {
     "name": "move",
     "description": "Make your move. The answer shows what came of it.",
@@ -95,11 +95,11 @@ class Episode:
 
     def _step(self, arguments: Json) -> str:
         if self._over:
-            return OVER
+            return EPISODE_OVER
         move = items_from_messages([{"role": "assistant", "content": str(arguments.get("text", ""))}])
         came = self._post("/step", {**self._row, "response": {"output": move}})
         self._over = came["terminated"] or came["truncated"]
-        return f"{came['observation']}\n{OVER}" if self._over else str(came["observation"])
+        return f"{came['observation']}\n{EPISODE_OVER}" if self._over else str(came["observation"])
 
     async def _verified(self, completion: list[Json] | str) -> float | None:
         """The reward; None if the completion could not be scored."""
@@ -290,7 +290,7 @@ def _with_id(call: Json, call_id: str) -> Json:
 
 
 BASIC: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool, "null": None}
-SAID_BY_HINTS = frozenset({"type", "description", "title", "enum", "items", "anyOf", "additionalProperties"})
+HINTED_KEYWORDS = frozenset({"type", "description", "title", "enum", "items", "anyOf", "additionalProperties"})
 
 
 def parameters_of(tool: Json) -> list[Parameter]:
@@ -353,14 +353,14 @@ def _described(name: str, field: Json) -> str:
     text = _one_line(next((part["description"] for part in parts if part.get("description")), name.replace("_", " ")))
     if not all(map(_is_said, _inside(field))) or "properties" in field:
         return f"{text} JSON Schema: {json.dumps({key: value for key, value in field.items() if key != 'description'})}"
-    limits = {key: value for key, value in field.items() if key not in SAID_BY_HINTS and value not in (None, "")}
+    limits = {key: value for key, value in field.items() if key not in HINTED_KEYWORDS and value not in (None, "")}
     # The full stop matters: transformers reads "(choices: ...)" at the end as an enum.
     return f"{text} ({', '.join(f'{key}: {value}' for key, value in limits.items())})." if limits else text
 
 
 def _is_said(schema: Json) -> bool:
     """Whether type hints express the whole schema."""
-    return schema.keys() <= SAID_BY_HINTS and all(map(_is_said, _inside(schema)))
+    return schema.keys() <= HINTED_KEYWORDS and all(map(_is_said, _inside(schema)))
 
 
 def _inside(schema: Json) -> list[Json]:

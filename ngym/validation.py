@@ -181,7 +181,7 @@ def with_stand_ins(config: Config, environments: Sequence[Environment]) -> Confi
 
 CALL_S = 120.0  # of a tool or of `/verify`, as agents wait for a tool by default
 SESSIONS = 64
-AT_ONCE = 32  # of rows
+CONCURRENCY = 32  # of rows
 SHOWN = 5  # mistakes of a check
 NOISE = 'The \x00 \ufffd } ]] "answer" <tool_call>{"name": None \\frac{ 🤷 <think> SELECT ; ' * 3
 PARAMS: Json = {"input": "a question"}
@@ -270,7 +270,7 @@ def _gold(cases: Sequence[Case], answers: Sequence[Json], offered: set[str]) -> 
 
 
 def _unknown(case: Case, offered: set[str]) -> str:
-    """A misspelt call is answered as the model's would be, and so only shows in the reward."""
+    """A misspelled call is answered as the model's would be, and so only shows in the reward."""
     unknown = sorted({tool for tool, _ in case.calls} - offered)
     return (
         f"; it calls {unknown[0]!r}, which is not a tool of this server{did_you_mean(unknown[0], offered)}"
@@ -391,7 +391,7 @@ def _time(seconds: Sequence[float], within_s: float) -> Finding:
 async def _rows(environment: Environment, peer: Peer) -> Finding:
     files = {file: environment.rows(file) for file in ROWS}
     offered = {tool["name"] for tool in await peer.get("/tools")}
-    limit = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(CONCURRENCY)
 
     async def wrong(file: str, number: int, row: Json) -> str:
         declared = {tool.get("name") for tool in row.get("responses_create_params", {}).get("tools") or ()}

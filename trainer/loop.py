@@ -284,7 +284,7 @@ class LiveSource:
         self._live.check(state)
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
-        from .evaluation.live_eval import KEPT, Evaluation
+        from .evaluation.live_eval import EVAL_ROLLOUTS, Evaluation
 
         recipe = self._parts.recipe
         evaluation = None
@@ -296,7 +296,7 @@ class LiveSource:
                 self._services,
                 metrics.note,
                 recipe.seed,
-                recipe.output / KEPT,
+                recipe.output / EVAL_ROLLOUTS,
                 done,
             )
         try:

@@ -35,9 +35,20 @@ from .recipe.recipe import Recipe, TrainerOptions
 from .run_folder import RESOLVED
 from .train import agents_of, checked
 
-ROOM_S = 600.0
+PLACEMENT_TIMEOUT_S = 600.0
 USAGE, INTERRUPTED = 2, 130
-OF_RANKS = ("CUDA", "DS", "HF", "MLFLOW", "NCCL", "NGYM", "OMP", "OTEL", "PYTORCH", "WANDB")  # variables that they get
+RANK_VARIABLES = (
+    "CUDA",
+    "DS",
+    "HF",
+    "MLFLOW",
+    "NCCL",
+    "NGYM",
+    "OMP",
+    "OTEL",
+    "PYTORCH",
+    "WANDB",
+)  # variables that they get
 Say = Callable[[str], None]
 
 
@@ -137,7 +148,7 @@ class _Run:
         """Run one group; returns the first exit code that is not 0."""
         options, size = self._options, self._options.ranks
         of_rank = bundle(options.resources, options.pool)
-        group = await reserved([of_rank] * size, ROOM_S, _say)
+        group = await reserved([of_rank] * size, PLACEMENT_TIMEOUT_S, _say)
         kind = ray.remote(Rank)
         actors: list[Any] = [
             kind.options(scheduling_strategy=in_group(group, index), **of_actor(of_rank)).remote()
@@ -164,7 +175,7 @@ class _Run:
     @asynccontextmanager
     async def _services(self) -> AsyncIterator[tuple[dict[str, str], Callable[[], Any]]]:
         """The variables of all ranks; with those by which rank 0 finds the services, if there are any."""
-        environment = {name: value for name, value in os.environ.items() if name.partition("_")[0] in OF_RANKS}
+        environment = {name: value for name, value in os.environ.items() if name.partition("_")[0] in RANK_VARIABLES}
         live = self._recipe.live
         if live is None or live.config is None:
             yield environment, asyncio.Event().wait

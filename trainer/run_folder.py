@@ -33,7 +33,7 @@ FILES = (METRICS, *ROLLOUTS, CHECKPOINTS, POLICY, ADAPTER, SKIPPED, CURVE, RESOL
 OLD, PARTIAL = ".old", ".old.partial"
 
 
-def holds_a_run(output: Path) -> bool:
+def contains_run(output: Path) -> bool:
     return (output / METRICS).exists() or (output / POLICY).exists()
 
 

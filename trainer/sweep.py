@@ -45,10 +45,10 @@ from .recipe.recipe_reader import as_yaml
 from .run_folder import METRICS, POLICY, RESOLVED
 from .train import OTHERWISE, checked
 
-ENDING_S = 60  # seconds for its child processes to stop and its last output to arrive
+SHUTDOWN_S = 60  # seconds for its child processes to stop and its last output to arrive
 Status = Literal["finished", "failed", "interrupted"]
 FILE = "sweep.jsonl"
-WIDEST = 1000  # characters of a plain line, which goes to a file and does not wrap
+MAX_LINE_CHARS = 1000  # characters of a plain line, which goes to a file and does not wrap
 SHOWN_METRICS = ("loss", "reward/mean", "frac_unscored")
 NOT_SHOWN = ("low", "high", "count", "failed", "pass")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
@@ -115,7 +115,7 @@ def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None =
         raise
     finally:
         if reader is not None:
-            reader.join(ENDING_S)
+            reader.join(SHUTDOWN_S)
     return Ended(code, last[0])
 
 
@@ -131,7 +131,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     os.killpg(process.pid, signal.SIGTERM if ignored else signal.SIGINT)
     try:
         with suppress(subprocess.TimeoutExpired):
-            await_exit(process, ENDING_S)
+            await_exit(process, SHUTDOWN_S)
     finally:
         with put_off():
             running = process.poll() is None
@@ -217,7 +217,7 @@ def show(outcomes: Sequence[SweepOutcome], waiting: Sequence[str]) -> None:
         table.add_row(outcome.run, status, *values, f"{outcome.seconds:.0f}", outcome.problem or "")
     for run in waiting:
         table.add_row(run, "not started", *("-" for _ in names), "-", "")
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDEST).print(table)
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else MAX_LINE_CHARS).print(table)
 
 
 def _decides(name: str) -> bool:

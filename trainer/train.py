@@ -39,7 +39,7 @@ from .run_folder import (
     POLICY,
     RESOLVED,
     SKIPPED,
-    holds_a_run,
+    contains_run,
     is_interrupted,
     put_back,
     replace,
@@ -91,7 +91,7 @@ def dry_run(
     if recipe.live:
         check_live(recipe, recipe.live)
     text = as_yaml(recipe, tree)
-    taken = holds_a_run(recipe.output)
+    taken = contains_run(recipe.output)
     if resume:
         resumable(recipe.output, text)
     sizes = of_live(recipe, _launch(recipe, on_ray)) if recipe.live else []
@@ -395,7 +395,7 @@ def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> It
             put_back(output)
     if resume:
         resumable(output, resolved)
-    elif holds_a_run(output) and not overwrite:
+    elif contains_run(output) and not overwrite:
         raise UsageError(f"{output}: holds an earlier run; choose another output=FOLDER, or pass --overwrite")
     output.mkdir(parents=True, exist_ok=True)
     read = [recipe.model.path, recipe.model.tokenizer, recipe.data.path if recipe.data else None]

@@ -42,7 +42,7 @@ from ngym.services.gym.server import ReferenceText
 from ngym.services.gym.tools import Tool, described, inspected, register_tool
 
 log = logging.getLogger("ngym.mcp")
-MOST_TOOLS = 1000
+MAX_TOOLS = 1000
 WRITE_S = 1.0  # to send a call; the SDK's timeout starts after that
 PLACE_S = 60.0  # a call waits for a place; agents, which wait 120 s by default, then learn why and repeat the call
 # The server is broken or gone. Other errors (unknown tool, wrong arguments, its own codes) are answers for the model.
@@ -204,7 +204,7 @@ class Connection:
             async with self._used_by_a_call():
                 client, cursor = await self._ready(), None
                 async with asyncio.timeout(self._options.start_timeout_s):
-                    while len(found) <= MOST_TOOLS:
+                    while len(found) <= MAX_TOOLS:
                         page = await client.list_tools(cursor=cursor)
                         found += page.tools
                         cursor = page.next_cursor
@@ -214,7 +214,7 @@ class Connection:
             raise self._failure(error, "tools/list", "start_timeout_s") from error
         except TimeoutError:
             raise self._late("tools/list", "start_timeout_s") from None
-        raise ConfigError(f"server: it lists more than {MOST_TOOLS} tools")
+        raise ConfigError(f"server: it lists more than {MAX_TOOLS} tools")
 
     async def _ready(self) -> Client:
         if self._over.is_set():

@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from ngym.grading.answers import boxed, canonical, letter_of, lettered, option_of, unwrapped
+from ngym.grading.answers import boxed, canonical, letter_of, option_letter, option_of, unwrapped
 
 Mode = Literal["any", "strict_single_letter_boxed", "lenient_boxed", "lenient_answer_colon"]
 Options = dict[str, str]
@@ -18,7 +18,7 @@ _ANSWER_COLON = re.compile(r"answer[ \t]*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
 def chosen(text: str, options: Options, mode: Mode) -> str | None:
     """The letter of the chosen option, or None."""
     if mode == "any":
-        return lettered(text, options)
+        return option_letter(text, options)
     if mode == "lenient_answer_colon":
         return _after_answer_colon(text, options)
     box = boxed(text)

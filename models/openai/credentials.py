@@ -21,8 +21,8 @@ log = logging.getLogger("ngym.access")
 
 SCOPE = "https://cognitiveservices.azure.com/.default"
 COMMAND_S = 60.0
-AGAIN_S = 30.0  # retry interval of a failed command while the last token is valid
-RENEWED_S = 300.0  # before a token expires; a token without an expiry is renewed after this time
+RETRY_INTERVAL_S = 30.0  # retry interval of a failed command while the last token is valid
+RENEW_BEFORE_S = 300.0  # before a token expires; a token without an expiry is renewed after this time
 
 
 class Azure(BaseModel):
@@ -141,10 +141,10 @@ class _Command:
             if time.time() >= self._good_until:
                 raise
             log.warning("%s; the current token is valid for %.0f s more", error.detail, self._good_until - time.time())
-            self._renewed_at = min(time.time() + AGAIN_S, self._good_until)
+            self._renewed_at = min(time.time() + RETRY_INTERVAL_S, self._good_until)
             return
         self._good_until = _expires(self._token)
-        self._renewed_at = self._good_until - RENEWED_S
+        self._renewed_at = self._good_until - RENEW_BEFORE_S
 
     async def _run(self) -> str:
         pipe = asyncio.subprocess.PIPE
@@ -176,4 +176,4 @@ def _expires(token: str) -> float:
         payload = token.split(".")[1]
         return float(orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])
     except (IndexError, KeyError, TypeError, ValueError, binascii.Error):
-        return time.time() + 2 * RENEWED_S
+        return time.time() + 2 * RENEW_BEFORE_S

@@ -53,8 +53,8 @@ from ngym.services.models.server import ModelOptions
 
 Json = dict[str, Any]
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-CAN = frozenset({*PENALTIES, "min_tokens", "response_format"})
-NONSENSE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+SUPPORTED_PARAMETERS = frozenset({*PENALTIES, "min_tokens", "response_format"})
+MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 ALL_TOKENS = -1  # top_k
 MEMORY = frozenset({"weights", "kv_cache"})
 LEASE_S = 120.0  # a push without a request for so long is abandoned
@@ -107,7 +107,7 @@ class Engine:
             if [one[1] for one in entries] != prompt[1:]:
                 raise ValueError
             return _version(meta.get("weight_version", self.version)), [float(one[0]) for one in entries]
-        except NONSENSE as error:
+        except MALFORMED as error:
             detail = f"{self._url}/generate answered without logprobs of the prompt"
             raise UpstreamError(detail, failure="model_error") from error
 
@@ -132,7 +132,7 @@ class Engine:
             async for answer in answers:
                 try:
                     sampled, returned = self._sampled(answer, returned)
-                except NONSENSE as error:
+                except MALFORMED as error:
                     detail = f"{self._url}/generate answered without valid tokens"
                     raise UpstreamError(detail, failure="model_error") from error
                 if pushes == self._pushes:  # an answer that began before a push has the old version
@@ -539,7 +539,9 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
         if root is not None and not root.is_dir():
             raise ConfigError(f"service {context.name!r}: weights_root: there is no folder {root}")
         weights = Weights(engine, options.push_token or context.admin_token, root)
-        yield Backend(ChatCodec(template, engine.generate, options.model, limit, CAN), weights, options.model)
+        yield Backend(
+            ChatCodec(template, engine.generate, options.model, limit, SUPPORTED_PARAMETERS), weights, options.model
+        )
 
 
 def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext) -> Any:

@@ -23,12 +23,12 @@ from ngym.errors import ServiceError
 
 from .prefix_cache import Found, Prefix, PrefixCache
 
-ROOM = 64  # tokens by which a cache grows at least
-ROWS = 8  # rows by which it grows at least, if its limit allows
-DRAWN = 1024  # numbers of an answer's noise that are drawn at once, if the vocabulary is smaller
+MIN_GROWTH_TOKENS = 64  # tokens by which a cache grows at least
+MIN_GROWTH_ROWS = 8  # rows by which it grows at least, if its limit allows
+DRAWN_AT_ONCE = 1024  # numbers of an answer's noise that are drawn at once, if the vocabulary is smaller
 
 
-def with_room(length: int, least: int = ROOM) -> int:
+def with_room(length: int, least: int = MIN_GROWTH_TOKENS) -> int:
     """The columns of a buffer for so many tokens, or its rows, and some more."""
     return length + max(least, length // 4)
 
@@ -44,7 +44,7 @@ class Draw:
     def next(self, like_V: Tensor) -> Tensor:
         """Exponential noise [V] for the next token. Several tokens are drawn at once: each draw is one call."""
         if not self._ready:
-            shape = (max(1, DRAWN // len(like_V)), len(like_V))
+            shape = (max(1, DRAWN_AT_ONCE // len(like_V)), len(like_V))
             self._ready = list(torch.empty(shape, device=like_V.device).exponential_(generator=self._generator))
             self._ready.reverse()
         return self._ready.pop()
@@ -320,7 +320,7 @@ class Batch:
         """
         used = self.end - self._first(going)
         length = max(used, longest)
-        most, left = with_room(rows, ROWS), ROOM
+        most, left = with_room(rows, MIN_GROWTH_ROWS), MIN_GROWTH_TOKENS
         if most * (left + with_room(length)) * self.bytes_per_token > self._limit:
             most, left = rows, 0
         end, columns = left + length, left + with_room(length)

@@ -44,12 +44,12 @@ from .batch import Batch, Draw, Row, sampled, sliding_layers, with_room
 from .grouped_attention import GROUPED
 from .loading import checkpoint_folder, device_of, loaded, network, weight_files
 from .options import Options
-from .prefix_cache import LEAST, Found
+from .prefix_cache import MIN_PREFIX_TOKENS, Found
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
 GATHER_S = 0.002  # an idle engine waits for further requests while they come at this interval,
-GATHER_MOST_S = 0.03  # and at most so long
-DENSE = 0.75  # the share of rows that go on at which those that ended are still computed
+GATHER_MAX_S = 0.03  # and at most so long
+COMPACT_BELOW = 0.75  # the share of rows that go on at which those that ended are still computed
 MB = 1_000_000
 KV_CACHE = 4_096 * MB  # at most, unless the options say otherwise
 FILE_ROOM = 16 << 20  # for the names in a safetensors file and the config files beside it
@@ -331,7 +331,7 @@ class Engine:
         no step samples for only a few. A request after one that was alone does not wait.
         """
         is_burst, self._largest = self._largest > 1, 0
-        until = monotonic() + GATHER_MOST_S
+        until = monotonic() + GATHER_MAX_S
         arrived = -1
         while is_burst and self._inbox.qsize() > arrived and monotonic() < until:
             arrived = self._inbox.qsize()
@@ -342,7 +342,7 @@ class Engine:
         batch = self._batch
         if self._drained is None:
             self._admit()
-        if len(going := batch.going) <= DENSE * len(batch.rows):
+        if len(going := batch.going) <= COMPACT_BELOW * len(batch.rows):
             batch.keep(going)
         self._preempt()
         # A family with a cache of its own gets its whole prompt in the first pass.
@@ -386,10 +386,10 @@ class Engine:
         logprobs.append(logprob)
         finish: Finish | None = "stop" if token in row.stops else "length" if len(row.ids) == row.limit else None
         if finish or row.needs_each_token:
-            self._tell(row, finish)
+            self._deliver(row, finish)
         return finish is not None
 
-    def _tell(self, row: Row, finish: Finish | None) -> None:
+    def _deliver(self, row: Row, finish: Finish | None) -> None:
         ids, logprobs = row.unsent
         row.unsent = ([], [])
         row.is_ended = row.is_ended or finish is not None
@@ -448,7 +448,7 @@ class Engine:
         """Keep prompts of which a part was computed: those of a group's other rollouts may come later."""
         for index, row in enumerate(rows):
             known = found[row.number][1] if row.number in found else 0
-            if places[index] not in places[:index] and len(row.ids) - 1 - known >= LEAST:
+            if places[index] not in places[:index] and len(row.ids) - 1 - known >= MIN_PREFIX_TOKENS:
                 self._batch.remember(self._batch.rows.index(row))
 
     def _fits(self, rows: int, length: int) -> bool:
@@ -523,7 +523,7 @@ class Engine:
         going = [row for row in self._batch.rows if not row.is_ended]
         for row in going:
             if row.unsent[0]:
-                self._tell(row, None)  # these tokens are those of the old weights
+                self._deliver(row, None)  # these tokens are those of the old weights
         self._waiting.extendleft(reversed(going))
         self._batch.prefixes.clear()
         self._batch.clear()

@@ -17,7 +17,7 @@ from ngym.runtime.cpu_threads import serving_threads
 from .grouped_attention import GROUPED
 from .options import Options
 
-NO_LIMIT = 1 << 20  # for a model that does not state its context length
+DEFAULT_CONTEXT = 1 << 20  # for a model that does not state its context length
 
 
 def classifies(folder: str, options: Options) -> bool:
@@ -43,7 +43,7 @@ def loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
         torch.set_num_threads(serving_threads(options.threads, model.num_parameters()))
     if tokenizer.chat_template is None:
         raise ValueError("its tokenizer has no chat template; take an instruct model")
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
     return tokenizer, model.to(device), min(options.context or own, own)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 BLOCK = 16  # tokens
-LEAST = 64  # a shorter prefix costs more to keep than to compute
+MIN_PREFIX_TOKENS = 64  # a shorter prefix costs more to keep than to compute
 
 
 class Prefix(NamedTuple):
@@ -42,7 +42,7 @@ class PrefixCache:
 
     def takes(self, length: int, size: int) -> bool:
         """Whether a prefix of so many tokens and bytes is worth a copy, and has room."""
-        return length >= LEAST and size <= self._limit
+        return length >= MIN_PREFIX_TOKENS and size <= self._limit
 
     def put(self, prefix: Prefix) -> None:
         """Keep a prefix that this cache takes, instead of those with which it begins."""
@@ -57,9 +57,7 @@ class PrefixCache:
         self.shrink(self._limit)
 
     def find(self, ids: Sequence[int], most: int) -> Found | None:
-        """A prefix with which these ids begin, and how many tokens they have in common: LEAST to `most`; None: there is
-        none.
-        """
+        """The longest stored prefix of these ids, and the number of common tokens: MIN_PREFIX_TOKENS to `most`."""
         found = None
         for block in _blocks(ids, most):
             if block not in self._holders:
@@ -70,7 +68,7 @@ class PrefixCache:
         prefix = self._kept[found]
         most = min(most, prefix.length)
         common = next((place for place in range(most) if prefix.ids[place] != ids[place]), most)
-        if common < LEAST:
+        if common < MIN_PREFIX_TOKENS:
             return None
         self._kept.move_to_end(found)
         return prefix, common

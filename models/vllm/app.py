@@ -15,7 +15,7 @@ from .options import Options
 from .serving.environment import check_hub, computes_eagerly, find_model, prepare_environment, vllm_imports, written
 from .serving.loading_server import LoadingServer
 
-SHARED_STAGE = Path(".ngym", "pushes")  # of the project's folder, which all nodes see
+SHARED_FOLDER = Path(".ngym", "pushes")  # of the project's folder, which all nodes see
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -72,7 +72,7 @@ async def serve(context: ServiceContext) -> None:
             doorkeeper.say(f"loading: waiting for {options.model}")
             model = await written(options.model, context.root, context.name, options.model_within_s)
         if node is not None:
-            stage_in(context.root / SHARED_STAGE)
+            stage_in(context.root / SHARED_FOLDER)
         arguments, engine = start_engine(context.name, options, model, doorkeeper.say)
         try:
             doorkeeper.say("loading: preparing the routes")

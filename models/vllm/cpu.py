@@ -7,8 +7,8 @@ model get a few numbers of rows only, because oneDNN compiles a kernel for each:
 concurrent answers of different lengths.
 
 vLLM sends each token of each request to the serving process, which unpacks, counts and decodes it separately; each
-log-probability adds three arrays. For a tiny model that is a quarter of all work. Here a bundle is sent every EVERY
-steps. The first token and the end of an answer are sent at once, so that the times that vLLM measures stay correct.
+log-probability adds three arrays. For a tiny model that is a quarter of all work. Here a bundle is sent every
+BUNDLE_STEPS steps. The first token and the end of an answer are sent at once, so that the times that vLLM measures stay correct.
 Streamed answers, and those with stop strings (which the serving process looks for), are sent token by token. A token
 that only continues a bundled answer does not pass through vLLM's update, and no KV block is looked for where it fits in
 the last one: a fifth of the engine's time with 128 running requests.
@@ -44,17 +44,17 @@ from vllm.v1.sample.sampler import Sampler
 
 from ngym.errors import ConfigError
 
-vllms = Sampler.gather_logprobs
-vllms_product: Any = getattr(vllm_ops, "onednn_mm", None)
+vllm_gather_logprobs = Sampler.gather_logprobs
+vllm_product: Any = getattr(vllm_ops, "onednn_mm", None)
 PROVIDER = "ngym_cpu"
 VECTOR = 16
-EVERY = 16
+BUNDLE_STEPS = 16
 EXACT_ROWS = 8
 PADDING = 1 << 22  # multiply-adds that are cheaper than another kernel
 WRITTEN_FOR = "0.32."  # the scheduler is not a public interface of vLLM
 
 
-def leave_out_ranks() -> None:
+def skip_ranks() -> None:
     """Replace vLLM's function in this process and those forked from it."""
     Sampler.gather_logprobs = staticmethod(gather_logprobs)
 
@@ -62,18 +62,18 @@ def leave_out_ranks() -> None:
 def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
     """logprobs [B, V], token_ids [B] -> ids and logprobs [B, 1 + num_logprobs], sampled token first; ranks [B]."""
     if num_logprobs > 0:
-        return vllms(logprobs, num_logprobs, token_ids)
+        return vllm_gather_logprobs(logprobs, num_logprobs, token_ids)
     column = token_ids.unsqueeze(-1)
     return LogprobsTensors(column.to(torch.int32), logprobs.gather(-1, column), torch.zeros_like(token_ids))
 
 
-def share_kernels() -> None:
+def pad_matrix_products() -> None:
     """Replace vLLM's matrix product in this process and those forked from it, if this is the known version."""
     if vllm.__version__.startswith(WRITTEN_FOR):
-        vllm_ops.onednn_mm = product
+        vllm_ops.onednn_mm = padded_product
 
 
-def product(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+def padded_product(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """vLLM's product of x [..., K] and a packed weight [K, N], with the rows of x padded by zeros.
 
     oneDNN compiles a kernel for each number of rows, which takes 1.2 ms: longer than the product of a tiny model. With
@@ -85,13 +85,13 @@ def product(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         missing = -rows % step
         if missing and missing * handler.k * handler.n <= PADDING:
             padded = F.pad(x.reshape(rows, handler.k), (0, 0, 0, missing))
-            whole: Tensor = vllms_product(handler, padded, bias)
+            whole: Tensor = vllm_product(handler, padded, bias)
             return whole[:rows].view(*x.shape[:-1], handler.n)
-    whole = vllms_product(handler, x, bias)
+    whole = vllm_product(handler, x, bias)
     return whole
 
 
-def prefer_ours(arguments: Namespace) -> None:
+def register_kernels(arguments: Namespace) -> None:
     """Register the kernels in the process from which the engine is forked, unless the user has chosen others."""
     if not hasattr(torch.ops._C, "rms_norm"):  # a build of vLLM without kernels for this CPU
         return
@@ -237,7 +237,7 @@ class Bundling(Scheduler):
 
         for message in messages.values():
             message.outputs = [now for one in message.outputs if (now := self._held_back(one, lists, sampled))]
-        if self._steps % EVERY == 0 or self.pause_state == PauseState.PAUSED_ALL:
+        if self._steps % BUNDLE_STEPS == 0 or self.pause_state == PauseState.PAUSED_ALL:
             self._release(messages)
         return {
             client: message
@@ -247,7 +247,7 @@ class Bundling(Scheduler):
 
     def make_stats(self, *arguments: Any, **more: Any) -> SchedulerStats | None:
         """The values of /metrics, with the bundles and when there are no requests."""
-        if self._steps % EVERY and any(self.get_request_counts()):
+        if self._steps % BUNDLE_STEPS and any(self.get_request_counts()):
             return None
         return super().make_stats(*arguments, **more)
 

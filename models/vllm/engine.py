@@ -38,7 +38,7 @@ from ngym.runtime.lean_imports import has_compiler
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import AdapterFiles, Shapes, shapes_in
 
-from .cpu import bundle, leave_out_ranks, prefer_ours, share_kernels
+from .cpu import bundle, pad_matrix_products, register_kernels, skip_ranks
 from .options import Options, kv_cache_bytes
 from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
@@ -269,8 +269,8 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     if current_platform.is_cpu() and _is_single(arguments):
         if options.bundle_tokens:
             bundle(config, service, required=options.bundle_tokens is True)
-        leave_out_ranks()
-        share_kernels()
+        skip_ranks()
+        pad_matrix_products()
     if _is_forked(arguments):
         _prepare_fork()
     say(f"loading: {options.model}")
@@ -314,7 +314,7 @@ def _configured(service: str, options: Options, model: Model) -> tuple[Namespace
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     elif single:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine process is its own only worker
-        prefer_ours(arguments)
+        register_kernels(arguments)
     if _is_forked(arguments):
         # This module name exists only in forked processes.
         arguments.worker_extension_cls = f"{Repacking.__module__}.{Repacking.__name__}"

@@ -32,7 +32,7 @@ class Node(BaseModel):
 
 
 KV_TOKENS = 16_384
-KV_LEAST, KV_MOST = 64 << 20, 4096 << 20  # bytes
+KV_MIN, KV_MAX = 64 << 20, 4096 << 20  # bytes
 
 
 class Options(TrainableModelOptions):
@@ -81,4 +81,4 @@ def kv_cache_bytes(per_token: int, context: int, share: int) -> int:
         context: the most tokens of a conversation.
         share: bytes of memory that a KV cache of this process may take.
     """
-    return max(KV_LEAST, min(max(KV_TOKENS, context) * per_token, KV_MOST, share))
+    return max(KV_MIN, min(max(KV_TOKENS, context) * per_token, KV_MAX, share))

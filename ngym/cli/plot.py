@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ngym.plot.runs import Axis, PlottedRun
 
 PATH = click.Path(path_type=Path)
-MOST_IN_ONE = 6  # curves of one run in one text plot
+MAX_IN_ONE = 6  # curves of one run in one text plot
 EXIT_CODES = """\
 Exit codes: 0  the curves are drawn
             1  --output cannot be written
@@ -109,7 +109,7 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
     from ngym.plot.figure import as_text
     from ngym.rollout import printable
 
-    if len({curve.run for curve in found}) == 1 and len(found) <= MOST_IN_ONE:
+    if len({curve.run for curve in found}) == 1 and len(found) <= MAX_IN_ONE:
         yield as_text([curve.series for curve in found], axis)
         return
     for metric in dict.fromkeys(curve.metric for curve in found):

@@ -78,7 +78,7 @@ def main(folder: Path, limit: int, repeats: int, seed: int, engine: str | None, 
     places = Places(folder, engine or ("vllm" if has_vllm else "transformers"))
     _walk(walk, places, limit, repeats, seed)
     if not dry_run:
-        _tell(places, time.monotonic() - started, as_json)
+        _print_result(places, time.monotonic() - started, as_json)
     elif as_json:
         click.echo(json.dumps({"folder": str(folder), "commands": walk.commands}))
 
@@ -96,15 +96,15 @@ def _require_everything(*, needs_vllm: bool) -> None:
 
 
 class Places:
-    """The files that the quickstart writes. taught: the policy of supervised fine-tuning. reinforced: the run of RL."""
+    """The files that the quickstart writes. sft_policy: the folder of the SFT policy. grpo_run: that of the GRPO run."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         self.folder = folder
         self.engine = engine
         self.config = folder / "global_config.yaml"
         self.rollouts = folder / "rollouts.jsonl"
-        self.taught = folder / "sft" / "policy"
-        self.reinforced = folder / "grpo"
+        self.sft_policy = folder / "sft" / "policy"
+        self.grpo_run = folder / "grpo"
         self.log = folder / "services.log"
         self.data = shipped_path("data/calculator")
 
@@ -125,10 +125,12 @@ class Places:
         with writing(self.config):
             more = "" if self.engine != "vllm" else ON_GPU if version("vllm") else ON_CPU
             self.config.write_text(CONFIG.format(file=self.config, engine=self.engine, more=more))
-        if self.taught.exists():
-            aside = self.taught.with_name("policy.old")  # `ng_train --overwrite` keeps it, with the rest of that run
+        if self.sft_policy.exists():
+            aside = self.sft_policy.with_name(
+                "policy.old"
+            )  # `ng_train --overwrite` keeps it, with the rest of that run
             shutil.rmtree(aside, ignore_errors=True)
-            self.taught.rename(aside)
+            self.sft_policy.rename(aside)
 
 
 def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:
@@ -145,7 +147,7 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
     server = "vLLM" if places.engine == "vllm" else f"models/{places.engine}"
     walk.step(f"supervised fine-tuning; the services start meanwhile, and {server} waits for the policy")
     with walk.background(places.log, "run", "--config", str(places.config)):
-        walk.ng("train", str(recipes / "sft.yaml"), f"data.path={made}", f"output={places.taught.parent}", *common)
+        walk.ng("train", str(recipes / "sft.yaml"), f"data.path={made}", f"output={places.sft_policy.parent}", *common)
         walk.step(f"{server} serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
         tasks = str(places.data / "validation.jsonl")
         where = ("--head", str(folder), "--agent", "calculator_agent", "--input", tasks)
@@ -157,14 +159,14 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
         walk.step(
             f"reinforcement learning: {server} samples, the services score, DeepSpeed trains, new weights are pushed"
         )
-        live = (f"model.path={places.taught}", f"rollouts.services={folder}")
-        walk.ng("train", str(recipes / "grpo.yaml"), *live, f"output={places.reinforced}", *common)
+        live = (f"model.path={places.sft_policy}", f"rollouts.services={folder}")
+        walk.ng("train", str(recipes / "grpo.yaml"), *live, f"output={places.grpo_run}", *common)
 
 
-def _tell(places: Places, seconds: float, as_json: bool) -> None:
+def _print_result(places: Places, seconds: float, as_json: bool) -> None:
     if as_json:
-        run = places.reinforced
-        policies = {"before": str(places.taught), "policy": str(run / "policy")}
+        run = places.grpo_run
+        policies = {"before": str(places.sft_policy), "policy": str(run / "policy")}
         files = {"rollouts": str(places.rollouts), "metrics": str(run / "metrics.jsonl")}
         click.echo(json.dumps({**policies, **files, "seconds": round(seconds, 1)}))
         return

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
     from ngym.supervise.zygote_client import ZygoteClient
 
-MOST_AT_ONCE = 32  # processes, each with the libraries of a service
+MAX_AT_ONCE = 32  # processes, each with the libraries of a service
 SHOWN_LINES = 20
 EXIT_CODES = """\
 Exit codes: 0  no mistake was found
@@ -135,7 +135,7 @@ async def mistakes_of(
 
     # Each service's file is loaded in its own process, as ng_run does.
     known = {*config.services, *names}
-    places = asyncio.Semaphore(MOST_AT_ONCE)
+    places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def check(stanza: Stanza) -> list[str]:
         async with places:

@@ -99,14 +99,14 @@ def _serve(shown: OpenedRuns, host: str, port: int | None, title: str, browse: b
     entrance = door(host, port)
 
     def ready() -> None:
-        _tell(shown, entrance, as_json)
+        _print_address(shown, entrance, as_json)
         if browse:
             open_browser(entrance.url)
 
     serve(shown, entrance, title, ready)
 
 
-def _tell(shown: OpenedRuns, entrance: Door, as_json: bool) -> None:
+def _print_address(shown: OpenedRuns, entrance: Door, as_json: bool) -> None:
     if as_json:
         import orjson
 
@@ -122,7 +122,7 @@ def _tell(shown: OpenedRuns, entrance: Door, as_json: bool) -> None:
 
 def _export(shown: OpenedRuns, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:
     from ngym.view.filter_query import WrongFilter
-    from ngym.view.html_report import MOST_BYTES, export
+    from ngym.view.html_report import MAX_BYTES, export
 
     def tick(text: str) -> None:
         """A line of progress that is overwritten in place."""
@@ -144,7 +144,7 @@ def _export(shown: OpenedRuns, report: Path, rows: int, q: str, title: str, as_j
     )
     if packed.left_out:
         click.echo(
-            f"{packed.left_out:,} more did not fit or are not JSON: a report holds at most {MOST_BYTES >> 20} MiB of "
+            f"{packed.left_out:,} more did not fit or are not JSON: a report holds at most {MAX_BYTES >> 20} MiB of "
             "rollouts in full; choose others with --filter or a smaller --rows"
         )
 

@@ -13,7 +13,7 @@ Json = dict[str, Any]
 RAY_VERSION = "2.60.0"
 LABEL = "app.kubernetes.io/instance"
 HEAD = {"cpu": "4", "memory": "8Gi"}  # the command itself; services and ranks run on the workers
-HIDDEN = "(made when it is submitted)"
+SECRET_PLACEHOLDER = "(made when it is submitted)"
 
 
 def render(target: Target, command: Sequence[str], values: Mapping[str, str] | None = None) -> list[Json]:
@@ -21,7 +21,7 @@ def render(target: Target, command: Sequence[str], values: Mapping[str, str] | N
     if target.image is None:
         raise UsageError("the settings have no image: Kubernetes needs one with ngym and the project (docker/)")
     names = (RUN_TOKEN, ADMIN_TOKEN, *target.secrets)
-    given = values or dict.fromkeys(names, HIDDEN)
+    given = values or dict.fromkeys(names, SECRET_PLACEHOLDER)
     secret = {**_named("v1", "Secret", target), "type": "Opaque", "stringData": dict(given)}
     cluster = _cluster(target)
     if not command:

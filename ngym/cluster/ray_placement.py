@@ -31,11 +31,11 @@ from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.supervise.node_group import NodeGroup
 from ngym.supervise.placement import asked_cores
-from ngym.supervise.service import LOST, ProcessHost, StartedProcess, free_port, listen, url_of
+from ngym.supervise.service import EXIT_LOST, ProcessHost, StartedProcess, free_port, listen, url_of
 from ngym.supervise.zygote_client import Child, ZygoteClient
 
-LEAST_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty
-OF_POOL = 0.001  # of the custom resource: it only says which nodes are meant
+MIN_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty
+POOL_SHARE = 0.001  # of the custom resource: it only says which nodes are meant
 CHUNK_BYTES = 32 << 10
 CONNECT_S = 10.0
 CLOSE_S = 5.0
@@ -113,7 +113,7 @@ class RayProcess:
         try:
             code = await self._host.exit_code.remote()
         except RayError:
-            code = LOST
+            code = EXIT_LOST
         if not self.exit_code.done():
             self.exit_code.set_result(code)
 
@@ -382,8 +382,8 @@ def bundle_of(stanza: Stanza) -> dict[str, float]:
 def bundle(asked: Resources, pool: str | None) -> dict[str, float]:
     """Ray's names for these resources; those of zero are left out."""
     memory = float(int((asked.memory_gb or 0) * 2**30))
-    whole = {"CPU": asked.cpus or LEAST_CPU, "GPU": float(asked.gpus or 0), "memory": memory}
-    return {name: amount for name, amount in whole.items() if amount} | ({pool: OF_POOL} if pool else {})
+    whole = {"CPU": asked.cpus or MIN_CPU, "GPU": float(asked.gpus or 0), "memory": memory}
+    return {name: amount for name, amount in whole.items() if amount} | ({pool: POOL_SHARE} if pool else {})
 
 
 def of_actor(bundle: Mapping[str, float]) -> dict[str, Any]:

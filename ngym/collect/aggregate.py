@@ -20,13 +20,13 @@ from ngym.peers import Peer
 from ngym.schema import Json
 from ngym.stats import Rewards, Scores, Subsets, Values, parts_of
 
-MOST_WEIGHT = BULK_WEIGHT * 9 // 10  # the rest is for the object around the rows
+MAX_WEIGHT = BULK_WEIGHT * 9 // 10  # the rest is for the object around the rows
 ROW_WEIGHT = 16  # of the object itself and its comma
-MOST_FIELD_BYTES = 16 << 10
+MAX_FIELD_BYTES = 16 << 10
 NOT_SENT = frozenset({"responses_create_params", "response", "ng", "agent_ref"})
 
-MOST_ROLLOUTS = 50_000  # per agent; the environment receives only the first rollouts
-MOST_BYTES = ROW_BYTES - (1 << 20)  # the rest is for the object around the rows
+MAX_ROLLOUTS = 50_000  # per agent; the environment receives only the first rollouts
+MAX_BYTES = ROW_BYTES - (1 << 20)  # the rest is for the object around the rows
 ASKED_S, TIMEOUT_S = 10.0, 120.0
 
 NUMBER = (int, float)  # isinstance is faster with it than with int | float
@@ -69,11 +69,11 @@ def _slim_rows(output: Path, agent: str) -> tuple[list[Json], bool]:
         if line.problem or line.row["agent_ref"]["name"] != agent:
             continue
         fields = {name: orjson.dumps(value) for name, value in line.row.items() if name not in NOT_SENT}
-        short = {name: value for name, value in fields.items() if len(value) <= MOST_FIELD_BYTES}
+        short = {name: value for name, value in fields.items() if len(value) <= MAX_FIELD_BYTES}
         kept = {name: line.row[name] for name in short}
         size += len(orjson.dumps(kept)) + 1
         weight += ROW_WEIGHT + sum(NODE_WEIGHT + 1 + json_weight(value) for value in short.values())
-        if len(slim) == MOST_ROLLOUTS or size > MOST_BYTES or weight > MOST_WEIGHT:
+        if len(slim) == MAX_ROLLOUTS or size > MAX_BYTES or weight > MAX_WEIGHT:
             return slim, True
         slim.append(kept)
     return slim, False

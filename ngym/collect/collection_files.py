@@ -448,7 +448,7 @@ class CollectionFiles:
         if self.progress.total == 0:
             raise no_rows(self.source.inputs)
         self.progress.complete = True
-        if not self._record.knows_its_input and self.progress.done < len(self._done):
+        if not self._record.has_input_digest and self.progress.done < len(self._done):
             lost = len(self._done) - self.progress.done
             raise UsageError(
                 f"{self.paths.output}: {lost:,} of its rows are of tasks that {self.source.title} does not have (the run ended "

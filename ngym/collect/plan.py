@@ -32,7 +32,7 @@ AGENT_TYPE = "responses_api_agents"  # NeMo Gym's name, kept in agent_ref so tha
 FIRST_BYTES = 16 << 20
 BEGIN_S = 1.0  # the first rollouts have the interpreter to themselves
 SLICE_S = 0.01  # of the interpreter's time, then as much for the event loop
-MOST_REFERENCE = 4 << 10  # bytes of an agent_ref that is split between two parts of a file
+MAX_REFERENCE = 4 << 10  # bytes of an agent_ref that is split between two parts of a file
 _NAMED = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -419,7 +419,7 @@ def _references(file: BinaryIO, start: int) -> Iterator[bytes]:
     while part := file.read(READ_BYTES):
         text = kept + part
         yield from _NAMED.findall(text)
-        kept = text[-MOST_REFERENCE:]
+        kept = text[-MAX_REFERENCE:]
 
 
 def _digest_of(path: Path, stop: threading.Event | None) -> str | None:

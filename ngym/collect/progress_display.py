@@ -28,7 +28,7 @@ PART = "reward_components/"
 WINDOW_S = 30.0  # rates are over the last 30 s
 LIVE_TICK_S = 0.25
 PLAIN_TICK_S = 5.0
-STILL_S = 30.0
+UNCHANGED_INTERVAL_S = 30.0
 SHOWN_AGENTS = 3
 
 
@@ -295,7 +295,7 @@ class ProgressDisplay(Protocol):
 
 
 class _Plain:
-    """Prints a line when something has changed, and every STILL_S seconds when nothing has."""
+    """Prints a line when something has changed, and every UNCHANGED_INTERVAL_S seconds when nothing has."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -307,7 +307,7 @@ class _Plain:
     def draw(self, standing: ProgressSnapshot) -> None:
         last = self._last
         still = last is not None and (last.settled, last.pauses) == (standing.settled, standing.pauses)
-        if last is None or not still or standing.elapsed_s - last.elapsed_s >= STILL_S:
+        if last is None or not still or standing.elapsed_s - last.elapsed_s >= UNCHANGED_INTERVAL_S:
             self._last = standing
             self.say(standing.line())
 

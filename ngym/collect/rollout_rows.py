@@ -38,7 +38,7 @@ from ngym.schema import (
 from ngym.telemetry import tracing
 
 TIMEOUT_S = 60.0
-NOT_OURS = frozenset({404, 405})  # the model server does not capture, or has nothing for this rollout
+NOT_CAPTURED = frozenset({404, 405})  # the model server does not capture, or has nothing for this rollout
 TokenFormat = Literal["ng", "nemo"]
 MESSAGE_CHARS = 2000
 _TOKEN_DATA = frozenset(TOKEN_FIELDS)
@@ -121,7 +121,7 @@ class CaptureClient:
         try:
             reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
             elapsed = time.perf_counter() - began
-            if reply.status in NOT_OURS:
+            if reply.status in NOT_CAPTURED:
                 return [], []
             if reply.status != 200:
                 detail = f"{model} answered {reply.status} to GET {url}"

@@ -43,10 +43,10 @@ from ngym.peers import Peers
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, RolloutKey, is_pending
 from ngym.telemetry import tracing
 
-FIRST = 64  # rollouts to begin with, and the fewest
-ENOUGH = 32  # queued rollouts: the agent does not run out of work before it gets more
-OPENING_S = 0.05  # the window grows by half at this interval, until the agent reports a long queue
-BELIEVED_S = 1.0  # how long a report is valid; each finished rollout brings a new one
+MIN_WINDOW = 64  # rollouts to begin with, and the fewest
+TARGET_QUEUE = 32  # queued rollouts: the agent does not run out of work before it gets more
+WINDOW_GROWTH_S = 0.05  # the window grows by half at this interval, until the agent reports a long queue
+QUEUE_REPORT_VALID_S = 1.0  # how long a report is valid; each finished rollout brings a new one
 READY_TIMEOUT_S = 5.0
 NEVER = float("-inf")
 BACKLOG = 2048  # outcomes that wait for the disk or the reader; at this bound no rollout is started
@@ -90,11 +90,11 @@ class Window:
     """
 
     def __init__(self, limit: int) -> None:
-        self.size = min(FIRST, limit)
+        self.size = min(MIN_WINDOW, limit)
         self.in_flight = 0
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        self._opens_at = self._loop.time() + OPENING_S
+        self._opens_at = self._loop.time() + WINDOW_GROWTH_S
         self._left = asyncio.Event()
 
     async def enter(self) -> None:
@@ -105,7 +105,7 @@ class Window:
                 await self._left.wait()
             elif self._loop.time() >= self._opens_at:
                 self.size = min(self._limit, self.size * 3 // 2 + 1)
-                self._opens_at = self._loop.time() + OPENING_S
+                self._opens_at = self._loop.time() + WINDOW_GROWTH_S
             else:
                 timer = self._loop.call_at(self._opens_at, self._left.set)
                 try:
@@ -116,12 +116,12 @@ class Window:
 
     def record_queue(self, waiting: int) -> None:
         """Record the agent's queue length, which a finished rollout reports."""
-        if waiting >= ENOUGH:
-            self._opens_at = self._loop.time() + BELIEVED_S
+        if waiting >= TARGET_QUEUE:
+            self._opens_at = self._loop.time() + QUEUE_REPORT_VALID_S
         else:
-            self._opens_at = min(self._opens_at, self._loop.time() + OPENING_S)
-        if waiting > 2 * ENOUGH:
-            self.size = max(min(FIRST, self._limit), min(self.size, self.in_flight - waiting + ENOUGH))
+            self._opens_at = min(self._opens_at, self._loop.time() + WINDOW_GROWTH_S)
+        if waiting > 2 * TARGET_QUEUE:
+            self.size = max(min(MIN_WINDOW, self._limit), min(self.size, self.in_flight - waiting + TARGET_QUEUE))
 
     def leave(self) -> None:
         self.in_flight -= 1

@@ -23,7 +23,7 @@ from ngym.files.atomic import write_whole
 from ngym.schema import SCHEMA_VERSION, Json
 
 # The place of a service, which does not change its rollouts.
-PLACES = frozenset({"url", "urls", "host", "port", "replicas"})
+ADDRESS_KEYS = frozenset({"url", "urls", "host", "port", "replicas"})
 REMEDY = "choose another --output, or start again with --overwrite"
 
 
@@ -54,7 +54,7 @@ class CollectionSettings:
         """Everything except the row that decides a rollout; not repeats and limit, which only add rollouts."""
         recipe = asdict(self.recipe)
         stanzas = {
-            name: {key: value for key, value in stanza.items() if key not in PLACES}
+            name: {key: value for key, value in stanza.items() if key not in ADDRESS_KEYS}
             for name, stanza in self.services.items()
             if name != "ngym" and isinstance(stanza, dict)
         }
@@ -109,7 +109,7 @@ class RunRecord:
         return record
 
     @property
-    def knows_its_input(self) -> bool:
+    def has_input_digest(self) -> bool:
         """Whether an earlier session has read the input to its end."""
         return self._content.get("digests", {}).get("input") is not None
 

@@ -25,7 +25,13 @@ from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import ConfigError, NgymError, source_location
 from ngym.extras import missing_extra
 
-AUTHORS = (TypeError, ValueError, NameError, AttributeError, LookupError)  # mistakes of the code, not of the machine
+AUTHOR_ERRORS = (
+    TypeError,
+    ValueError,
+    NameError,
+    AttributeError,
+    LookupError,
+)  # mistakes of the code, not of the machine
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ def load_file(file: Path) -> ModuleType:
             raise ConfigError(f"{file}: {message}") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
-        if isinstance(error, AUTHORS) and not isinstance(error, NgymError):
+        if isinstance(error, AUTHOR_ERRORS) and not isinstance(error, NgymError):
             raise ConfigError(
                 f"{_raised_at(error, file)}: {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error

@@ -23,8 +23,8 @@ from ngym.telemetry.tracing import Destination
 
 SETTINGS_KEY = "ngym"
 OTEL = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-MOST_REPLICAS = 1024
-MOST_NODES = 64
+MAX_REPLICAS = 1024
+MAX_NODES = 64
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -97,8 +97,8 @@ class ReplicaRange(BaseModel):
     """A number of replicas that follows the load."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    min: int = Field(default=1, ge=1, le=MOST_REPLICAS, description="Replicas at the start, and always.")
-    max: int = Field(ge=1, le=MOST_REPLICAS, description="The limit of the growth.")
+    min: int = Field(default=1, ge=1, le=MAX_REPLICAS, description="Replicas at the start, and always.")
+    max: int = Field(ge=1, le=MAX_REPLICAS, description="The limit of the growth.")
 
 
 def _replicas(value: object) -> object:
@@ -107,15 +107,15 @@ def _replicas(value: object) -> object:
     match value:
         case bool():
             pass
-        case int() if 1 <= value <= MOST_REPLICAS:
+        case int() if 1 <= value <= MAX_REPLICAS:
             return value
         case "per_node" | ReplicaRange():
             return value
         case {"max": int(high), **rest} if rest.keys() <= {"min"}:
             low = rest.get("min", 1)
-            if isinstance(low, int) and 1 <= low <= high <= MOST_REPLICAS:
+            if isinstance(low, int) and 1 <= low <= high <= MAX_REPLICAS:
                 return value
-    raise ValueError(f"Input should be a number from 1 to {MOST_REPLICAS}, per_node, or such as {{min: 1, max: 8}}")
+    raise ValueError(f"Input should be a number from 1 to {MAX_REPLICAS}, per_node, or such as {{min: 1, max: 8}}")
 
 
 class Stanza(BaseModel):
@@ -131,7 +131,7 @@ class Stanza(BaseModel):
     url: str | None = Field(default=None, description="The address of an external service, which is not started.")
     urls: tuple[str, ...] = Field(default=(), description="The addresses of an external service with several replicas.")
     replicas: Annotated[
-        Annotated[int, Field(ge=1, le=MOST_REPLICAS)] | Literal["per_node"] | ReplicaRange, BeforeValidator(_replicas)
+        Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | Literal["per_node"] | ReplicaRange, BeforeValidator(_replicas)
     ] = Field(
         default=1,
         description="The number of processes; a rollout's session stays with one of them. per_node: one on each node of a "
@@ -140,7 +140,7 @@ class Stanza(BaseModel):
     nodes: int = Field(
         default=1,
         ge=1,
-        le=MOST_NODES,
+        le=MAX_NODES,
         description="Of models/vllm: the machines of each replica, for a model that is larger than one. Each machine runs "
         "one process, with these `resources`.",
     )
@@ -418,7 +418,7 @@ def _stanza(name: str, tree: ConfigTree) -> Stanza:
     fields = {key: value for key, value in part.values.items() if key in own}
     mistakes = []
     if "kind" not in fields:
-        hint = next((f" (is {key!r} a misspelt 'kind'?)" for key in options if nearest(key, ["kind"])), "")
+        hint = next((f" (is {key!r} a misspelled 'kind'?)" for key in options if nearest(key, ["kind"])), "")
         mistakes.append(f"{tree.where(name)}: service {name!r} has no kind{hint}; kinds: {', '.join(KINDS)}")
     elif fields["kind"] not in KINDS:
         mistakes.append(

@@ -18,10 +18,10 @@ from ngym.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 COMMAND_LINE = "command line"
-MOST_NODES = 100_000  # per YAML file
-MOST_DIGITS = 100
-SURE, LIKELY = 0.85, 0.8  # similarity of a misspelt key: beside other candidates, and in another section
-MOST_SUGGESTED = 2  # keys; a last part that more keys have, such as `name`, says too little
+MAX_NODES = 100_000  # per YAML file
+MAX_DIGITS = 100
+SURE, LIKELY = 0.85, 0.8  # similarity of a misspelled key: beside other candidates, and in another section
+MAX_SUGGESTED = 2  # keys; a last part that more keys have, such as `name`, says too little
 DEEPEST = 8  # levels of keys
 REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
 
@@ -208,8 +208,8 @@ def _check_nodes(root: yaml.Node, shown: str) -> None:
         inside = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
         total = 1 + sum(map(size, parts))
-        if total > MOST_NODES:
-            raise ConfigError(f"{where}: more than {MOST_NODES:,} values, with its aliases expanded")
+        if total > MAX_NODES:
+            raise ConfigError(f"{where}: more than {MAX_NODES:,} values, with its aliases expanded")
         if isinstance(node, yaml.ScalarNode):
             _check_scalar(node, where)
         sizes[id(node)] = total
@@ -220,7 +220,7 @@ def _check_nodes(root: yaml.Node, shown: str) -> None:
 
 def _check_scalar(node: yaml.ScalarNode, where: str) -> None:
     kind = node.tag.rpartition(":")[2]
-    if kind == "int" and len(node.value) > MOST_DIGITS:
+    if kind == "int" and len(node.value) > MAX_DIGITS:
         raise ConfigError(f"{where}: not valid YAML: a number of {len(node.value)} digits")
     if kind in ("timestamp", "binary"):
         raise ConfigError(f"{where}: {node.value!r:.60} is neither a text nor a number: write it in quotes")
@@ -311,7 +311,7 @@ def _suggestion(
     candidates = (
         other_names.get(".".join(map(str, loc))),
         other_names.get(word),
-        same if len(same) <= MOST_SUGGESTED else (),
+        same if len(same) <= MAX_SUGGESTED else (),
     )
     for found in candidates:
         if keys := [key for key in found or () if key in known]:

@@ -88,7 +88,7 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
     yield "response.in_progress", {"response": started}
     for index, item in enumerate(response["output"]):
         place = {"item_id": item.get("id"), "output_index": index}
-        yield "response.output_item.added", {"output_index": index, "item": begun_item(item)}
+        yield "response.output_item.added", {"output_index": index, "item": initial_item(item)}
         match item["type"]:
             case "message":
                 yield from _content_events(item["content"], place)
@@ -110,7 +110,7 @@ def begun_response(response: Json) -> Json:
     return begun | {"incomplete_details": None, "error": None}
 
 
-def begun_item(item: Json) -> Json:
+def initial_item(item: Json) -> Json:
     """The item as it was at its beginning, without content."""
     begun = {name: [] if name in ("content", "summary") else value for name, value in item.items()}
     if "arguments" in begun:
@@ -503,7 +503,7 @@ class ResponseStream:
         yield from self._close()
         self._open = opened = OpenItem(item, len(self._output))
         self._output.append(item)
-        yield self._event("response.output_item.added", {"output_index": opened.place, "item": begun_item(item)})
+        yield self._event("response.output_item.added", {"output_index": opened.place, "item": initial_item(item)})
         return opened
 
     def _close(self) -> Iterator[Json]:

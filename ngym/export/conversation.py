@@ -28,7 +28,7 @@ Ending = Literal["whole", "step limit", "cut"]
 """whole: the policy ended it. step limit: every turn is complete, but more might have followed. cut: in mid-turn, so
 the policy never sampled the end of that turn."""
 QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-MOST_DEPTH = 200  # of arguments as an object; orjson writes 254 levels
+MAX_DEPTH = 200  # of arguments as an object; orjson writes 254 levels
 
 
 class NoRollout(Exception):
@@ -195,7 +195,7 @@ def arguments(text: str) -> Json | str:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return text
-    if not isinstance(value, dict) or is_deep(text.encode(), value, MOST_DEPTH):
+    if not isinstance(value, dict) or is_deep(text.encode(), value, MAX_DEPTH):
         return text
     return text if LONG_NUMBER.search(QUOTED.sub("", text).encode()) else value
 
@@ -223,7 +223,7 @@ class Shapes:
         return self._numbers.setdefault(_shape(value), len(self._numbers))
 
 
-def leaders_first(rows: Iterable[Row]) -> Iterator[Row]:
+def one_per_shape_first(rows: Iterable[Row]) -> Iterator[Row]:
     """The first row of each shape, then the others; both in their order."""
     seen: set[tuple[int, ...]] = set()
     others: list[Row] = []

@@ -25,7 +25,7 @@ from ngym.export.conversation import (
     demonstration,
     fingerprint,
     kto,
-    leaders_first,
+    one_per_shape_first,
     parse,
     preference,
     sharegpt,
@@ -39,7 +39,7 @@ from ngym.schema import Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-REREAD = 64  # conversations that are cached for the next pairs of their task
+CACHED_CONVERSATIONS = 64  # conversations that are cached for the next pairs of their task
 
 
 def table(tally: ExportCounts, options: Options) -> Table:
@@ -103,7 +103,7 @@ def export(
     tally = ExportCounts()
     with ExitStack() as stack:
         candidates = Scan(options, tally, tick).candidates()
-        rows = list(leaders_first(choose(candidates, options, tally)))
+        rows = list(one_per_shape_first(choose(candidates, options, tally)))
         sources = [stack.enter_context(_seekable(path)) for path in options.inputs]
         lines = map(Renderer(options, sources).line, rows)
         if options.dry_run:
@@ -123,7 +123,7 @@ class Renderer:
     def __init__(self, options: Options, sources: list[BinaryIO]) -> None:
         self._options = options
         self._sources = sources
-        self._said = lru_cache(REREAD)(self._conversation)
+        self._said = lru_cache(CACHED_CONVERSATIONS)(self._conversation)
 
     def line(self, row: Row) -> bytes:
         if isinstance(row, Pair):

@@ -19,7 +19,7 @@ Strategy = Literal["best-worst", "best-rest", "adjacent", "all"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
-FULL_MARKS = 1.0
+FULL_REWARD = 1.0
 WITH_BEST: tuple[Format, ...] = ("demonstrations", "sharegpt", "rollouts")
 WITH_THRESHOLD: tuple[Format, ...] = ("demonstrations", "kto", "sharegpt")  # the others accept every reward by default
 
@@ -54,7 +54,7 @@ class Options:
         """The lowest reward of an example to imitate."""
         if self.min_reward is not None:
             return self.min_reward
-        return FULL_MARKS if self.format in WITH_THRESHOLD else -math.inf
+        return FULL_REWARD if self.format in WITH_THRESHOLD else -math.inf
 
     @property
     def strategy(self) -> Strategy:

@@ -20,7 +20,7 @@ from typing import BinaryIO
 from ngym.errors import NgymError, UsageError
 
 BUFFER_BYTES = 1 << 20
-LOOK_S = 0.05
+POLL_S = 0.05
 COMPRESSED = (".gz", ".zst")  # ngym/files/jsonl.py reads them
 
 
@@ -72,7 +72,7 @@ async def appeared(file: Path, within_s: float) -> bool:
     """Wait for a file that another process writes completely or not at all; whether it is there in time."""
     deadline = time.monotonic() + within_s
     while not file.is_file() and time.monotonic() < deadline:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return file.is_file()
 
 

@@ -10,7 +10,7 @@ from ngym.files.jsonl import write_rows
 from ngym.schema import Json
 
 Drawn = TypeVar("Drawn")
-MOST_DRAWS = 100_000
+MAX_DRAWS = 100_000
 
 
 def function_tool(name: str, description: str, properties: Mapping[str, Json]) -> Json:
@@ -40,12 +40,12 @@ def draw_distinct(count: int, draw: Callable[[int], Drawn | None], key: Callable
     """Draw until there are `count` with different keys. draw: receives how many there are; may return None.
 
     Raises:
-        ValueError: MOST_DRAWS in a row brought nothing new.
+        ValueError: MAX_DRAWS in a row brought nothing new.
     """
     drawn: dict[str, Drawn] = {}
     in_vain = 0
     while len(drawn) < count:
-        if in_vain == MOST_DRAWS:
+        if in_vain == MAX_DRAWS:
             raise ValueError(f"{in_vain:,} draws in a row brought nothing new: {len(drawn):,} of {count:,} are there")
         before, one = len(drawn), draw(len(drawn))
         if one is not None:

@@ -19,7 +19,7 @@ from ngym.grading.text_match import signed, visible
 TEXT_LIMIT = 1_000_000
 WINDOW = 2000
 BOX_WINDOW = 50_000
-SAID = ("output_text", "refusal")  # the types of an assistant's parts
+TEXT_TYPES = ("output_text", "refusal")  # the types of an assistant's parts
 RELATIVE_TOLERANCE = Decimal("1e-5")
 
 _BOX_TOKENS = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
@@ -152,7 +152,7 @@ def _message_problem(message: Mapping[str, Any]) -> str | None:
     ):
         return "content must be text, or a list of parts whose text is text"
     for place, part in enumerate(content):
-        if role == "assistant" and part.get("text") and part.get("type") not in SAID:
+        if role == "assistant" and part.get("text") and part.get("type") not in TEXT_TYPES:
             return f"content[{place}].type is {part.get('type')!r:.40}; the text of an assistant is output_text"
     return None
 
@@ -193,7 +193,7 @@ def boxed(text: str) -> str | None:
     return inner.group(1).strip() if inner else content
 
 
-def phrased(text: str) -> str | None:
+def answer_phrase(text: str) -> str | None:
     """The rest of the line after the last "answer is", "answer:" or "####"."""
     found = _PHRASE.findall(text[-WINDOW:])
     if not found:
@@ -232,7 +232,7 @@ def short(text: str) -> str | None:
     text = _answering(text)
     marked = boxed(text)
     if marked is None:
-        marked = phrased(text)
+        marked = answer_phrase(text)
     if marked is None:
         lines = [line for line in text[-WINDOW:].splitlines() if re.search(r"\w", line)]
         marked = lines[-1] if lines else ""
@@ -298,7 +298,7 @@ def formula(text: str) -> str | None:
     box = boxed(text)
     if box is not None:
         return box
-    phrase = phrased(text)
+    phrase = answer_phrase(text)
     if phrase is not None:
         sentence = re.split(r"[.;!](?:\s|$)", phrase, maxsplit=1)[0].strip(" *_`")
         match = _STATED.search(sentence)
@@ -320,7 +320,7 @@ def formula(text: str) -> str | None:
     return word if word != numbers[-1].group() else None  # `9/7` is a formula, the 7 of `9 / 7` is not
 
 
-def lettered(text: str, options: Mapping[str, str]) -> str | None:
+def option_letter(text: str, options: Mapping[str, str]) -> str | None:
     """The letter of the chosen option: from the last box, else the last "answer is" phrase, else the last line alone.
 
     Each of the three may have the letter (`B`, `(B)`, `B: Paris`, `B because ...`) or exactly one option's text. If the
@@ -332,7 +332,7 @@ def lettered(text: str, options: Mapping[str, str]) -> str | None:
     text = _answering(text)
     marked = boxed(text)
     if marked is None:
-        marked = phrased(text)
+        marked = answer_phrase(text)
     if marked is not None:
         return letter_of(marked, options) or option_of(marked, options)
     line = text[-WINDOW:].rstrip().rpartition("\n")[2]

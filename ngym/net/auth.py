@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 MIN_CHARACTERS = 16
-OPEN = ("GET", "/health")
+OPEN_ROUTE = ("GET", "/health")
 DOCUMENTS = api_docs.PATHS | {"/openapi.json"}  # of the interface; they answer GET and change nothing
 REFUSAL = (
     "this run is locked: send 'Authorization: Bearer TOKEN'; the token is in NGYM_TOKEN, or in .ngym/head.json "
@@ -40,10 +40,10 @@ REFUSAL = (
 # A line each: Chrome ignores Basic where another challenge follows it in the same line, and asks for no password.
 CHALLENGES = ('Basic realm="ngym: the run\'s token is the password"', "Bearer")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-MOST_HOST = 80  # shown characters of a host name
+MAX_HOST = 80  # shown characters of a host name
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may differ: ssh forwards it
 _OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
-MOST_HOSTS = 64  # remembered Host headers
+MAX_HOSTS = 64  # remembered Host headers
 _PAGE_OF_OURS = (b"none", b"same-origin")  # Sec-Fetch-Site: typed by the user; sent by a page of the same service
 
 
@@ -158,7 +158,7 @@ class TokenAuthMiddleware:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] == "http" and (scope["method"], scope["path"]) == OPEN
+        is_open = scope["type"] == "http" and (scope["method"], scope["path"]) == OPEN_ROUTE
         is_document = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in DOCUMENTS
         accepts = self._auth.accepts_document if is_document else self._auth.accepts
         if scope["type"] == "lifespan" or is_open or accepts(scope["headers"]):
@@ -190,7 +190,7 @@ class Visitors:
         if host in self._allowed:
             return None
         problem = self._problem(scope)
-        if problem is None and len(self._allowed) < MOST_HOSTS:
+        if problem is None and len(self._allowed) < MAX_HOSTS:
             self._allowed.add(host)
         return problem
 
@@ -201,7 +201,7 @@ class Visitors:
                 shown[name].append(value)
         hosts = [value.decode("latin-1").lower() for value in shown[b"host"]]
         if len(hosts) > 1 or not all(map(self._is_ours, hosts)):  # no Host is allowed: a browser always sends one
-            named = shorten(", ".join(hosts), MOST_HOST)
+            named = shorten(", ".join(hosts), MAX_HOST)
             return Misdirected(
                 f"no server here is called {named!r}: use {' or '.join(LOOPBACK[:2])}, a name in the config's urls, or lock the run "
                 "with NGYM_TOKEN (docs/security.md)"

@@ -39,16 +39,16 @@ MAX_HEAD_BYTES = 64 << 10
 BODY_S = 10  # the period in which BODY_BYTES of a body must arrive
 BODY_BYTES = 10 << 10
 LINGER_S = 5  # the rest of a refused request is discarded for this time; then the connection is closed
-UNREAD_S = 600  # limit of an answer that is not read; a trainer's event loop may block for minutes
-OWN_PACE = "ngym.own_pace"  # in the scope of a request whose handler limits the body itself
+WRITE_TIMEOUT_S = 600  # limit of an answer that is not read; a trainer's event loop may block for minutes
+LIMITS_OWN_BODY = "ngym.own_pace"  # in the scope of a request whose handler limits the body itself
 
-KEPT_FILES = 64  # descriptors other than connections: the log, the listening sockets, the pipes of workers
-TURNED_AWAY = 32  # connections over the limit that get an error answer; further ones are closed at once
-OPEN = ("/health", "/")
+RESERVED_DESCRIPTORS = 64  # descriptors other than connections: the log, the listening sockets, the pipes of workers
+MAX_REFUSALS = 32  # connections over the limit that get an error answer; further ones are closed at once
+OPEN_PATHS = ("/health", "/")
 JOINED_BYTES = 16 << 10  # a larger body is not copied behind its head
 _PLAIN_PATH = re.compile(rb"/[A-Za-z0-9/._~-]*")
 _NAMES: dict[bytes, bytes] = {}  # valid names of headers -> the beginning of the header's line
-MOST_NAMES = 256
+MAX_NAMES = 256
 
 
 class Exchange(RequestResponseCycle):
@@ -209,7 +209,7 @@ def _checked(name: bytes) -> bytes:
     if HEADER_RE.search(name):
         raise RuntimeError("Invalid HTTP header name.")
     line = name.lower() + b": "
-    if len(_NAMES) < MOST_NAMES:
+    if len(_NAMES) < MAX_NAMES:
         _NAMES[name] = line
     return line
 
@@ -239,7 +239,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        if self._room is not None and len(self.connections) > self._room + TURNED_AWAY:
+        if self._room is not None and len(self.connections) > self._room + MAX_REFUSALS:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -370,7 +370,7 @@ class Connection(HttpToolsProtocol):
         """Check the limits; called every second."""
         self._seconds += 1
         self._unread_s = self._unread_s + 1 if self.flow.write_paused else 0
-        if self._unread_s > UNREAD_S:
+        if self._unread_s > WRITE_TIMEOUT_S:
             self.transport.abort()
         elif self._awaits == "head":
             self._second_of_a_head()
@@ -405,7 +405,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"of the body less than {BODY_BYTES >> 10} KiB came in {BODY_S} s")
 
     def _waits_for_us(self) -> bool:
-        return self.flow.read_paused or self.cycle.waiting_for_100_continue or OWN_PACE in self.scope
+        return self.flow.read_paused or self.cycle.waiting_for_100_continue or LIMITS_OWN_BODY in self.scope
 
     def _refuse(self, status: int, detail: str) -> None:
         """Send an error, if no answer has begun, and close the connection."""
@@ -436,7 +436,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     async def _full(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] in OPEN or len(self.connections) <= (self._room or 0):
+        if scope["path"] in OPEN_PATHS or len(self.connections) <= (self._room or 0):
             await self._served(scope, receive, send)
             return
         error = NotReady(f"{self._room} connections are open here, which is the limit; try again")
@@ -495,7 +495,7 @@ class Server(uvicorn.Server):
 def room() -> int:
     """The number of connections that this process can hold; each may need a second, outgoing one."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, (files - KEPT_FILES) // 2)
+    return max(1, (files - RESERVED_DESCRIPTORS) // 2)
 
 
 def _written(error: ServiceError) -> bytes:

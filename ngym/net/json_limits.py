@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import orjson
 
-SPARE = 64 << 20  # bytes that always stay free
+RESERVED_BYTES = 64 << 20  # bytes that always stay free
 PAGE = resource.getpagesize()
 # An empty list or dict, with its header and its slot in a container: the most that a few bytes of JSON become.
-OBJECT = 88
+OBJECT_BYTES = 88
 MAX_DEPTH = 250
 ORJSON_WRITES = 254
 CALL_BYTES = 16 << 20  # of a request body: a tool's arguments, and all that is not the next
@@ -39,8 +39,8 @@ Result = TypeVar("Result")
 
 
 def is_room_for(size: int) -> bool:
-    """Whether this many more bytes fit, with SPARE left."""
-    return size + SPARE < free_memory()
+    """Whether this many more bytes fit, with RESERVED_BYTES left."""
+    return size + RESERVED_BYTES < free_memory()
 
 
 def free_memory() -> int:
@@ -55,7 +55,7 @@ def own_group() -> Path:
 
 def parsed_bytes(raw: bytes) -> int:
     """An upper bound of the bytes that JSON takes once parsed."""
-    return len(raw) + OBJECT * len(raw.translate(None, _NOT_BEFORE_VALUES))
+    return len(raw) + OBJECT_BYTES * len(raw.translate(None, _NOT_BEFORE_VALUES))
 
 
 def fitted(data: bytes | memoryview) -> bytes:

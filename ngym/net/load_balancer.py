@@ -17,7 +17,7 @@ WINDOW_S = 60.0
 SLICES = 12
 FREE_RETRIES = 10  # per window: with few requests a share is not meaningful
 REST_S = 1.0  # pause of a replica after a failure; doubled with each further one
-LONGEST_REST_S = 30.0
+MAX_REST_S = 30.0
 SLACK = 1.25  # a replica with more than this times the average of calls in flight gets no new conversation
 
 
@@ -112,7 +112,7 @@ class Replicas:
 
     def failed(self, url: str) -> None:
         """Record that a replica could not be reached or cannot serve: it is paused for a while."""
-        rest_s = min(LONGEST_REST_S, REST_S * 2 ** self._failures[url])
+        rest_s = min(MAX_REST_S, REST_S * 2 ** self._failures[url])
         self._failures[url] += 1
         self._rests_until[url] = time.monotonic() + rest_s
 

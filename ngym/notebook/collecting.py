@@ -149,7 +149,7 @@ class _Call:
         try:
             await self._collect(store, known, gate)
         except (asyncio.CancelledError, NgymError):
-            self._tell_stopped(store.aggregates.done)
+            self._print_stopped(store.aggregates.done)
             raise
         finally:
             store.close()
@@ -158,7 +158,7 @@ class _Call:
             self.watch.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; see .failures")
         return rollouts_of([self._output], self._folder)
 
-    def _tell_stopped(self, done: int) -> None:
+    def _print_stopped(self, done: int) -> None:
         """Print the file of the finished rollouts."""
         if not done:
             return

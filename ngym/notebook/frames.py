@@ -37,15 +37,15 @@ KINDS: dict[str, Kind] = {
     "total_s": "float", "policy_version": "int", "asked": "str", "answered": "str", "task_id": "str",
     "rollout_id": "str", "run_id": "str", "started_at": "str",
 }  # fmt: skip
-OF_FAILURES: dict[str, Kind] = {
+FAILURE_COLUMNS: dict[str, Kind] = {
     "task_index": "int", "rollout_index": "int", "agent": "str", "attempt": "int", "class": "str", "stage": "str",
     "service": "str", "http_status": "int", "retryable": "bool", "message": "str", "asked": "str",
 }  # fmt: skip
-OF_TRACE = (
+TRACE_FIELDS = (
     "status", "stop_reason", "turns", "tool_calls", "tool_errors", "task_id", "rollout_id", "run_id", "started_at",
 )  # fmt: skip
-ELSEWHERE = frozenset({"reward", "reward_components", "agent_ref"})  # in columns with other names
-NESTED = frozenset({"responses_create_params", "response", "ng"})
+RENAMED_FIELDS = frozenset({"reward", "reward_components", "agent_ref"})  # in columns with other names
+OBJECT_FIELDS = frozenset({"responses_create_params", "response", "ng"})
 
 
 class Column(NamedTuple):
@@ -146,7 +146,7 @@ def slim(row: Json) -> Json:
         "reward": row["reward"],
         **{name: usage.get(name) for name in ("input_tokens", "output_tokens")},
         **{name: timings.get(name) for name in ("queue_s", "model_s", "tools_s", "verify_s", "total_s")},
-        **{name: trace.get(name) for name in OF_TRACE},
+        **{name: trace.get(name) for name in TRACE_FIELDS},
         "policy_version": max(trace.get("policy_version") or (), default=None),
         "answered": last_text(row["response"]),
         **dict(parts_of(row)),
@@ -165,7 +165,7 @@ def full(row: Json) -> Json:
         for name, each in row.items()
         if isinstance(each, dict | list) and not _is_elsewhere(name)
     }
-    return {**record, **lists, **{name: row.get(name) for name in sorted(NESTED)}}
+    return {**record, **lists, **{name: row.get(name) for name in sorted(OBJECT_FIELDS)}}
 
 
 def failed(row: Json) -> Json:
@@ -189,7 +189,7 @@ def _column_name(name: str) -> str:
 
 
 def _is_elsewhere(name: str) -> bool:
-    return name.startswith("_ng_") or name in ELSEWHERE or name in NESTED
+    return name.startswith("_ng_") or name in RENAMED_FIELDS or name in OBJECT_FIELDS
 
 
 CELL_CHARS = 120
@@ -254,7 +254,7 @@ class Failures(list[Json]):
         return self._table().to_polars()
 
     def _table(self) -> Table:
-        return Table(map(failed, self), OF_FAILURES)
+        return Table(map(failed, self), FAILURE_COLUMNS)
 
     def __repr__(self) -> str:
         return f"<{len(self):,} failed attempts>"
@@ -278,7 +278,16 @@ class Transcript:
         return conversation(self.row)
 
 
-FEW = ("step", "reward/mean", "frac_unscored", "loss", "lag", "completions/mean_length", "tokens_per_s", "time/elapsed")
+REPR_METRICS = (
+    "step",
+    "reward/mean",
+    "frac_unscored",
+    "loss",
+    "lag",
+    "completions/mean_length",
+    "tokens_per_s",
+    "time/elapsed",
+)
 SHOWN_STEPS = 8
 
 
@@ -317,7 +326,7 @@ class TrainingMetrics(list[Json]):
         return f"<{steps}>"
 
     def _repr_html_(self) -> str:
-        names = [name for name in FEW if name == "step" or name in self.names]
+        names = [name for name in REPR_METRICS if name == "step" or name in self.names]
         shown = self[-SHOWN_STEPS:]
         more = f"; the last {len(shown)}:" if len(self) > len(shown) else ""
         return table(names, [[row.get(name) for name in names] for row in shown], repr(self)[1:-1] + more)

@@ -15,7 +15,7 @@ from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.status_display import Board, status_line
 
-PLAIN_EVERY_S = 5.0
+PLAIN_INTERVAL_S = 5.0
 CELL = Size(100, 20)
 
 
@@ -65,7 +65,7 @@ class InLines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._next = time.monotonic() + PLAIN_EVERY_S
+        self._next = time.monotonic() + PLAIN_INTERVAL_S
         self._said = ""
         self._now: Callable[[], str] = lambda: ""
 
@@ -75,7 +75,7 @@ class InLines:
     def draw(self, picture: Picture, line: Callable[[], str]) -> None:
         self._now = line
         if time.monotonic() >= self._next:
-            self._next = time.monotonic() + PLAIN_EVERY_S
+            self._next = time.monotonic() + PLAIN_INTERVAL_S
             self._said = line()
             self.say(self._said)
 

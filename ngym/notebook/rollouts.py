@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 SOLVED = 1.0
 NO_TASK = "rows name no task, which a comparison of a task's rollouts needs: give each row its `_ng_task_index`"
-READ_TO_SHOW = 20_000  # more rows are not read only for a repr
-FEW = ("task_index", "rollout_index", "reward", "stop_reason", "turns", "asked", "answered")
-BESIDE = ("_failures.jsonl", "_materialized_inputs.jsonl")  # files of a collection without rollouts
+MAX_REPR_ROWS = 20_000  # more rows are not read only for a repr
+REPR_COLUMNS = ("task_index", "rollout_index", "reward", "stop_reason", "turns", "asked", "answered")
+COMPANION_SUFFIXES = ("_failures.jsonl", "_materialized_inputs.jsonl")  # files of a collection without rollouts
 
 
 class Folder:
@@ -118,7 +118,9 @@ class Rollouts(Sequence[Json]):
     def _repr_html_(self) -> str:
         shown = [slim(row) for row in self[:SHOWN_ROWS]]
         more = f"; the first {len(shown)}:" if len(self) > len(shown) else ""
-        return table(FEW, [[record[name] for name in FEW] for record in shown], self._headline() + more)
+        return table(
+            REPR_COLUMNS, [[record[name] for name in REPR_COLUMNS] for record in shown], self._headline() + more
+        )
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -239,7 +241,7 @@ class Rollouts(Sequence[Json]):
 
     def _headline(self) -> str:
         where = f"; {', '.join(map(str, self.paths))}" if self.paths else ""
-        if "facts" not in self._stored.__dict__ and len(self._stored.rows) > READ_TO_SHOW:
+        if "facts" not in self._stored.__dict__ and len(self._stored.rows) > MAX_REPR_ROWS:
             return f"{len(self):,} rollouts{where}"
         facts = self._facts
         tasks = f" of {len({fact.task for fact in facts}):,} tasks" if all(fact.names_task for fact in facts) else ""
@@ -283,7 +285,7 @@ class TaskGroup(NamedTuple):
         return len(self.rollouts) - len(self.rewards)
 
     @property
-    def teaches(self) -> bool:
+    def has_learning_signal(self) -> bool:
         """Whether the rewards differ: equal rewards have no learning signal for algorithms that compare them."""
         return len(set(self.rewards)) > 1
 
@@ -442,7 +444,7 @@ def _files(source: str) -> list[Path]:
     found = sorted(glob(source, recursive=True))
     if not found:
         raise UsageError(f"{source}: no such file")
-    return [Path(path) for path in found if not path.endswith(BESIDE)]
+    return [Path(path) for path in found if not path.endswith(COMPANION_SUFFIXES)]
 
 
 def _check(row: Json, path: Path) -> None:

@@ -335,7 +335,7 @@ class Work(Generic[Result]):
     async def awaited(self, tick: Callable[[], None] = _nothing, hurry: Callable[[], None] = _nothing) -> Result:
         """As `result`, for a coroutine: its own loop continues to run."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._loop.call_soon_threadsafe(self._tell, lambda: loop.call_soon_threadsafe(ended.set))
+        self._loop.call_soon_threadsafe(self._notify, lambda: loop.call_soon_threadsafe(ended.set))
         waiting = asyncio.create_task(ended.wait())
         try:
             while not ended.is_set():
@@ -364,7 +364,7 @@ class Work(Generic[Result]):
     def _cancel(self) -> None:
         self._loop.call_soon_threadsafe(lambda: self._task.cancel())
 
-    def _tell(self, ended: Callable[[], object]) -> None:
+    def _notify(self, ended: Callable[[], object]) -> None:
         if self._ended:
             ended()
         else:

@@ -21,9 +21,9 @@ START = 16.0  # the first limit; it doubles with each round of answers until the
 RECOVERY = 16  # answers until a halved limit has recovered by two thirds ...
 PROBING = 256  # ... and each answer adds 1/256 of the last refused limit, also beyond it
 SMOOTHING = 0.2  # of the latency, per answer
-LONGEST_GAP_S = 60.0
+MAX_GAP_S = 60.0
 FIRST_PAUSE_S = 0.05  # after a refusal without a time; doubled with each consecutive one
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 
 
 class UsedUp(ServiceError):
@@ -202,7 +202,7 @@ class ConcurrencyLimiter:
             self.counts.cuts += 1
             self._refusals_in_a_row += 1
         if wait_s is None:
-            wait_s = min(FIRST_PAUSE_S * 2 ** (self._refusals_in_a_row - 1), LONGEST_PAUSE_S)
+            wait_s = min(FIRST_PAUSE_S * 2 ** (self._refusals_in_a_row - 1), MAX_PAUSE_S)
         self._resume_at = max(self._resume_at, now + wait_s)
         paused = self.paused_s()
         for waiter, patience_s in self._patience.items():
@@ -219,7 +219,7 @@ class ConcurrencyLimiter:
     def _start(self, now: float) -> None:
         self.in_flight += 1
         if self._ceiling is not None:
-            self._next_start = now + min(self._latency_s / self.limit, LONGEST_GAP_S)
+            self._next_start = now + min(self._latency_s / self.limit, MAX_GAP_S)
 
     def _let_in(self) -> None:
         """Start as many waiters as allowed, in order; if they only wait for a time, set a timer."""

@@ -263,11 +263,11 @@ class RemoteOptions(BaseModel):
 _MAX_EVENT_BYTES = 1 << 26
 log = logging.getLogger("ngym.remote")
 BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, and spread
-LONGEST_BACKOFF_S = 8.0
+MAX_BACKOFF_S = 8.0
 PROBE_S = 2.0  # between two probes of an API that cannot be reached
 PROBE_TIMEOUT_S = 10.0
-MOST_SITES = 64
-MOST_PLACE = 200
+MAX_SITES = 64
+MAX_PLACE = 200
 DONE = b"[DONE]"
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
 """Returns the authorization headers of a request; called for each one, because tokens expire."""
@@ -434,7 +434,7 @@ class Upstream:
         site = self._sites.get(path)
         if site is None:
             site = Site(self._address(path), self._model, self._options.api_key_env, self._service)
-            if len(self._sites) < MOST_SITES:
+            if len(self._sites) < MAX_SITES:
                 self._sites[path] = site
         return site
 
@@ -512,7 +512,7 @@ class Upstream:
                 self._lost.set_result(failure.detail)
             raise failure
         if not _refused(failure):
-            await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
+            await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1))
 
     def _again(self, failure: ServiceError, once: bool) -> bool:
         """Whether to retry. A refusal for the rate slows down all callers instead of using the retry budget."""
@@ -524,7 +524,7 @@ class Upstream:
 def _problem(turn: Turn, site: Site, status: int, headers: Mapping[str, str], body: bytes) -> ServiceError:
     """The problem of a refusal; one for the rate slows down all callers."""
     if 300 <= status < 400:
-        place = shorten(headers.get("location") or "no place", MOST_PLACE)
+        place = shorten(headers.get("location") or "no place", MAX_PLACE)
         detail = f"{site.url} answered {status}, a redirect to {place}: set base_url to where it leads"
         return UpstreamError(detail, failure="model_error", upstream=site.peer(status), retryable=False)
     failure = problem(site, status, body)

@@ -22,10 +22,10 @@ from ngym.rollout import printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-DRAINED_S = 0.5
-WIDEST = 1000
-USUAL = os.terminal_size((80, 24))
-INK = "▁▂▃▄▅▆▇█"
+DRAIN_TIMEOUT_S = 0.5
+MAX_LINE_CHARS = 1000
+DEFAULT_SIZE = os.terminal_size((80, 24))
+SPARKS = "▁▂▃▄▅▆▇█"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 ERASE_BELOW, ERASE_LINE_END = "\x1b[J", "\x1b[K"
@@ -101,7 +101,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
     low, high = min(means), max(means)
     span = high - low or 1.0
-    return "".join(INK[round((value - low) / span * (len(INK) - 1))] for value in means)
+    return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in means)
 
 
 class Screen:
@@ -111,7 +111,7 @@ class Screen:
         from rich.console import Console
 
         self._stream = stream
-        self._console = Console(file=stream, highlight=False, markup=False, width=WIDEST)
+        self._console = Console(file=stream, highlight=False, markup=False, width=MAX_LINE_CHARS)
         self._lock = RLock()
         self._drawn: list[str] = []
         self._size = Size(0, 0)
@@ -123,8 +123,8 @@ class Screen:
         try:
             columns, lines = os.get_terminal_size(self._stream.fileno())
         except OSError:
-            columns, lines = USUAL
-        return Size(max(columns or USUAL.columns, 2) - 1, max((lines or USUAL.lines) - 1, 1))
+            columns, lines = DEFAULT_SIZE
+        return Size(max(columns or DEFAULT_SIZE.columns, 2) - 1, max((lines or DEFAULT_SIZE.lines) - 1, 1))
 
     def show(self, picture: Picture) -> None:
         """Draw this from now on; nothing is sent if nothing has changed."""
@@ -255,7 +255,7 @@ def _piped(screen: Screen) -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
-        pump.join(DRAINED_S)  # it ends when all writers have closed the pipe; a child process may still hold it
+        pump.join(DRAIN_TIMEOUT_S)  # it ends when all writers have closed the pipe; a child process may still hold it
 
 
 def _pump(fd: int, screen: Screen) -> None:

@@ -27,10 +27,10 @@ PROC = Path("/proc")
 PAGE_BYTES = resource.getpagesize()
 # Our own requests, which are not the service's work.
 PROBES = frozenset({"/", "/health", "/ready", "/metrics", "/running", "/running/{rollout_id}"})
-EVERY_S = 5.0
+SCRAPE_INTERVAL_S = 5.0
 TIMEOUT_S = 2.0
-AGAIN_S = 1.0
-OF_LOAD = ("ngym_requests_in_flight", "ngym_calls_waiting", "vllm:num_requests_waiting")
+RETRY_INTERVAL_S = 1.0
+LOAD_METRICS = ("ngym_requests_in_flight", "ngym_calls_waiting", "vllm:num_requests_waiting")
 WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's page has thousands of lines
 
 SESSION, RESIDENT = 3, 21  # fields of /proc/PID/stat after the name
@@ -249,7 +249,7 @@ class _Services:
         yield from (ready, restarts, memory, version)
 
 
-async def look_for_ever(
+async def scrape_forever(
     states: Callable[[], Iterable[ReplicaState]],
     token: str | None,
     tell: Callable[[Mapping[str, ServiceTraffic]], None],
@@ -262,7 +262,7 @@ async def look_for_ever(
         now = {state.label: scrape for state, scrape in zip(ours, found, strict=True) if scrape is not None}
         tell({label: _traffic(before[label], scrape) for label, scrape in now.items() if label in before})
         before = now
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(SCRAPE_INTERVAL_S)
 
 
 def _traffic(before: Scrape, now: Scrape) -> ServiceTraffic:
@@ -288,7 +288,7 @@ async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeo
 
 async def load_of(urls: Sequence[str], changing: int, token: str | None) -> ReplicaLoad | None:
     """The load of these replicas of a model; None if one does not answer. changing: further replicas."""
-    found = await asyncio.gather(*(scrape(url, token, TIMEOUT_S, OF_LOAD) for url in urls))
+    found = await asyncio.gather(*(scrape(url, token, TIMEOUT_S, LOAD_METRICS) for url in urls))
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found):
         return None
@@ -298,7 +298,7 @@ async def load_of(urls: Sequence[str], changing: int, token: str | None) -> Repl
 
 
 class Looks:
-    """The metrics of all services since the last look. Looks of several clients within AGAIN_S share one answer."""
+    """The metrics of all services since the last look. Looks of several clients within RETRY_INTERVAL_S share one answer."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
@@ -310,11 +310,11 @@ class Looks:
     async def now(self, servers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The numbers of each service that reports them, by name."""
         async with self._one_at_a_time:
-            if time.monotonic() - self._at < AGAIN_S:
+            if time.monotonic() - self._at < RETRY_INTERVAL_S:
                 return self._latest
             if self._before is None:
                 self._before = await scrapes(servers, self._token, TIMEOUT_S)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
             now = await scrapes(servers, self._token, TIMEOUT_S)
             self._latest = {
                 name: numbers(self._before[name], found).as_json()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ngym.config.service_config import ReplicaRange
 
-LOOK_S = 2.0
+LOAD_CHECK_S = 2.0
 GROW_AFTER_S = 5.0
 SHRINK_AFTER_S = 60.0
 
@@ -48,7 +48,7 @@ async def follow_load(
     """Look at the load forever, and change the number of replicas. look: None if the load is not known."""
     waiting_since = idle_since = time.monotonic()
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(LOAD_CHECK_S)
         load, now = await look(), time.monotonic()
         if load is None or not load.waiting:
             waiting_since = now

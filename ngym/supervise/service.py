@@ -145,12 +145,12 @@ class ServiceLog:
 
 
 BACKLOG = 4096
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
 EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for wrong options, after it printed the reason
 EXIT_REFUSED = 69  # EX_UNAVAILABLE: what it needs is missing, such as a package; after it printed the reason
-LOST = 256  # no exit code: the process is gone with its node
-STEADY_S = 30.0  # a process that is ready for this many seconds resets the count of deaths
+EXIT_LOST = 256  # no exit code: the process is gone with its node
+STABLE_S = 30.0  # a process that is ready for this many seconds resets the count of deaths
 MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each time
 SHOWN_LINES = 20
 PROBE_TIMEOUT_S = 5.0
@@ -182,7 +182,7 @@ def free_port(address: str) -> int:
 def url_of(sock: socket.socket, tls: bool = False) -> str:
     """The URL at which this machine reaches the socket."""
     host, port = sock.getsockname()[:2]
-    host = ANYWHERE.get(host, host)
+    host = LOOPBACK_OF.get(host, host)
     scheme = "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -338,13 +338,13 @@ class CrashCounter:
     """Counts deaths for the decision to give up."""
 
     in_a_row: int = 0  # consecutive processes that were never ready
-    short: int = 0  # consecutive processes that were ready for less than STEADY_S
+    short: int = 0  # consecutive processes that were ready for less than STABLE_S
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DEATHS_A_MINUTE))
 
     def count(self, ready_s: float | None) -> None:
         """Count a death. ready_s: how long the service was ready; None: never."""
         self.in_a_row = self.in_a_row + 1 if ready_s is None else 0
-        self.short = 1 if ready_s is not None and ready_s >= STEADY_S else self.short + 1
+        self.short = 1 if ready_s is not None and ready_s >= STABLE_S else self.short + 1
         self.recent.append(time.monotonic())
 
     def too_many(self, limit: int) -> str | None:
@@ -478,7 +478,7 @@ class ServiceProcess(PolledReplica):
                     raise ServiceFailed(f"service {self.state.label!r} {why} ({how}); its log is {self._log.path}")
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
-            changes = {"listed": code != LOST and not self.is_leaving, **self.without_weights()}
+            changes = {"listed": code != EXIT_LOST and not self.is_leaving, **self.without_weights()}
             self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None, **changes)
             await asyncio.sleep(pause)
 
@@ -551,7 +551,7 @@ class ServiceProcess(PolledReplica):
 
 def describe_exit(code: int) -> str:
     """An exit code in words."""
-    if code == LOST:
+    if code == EXIT_LOST:
         return "its node was lost"
     if code >= 0:
         return f"exit code {code}"

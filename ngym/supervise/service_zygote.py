@@ -82,7 +82,7 @@ class Zygote:
         for fd in fds:
             os.close(fd)
         self._alive[request["number"]] = pid
-        self._tell({"event": "forked", "number": request["number"], "pid": pid})
+        self._send({"event": "forked", "number": request["number"], "pid": pid})
         return None
 
     def _become_service(self, request: dict[str, Any], fds: list[int], zygote_pid: int) -> ServiceJob:
@@ -138,7 +138,7 @@ class Zygote:
             if number is not None:
                 del self._alive[number]
                 code = os.waitstatus_to_exitcode(status)
-                self._tell({"event": "exited", "number": number, "pid": pid, "code": code})
+                self._send({"event": "exited", "number": number, "pid": pid, "code": code})
 
     def _end_all(self) -> None:
         """Kill every service's group, then orphans of services that had already ended."""
@@ -159,7 +159,7 @@ class Zygote:
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
 
-    def _tell(self, content: dict[str, Any]) -> None:
+    def _send(self, content: dict[str, Any]) -> None:
         with contextlib.suppress(ConnectionError):  # the other side is gone: the next receive ends the loop
             send(self._control, content)
 

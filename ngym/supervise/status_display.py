@@ -275,9 +275,9 @@ class LiveBoard:
         self._last: Picture | None = None  # stays on the screen at the end
 
     def watch(self, states: States, token: str | None) -> asyncio.Task[None]:
-        from ngym.supervise.metrics_scraper import look_for_ever
+        from ngym.supervise.metrics_scraper import scrape_forever
 
-        return asyncio.create_task(look_for_ever(states, token, self._board.traffic))
+        return asyncio.create_task(scrape_forever(states, token, self._board.traffic))
 
     def event(self, state: ReplicaState) -> None:
         if self._board.event(state) and self._is_up and state.status in REPORTED:

@@ -37,7 +37,7 @@ from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry.log_format import Redactor
 
 TRAINED_S = 30.0  # since a trainer's last word, until replicas without its weights are called
-QUIET_LOOKS = 2  # without a call, FOLLOW_S apart, until a replica that leaves is stopped
+IDLE_POLLS = 2  # without a call, FOLLOW_S apart, until a replica that leaves is stopped
 GUEST_POLLS = 5  # without readiness, until a replica that joined is forgotten
 GRACE_S = 3.5  # of the 5 s limit for the whole shutdown; a service's own grace period for requests in flight is 3 s
 
@@ -234,7 +234,7 @@ class Supervisor:
         assert self._engine is not None
         process.leave()
         quiet = 0
-        while quiet < QUIET_LOOKS and process.state.status == "ready":
+        while quiet < IDLE_POLLS and process.state.status == "ready":
             await asyncio.sleep(FOLLOW_S)
             load = await load_of([process.state.url], 0, self.run_token)
             quiet = quiet + 1 if load is not None and not load.running else 0

@@ -39,16 +39,16 @@ from ngym.runtime.cpu_threads import SPINNING_BRIEFLY
 from ngym.supervise.zygote_client import ZygoteClient, receive, send
 
 IDLE_S = 1800.0  # seconds
-IMPORTED_S = 60.0  # a command waits so long for the imports, and then starts its services as usual
+IMPORT_TIMEOUT_S = 60.0  # a command waits so long for the imports, and then starts its services as usual
 MESSAGE_S = 10.0  # for the message of a command that has connected
 BACKLOG = 16
 PRELOAD = re.compile(r"^def preload\(", re.MULTILINE)
-READ_ONCE = re.compile(
+IMPORT_TIME_VARIABLES = re.compile(
     r"PYTHON|LD_|MALLOC_|LANG$|LC_|HOME$|TMPDIR$|XDG_CACHE|XDG_CONFIG|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|NUMEXPR_|ONEDNN_|DNNL_|TOKENIZERS_"
     r"|VLLM_|TORCH|PYTORCH_|TRITON_|CUDA_|NVIDIA_|NCCL_|HF_|HUGGINGFACE_|TRANSFORMERS_|NGYM_"
 )
 """Variables that Python, vLLM and the libraries below it may read when they are imported."""
-NOT_READ = {*SPINNING_BRIEFLY}  # ng_train sets them, and model servers themselves
+IGNORED_VARIABLES = {*SPINNING_BRIEFLY}  # ng_train sets them, and model servers themselves
 NAMESPACES = ("mnt", "net", "pid", "user")
 
 
@@ -95,7 +95,7 @@ async def session(app_file: Path, start: bool) -> ZygoteClient | None:
     os.umask(umask)
     try:
         send(sock, {"environment": dict(os.environ), "folder": os.getcwd(), "umask": umask}, [1, 2])
-        async with asyncio.timeout(IMPORTED_S):
+        async with asyncio.timeout(IMPORT_TIMEOUT_S):
             await _readable(sock)
         hello = receive(sock)
         if hello is not None:
@@ -238,7 +238,7 @@ def _digest(app_file: Path) -> str:
     for name in NAMESPACES:
         found.update(os.readlink(f"/proc/self/ns/{name}").encode())
     for name, value in sorted(os.environ.items()):
-        if READ_ONCE.match(name) and name not in NOT_READ and not name.endswith("_TOKEN"):
+        if IMPORT_TIME_VARIABLES.match(name) and name not in IGNORED_VARIABLES and not name.endswith("_TOKEN"):
             found.update(f"{name}={value}\0".encode(errors="surrogateescape"))
     package = importlib.util.find_spec("ngym")
     assert package is not None and package.origin is not None

@@ -35,8 +35,8 @@ PROPAGATOR = TraceContextTextMapPropagator()
 KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
 EXPORT_S = 10.0
 END_S = 1.0
-SAYS_EVERY_S = 60.0
-TELLERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
+LOG_INTERVAL_S = 60.0
+EXPORTER_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
 
 _own: ContextVar[request_context.TraceIds | None] = ContextVar("ngym_own_ids", default=None)
 
@@ -65,7 +65,7 @@ class Telling:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("ngym", version("ngym"))
-        for name in TELLERS:
+        for name in EXPORTER_LOGGERS:
             logging.getLogger(name).addFilter(_NowAndThen())
 
     def start(self, name: str, kind: tracing.SpanKind, is_rollout: bool) -> tracing.Span:
@@ -148,7 +148,7 @@ class _Ids(RandomIdGenerator):
 
 
 class _NowAndThen(logging.Filter):
-    """At most one line in SAYS_EVERY_S."""
+    """At most one line in LOG_INTERVAL_S."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,5 +158,5 @@ class _NowAndThen(logging.Filter):
         now = time.monotonic()
         if now < self._next:
             return False
-        self._next = now + SAYS_EVERY_S
+        self._next = now + LOG_INTERVAL_S
         return True

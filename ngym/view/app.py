@@ -31,7 +31,7 @@ from ngym.net.auth import RUN_TOKEN, TokenAuth, Visitors, hosts_of, is_loopback,
 from ngym.schema import Json
 from ngym.view import html_report, training
 from ngym.view.growing_index import row_seq
-from ngym.view.rows import MOST_ROWS, RunRows
+from ngym.view.rows import MAX_ROWS, RunRows
 from ngym.view.runs import OpenedRuns, RolloutRun
 from ngym.view.stats import compare
 
@@ -238,8 +238,8 @@ def _table(request: Request) -> tuple[str, str, int, int]:
     """q, sort, offset, limit."""
     asked = request.query_params
     limit = _whole("limit", asked.get("limit", str(DEFAULT_ROWS)))
-    if limit > MOST_ROWS:
-        raise Wrong(f"limit={limit}: a page has at most {MOST_ROWS:,} rows; ask for the next with offset")
+    if limit > MAX_ROWS:
+        raise Wrong(f"limit={limit}: a page has at most {MAX_ROWS:,} rows; ask for the next with offset")
     return asked.get("q", ""), asked.get("sort", ""), _whole("offset", asked.get("offset", "0")), limit
 
 
@@ -277,9 +277,9 @@ def _problem(error: ServiceError) -> Response:
 PORT, TRIED_PORTS = 8770, 30
 BACKLOG = 128
 GRACE_S = 1
-OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
-OTHER_PORT = "choose another --port, or --port 0 for any free one"
-OTHER_HOST = "name an address of this machine with --host, or 0.0.0.0 for all that it has"
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
+PORT_REMEDY = "choose another --port, or --port 0 for any free one"
+HOST_REMEDY = "name an address of this machine with --host, or 0.0.0.0 for all that it has"
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def door(host: str, port: int | None) -> Door:
             problem = error
             if error.errno != errno.EADDRINUSE:
                 break
-    remedy = OTHER_PORT if problem.errno in OF_THE_PORT else OTHER_HOST
+    remedy = PORT_REMEDY if problem.errno in PORT_ERRORS else HOST_REMEDY
     raise UsageError(f"port {ports[0]} on {host}: {problem.strerror or problem}; {remedy}")
 
 

@@ -27,8 +27,8 @@ from ngym.schema import Json, agent_name, is_failed_attempt, is_reward
 
 SHOWN_CHARS = 160  # of a prompt and of an answer
 FIELD_CHARS = 200  # a longer text is not a field to filter by
-MOST_FIELDS = 40
-OURS = "_ng_train"  # where a trainer says how many batches the weights had learned
+MAX_FIELDS = 40
+TRAINER_FIELD = "_ng_train"  # where a trainer says how many batches the weights had learned
 KNOWN = frozenset({
     "responses_create_params", "response", "agent_ref", "reward", "reward_components", "reward_range", "ng", "failure",
     "attempt",
@@ -120,7 +120,7 @@ def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
         _number(_object(trace, "timings").get("total_s")),
         _whole(row.get("attempt") if failure else trace.get("attempt")),
         _largest(trace.get("policy_version")),
-        _whole(_object(row, OURS).get("oldest")),
+        _whole(_object(row, TRAINER_FIELD).get("oldest")),
         _text(failure.get("class")) or "unknown" if failure else None,
         int(bool(trace.get("segments"))),
         task_id,
@@ -282,7 +282,7 @@ def _components(row: Json, trace: Json) -> Json:
 def _fields(row: Json) -> Json:
     """What else the row says in a scalar each."""
     names = [name for name, value in row.items() if type(value) in SCALARS and name not in KNOWN and name[:4] != "_ng_"]
-    fields = {name: row[name] for name in names[:MOST_FIELDS] if '"' not in name}
+    fields = {name: row[name] for name in names[:MAX_FIELDS] if '"' not in name}
     return {name: value for name, value in fields.items() if type(value) is not str or len(value) <= FIELD_CHARS}
 
 
@@ -290,13 +290,13 @@ def _dumped(value: Json) -> str | None:
     return orjson.dumps(value).decode() if value else None
 
 
-MOST_LINE_BYTES = 256 << 20
+MAX_LINE_BYTES = 256 << 20
 REPORTED = 20  # bad lines of a batch that are named
 BLOCK_BYTES = 8 << 20
 FIRST_BYTES = 1 << 20  # the first block of a file, so that its rows can be shown at once
 SMALL_BYTES = 16 << 20  # as little is read in this process
-MOST_HELPERS = 4
-AHEAD = 2  # jobs that a helper is given before it has answered
+MAX_HELPERS = 4
+JOBS_AHEAD = 2  # jobs that a helper is given before it has answered
 PIPE_BYTES = 1 << 20
 ONE_FILE = threading.Lock()  # is read by helpers at a time: more would only compete
 SET_PIPE_SIZE = getattr(fcntl, "F_SETPIPE_SZ", 1031)
@@ -367,7 +367,7 @@ def scan(job: ScanJob) -> ScannedBatch:
         place = _first_line(file, job)
         found = _Found(ScannedBatch(place))
         while place < job.end:
-            text = file.readline(min(MOST_LINE_BYTES, job.size - place))
+            text = file.readline(min(MAX_LINE_BYTES, job.size - place))
             if not text or not found.add(text, place):
                 break  # a torn last line
             place += len(text)
@@ -413,7 +413,7 @@ class _Found:
         try:
             row = record(text, batch.lines, start, len(text) - ended)
         except NoRollout as error:
-            if not ended and len(text) < MOST_LINE_BYTES:
+            if not ended and len(text) < MAX_LINE_BYTES:
                 return False
             batch.bad_lines += 1
             if len(batch.bad) < REPORTED:
@@ -467,7 +467,7 @@ def scanned(path: str, start: int, size: int) -> Iterator[ScannedBatch]:
         yield from map(scan, jobs)
         return
     with ONE_FILE, ExitStack() as stack:
-        helpers = [stack.enter_context(_Helper()) for _ in range(min(MOST_HELPERS, usable_cores()))]
+        helpers = [stack.enter_context(_Helper()) for _ in range(min(MAX_HELPERS, usable_cores()))]
         yield scan(jobs[0])
         yield from _shared(helpers, jobs[1:])
 
@@ -482,13 +482,13 @@ def _jobs(path: str, start: int, size: int) -> Iterator[ScanJob]:
 def _shared(helpers: Sequence[_Helper], jobs: Sequence[ScanJob]) -> Iterator[ScannedBatch]:
     """Job i is helper i mod n's; so the answers are in order without a queue."""
     count = len(helpers)
-    for place, job in enumerate(jobs[: count * AHEAD]):
+    for place, job in enumerate(jobs[: count * JOBS_AHEAD]):
         helpers[place % count].give(job)
     for place in range(len(jobs)):
         helper = helpers[place % count]
         batch = helper.take()
-        if place + count * AHEAD < len(jobs):
-            helper.give(jobs[place + count * AHEAD])
+        if place + count * JOBS_AHEAD < len(jobs):
+            helper.give(jobs[place + count * JOBS_AHEAD])
         yield batch
 
 

@@ -62,17 +62,17 @@ STATUSES = ("ok", "truncated", "unscored", "failed")
 NULL = "null"
 COMPONENT = "component."  # before the name of a part of the reward
 FROM = "rows r LEFT JOIN groups t ON t.g = r.g LEFT JOIN texts x ON x.seq = r.seq"
-MOST_CHARS = 4000
-MOST_TERMS = 50
+MAX_CHARS = 4000
+MAX_TERMS = 50
 _NAMED = re.compile(
     r'(?:"(?P<quoted>[^"\\]+)"|(?P<name>[^\s":<>=!]+?))(?P<sign><=|>=|!=|[:<>=])(?P<value>.*)', re.DOTALL
 )
 _ESCAPE = re.compile(rb"\\u([0-9a-f]{4})")
 _VALUE = re.compile(r'"((?:[^"\\]|\\.)*)"|([^",]*)')
-MOMENT_S = 0.25  # of reading, in one request
-MOST_TEXTS = 8  # whose verdicts are kept
-AT_ONCE = 128  # rows that are looked up together
-MOST_BYTES = 4 << 20  # that are read together
+TIME_SLICE_S = 0.25  # of reading, in one request
+MAX_TEXTS = 8  # whose verdicts are kept
+LOOKUP_ROWS = 128  # rows that are looked up together
+MAX_BYTES = 4 << 20  # that are read together
 
 
 class WrongFilter(ServiceError):
@@ -106,8 +106,8 @@ def parse(text: str, fields: Collection[str] = ()) -> Query:
     Raises:
         WrongFilter: a term is wrong.
     """
-    if len(text) > MOST_CHARS:
-        raise WrongFilter(f"the filter has {len(text):,} characters; at most {MOST_CHARS:,} are read")
+    if len(text) > MAX_CHARS:
+        raise WrongFilter(f"the filter has {len(text):,} characters; at most {MAX_CHARS:,} are read")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise WrongFilter("the filter is not UTF-8")
     conditions: list[str] = []
@@ -162,8 +162,8 @@ def _terms(text: str) -> list[str]:
     if quoted:
         raise WrongFilter(f"the quote in {_quoted(term)} does not end; close it, or leave it out")
     terms = [term for term in [*found, term] if term]
-    if len(terms) > MOST_TERMS:
-        raise WrongFilter(f"the filter has {len(terms)} terms; at most {MOST_TERMS} are read")
+    if len(terms) > MAX_TERMS:
+        raise WrongFilter(f"the filter has {len(terms)} terms; at most {MAX_TERMS} are read")
     return terms
 
 
@@ -295,9 +295,9 @@ class Found(NamedTuple):
 
 
 class Search:
-    """What is known about the rows of one index. moment_s: so long is read at a time, and at least AT_ONCE rows."""
+    """What is known about the rows of one index. moment_s: so long is read at a time, and at least LOOKUP_ROWS rows."""
 
-    def __init__(self, index: Index, moment_s: float = MOMENT_S) -> None:
+    def __init__(self, index: Index, moment_s: float = TIME_SLICE_S) -> None:
         self._index = index
         self._moment_s = moment_s
         self._epoch: int | None = None
@@ -316,7 +316,7 @@ class Search:
             self._epoch, self._asked = epoch, None
             self._texts.clear()
         texts = [(self._text(each.text), PRESENT if each.wanted else ABSENT) for each in sought]
-        while len(self._texts) > max(MOST_TEXTS, len(texts)):
+        while len(self._texts) > max(MAX_TEXTS, len(texts)):
             self._texts.popitem(last=False)
         if self._asked != (candidates, sought):
             self._asked = (candidates, sought)
@@ -338,12 +338,12 @@ class Search:
         deadline = time.monotonic() + self._moment_s
         done = 0
         while done < len(rows):
-            some = rows[done : done + AT_ONCE]
-            for seq, line in self._index.lines(some, MOST_BYTES):
+            some = rows[done : done + LOOKUP_ROWS]
+            for seq, line in self._index.lines(some, MAX_BYTES):
                 said = without_segments(line)
                 lowered = said.lower()
                 for text in texts:
-                    text.note(seq, text.stands_in(said, lowered))
+                    text.note(seq, text.occurs_in(said, lowered))
             done += len(some)
             if time.monotonic() >= deadline:
                 break
@@ -371,7 +371,7 @@ class _Text:
             marks.extend(bytes(max(line + 1, 2 * len(marks)) - len(marks)))
         marks[line] = PRESENT if present else ABSENT
 
-    def stands_in(self, line: bytes, lowered: bytes) -> bool:
+    def occurs_in(self, line: bytes, lowered: bytes) -> bool:
         """lowered: the line with its ASCII letters in lower case."""
         if self._escaped is None:
             return _stands_in(lowered, self._needle)

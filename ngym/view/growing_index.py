@@ -25,10 +25,10 @@ from ngym.view.file_scanner import FIRST_TEXT, REPORTED, ScannedBatch, ScannedLi
 PART_BITS = 40
 FAILURES = 1  # the part of a run that is its failures file; its rollouts are part 0
 LINE = (1 << PART_BITS) - 1
-MOST_DIGITS = 12
+MAX_DIGITS = 12
 EDGE_BYTES = 4096  # of a file's beginning, and before a place in it: unchanged as long as it only grew
 BUSY_S = 10.0
-KEPT_S = 30 * 86400.0  # since it was opened
+INDEX_LIFETIME_S = 30 * 86400.0  # since it was opened
 BROKEN = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # Made when the rows of a file are there: in one go it costs a third of what it would cost row by row.
 INDEXES = (
@@ -51,7 +51,7 @@ def row_seq(name: str) -> int:
         NotFound: no row is called so.
     """
     digits = name.removeprefix("f")
-    if not digits.isascii() or not digits.isdigit() or len(digits) > MOST_DIGITS:
+    if not digits.isascii() or not digits.isdigit() or len(digits) > MAX_DIGITS:
         raise NotFound(f"there is no row {name!r}; rows are called 0, 1, ..., failed attempts f0, f1, ...")
     return int(digits) + ((FAILURES << PART_BITS) if digits != name else 0)
 
@@ -138,7 +138,7 @@ class Store:
         if self._memory is not None:
             self._memory.executescript(SCHEMA)
 
-    def may_write(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether this process is the one that writes; the tables are there then.
 
         Raises:
@@ -171,7 +171,7 @@ class Store:
         # indexes that were not opened for long: their files may be gone
         for path in self.path.parent.glob("*.sqlite"):
             with contextlib.suppress(OSError):  # another viewer does the same
-                if time.time() - path.stat().st_mtime > KEPT_S:
+                if time.time() - path.stat().st_mtime > INDEX_LIFETIME_S:
                     _remove(path)
                     path.with_suffix(".lock").unlink()
         return True
@@ -192,7 +192,7 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """The connection of who `may_write`; what is done stays if there is no exception."""
+        """The connection of who `is_writer`; what is done stays if there is no exception."""
         with self._one_at_a_time:
             database = self._memory or self._writer
             assert database is not None
@@ -538,7 +538,7 @@ class Index:
             try:
                 if self._store.is_lost():
                     self._leave()
-                caught_up = self._write() if self._store.may_write() else self._look_at_another()
+                caught_up = self._write() if self._store.is_writer() else self._look_at_another()
                 there = any(map(status, self.paths.values()))
             except sqlite3.Error as error:
                 # A broken index is rebuilt; one that cannot be stored is kept in memory

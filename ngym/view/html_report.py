@@ -35,9 +35,9 @@ _STYLE = re.compile(r'<link rel="stylesheet" href="/static/([\w./-]+)">\n?')
 _SCRIPT = re.compile(r'<script type="module" src="/static/[\w./-]+"></script>')
 _TITLE = re.compile(r"<title>[^<]*</title>")
 _POLICY_GOES = '<meta charset="utf-8">'
-MOST_LISTED = 5000  # rows of a run in the table
-MOST_BYTES = 64 << 20  # of rollouts in full, of all runs
-MOST_COMPARED = 2000
+MAX_LISTED = 5000  # rows of a run in the table
+MAX_BYTES = 64 << 20  # of rollouts in full, of all runs
+MAX_COMPARED = 2000
 POLL_S = 0.05
 
 
@@ -141,14 +141,14 @@ def report(
     shown: OpenedRuns, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
 ) -> tuple[bytes, ReportData]:
     """The report as a page; the arguments and errors are those of `export`."""
-    room = Room(MOST_BYTES)
+    room = Room(MAX_BYTES)
     packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
     of = full = listed = 0
     for run in shown.rollouts.values():
         _wait(run, tick)
         of += _found(run, q, tick)
     packed["compare"] = {
-        f"{a.id},{b.id}": compare(a.rows, b.rows, q, "", 0, MOST_COMPARED)
+        f"{a.id},{b.id}": compare(a.rows, b.rows, q, "", 0, MAX_COMPARED)
         for a, b in combinations(shown.rollouts.values(), 2)
     }
     contrasts = _contrasts(shown, packed["compare"], rows)
@@ -172,9 +172,9 @@ def single(run: RolloutRun, row: str, title: str) -> bytes:
     Raises:
         NotFound: there is no such row. UsageError: it does not fit, or is not JSON.
     """
-    line = Room(MOST_BYTES).browser_json(run.index.line(row_seq(row)))
+    line = Room(MAX_BYTES).browser_json(run.index.line(row_seq(row)))
     if line is None:
-        raise UsageError(f"row {row} of {run.name} is not JSON, or has more than {MOST_BYTES >> 20} MiB")
+        raise UsageError(f"row {row} of {run.name} is not JSON, or has more than {MAX_BYTES >> 20} MiB")
     facts = {
         **run.as_json(),
         "rows": 1,
@@ -299,8 +299,8 @@ def _evenly(run: RolloutRun, q: str, count: int) -> list[str]:
 def _listed(run: RolloutRun, q: str, chosen: Sequence[str]) -> list[Json]:
     """Rows for the table, in the order of the file: all, or the chosen ones and others evenly."""
     seqs = run.rows.all(q)
-    if len(seqs) > MOST_LISTED:
-        every = -(-len(seqs) // MOST_LISTED)
+    if len(seqs) > MAX_LISTED:
+        every = -(-len(seqs) // MAX_LISTED)
         seqs = sorted({*seqs[::every], *map(row_seq, chosen)})
     return run.rows.rows(seqs)
 

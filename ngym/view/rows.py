@@ -15,8 +15,8 @@ from ngym.schema import Json
 from ngym.view.filter_query import FROM, NUMBERS, SORTED_ONLY, WORDS, Query, Search, WrongFilter, order, parse
 from ngym.view.growing_index import Extent, Index, row_name
 
-MOST_ROWS = 1000  # of a page
-KEPT_ORDERS = 12
+MAX_ROWS = 1000  # of a page
+CACHED_ORDERS = 12
 
 _SHOWN = (
     "task", "rollout", "task_id", "rollout_id", "agent", "reward", "status", "stop_reason", "turns", "tool_calls",
@@ -36,7 +36,7 @@ TREND = (
     f"(({_N} * sum({_X} * {_Y}) - sum({_X}) * sum({_Y})) * 1.0 * (max({_X}) - min({_X}))"
     f" / NULLIF({_N} * sum({_X} * {_X}) - sum({_X}) * sum({_X}), 0))"
 )
-MOST_POINTS = 60  # of a task's curve
+MAX_POINTS = 60  # of a task's curve
 
 TASK_COLUMNS = {
     "task": "min(r.task)",
@@ -138,7 +138,7 @@ class RunRows:
             own = f"SELECT {key} FROM groups WHERE task = ?"
             by = "r.task, r.rollout IS NULL, r.rollout, r.seq"
             sql = f"{_ROW} WHERE r.{key} IN ({own}) ORDER BY {by} LIMIT ?"
-            return [_as_json(row) for row in database.execute(sql, (task, MOST_ROWS))]
+            return [_as_json(row) for row in database.execute(sql, (task, MAX_ROWS))]
 
     def tasks(self, q: str, sort: str, offset: int, limit: int) -> Page:
         """The tasks of these rows; their numbers are those of these rows alone."""
@@ -157,7 +157,7 @@ class RunRows:
                 asked = (orjson.dumps(some).decode(), *selection.parameters)
                 found = {row[0]: dict(zip(TASK_COLUMNS, row[1:], strict=True)) for row in database.execute(sql, asked)}
                 for key, curve in _curves(database, f"{own} AND ({selection.where})", asked).items():
-                    found[key]["curve"] = curve[:: -(-len(curve) // MOST_POINTS)]
+                    found[key]["curve"] = curve[:: -(-len(curve) // MAX_POINTS)]
         rows = [found[key] for key in some if key in found]
         return Page(rows, len(keys), extent.rows + extent.failures, scanned)
 
@@ -178,7 +178,7 @@ class RunRows:
         if found.scanned >= 1:
             self._orders[key] = found
             self._orders.move_to_end(key)
-            while len(self._orders) > KEPT_ORDERS:
+            while len(self._orders) > CACHED_ORDERS:
                 self._orders.popitem(last=False)
         return found
 

@@ -21,14 +21,18 @@ from ngym.view.stats import Stats
 from ngym.view.tokens import row_tokens, tokenizer_file
 from ngym.view.training import READ, ROLLOUTS, TrainingRun, is_training, summary, trained, training_run
 
-MOST_DEPTH = 3
-MOST_RUNS = 100
-MOST_FILES = 2000  # that are looked at in the folders
-LOOKED_AT = 8 << 20  # bytes of a file's first line, to tell what it is
+MAX_DEPTH = 3
+MAX_RUNS = 100
+MAX_FILES = 2000  # that are looked at in the folders
+PROBE_BYTES = 8 << 20  # bytes of a file's first line, to tell what it is
 SUFFIX, FAILED = ".jsonl", "_failures"
-BESIDE = ("_materialized_inputs", "_tasks", "metrics")  # ends of the names of other files of a run, which may be empty
-PASSED_OVER = frozenset({"node_modules", "__pycache__", "venv", "policy", "checkpoints"})
-MOST_CLASSES = 8  # of failures, in the list of runs
+COMPANION_SUFFIXES = (
+    "_materialized_inputs",
+    "_tasks",
+    "metrics",
+)  # ends of the names of other files of a run, which may be empty
+SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__", "venv", "policy", "checkpoints"})
+MAX_CLASSES = 8  # of failures, in the list of runs
 # Rows of other programs may name no task, and are in no group.
 AGENTS = """
 SELECT agent FROM groups WHERE agent IS NOT NULL UNION SELECT agent FROM rows WHERE g IS NULL AND agent IS NOT NULL
@@ -113,7 +117,7 @@ class RolloutRun:
             agents = database.execute(AGENTS)
             classes = database.execute(
                 "SELECT failure, count(*) AS n FROM rows WHERE failure IS NOT NULL GROUP BY failure ORDER BY n DESC LIMIT ?",
-                (MOST_CLASSES,),
+                (MAX_CLASSES,),
             ).fetchall()
             (tool_errors,) = database.execute("SELECT count(*) FROM rows WHERE tool_errors > 0").fetchone()
             mean_reward, unscored_share = database.execute(REWARDS).fetchone()
@@ -204,8 +208,8 @@ def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> OpenedRun
             raise UsageError(f"{path}: nothing to show in it; {REMEDY}")
         for kind, place in found:
             (folders if kind == "training" else outputs)[place] = None
-    if len(outputs) > MOST_RUNS:
-        raise UsageError(f"{len(outputs):,} runs are too many to show at once, at most {MOST_RUNS}; name some of them")
+    if len(outputs) > MAX_RUNS:
+        raise UsageError(f"{len(outputs):,} runs are too many to show at once, at most {MAX_RUNS}; name some of them")
     names = _names([*outputs, *folders])
     return OpenedRuns(
         {
@@ -242,13 +246,13 @@ def _in_folder(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
         here = Path(place)
         depth = len(here.relative_to(top).parts)
         folders[:] = sorted(
-            name for name in folders if name not in PASSED_OVER and name[0] != "." and depth < MOST_DEPTH
+            name for name in folders if name not in SKIPPED_FOLDERS and name[0] != "." and depth < MAX_DEPTH
         )
         if is_training(here) and all(_is_inside(here / name, top) for name in READ):
             yield "training", here
         for name in sorted(files):
             output = _output(here / name)
-            if output.suffix == SUFFIX and output not in seen and len(seen) < MOST_FILES:
+            if output.suffix == SUFFIX and output not in seen and len(seen) < MAX_FILES:
                 seen.add(output)
                 if all(_is_inside(path, top) for path in (output, _failures(output))) and _has_rollouts(output):
                     yield "rollouts", output
@@ -273,13 +277,13 @@ def _has_rollouts(output: Path) -> bool:
     """Whether the first row of this file, or of its failures, is one; an empty file may become one."""
     firsts = [first for path in (output, _failures(output)) if path.is_file() and (first := _first_line(path))]
     if not firsts:
-        return output.is_file() and output.stat().st_size == 0 and not output.stem.endswith(BESIDE)
+        return output.is_file() and output.stat().st_size == 0 and not output.stem.endswith(COMPANION_SUFFIXES)
     return any(_is_rollout(first) for first in firsts)
 
 
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as file:
-        return next((line for line in iter(lambda: file.readline(LOOKED_AT), b"") if line.strip()), b"")
+        return next((line for line in iter(lambda: file.readline(PROBE_BYTES), b"") if line.strip()), b"")
 
 
 def _is_rollout(line: bytes) -> bool:

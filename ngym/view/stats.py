@@ -20,8 +20,8 @@ from ngym.view.growing_index import row_name
 from ngym.view.rows import RunRows, Selection
 
 BINS, DIGITS = 20, 12
-MOST_POINTS = 2000
-KEPT = 8
+MAX_POINTS = 2000
+CACHED_COMPARISONS = 8
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Stats:
         if selection.scanned < 1:
             return {**found, "searching": True, "scanned": selection.scanned}
         self._kept[key] = found
-        while len(self._kept) > KEPT:
+        while len(self._kept) > CACHED_COMPARISONS:
             self._kept.popitem(last=False)
         return found
 
@@ -153,7 +153,7 @@ def _histogram(rewards: Sequence[float]) -> Json:
 
 def _length(points: Sequence[tuple[int, float, int]]) -> Json:
     """Every so many of them, where they are more than a plot shows."""
-    every = -(-len(points) // MOST_POINTS) or 1
+    every = -(-len(points) // MAX_POINTS) or 1
     shown = [[tokens, reward, row_name(seq)] for tokens, reward, seq in points[::every]]
     return {"points": shown, "sampled": every > 1, "of": len(points)}
 
@@ -162,7 +162,7 @@ def _pair(interval: Interval | None) -> list[float] | None:
     return None if interval is None else list(asdict(interval).values())
 
 
-MOST_NAMED = 64  # rollouts of a task
+MAX_NAMED = 64  # rollouts of a task
 DEFAULT_SORT = "-abs_delta"
 Key = str | tuple[str | None, int | None]
 """A task's id; its agent and index where rows have no id."""
@@ -313,7 +313,7 @@ def _tasks(rows: RunRows, q: str) -> tuple[dict[Key, Side], float]:
             side.n += 1
             if reward is not None:
                 side.rewards.append(reward)
-            if len(side.rows) < MOST_NAMED:
+            if len(side.rows) < MAX_NAMED:
                 side.rows.append(seq)
     return found, selection.scanned
 

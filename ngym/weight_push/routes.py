@@ -338,7 +338,7 @@ class WeightPush:
         """(method, path, handler, summary)."""
         guard = partial(guarded, token=self._options.token)
         routes = [
-            ("GET", "/weights", self._tell, "The served policy version, and how to push another"),
+            ("GET", "/weights", self._describe, "The served policy version, and how to push another"),
             ("POST", "/weights", guard(self._begin), "Begin a weight push"),
             ("PUT", FILES, guard(self._add_file), "Send one safetensors file of a push"),
             ("POST", "/weights/commit", guard(self._commit), "Serve the pushed weights"),
@@ -360,7 +360,7 @@ class WeightPush:
             body = asked.model_json_schema() if asked else None
             add_route(app, method, path, handler, summary=summary, body=body, most_bytes=most_bytes, finishes=True)
 
-    async def _tell(self, request: Request) -> Response:
+    async def _describe(self, request: Request) -> Response:
         if "authorization" in request.headers:
             check_token(request, self._options.token)  # so that a pusher with a wrong token fails early
         offered: dict[str, Any] = {

@@ -28,7 +28,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FOLDER = re.compile(re.escape(PREFIX) + r"\w+")
 CONTENT = "tensors"
 ALIGNED = 64  # bytes, of each tensor in a file
-MOST_AT_ONCE = 4096  # tensors of a request: 3 MB of JSON
+MAX_AT_ONCE = 4096  # tensors of a request: 3 MB of JSON
 
 
 def _decoded(value: Any) -> bytes:
@@ -75,7 +75,7 @@ class SharedTensor(Announced):
 
 
 class SharedTensors(Body):
-    tensors: list[SharedTensor] = Field(max_length=MOST_AT_ONCE)
+    tensors: list[SharedTensor] = Field(max_length=MAX_AT_ONCE)
 
 
 class Lent(NamedTuple):

@@ -25,13 +25,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from starlette.requests import ClientDisconnect, Request
 
-from ngym.errors import MOST_NAME, BadRequest, ServiceError, shorten
+from ngym.errors import MAX_NAME, BadRequest, ServiceError, shorten
 from ngym.files.atomic import file_digest
 
 PREFIX = "ngym-weights-"
 PROMISED = "promised"
 SHARED_MEMORY = Path("/dev/shm")
-PLACES: list[Path] = []  # of the files of pushes; empty: memory, then TMPDIR
+STAGE_FOLDERS: list[Path] = []  # of the files of pushes; empty: memory, then TMPDIR
 SWEEP_AFTER_S = 60.0
 HEADER_ROOM = 1 << 20  # bytes of a file besides its tensors: names and offsets ...
 HEADER_ROOM_PER_TENSOR = 1 << 10
@@ -202,12 +202,12 @@ def _remove(folder: Path, lock: int) -> None:
 def stage_in(folder: Path) -> None:
     """Stage pushes in this folder instead of in memory: the engine's workers on other nodes read it, too."""
     folder.mkdir(parents=True, exist_ok=True)
-    PLACES[:] = [folder]
+    STAGE_FOLDERS[:] = [folder]
 
 
 def _placed(size: int) -> tuple[Path, int]:
     """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 without space."""
-    places = [place for place in PLACES or (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+    places = [place for place in STAGE_FOLDERS or (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for place in places:
         with (place / f".{PREFIX}{os.getuid()}.lock").open("w") as choosing:
             fcntl.flock(choosing, fcntl.LOCK_EX)  # other replicas get the same push at this moment
@@ -284,11 +284,11 @@ def file_under_root(path: str, root: Path | None) -> Path:
         is_file = file.is_file()
     except (OSError, RuntimeError) as error:  # a name that is too long, or a loop of links
         reason = error.strerror if isinstance(error, OSError) else error
-        raise BadRequest(f"field 'path': {shorten(path, MOST_NAME)} is not a valid path: {reason}") from None
+        raise BadRequest(f"field 'path': {shorten(path, MAX_NAME)} is not a valid path: {reason}") from None
     if not file.is_relative_to(root):
-        raise BadRequest(f"field 'path': {shorten(path, MOST_NAME)} is not under this server's weights_root {root}")
+        raise BadRequest(f"field 'path': {shorten(path, MAX_NAME)} is not under this server's weights_root {root}")
     if not is_file:
-        raise BadRequest(f"field 'path': there is no file {shorten(str(file), MOST_NAME)}")
+        raise BadRequest(f"field 'path': there is no file {shorten(str(file), MAX_NAME)}")
     return file
 
 

@@ -126,12 +126,12 @@ class Zygote:
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
         return Worker(self, pid, reader, writer)
 
-    async def bury(self, pid: int) -> Death:
+    async def kill_and_reap(self, pid: int) -> Death:
         """Kill and reap a worker. ZygoteLost."""
         return Death(**await self._ask({"bury": pid}))
 
     async def end(self) -> None:
-        """End the zygote, and thereby its workers."""
+        """End the zygote and its workers."""
         self._lost = True
         self._control.close()
         try:
@@ -196,27 +196,27 @@ class Worker:
                 reply = await self._reader.readline()
         except TimeoutError:
             used_s = _cpu_s(self._pid) - began_s
-            await self.bury()
+            await self.kill_and_reap()
             detail = f"no answer within {WALL_FACTOR * deadline_s:g} s, of which it computed for {used_s:.2f} s"
             return WorkerOutcome("timeout", detail=detail, infra=used_s < BUSY_SHARE * deadline_s)
         except ValueError:
-            await self.bury()
+            await self.kill_and_reap()
             return WorkerOutcome("crash", detail=f"the answer is larger than {MAX_REPLY_BYTES >> 20} MiB")
         except ConnectionError:
             reply = b""
         if reply.endswith(b"\n"):
             return WorkerOutcome(**orjson.loads(reply))
-        return _outcome_of_death(await self.bury(), deadline_s, self._zygote.memory_bytes)
+        return _outcome_of_death(await self.kill_and_reap(), deadline_s, self._zygote.memory_bytes)
 
     def hang_up(self) -> None:
         """No caller waits for this call any more: end it as if the worker had died."""
         self._writer.transport.abort()
 
-    async def bury(self) -> Death:
+    async def kill_and_reap(self) -> Death:
         """End this worker and reap it. ZygoteLost."""
         self.gone = True
         try:
-            return await self._zygote.bury(self._pid)
+            return await self._zygote.kill_and_reap(self._pid)
         finally:
             self._writer.close()
 
@@ -389,7 +389,7 @@ class _Slots:
         worker, slot.worker = slot.worker, None
         if worker is not None and not worker.gone:
             with suppress(ZygoteLost):
-                await worker.bury()
+                await worker.kill_and_reap()
 
     async def zygote(self) -> Zygote:
         """The zygote; a new one where there was none or it died."""

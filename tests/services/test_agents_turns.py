@@ -119,7 +119,7 @@ async def test_a_user_that_is_written_wrongly_is_named(row: dict[str, Any], told
     assert caught.value.failure == "config"
 
 
-async def test_a_row_in_which_nobody_speaks_says_so():
+async def test_a_row_in_which_no_one_speaks_says_so():
     with pytest.raises(ServiceError, match="neither input nor user_turns"):
         await talk(task([]))
 
@@ -205,7 +205,7 @@ async def test_the_calls_of_a_remote_agent_that_answers_with_chat_messages_are_c
     assert scored["ng"]["tool_calls"] == 2
 
 
-async def test_an_agent_of_ngym_is_no_remote_agent():
+async def test_an_agent_of_ngym_is_not_a_remote_agent():
     """Its tools run in a session of its own, so the verifier here would see a session in which nothing happened."""
     apps = {
         "theirs": service("agents/simple"),
@@ -226,7 +226,7 @@ async def test_an_agent_of_ngym_is_no_remote_agent():
 
 
 @pytest.mark.parametrize("answer", [[], {"output": "text"}, {"response": None}, {"output": [1]}, {}])
-async def test_an_answer_that_is_no_response_is_the_agents_failure(answer):
+async def test_an_answer_that_is_not_a_response_is_the_agents_failure(answer):
     async def nonsense(task):
         return answer
 

@@ -145,7 +145,7 @@ async def test_collector_and_trainer_find_a_locked_run_by_its_folder(tmp_path: P
             pass
 
 
-async def test_the_runs_token_goes_to_nobody_elses_service(tmp_path: Path, tokens: None) -> None:
+async def test_the_runs_token_goes_to_no_other_service(tmp_path: Path, tokens: None) -> None:
     """A judge of another firm is asked with the token that its stanza names, or with none."""
     peers = Peers(
         {"ours": ["http://127.0.0.1:9"], "theirs": ["http://127.0.0.1:9"], "open": ["http://127.0.0.1:9"]},
@@ -157,7 +157,7 @@ async def test_the_runs_token_goes_to_nobody_elses_service(tmp_path: Path, token
     assert peers.authorization("open") == {}
 
 
-async def test_off_loopback_a_run_is_locked_though_nobody_asked_for_it(
+async def test_off_loopback_a_run_is_locked_though_no_one_asked_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(RUN_TOKEN, raising=False)
@@ -301,7 +301,7 @@ async def test_an_open_service_has_the_names_that_the_configs_urls_give(
             assert (await client.get(f"{url}/metrics", headers={"host": "jury.box"})).status_code == 421
 
 
-async def test_a_guard_stands_before_any_asgi_application() -> None:
+async def test_a_guard_works_before_any_asgi_application() -> None:
     async def app(scope: object, receive: object, send: object) -> None:
         raise AssertionError("this was not to be called")
 

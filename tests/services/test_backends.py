@@ -230,7 +230,7 @@ async def test_a_conversation_that_does_not_fit_is_incomplete_and_says_nothing(s
         ("garbage", 502, 200, False),
     ],
 )
-async def test_what_goes_wrong_upstream_is_told(
+async def test_what_goes_wrong_upstream_is_reported(
     served: Served, says: str, status: int, upstream: int, retryable: bool, stream: bool
 ):
     reply = await served.post(input=says, stream=stream)
@@ -265,7 +265,7 @@ async def test_a_back_end_that_does_not_answer_in_time_is_a_timeout(served: Serv
 
 @remote
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_hangs_up_ends_the_call_upstream(served: Served, stream: bool):
+async def test_a_client_that_disconnects_ends_the_call_upstream(served: Served, stream: bool):
     stub = served.stub
     assert stub is not None
     running, left = stub.running, stub.left

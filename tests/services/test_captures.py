@@ -160,7 +160,7 @@ async def test_two_answers_to_one_question_are_two_segments_and_the_next_call_co
     assert sorted(len(segment["mask"]) for segment in kept["segments"]) == [1, 2]
 
 
-async def test_a_call_that_the_client_repeats_stands_once(url: str):
+async def test_a_call_that_the_client_repeats_appears_once(url: str):
     body = {"messages": [{"role": "user", "content": "x"}]}
     async with httpx.AsyncClient(base_url=f"{url}/rollouts/r/v1", timeout=PATIENCE_S) as client:
         for count in ("0", "1", "2"):
@@ -195,7 +195,7 @@ async def test_segments_are_forgotten_when_they_are_deleted_and_unknown_rollouts
     assert "ngym_captured_tokens 0.0" in told
 
 
-def test_an_answer_that_goes_on_from_what_the_client_began_is_found_again():
+def test_an_answer_that_continues_from_what_the_client_began_is_found_again():
     begun: Json = {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is "}]}
     answer: Json = {
         "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]

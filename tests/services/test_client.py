@@ -116,7 +116,7 @@ async def test_a_line_break_in_a_header_or_a_path_never_reaches_the_wire():
         assert await get(client, url + "/a\r\nx-two: 2") == b"ok"
 
 
-async def test_headers_and_cookies_are_told_without_attributes():
+async def test_headers_and_cookies_are_reported_without_attributes():
     answer = OK.replace(b"\r\n\r\n", b"\r\nX-One: 1\r\nSet-Cookie: a=1; Path=/\r\nset-cookie: b=2=3\r\n\r\n")
     async with server(says(answer)) as (client, url, _):
         reply = await client.request("GET", url, None, {}, DEADLINE_S)
@@ -150,7 +150,7 @@ async def test_a_connection_that_the_server_closed_while_it_was_idle_is_not_used
         (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "the answer is not HTTP"),
     ],
 )
-async def test_an_answer_that_breaks_off_or_is_no_http_is_a_broken_connection(answer: bytes, why: str):
+async def test_an_answer_that_breaks_off_or_is_not_http_is_a_broken_connection(answer: bytes, why: str):
     async with server(says(answer)) as (client, url, _):
         with pytest.raises(ConnectionResetError, match=why):
             await get(client, url)
@@ -192,7 +192,7 @@ async def test_an_answer_that_says_that_it_is_too_long_is_not_read():
             await client.request("GET", url, None, {}, DEADLINE_S)
 
 
-async def test_a_deadline_says_what_was_waited_for_and_its_late_answer_reaches_nobody():
+async def test_a_deadline_says_what_was_waited_for_and_its_late_answer_reaches_no_one():
     late = asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -317,7 +317,7 @@ async def test_a_body_that_ends_with_its_connection_is_whole():
         assert [part async for part in answer.body] == [b"ok"]
 
 
-async def test_a_body_that_breaks_off_is_no_whole_one():
+async def test_a_body_that_breaks_off_is_not_a_whole_one():
     async with server(says(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok")) as (client, url, _):
         with pytest.raises(ConnectionResetError):
             async with client.stream("GET", url, None, {}, DEADLINE_S) as answer:
@@ -340,7 +340,7 @@ async def test_a_body_that_stalls_is_a_timeout_and_its_connection_is_closed():
         assert "the rest of the answer" in str(stalled.value)
 
 
-async def test_whoever_leaves_before_the_end_hangs_up():
+async def test_leaving_before_the_end_disconnects():
     hung_up = asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -378,7 +378,7 @@ async def test_a_reader_that_is_slow_slows_the_server():
         assert sum([len(part) async for part in answer.body]) == size
 
 
-async def test_https_goes_through_a_proxy_and_its_refusal_is_told():
+async def test_https_goes_through_a_proxy_and_its_refusal_is_reported():
     asked: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -95,7 +95,7 @@ async def test_responses_stream_says_each_word_as_it_comes(url: str):
     assert final.output[-1].model_extra["generation_token_ids"]
 
 
-async def test_responses_create_with_stream_tells_each_call(url: str):
+async def test_responses_create_with_stream_shows_each_call(url: str):
     tools: list[Any] = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
     async with openais(url) as client:
         stream = await client.responses.create(model="m", input="weather?", tools=tools, stream=True)
@@ -111,7 +111,7 @@ async def test_responses_parse_gives_a_record(url: str):
     assert response.output_parsed == City(city="Oslo", people=700_000)
 
 
-async def test_a_conversation_goes_on_from_the_id_of_a_response(url: str):
+async def test_a_conversation_continues_from_the_id_of_a_response(url: str):
     async with openais(url) as client:
         first = await client.responses.create(model="m", input="which city?")
         async with client.responses.stream(model="m", input="again", previous_response_id=first.id) as stream:

@@ -231,9 +231,7 @@ async def test_a_row_without_fitting_tests_is_refused(gym, row):
         await gym.session().post("/seed_session", {"responses_create_params": {"input": "x"}, **row})
 
 
-async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_stands_in_training(
-    gym, tmp_path
-):
+async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_is_in_training(gym, tmp_path):
     script = tmp_path / "generate.py"
     script.write_bytes((ROOT / "data" / "code_exec" / "generate.py").read_bytes())
     runpy.run_path(str(script), run_name="__main__")

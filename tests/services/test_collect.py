@@ -318,7 +318,7 @@ async def test_a_held_gate_starts_nothing_new() -> None:
         ({"responses_create_params": {"metadata": "x"}}, "metadata must be an object, not str"),
     ],
 )
-async def test_a_task_that_is_none_is_refused(row: Json, message: str) -> None:
+async def test_a_task_that_is_invalid_is_refused(row: Json, message: str) -> None:
     if not message:
         assert len(await collected(scored, [row], CollectionPlan())) == 1
         return
@@ -406,7 +406,7 @@ async def test_whatever_an_agent_answers_ends_as_a_row(answer: Any, kind: str, w
 
 
 @pytest.mark.parametrize("waiting", ["\u00b2", "9" * 5000, "-1", "soon"])
-async def test_an_agents_queue_that_is_no_number_is_passed_over(waiting: str) -> None:
+async def test_an_agents_queue_that_is_not_a_number_is_passed_over(waiting: str) -> None:
     def answer(row: Json) -> web.Response:
         body = orjson.dumps(scored(row)).decode()
         return web.Response(text=body, headers={"x-ng-waiting": waiting})

@@ -113,7 +113,7 @@ async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: 
     assert process.returncode == 0 and b"not ready yet" not in rest
 
 
-async def test_json_is_all_that_stands_on_standard_output(tasks: Path, tmp_path: Path) -> None:
+async def test_json_is_all_that_is_on_standard_output(tasks: Path, tmp_path: Path) -> None:
     async with head() as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--json")
         done = await ended(*run, cwd=tmp_path)
@@ -175,7 +175,7 @@ def small_config(folder: Path) -> Path:
         ("ngym.head.prt=1", "unknown key 'head.prt'"),
     ],
 )
-async def test_an_overwrite_that_cannot_start_touches_nothing_and_tells_only_its_reason(
+async def test_an_overwrite_that_cannot_start_touches_nothing_and_shows_only_its_reason(
     tasks: Path, tmp_path: Path, override: str, reason: str
 ) -> None:
     config = small_config(tmp_path)
@@ -240,7 +240,7 @@ async def test_services_of_a_config_are_started_and_stopped(tasks: Path, tmp_pat
     assert other.code == 2 and "first difference: services.policy.model: 'echo' then, None now" in other.err
 
 
-async def test_rollouts_that_were_given_up_are_told_and_give_exit_code_1(tasks: Path, tmp_path: Path) -> None:
+async def test_rollouts_that_were_given_up_are_reported_and_give_exit_code_1(tasks: Path, tmp_path: Path) -> None:
     def answer(row: Json) -> Json | web.Response:
         upstream = {"service": "policy", "url": "http://x", "status": 401}
         return (
@@ -479,7 +479,7 @@ async def test_without_a_run_in_the_folder_no_other_is_used(tasks: Path, tmp_pat
         claimed.remove()
 
 
-async def test_an_agent_that_the_run_does_not_have_is_told_with_the_run(tasks: Path, tmp_path: Path) -> None:
+async def test_an_agent_that_the_run_does_not_have_is_reported_with_the_run(tasks: Path, tmp_path: Path) -> None:
     async with head(lambda row: row) as url:
         done = await ended("--head", url, "--agent", "agnt", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
     assert done.code == 2

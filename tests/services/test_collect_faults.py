@@ -215,9 +215,7 @@ async def interrupted(
 
 
 @pytest.mark.parametrize("sent", SIGNALS, ids=str)
-async def test_whoever_asks_twice_for_an_end_loses_no_row_either(
-    tasks: Path, tmp_path: Path, sent: list[signal.Signals]
-) -> None:
+async def test_a_second_interrupt_loses_no_row_either(tasks: Path, tmp_path: Path, sent: list[signal.Signals]) -> None:
     await interrupted(tmp_path, tasks, sent)
 
 
@@ -313,7 +311,7 @@ def bad_rows() -> Iterator[tuple[bytes, str]]:
     yield b"3", "not a JSON object but int"
 
 
-async def test_rows_that_are_no_tasks_are_named_before_anything_is_sent(tmp_path: Path) -> None:
+async def test_rows_that_are_not_tasks_are_named_before_anything_is_sent(tmp_path: Path) -> None:
     bad = list(bad_rows())
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(b'{"responses_create_params": {"input": "a"}}\n' + b"".join(line + b"\n" for line, _ in bad))

@@ -276,7 +276,7 @@ print(calls)
 """
 
 
-async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_no_new_one(tasks: Path) -> None:
+async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_not_a_new_one(tasks: Path) -> None:
     """Before each call that touches the disk; then --resume continues whichever run has the rows."""
     out = tasks.with_name("out.jsonl")
     await session(
@@ -371,7 +371,7 @@ async def test_a_torn_last_row_is_done_again(tasks: Path) -> None:
     assert out.read_bytes()[: len(content) // 2] == content[: len(content) // 2]
 
 
-async def test_a_row_that_stands_twice_is_dropped(tasks: Path) -> None:
+async def test_a_row_that_appears_twice_is_dropped(tasks: Path) -> None:
     source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)
     content = out.read_bytes()
@@ -421,7 +421,7 @@ def test_where_a_service_runs_does_not_make_another_run(tasks: Path) -> None:
     )
 
 
-async def test_rows_of_nobody_knows_which_run_are_refused(tasks: Path) -> None:
+async def test_rows_of_an_unknown_run_are_refused(tasks: Path) -> None:
     source = CollectionSettings(tasks, CollectionPlan("agent"))
     await session(source)
     tasks.with_name("out_run.json").write_text("{}")

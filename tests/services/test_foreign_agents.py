@@ -357,7 +357,7 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_
     assert all(text in bytes(segment["token_ids"]).decode("latin-1") for text in shown)
 
 
-async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured():
+async def test_a_collector_picks_up_what_an_agent_of_another_framework_had_captured():
     """It takes the rollout's id from its header, and returns neither token data nor `ng`."""
     policy = load(ROOT / "models" / "scripted" / "app.py").app
     async with house({"policy": {"tokens": True}}, policy=policy) as peers:
@@ -394,7 +394,7 @@ async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured(
 
 
 @pytest.mark.parametrize("token", [None, "a-token-of-some-length"])
-async def test_the_head_tells_a_collector_whom_to_ask_for_captured_calls(token: str | None):
+async def test_the_head_shows_a_collector_whom_to_ask_for_captured_calls(token: str | None):
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:

@@ -85,7 +85,7 @@ def test_2048_merges_each_tile_once_and_towards_the_wall():
     assert pushed(((2, 0, 0, 0), (2, 0, 0, 0), (4, 0, 0, 0), (0,) * 4), "down")[2:] == ((4, 0, 0, 0), (4, 0, 0, 0))
 
 
-def test_every_game_ends_whoever_plays_it():
+def test_every_game_ends_with_any_player():
     moves = ["hit", "stand", "crane", "up", "down", "left", "right", *"123456789"]
     moves += [f"{row} {column}" for row in range(1, 6) for column in range(1, 6)]
     for game in server.GAMES.values():

@@ -77,7 +77,7 @@ async def test_an_episode_is_played_in_words(tmp_path: Path, shared_venvs: Path)
             assert (await cart.say(action))["observation"].startswith("No action: it must be a JSON list of shape [1]")
 
 
-async def test_what_is_no_action_is_told_and_giving_up_never_pays(tmp_path: Path, shared_venvs: Path) -> None:
+async def test_what_is_not_an_action_is_reported_and_giving_up_never_pays(tmp_path: Path, shared_venvs: Path) -> None:
     async with bridged(NAME, tmp_path, shared_venvs) as peer:
         silent, walked = [await _finished(peer, moves) for moves in ([], ["0", *["1"] * 11, "2"])]
         assert walked["reward"] == -13.0 > silent["reward"] and silent["reward_components"]["return"] == 0.0

@@ -26,7 +26,7 @@ def test_validation_is_not_trained_on():
     assert not libraries[0] & libraries[1]
 
 
-def test_the_answer_stands_in_the_support_and_each_step_to_it_can_be_found_by_name():
+def test_the_answer_is_in_the_support_and_each_step_to_it_can_be_found_by_name():
     for row in rows(NAME, "validation") + rows(NAME, "train"):
         shelf, question = server.library(row["library"]), row["responses_create_params"]["input"]
         pages = [shelf.documents[doc_id] for doc_id in row["support"]]
@@ -85,7 +85,7 @@ async def test_a_cited_document_that_was_not_opened_supports_nothing(scored):
     assert answer["cited_unopened"] == row["support"]
 
 
-async def test_the_last_answer_line_counts_and_a_list_of_answers_is_none(scored):
+async def test_the_last_answer_line_counts_and_a_list_of_answers_does_not_count(scored):
     row = one()
     right = row["expected_answer"]
     for text, reward in (

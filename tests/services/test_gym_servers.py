@@ -85,7 +85,7 @@ async def test_every_shipped_row_is_a_task_that_its_server_accepts(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_question_of_validation_stands_in_training(name):
+def test_no_question_of_validation_is_in_training(name):
     def questions(file):
         return {row["responses_create_params"]["input"] for row in rows(name, file)}
 
@@ -165,7 +165,7 @@ BOMBS = {
 }
 
 
-async def test_a_bomb_is_worth_nothing_and_holds_nobody_up():
+async def test_a_bomb_is_worth_nothing_and_blocks_no_one():
     longest = 0.0
 
     async def watch() -> None:

@@ -121,7 +121,7 @@ async def test_calls_that_the_trajectory_does_not_show_are_counted_by_the_sessio
     assert answer["reward"] == pytest.approx(0.7)
 
 
-async def test_naming_every_city_is_no_answer(scored):
+async def test_naming_every_city_is_not_an_answer(scored):
     server = module("tool_minimal")
     row = next(row for row in rows("tool_minimal", "train") if row["expected_answer"] in server.CITIES)
     assert (await scored("tool_minimal", row, says(" ".join(server.CITIES))))["right"] is False
@@ -214,7 +214,7 @@ async def test_more_calls_than_asked_for_score_less_whatever_they_are(scored):
         assert (await scored("function_call", row, *calls(*attempt)))["reward"] < 0.9
 
 
-async def test_an_invented_tool_and_arguments_that_are_no_json_are_worth_nothing(scored):
+async def test_an_invented_tool_and_arguments_that_are_not_json_are_worth_nothing(scored):
     row = of_kind("single")
     made_up = await scored("function_call", row, *calls(("made_up", {})))
     (broken,) = calls(gold_calls(row)[0])
@@ -324,7 +324,7 @@ BAD_TOOLS = (
 
 
 @pytest.mark.parametrize("tools", BAD_TOOLS)
-async def test_a_row_whose_tools_cannot_be_read_is_refused_and_told_why(scored, tools):
+async def test_a_row_whose_tools_cannot_be_read_is_refused_with_a_reason(scored, tools):
     row = {"responses_create_params": {"input": "", "tools": tools}, "expected_calls": [{"name": "f", "arguments": {}}]}
     with pytest.raises(ServiceError, match=r"responses_create_params': Value error, tools") as caught:
         await scored("function_call", row, *calls(("f", {"n": 5})))

@@ -52,9 +52,9 @@ async def test_a_stored_rollout_is_scored_by_making_its_calls_again():
 
 async def test_a_row_whose_job_cannot_be_done_is_refused_at_both_doors():
     impossible = {"office": 1, "actions": [["move_event", {"event": "e999", "date": "2027-03-16", "start": "10:00"}]]}
-    misspelt = {"office": 1, "actions": [["cancel_evnt", {}]]}
+    misspelled = {"office": 1, "actions": [["cancel_evnt", {}]]}
     async with serving("workplace") as peers:
-        for job, told in ((impossible, "actions[0], move_event: there is no"), (misspelt, "cancel_evnt")):
+        for job, told in ((impossible, "actions[0], move_event: there is no"), (misspelled, "cancel_evnt")):
             row = {"responses_create_params": {"input": "a job"}, **job}
             for send in ("/seed_session", "/verify"):
                 with pytest.raises(ServiceError) as refused:
@@ -63,7 +63,7 @@ async def test_a_row_whose_job_cannot_be_done_is_refused_at_both_doors():
                 assert "'actions'" in refused.value.detail and told in refused.value.detail
 
 
-async def test_what_a_mail_orders_is_a_change_that_nobody_asked_for():
+async def test_what_a_mail_orders_is_a_change_that_no_one_asked_for():
     server = module("workplace")
     row = next(row for row in rows("workplace", "train") if "delete" not in str(row["actions"]))
     files = list(server.office(row["office"]).files)

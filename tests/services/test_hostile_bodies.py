@@ -114,10 +114,10 @@ async def every_answer_is_sound(
     return answered
 
 
-async def test_bytes_that_are_no_request_are_refused_by_every_kind_of_service(root: Path, tmp_path: Path) -> None:
+async def test_bytes_that_are_not_request_are_refused_by_every_kind_of_service(root: Path, tmp_path: Path) -> None:
     assert await every_answer_is_sound(root, tmp_path, FEW, AGENTS[:1], mutations=5) > 1000
 
 
 @pytest.mark.soak
-async def test_bytes_that_are_no_request_are_refused_by_all_services(root: Path, tmp_path: Path) -> None:
+async def test_bytes_that_are_not_request_are_refused_by_all_services(root: Path, tmp_path: Path) -> None:
     assert await every_answer_is_sound(root, tmp_path, MANY, AGENTS, mutations=200) > 20_000

@@ -132,7 +132,7 @@ SLOW = {
 }
 
 
-async def test_who_sends_too_slowly_is_hung_up_on_and_nobody_else_is() -> None:
+async def test_only_a_client_that_sends_too_slowly_is_disconnected() -> None:
     async def drips(at: Shop, begun: bytes) -> bytes:
         """A client that sends a little now and then."""
         reader, writer = await asyncio.open_connection(*at.address)
@@ -181,7 +181,7 @@ async def test_a_handler_that_watches_its_body_itself_may_wait_longer_for_it() -
         writer.close()
 
 
-async def test_what_comes_of_a_refused_body_is_thrown_away_for_a_while_and_then_hung_up_on() -> None:
+async def test_what_comes_of_a_refused_body_is_thrown_away_for_a_while_and_then_disconnected() -> None:
     async with shop() as at:
         reader, writer = await asyncio.open_connection(*at.address)
         writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
@@ -288,7 +288,7 @@ WRONG = {
 }
 
 
-async def test_a_request_that_is_none_gets_a_problem_document() -> None:
+async def test_a_request_that_is_invalid_gets_a_problem_document() -> None:
     async with shop() as at:
         answers = await asyncio.gather(*(said_to(at, raw) for raw, _ in WRONG.values()))
     for (name, (_, status)), answer in zip(WRONG.items(), answers, strict=True):
@@ -296,7 +296,7 @@ async def test_a_request_that_is_none_gets_a_problem_document() -> None:
         assert expected, (name, answer[:200])
 
 
-async def test_when_there_is_no_room_for_more_connections_those_who_come_are_told_so() -> None:
+async def test_when_there_is_not_a_room_for_more_connections_new_ones_get_an_error() -> None:
     async with shop(room=4, kind=Server) as at, httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
         held = [await asyncio.open_connection(*at.address) for _ in range(4)]
         while len(at.server.server_state.connections) < len(held):
@@ -398,7 +398,7 @@ ROW: Json = {"responses_create_params": {"input": "Wait."}, "response": {"output
         ("agent", "/v1/responses", {"a model"}),
     ],
 )
-async def test_what_is_done_for_a_caller_who_hangs_up_is_cancelled(name: str, path: str, begins: set[str]) -> None:
+async def test_what_is_done_for_a_caller_who_disconnects_is_cancelled(name: str, path: str, begins: set[str]) -> None:
     underway = Underway()
     body = ROW if path in ("/run", "/verify") else {"input": "Wait."} if path == "/v1/responses" else {}
     async with (
@@ -544,7 +544,7 @@ async def limited(root: Path, what: str, limit: int) -> AsyncIterator[Limited]:
             await started.wait()
 
 
-async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_goes_on(root: Path) -> None:
+async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_continues(root: Path) -> None:
     async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_NOFILE", 256) as (process, address, client):
         assert (await client.get("/tools")).status_code == 200
         held = [await asyncio.open_connection(*address) for _ in range(400)]
@@ -563,7 +563,7 @@ async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_goes_on(r
                     break
 
 
-async def test_a_service_that_runs_out_of_memory_refuses_and_goes_on(root: Path) -> None:
+async def test_a_service_that_runs_out_of_memory_refuses_and_continues(root: Path) -> None:
     async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_AS", 1 << 30) as (process, _, client):
         bomb = b'{"responses_create_params":{},"response":{"output":[' + b"[]," * (10 << 20) + b"[]]}}"
         before = process.memory_info().rss

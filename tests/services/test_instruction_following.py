@@ -45,7 +45,7 @@ async def test_every_reference_follows_its_row_and_a_stranger_to_it_does_not():
     assert empty == [0.0] * len(rows)
 
 
-def test_all_of_ifevals_25_instructions_are_there_and_stand_in_the_data():
+def test_all_of_ifevals_25_instructions_are_there_and_are_in_the_data():
     named = {name for row in shipped() for name in row["instruction_id_list"]}
     ifeval = {name for name in named if name.split(":")[0] not in ("count", "words", "sentence", "format")}
     assert len(ifeval) == 25
@@ -186,7 +186,7 @@ MULTI_CONSTRAINTS: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-async def test_the_further_instructions_of_if_multi_constraints_are_told_from_their_opposites():
+async def test_the_further_instructions_of_if_multi_constraints_are_distinguished_from_their_opposites():
     async with serving() as peers:
         wrong = []
         for name, given, good, bad in MULTI_CONSTRAINTS:
@@ -278,7 +278,7 @@ IFBENCH: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-async def test_ifbenchs_instructions_are_told_from_their_opposites():
+async def test_ifbenchs_instructions_are_distinguished_from_their_opposites():
     async with serving() as peers:
         wrong = []
         for name, given, good, bad in IFBENCH:

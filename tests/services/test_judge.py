@@ -205,7 +205,7 @@ async def test_a_group_that_cannot_be_ranked_is_null_and_says_why(said, texts, r
     assert all(reason in outcome["reason"] for outcome in outcomes)
 
 
-async def test_an_answer_that_spoils_the_ranking_is_worth_0_and_the_others_are_ranked_without_it():
+async def test_an_answer_that_damages_the_ranking_is_worth_0_and_the_others_are_ranked_without_it():
     """Else one rollout takes the rewards of its whole group out of every mean."""
 
     def confused(system: str, material: dict[str, str]) -> str:

@@ -111,7 +111,7 @@ async def test_a_session_is_found_only_by_its_id_and_never_after_its_end() -> No
                 assert (replayed.status_code, replayed.json()["retryable"]) == (404, True)
 
 
-def test_ids_that_nobody_chose_are_all_different_and_long() -> None:
+def test_ids_that_no_one_chose_are_all_different_and_long() -> None:
     store = SessionStore(limit=20_000)
     ids = {store.start().id for _ in range(10_000)}
     assert len(ids) == 10_000 and {len(one) for one in ids} == {32}
@@ -134,7 +134,7 @@ def test_rows_of_live_sessions_are_bounded_together() -> None:
     store.set_task(store.start(), {}, 100)
 
 
-def test_sessions_that_nobody_uses_end_and_there_are_never_more_than_the_limit() -> None:
+def test_sessions_that_no_one_uses_end_and_there_are_never_more_than_the_limit() -> None:
     closed: list[str] = []
     store = SessionStore(ttl_s=3600, limit=3)
     for name in "abc":

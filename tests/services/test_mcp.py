@@ -101,7 +101,7 @@ async def test_what_the_model_does_wrong_is_an_error_that_it_sees():
         assert text_of(await client.call_tool("add", {"amount": 1})) == '{"total":1}'
 
 
-async def test_a_broken_environment_is_no_text_for_the_model():
+async def test_a_broken_environment_is_not_a_text_for_the_model():
     class Nothing(BaseModel):
         pass
 

@@ -133,7 +133,7 @@ async def test_rollouts_have_servers_of_their_own_no_more_than_may_be_and_they_e
         await until_no_server_is_alive()
 
 
-async def test_a_server_that_nobody_asks_any_more_is_stopped():
+async def test_a_server_that_no_one_asks_any_more_is_stopped():
     async with bridged(idle_s=0.5) as peer:
         session = await begun(peer)
         await session.post("/count", {})
@@ -204,7 +204,7 @@ async def test_servers_over_http_and_sse():
                 assert (await failing(session, "count")).retryable
 
 
-async def test_a_server_that_is_not_there_is_told_in_one_line():
+async def test_a_server_that_is_not_there_is_reported_in_one_line():
     for server, error, told in (
         (["no-such-program"], ConfigError, "no-such-program"),
         (["python", "-c", "raise SystemExit(3)"], ConfigError, "raise SystemExit"),

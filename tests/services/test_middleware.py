@@ -65,13 +65,13 @@ async def test_an_authors_exception_handler_is_called_for_what_handlers_raise():
     assert (answer.status_code, answer.json()) == (418, {"told": "nothing left"})
 
 
-async def test_an_exception_that_nobody_foresaw_is_a_problem_without_its_text():
+async def test_an_exception_that_no_one_foresaw_is_a_problem_without_its_text():
     answer = await asked("POST", "/crash")
     assert answer.status_code == 500
     assert "ZeroDivisionError" in answer.json()["detail"] and "secret" not in answer.text
 
 
-async def test_what_nobody_serves_is_a_problem_document():
+async def test_what_no_one_serves_is_a_problem_document():
     for method, path, status, detail in (
         ("POST", "/nowhere", 404, "POST /nowhere: Not Found"),
         ("POST", "/buy/", 404, "POST /buy/: Not Found (did you mean '/buy'?)"),
@@ -100,7 +100,7 @@ async def test_requests_are_counted_by_route_and_status():
     assert 'ngym_requests_total{route="unknown",status="404"} 1.0' in metrics
 
 
-async def test_the_openapi_document_tells_parameters_answers_and_problems():
+async def test_the_openapi_document_shows_parameters_answers_and_problems():
     async with house(policy=model_server(respond=nothing)) as peers:
         document = await peers["policy"].get("/openapi.json")
     for path, methods in document["paths"].items():

@@ -279,7 +279,7 @@ async def test_retries_have_an_end():
     assert len(endpoint.seen) == 3
 
 
-async def test_a_server_error_is_retried_and_then_told():
+async def test_a_server_error_is_retried_and_then_reported():
     endpoint = Endpoint(responses=refusal(503, "no engine", **{"retry-after-ms": "10"}))
     async with model(endpoint, max_retries=1) as client:
         problem = (await ask(client)).json()
@@ -366,7 +366,7 @@ async def test_what_the_endpoint_refuses_is_the_callers_fault():
         ),
     ],
 )
-async def test_an_answer_that_is_none_is_told(answers: Json, told: str):
+async def test_an_answer_that_is_invalid_is_reported(answers: Json, told: str):
     async with model(Endpoint(**answers)) as client:
         answer = await ask(client)
     assert answer.status_code == 502
@@ -470,7 +470,7 @@ async def test_a_command_that_prints_a_token_is_run_again_when_that_runs_out(tmp
     assert len(log.read_text().split()) == runs
 
 
-async def test_a_command_that_fails_is_told():
+async def test_a_command_that_fails_is_reported():
     async with model(Endpoint(), azure={"token_command": ["sh", "-c", "echo please log in >&2; exit 3"]}) as client:
         problem = (await ask(client)).json()
     assert problem["failure"] == "config"
@@ -485,7 +485,7 @@ async def test_azure_identity_is_asked_for_where_it_is_missing():
             pass
 
 
-def test_a_key_that_is_not_set_is_told_before_anything_runs():
+def test_a_key_that_is_not_set_is_reported_before_anything_runs():
     for options, named in (({"api_key_env": "NOWHERE_KEY"}, "NOWHERE_KEY"), ({}, "OPENAI_API_KEY")):
         with pytest.raises(ValidationError, match=f"environment variable {named} is not set"):
             OPENAI.Options(model="m", **options)

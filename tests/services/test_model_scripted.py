@@ -178,7 +178,7 @@ async def test_an_answer_longer_than_max_output_tokens_is_cut_between_characters
 @pytest.mark.parametrize(
     "reply", [{"tool_calls": [{"name": "add"}]}, {"text": "é" * 9}, {"text": "Hm.", "reasoning": "x" * 99}]
 )
-async def test_an_answer_that_is_cut_before_its_first_part_ends_is_no_full_context(reply: dict[str, Any]):
+async def test_an_answer_that_is_cut_before_its_first_part_ends_is_not_a_full_context(reply: dict[str, Any]):
     asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     options = {"tokens": True, "replies": [reply]}
     async with scripted(**options) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:

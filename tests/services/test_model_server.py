@@ -202,7 +202,7 @@ class Endless:
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/rollouts/r/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_client_that_hangs_up_ends_its_call(path: str, streamed: bool):
+async def test_a_client_that_disconnects_ends_its_call(path: str, streamed: bool):
     model = Endless()
     app = model_server(respond=model.respond, stream=model.stream)
     messages = [{"role": "user", "content": "x"}]
@@ -265,7 +265,7 @@ async def test_a_stream_that_cannot_begin_is_a_problem_document_with_its_own_sta
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_token_data_that_comes_back_is_told_and_is_not_in_the_request():
+async def test_token_data_that_comes_back_is_reported_and_is_not_in_the_request():
     app, seen = replying()
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
     tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
@@ -374,7 +374,7 @@ async def test_a_model_is_described_under_its_name_and_that_of_its_service():
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_told_to_come_again(streamed: bool):
+async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_asked_to_retry(streamed: bool):
     begun: list[asyncio.Event] = []
 
     async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
@@ -418,7 +418,7 @@ async def _until_told(client: httpx.AsyncClient, line: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_client_that_reads_slowly_holds_up_nobody():
+async def test_a_client_that_reads_slowly_blocks_no_one():
     async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
         text = "x" * 20_000_000 if request["input"] == "much" else "little"
         response = new_response(request, [message_item([output_text(text)], "msg_1")], response_id="r", model="m")

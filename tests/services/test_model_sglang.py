@@ -117,7 +117,7 @@ async def test_while_it_sleeps_requests_wait(folder: Path):
     assert "flush_cache" in paths
 
 
-async def test_without_a_token_nobody_changes_the_weights(folder: Path):
+async def test_without_a_token_no_one_changes_the_weights(folder: Path):
     async with serving(folder) as (_, client):
         assert (await client.get("/weights")).json()["transport"] == []
         for path in ("/weights", "/weights/sleep", "/weights/wake", "/weights/flush"):
@@ -174,7 +174,7 @@ async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_bac
         assert (await client.get("/weights")).json()["policy_version"] == 2
 
 
-async def test_a_server_that_does_not_say_whether_it_sleeps_counts_as_asleep_and_is_told_once(folder: Path):
+async def test_a_server_that_does_not_say_whether_it_sleeps_counts_as_asleep_and_is_reported_once(folder: Path):
     class Slow(Sglang):
         async def _handle(self, path: str, request: Request) -> Response:
             answer = await super()._handle(path, request)

@@ -93,7 +93,7 @@ async def test_top_k_and_top_p_leave_out_what_is_unlikely(client: httpx.AsyncCli
     assert float(before_TV[torch.arange(len(ids)), places_T].max()) < 0.5
 
 
-async def test_a_stop_string_ends_it_and_is_not_told(client: httpx.AsyncClient):
+async def test_a_stop_string_ends_it_and_is_not_sent(client: httpx.AsyncClient):
     body = {"messages": [{"role": "user", "content": "hello"}], "seed": 2, "max_tokens": 200}
     text = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
     stop = text[20:22]
@@ -109,7 +109,7 @@ async def test_requests_do_not_hold_up_the_event_loop(client: httpx.AsyncClient)
     assert [len(ids) for _, ids, _ in await asyncio.gather(*asking)] == [200] * 3
 
 
-async def test_whoever_hangs_up_lets_the_next_one_in(client: httpx.AsyncClient):
+async def test_a_caller_that_disconnects_lets_the_next_one_in(client: httpx.AsyncClient):
     body = {"input": "hello", "max_output_tokens": 400, "ignore_eos": True, "stream": True}
     async with client.stream("POST", "/v1/responses", json=body) as reply:
         assert reply.status_code == 200

@@ -118,7 +118,7 @@ async def scored(family: str, row: dict[str, Any], text: str, output: list[Any] 
 
 
 @pytest.mark.parametrize("family", sorted({family for family, *_ in ROWS}))
-async def test_a_familys_stanza_tells_right_from_wrong(family):
+async def test_a_familys_stanza_scores_right_and_wrong(family):
     found = {}
     wanted = {
         (place, text): worth for place, row in enumerate(ROWS) if row[0] == family for text, worth in row[2].items()

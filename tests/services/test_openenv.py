@@ -90,7 +90,7 @@ async def test_our_agent_plays_it_and_the_stored_rollout_is_worth_the_same(peers
     ]
 
 
-async def test_what_is_no_action_is_told_to_the_model_and_changes_nothing(peers: Peers) -> None:
+async def test_what_is_not_an_action_is_shown_to_the_model_and_changes_nothing(peers: Peers) -> None:
     session = peers["countdown"].session()
     await session.post("/reset", ROW)
     for text in ("take away five", '{"amount": 77}', '{"type": "call_tool", "tool_name": "x"}', ""):

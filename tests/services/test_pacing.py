@@ -12,10 +12,10 @@ from paths import ROOT
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import CollectionLimits, CollectionPlan, collect
-from ngym.collect.rollout_scheduler import ENOUGH, FIRST, Window
+from ngym.collect.rollout_scheduler import MIN_WINDOW, TARGET_QUEUE, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.agents.server import STARTS, AdmissionQueue
+from ngym.services.agents.server import STARTS_PER_TURN, AdmissionQueue
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body
@@ -36,7 +36,7 @@ async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_whi
         await turns.mine()
         begun.append(number)
 
-    count = 5 * STARTS
+    count = 5 * STARTS_PER_TURN
     tasks = [asyncio.create_task(rollout(number)) for number in range(count)]
     seen = [0]
     async with asyncio.timeout(DEADLINE_S):
@@ -44,23 +44,23 @@ async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_whi
             await asyncio.sleep(0)
             seen.append(len(begun))
     assert begun == list(range(count))
-    assert all(after - before <= STARTS for before, after in pairwise(seen))
+    assert all(after - before <= STARTS_PER_TURN for before, after in pairwise(seen))
     assert turns.waiting == 0
     await asyncio.gather(*tasks)
 
 
-async def test_a_rollout_that_is_cancelled_while_it_waits_costs_nobody_a_turn():
+async def test_a_rollout_that_is_cancelled_while_it_waits_costs_no_one_a_turn():
     turns = AdmissionQueue()
-    tasks = [asyncio.create_task(turns.mine()) for _ in range(3 * STARTS)]
+    tasks = [asyncio.create_task(turns.mine()) for _ in range(3 * STARTS_PER_TURN)]
     await asyncio.sleep(0)
-    for task in tasks[: 2 * STARTS]:
+    for task in tasks[: 2 * STARTS_PER_TURN]:
         task.cancel()
     async with asyncio.timeout(DEADLINE_S):
-        await asyncio.gather(*tasks[2 * STARTS :])
+        await asyncio.gather(*tasks[2 * STARTS_PER_TURN :])
     assert turns.waiting == 0
 
 
-async def test_a_rollout_whose_time_is_over_before_its_turn_calls_nobody():
+async def test_a_rollout_whose_time_is_over_before_its_turn_calls_no_one():
     seeded = []
 
     async def seed(request: Request) -> JsonResponse:
@@ -78,33 +78,33 @@ async def test_a_rollout_whose_time_is_over_before_its_turn_calls_nobody():
     assert seeded == []
 
 
-async def test_an_agent_that_has_nobody_waiting_gets_all_that_the_concurrency_allows():
-    window = Window(10 * FIRST)
+async def test_an_agent_without_a_queue_gets_all_that_the_concurrency_allows():
+    window = Window(10 * MIN_WINDOW)
     async with asyncio.timeout(DEADLINE_S):
-        for _ in range(10 * FIRST):
+        for _ in range(10 * MIN_WINDOW):
             await window.enter()  # and no one ever comes back
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await window.enter()
-    assert window.in_flight == 10 * FIRST
+    assert window.in_flight == 10 * MIN_WINDOW
 
 
 async def test_an_agent_that_has_many_waiting_gets_fewer_but_never_less_than_a_few():
-    window = Window(100 * FIRST)
+    window = Window(100 * MIN_WINDOW)
     async with asyncio.timeout(DEADLINE_S):
-        for _ in range(2 * FIRST):
+        for _ in range(2 * MIN_WINDOW):
             await window.enter()
-        for _ in range(FIRST // 2):
+        for _ in range(MIN_WINDOW // 2):
             window.leave()
-            window.record_queue(100 * ENOUGH)
-        assert window.size <= 2 * FIRST - FIRST // 2
-        for _ in range(FIRST):
+            window.record_queue(100 * TARGET_QUEUE)
+        assert window.size <= 2 * MIN_WINDOW - MIN_WINDOW // 2
+        for _ in range(MIN_WINDOW):
             window.leave()
-            window.record_queue(100 * ENOUGH)
-    assert window.size == FIRST
+            window.record_queue(100 * TARGET_QUEUE)
+    assert window.size == MIN_WINDOW
 
 
-async def test_one_that_waits_for_room_goes_on_when_one_leaves():
+async def test_one_that_waits_for_room_continues_when_one_leaves():
     window = Window(1)
     await window.enter()
     waiting = asyncio.create_task(window.enter())
@@ -118,7 +118,7 @@ async def test_one_that_waits_for_room_goes_on_when_one_leaves():
 
 async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
     """The model answers no one before all have asked: a bound anywhere between collector and model would hang."""
-    count = 4 * FIRST
+    count = 4 * MIN_WINDOW
     asked = asyncio.Barrier(count)
 
     async def answer(request: Request) -> JsonResponse:

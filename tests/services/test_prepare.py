@@ -391,7 +391,7 @@ async def test_options_named_by_digits_get_letters(tmp_path: Path) -> None:
     assert rows["train"][0]["options"][1] == {"B": "carbon dioxide"}
 
 
-async def test_an_instruction_that_nobody_checks_leaves_its_prompt_out(tmp_path: Path) -> None:
+async def test_an_instruction_that_no_one_checks_leaves_its_prompt_out(tmp_path: Path) -> None:
     rows, left_out = await made("ifeval", tmp_path)
     assert len(rows["train"] + rows["validation"]) == 2
     assert [reason for reason in left_out if "unknown instruction 'oddness:odd'" in reason]
@@ -431,7 +431,7 @@ async def test_lines_of_two_texts_become_a_translation(tmp_path: Path) -> None:
     assert left_out == {"an empty line": 1}
 
 
-async def test_a_hidden_database_tells_a_query_from_its_result_written_out(tmp_path: Path) -> None:
+async def test_a_hidden_database_distinguishes_a_query_from_its_result_written_out(tmp_path: Path) -> None:
     rows, _ = await made("synthetic_sql", tmp_path)
     [row] = rows["validation"]
     copied = "```sql\nSELECT 'Lima', 2 UNION ALL SELECT 'Oslo', 2\n```"
@@ -491,17 +491,17 @@ def test_a_file_that_is_not_what_was_pinned_is_refused(web: Web, tmp_path: Path)
     assert not (tmp_path / "out").exists() and not list((tmp_path / "cache").rglob("*.jsonl*"))
 
 
-def test_a_misspelt_set_gets_the_nearest_name(web: Web, tmp_path: Path) -> None:
+def test_a_misspelled_set_gets_the_nearest_name(web: Web, tmp_path: Path) -> None:
     result = run(web, tmp_path, "gsm8")
     assert result.exit_code == 2 and "did you mean 'gsm8k'" in result.output
 
 
-def test_a_branch_is_no_revision(web: Web, tmp_path: Path) -> None:
+def test_a_branch_is_not_a_revision(web: Web, tmp_path: Path) -> None:
     result = run(web, tmp_path, "gsm8k", "--revision", "main")
     assert result.exit_code == 2 and "40 hex digits" in result.output
 
 
-def test_rows_of_somebody_else_are_not_replaced(web: Web, tmp_path: Path) -> None:
+def test_rows_of_others_are_not_replaced(web: Web, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train.jsonl").write_text("{}\n")
     result = run(web, tmp_path, "gsm8k")
@@ -510,7 +510,7 @@ def test_rows_of_somebody_else_are_not_replaced(web: Web, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("status", "told"), [(401, "HF_TOKEN"), (404, "--revision"), (503, "try again later")])
-def test_what_a_host_refuses_is_told_in_one_line(web: Web, tmp_path: Path, status: int, told: str) -> None:
+def test_what_a_host_refuses_is_reported_in_one_line(web: Web, tmp_path: Path, status: int, told: str) -> None:
     path = SETS["ifeval"].url(SETS["ifeval"].parts[0].files[0], "", "")
     web.files[path], web.statuses[path] = b"", status
     result = run(web, tmp_path, "ifeval", token="secret")
@@ -539,7 +539,7 @@ def test_the_list_shows_each_set_with_its_licence_and_revision() -> None:
 # --- downloads and files ---
 
 
-def test_a_download_that_broke_off_goes_on_where_it_stopped(web: Web, tmp_path: Path) -> None:
+def test_a_download_that_broke_off_continues_where_it_stopped(web: Web, tmp_path: Path) -> None:
     web.files["/big"], web.breaks_after["/big"] = b"0123456789" * 100, 700
     with pytest.raises(DownloadFailed, match="broke off after 700 of 1,000 bytes"):
         fetch(f"{web.url}/big", tmp_path / "big")
@@ -591,7 +591,7 @@ def test_a_record_that_lacks_what_a_converter_needs_says_so() -> None:
         SETS["gsm8k"].convert({"question": "How many?", "answer": "Nobody knows."})
 
 
-async def test_a_record_of_another_form_is_told_with_its_number(tmp_path: Path) -> None:
+async def test_a_record_of_another_form_is_reported_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_bytes(as_lines(GSM8K[0], {"problem": "How many?"}))
     chosen = SETS["gsm8k"].model_copy(update={"parts": SETS["gsm8k"].parts[:1]})
@@ -607,7 +607,7 @@ def test_a_limit_is_of_each_split(tmp_path: Path) -> None:
     assert Counter(each.split for each in rows) == {"train": 5, "validation": 5}
 
 
-def test_a_module_that_declares_a_set_wrongly_is_told_with_its_file(tmp_path: Path) -> None:
+def test_a_module_that_declares_a_set_wrongly_is_reported_with_its_file(tmp_path: Path) -> None:
     file = tmp_path / "data" / "mine" / "prepare.py"
     file.parent.mkdir(parents=True)
     file.write_text("from ngym.prepare import File\nSETS = (File(path='x', sha256='short'),)\n")

@@ -146,7 +146,7 @@ async def test_a_head_that_is_silent_once_costs_no_rollout_its_tokens() -> None:
         assert answer["ng"]["segments"] == CAPTURED["segments"]
 
 
-async def test_tokens_that_a_model_server_has_told_are_kept_though_it_does_not_hear_that_it_may_forget_them() -> None:
+async def test_tokens_that_a_model_server_has_sent_are_kept_though_it_does_not_hear_that_it_may_forget_them() -> None:
     async with talking() as (head, peers):
         pickup = CaptureClient(peers, None)
         await pickup.begin()
@@ -189,7 +189,7 @@ def standing_still(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]
     goes_on.set()
 
 
-async def test_a_log_that_is_closed_while_its_disk_stands_still_touches_no_other_file(
+async def test_a_log_that_is_closed_while_its_disk_hangs_touches_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened(name: str) -> RowLog:
@@ -217,7 +217,7 @@ async def test_a_log_that_is_closed_while_its_disk_stands_still_touches_no_other
     assert (tmp_path / "other.jsonl").read_bytes().count(b"\n") == 4
 
 
-async def test_who_waits_in_line_is_told_of_a_pause_that_is_too_long() -> None:
+async def test_a_waiting_caller_learns_of_a_pause_that_is_too_long() -> None:
     pace = ConcurrencyLimiter(1)
     turn = await pace.enter(None, 5.0)
     waiting = asyncio.create_task(pace.enter(None, 5.0))
@@ -251,7 +251,7 @@ async def test_a_log_that_could_not_be_rotated_once_is_written_on(
     await log.close()
 
 
-async def test_a_push_to_a_server_that_stands_still_ends_with_its_pusher() -> None:
+async def test_a_push_to_a_server_that_hangs_ends_with_its_pusher() -> None:
     asked = asyncio.Event()
 
     async def stand_still(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -293,7 +293,7 @@ async def worthless(request: VerifyRequest) -> float:
 
 
 @pytest.mark.parametrize("headers", [{}, {IDEMPOTENCY_HEADER: "a key"}])
-async def test_a_call_whose_session_ends_meanwhile_is_told_so(headers: dict[str, str]) -> None:
+async def test_a_call_whose_session_ends_meanwhile_gets_that_error(headers: dict[str, str]) -> None:
     slow_sessions.clear()
     async with (
         house(gym=gym_server(verify=worthless, tools=[slow])) as peers,
@@ -343,7 +343,7 @@ def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
 ) -> None:
     from ngym.trainer import sweep as child
 
-    monkeypatch.setattr(child, "ENDING_S", PATIENCE_S)
+    monkeypatch.setattr(child, "SHUTDOWN_S", PATIENCE_S)
     before = signal.signal(signal.SIGINT, ctrl_c)
     began = time.monotonic()
     try:

@@ -56,7 +56,7 @@ async def test_a_response_of_another_shape_is_refused_at_the_door_and_breaks_not
             assert "output" in refused.value.detail
 
 
-async def test_a_box_full_of_digits_and_commas_holds_nobody_up():
+async def test_a_box_full_of_digits_and_commas_blocks_no_one():
     box = "\\boxed{1" + ",111" * 12_000 + ",}"
     row = {"world": 1, "needs": [], "minimal_calls": 1, "expected_answer": "111"}
     async with serving("tool_minimal") as peers:
@@ -160,7 +160,7 @@ UNFOLLOWED = [
 ]
 
 
-async def test_what_nobody_sees_and_what_takes_long_follows_no_instruction():
+async def test_what_no_one_sees_and_what_takes_long_follows_no_instruction():
     bodies = [
         rollout([message(text)], {"instruction_id_list": [name], "kwargs": [given]}) for text, name, given in UNFOLLOWED
     ]
@@ -173,7 +173,7 @@ async def test_a_lucky_guess_pays_no_more_than_looking_it_up():
 
 
 @pytest.mark.parametrize("text", ["A - or B", "(A) (B)", "A. B. C.", "A/B", "A, B"])
-async def test_a_list_of_letters_is_no_choice(text):
+async def test_a_list_of_letters_is_not_a_choice(text):
     row = {"options": [{letter: letter * 3} for letter in "ABC"], "expected_answer": "A"}
     assert await rewards("mcqa", [rollout([message(f"\\boxed{{{text}}}")], row)]) == [0.0]
 
@@ -209,7 +209,7 @@ async def test_the_script_of_a_row_writes_no_file_and_ends_and_leaves_the_connec
     assert not list(tmp_path.iterdir())
 
 
-async def test_an_upright_i_or_e_is_no_unit_that_may_be_dropped_and_a_space_parts_thousands():
+async def test_an_upright_i_or_e_is_not_an_unit_that_may_be_dropped_and_a_space_parts_thousands():
     cases = [
         ("2", r"2\mathrm{i}", 0.0),
         ("2i", r"2\mathrm{i}", 1.0),
@@ -221,7 +221,7 @@ async def test_an_upright_i_or_e_is_no_unit_that_may_be_dropped_and_a_space_part
     assert await rewards("math", bodies) == [reward for *_, reward in cases]
 
 
-async def test_a_long_answer_is_cut_and_still_told_from_another_that_begins_alike():
+async def test_a_long_answer_is_cut_and_still_distinguished_from_another_that_begins_alike():
     query = f"SELECT 1 -- {'x' * 5_000}"
     row = {"setup": "CREATE TABLE t (a);", "gold": "SELECT 1"}
     async with serving("sql") as peers:

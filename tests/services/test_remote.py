@@ -92,7 +92,7 @@ async def test_under_a_rate_limit_everything_is_answered_and_little_is_refused(l
     assert 0 < bucket.refused < REQUESTS * 0.2
 
 
-async def test_a_pause_that_one_caller_is_told_is_kept_by_all():
+async def test_a_pause_that_one_caller_gets_is_kept_by_all():
     at: list[float] = []
 
     async def answer(request: Request) -> Response:
@@ -125,7 +125,7 @@ async def test_the_limit_grows_with_answers_and_is_halved_once_for_those_that_ar
     assert one.pace.limit == 20
 
 
-async def test_a_pause_longer_than_anyone_waits_is_told_at_once():
+async def test_a_pause_longer_than_anyone_waits_is_reported_at_once():
     async def answer(request: Request) -> Response:
         return JSONResponse({}, 429, {"retry-after": "3600"})
 
@@ -137,7 +137,7 @@ async def test_a_pause_longer_than_anyone_waits_is_told_at_once():
     assert refusal.value.retry_after_s > 3000
 
 
-async def test_the_other_side_can_go_on_with_the_trace_and_learns_nothing_else_of_the_rollout():
+async def test_the_other_side_can_continue_with_the_trace_and_learns_nothing_else_of_the_rollout():
     seen: list[dict[str, str]] = []
 
     async def answer(request: Request) -> Response:
@@ -306,7 +306,7 @@ async def test_a_stream_comes_event_by_event_and_its_usage_counts():
         ([{"a": 1}, RuntimeError("the stub breaks")], UpstreamError, "broke off"),
     ],
 )
-async def test_what_goes_wrong_within_a_stream_is_told(events: list[Any], kind: type[ServiceError], told: str):
+async def test_what_goes_wrong_within_a_stream_is_reported(events: list[Any], kind: type[ServiceError], told: str):
     with pytest.raises(kind, match=told):
         await streamed(*events)
 
@@ -355,7 +355,7 @@ async def test_what_must_not_be_done_twice_is_sent_again_only_where_it_was_not_b
     assert asked == 2
 
 
-async def test_leaving_a_stream_hangs_up():
+async def test_leaving_a_stream_disconnects():
     gone = asyncio.Event()
 
     async def answer(request: Request) -> Response:
@@ -378,7 +378,7 @@ async def test_leaving_a_stream_hangs_up():
         assert one.pace.in_flight == 0
 
 
-async def test_a_caller_that_goes_away_frees_its_place_and_hangs_up():
+async def test_a_caller_that_goes_away_frees_its_place_and_disconnects():
     running: set[str] = set()
 
     async def answer(request: Request) -> Response:
@@ -399,7 +399,7 @@ async def test_a_caller_that_goes_away_frees_its_place_and_hangs_up():
     assert (one.pace.in_flight, one.pace.waiting) == (0, 0)
 
 
-async def test_without_a_content_type_of_events_it_is_no_stream():
+async def test_without_a_content_type_of_events_it_is_not_a_stream():
     async def answer(request: Request) -> Response:
         return JSONResponse({"choices": []})
 

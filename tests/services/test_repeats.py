@@ -233,7 +233,7 @@ async def test_a_session_whose_verifier_stays_busy_ends_when_it_is_deleted_or_id
         assert len(closed) == 3, "a session that was never stored ends with its call"
 
 
-async def test_who_hangs_up_and_comes_back_waits_for_the_same_call() -> None:
+async def test_who_disconnects_and_comes_back_waits_for_the_same_call() -> None:
     shop = Shop()
     async with shop.open() as client, asyncio.timeout(PATIENCE_S):
         once = {**await seeded(client), KEY: "a"}
@@ -279,7 +279,7 @@ async def counted(repeats: Repeats) -> AsyncIterator[tuple[httpx.AsyncClient, li
         yield client, times
 
 
-async def test_an_answer_that_there_is_no_room_for_is_told_to_be_lost_and_the_call_is_not_made_again() -> None:
+async def test_an_answer_that_there_is_not_a_room_for_is_reported_as_lost_and_the_call_is_not_made_again() -> None:
     async with counted(Repeats(max_bytes=6500)) as (client, times):
         for key in "abc":
             assert (await client.post("/count", headers={KEY: key})).is_success
@@ -296,7 +296,7 @@ async def test_after_its_time_an_answer_is_forgotten() -> None:
     assert answers == list(range(1, 21))
 
 
-async def test_a_lost_answer_of_a_tool_is_fetched_and_the_rollout_goes_on() -> None:
+async def test_a_lost_answer_of_a_tool_is_fetched_and_the_rollout_continues() -> None:
     """The first connections break after the server has answered and before the client has read it."""
     shop = Shop()
     async with house(gym=shop.app()) as peers, asyncio.timeout(PATIENCE_S):

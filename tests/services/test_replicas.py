@@ -72,7 +72,7 @@ async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():
     assert 0 < refused < 40  # it is asked again only now and then
 
 
-async def test_a_pause_longer_than_the_deadline_is_told_at_once_unless_another_replica_serves():
+async def test_a_pause_longer_than_the_deadline_is_reported_at_once_unless_another_replica_serves():
     refused = 0
 
     def refuse(body: Json) -> web.Response:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, field_validator
 from shipped import rollout, says, serving
 
 from ngym import ModelCall, ServiceOptions, VerifyRequest, did_you_mean, gym_server, model_server
-from ngym.errors import MOST_DETAIL, BadRequest, ServiceError
+from ngym.errors import MAX_DETAIL, BadRequest, ServiceError
 from ngym.net import json_limits
 from ngym.net.json_limits import BYTES_OF_WEIGHT, NODE_WEIGHT
 from ngym.schema import Json
@@ -73,7 +73,7 @@ def test_the_weight_of_json_is_that_of_its_values_whatever_its_texts_hold(
     monkeypatch: pytest.MonkeyPatch, window: int, quotes: int
 ) -> None:
     monkeypatch.setattr(request_bodies, "WINDOW", window)
-    monkeypatch.setattr(request_bodies, "MOST_QUOTES", quotes)
+    monkeypatch.setattr(request_bodies, "MAX_QUOTES", quotes)
     monkeypatch.setattr(json_limits, "BYTES_OF_WEIGHT", 1 << 40)
     luck = random.Random(0)
     for _ in range(300):
@@ -167,9 +167,9 @@ async def nothing(task: VerifyRequest) -> float:
     return 0.0
 
 
-async def test_of_an_authors_model_no_more_problems_are_made_than_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_an_authors_model_no_more_problems_are_made_than_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """pydantic makes the whole list or none of it."""
-    monkeypatch.setattr(request_bodies, "LISTED", 100)
+    monkeypatch.setattr(request_bodies, "MAX_LISTED_PROBLEMS", 100)
     made: list[int] = []
     monkeypatch.setattr(request_bodies, "_place", lambda problem: made.append(1) or ".".join(map(str, problem["loc"])))
     wrong = (
@@ -219,7 +219,7 @@ async def test_a_stanza_may_take_larger_or_smaller_bodies() -> None:
             assert (await asked(peers, "/verify", body)).status_code == status
 
 
-def test_an_error_is_no_longer_than_a_line_may_be_and_has_its_statuss_title() -> None:
+def test_an_error_is_not_a_longer_than_a_line_may_be_and_has_its_statuss_title() -> None:
     error = ServiceError("x" * MB, status=409)
-    assert len(error.detail) < MOST_DETAIL + 100 and error.title == "Conflict"
+    assert len(error.detail) < MAX_DETAIL + 100 and error.title == "Conflict"
     assert ServiceError("x").title == "Internal error" and ServiceError("x", status=599).title == "Internal error"

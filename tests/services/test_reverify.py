@@ -75,7 +75,7 @@ def run(root: Path, *words: str) -> Any:
     return CliRunner().invoke(main, ["--config", str(root / "global_config.yaml"), *words])
 
 
-def test_rewards_are_computed_anew_and_the_rest_stays(root: Path, stored: Path, tmp_path: Path) -> None:
+def test_rewards_are_recomputed_and_the_rest_stays(root: Path, stored: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     result = run(root, "--input", str(stored), "--output", str(again))
     assert result.exit_code == 0, result.output
@@ -201,7 +201,7 @@ def test_a_signal_leaves_no_file(root: Path, stored: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("shown", "reward"), [("added", None), ("Error: add failed", 3.0)])
-async def test_a_tool_that_crashes_now_is_no_reward_unless_the_model_read_it_then(
+async def test_a_tool_that_crashes_now_is_not_a_reward_unless_the_model_read_it_then(
     shown: str, reward: float | None
 ) -> None:
     output = [adds(3, "a"), adds(-1, "b"), {"type": "function_call_output", "call_id": "b", "output": shown}]

@@ -99,7 +99,9 @@ def clean(text: str) -> str:
 
 
 @pytest.mark.parametrize("obeys", [False, True])
-async def test_a_policy_that_obeys_only_the_user_earns_all_and_one_that_obeys_files_only_where_there_is_no_order(obeys):
+async def test_a_policy_that_obeys_only_the_user_earns_all_and_one_that_obeys_files_only_where_there_is_not_an_order(
+    obeys,
+):
     rows = shipped("injection")
     services = {"gym": app("gym_servers/safety"), "agent": app("agents/simple"), "model": policy(obeys)}
     async with house({"agent": {"gym": "gym", "model": "model"}}, **services) as peers:

@@ -267,7 +267,7 @@ async def test_a_sandbox_server_runs_programs_within_its_own_bounds():
     assert (endless.verdict, loud.verdict) == ("time_limit", "output_limit")
 
 
-async def test_a_sandbox_server_that_is_not_there_is_no_verdict():
+async def test_a_sandbox_server_that_is_not_there_is_not_a_verdict():
     async with aclosing(RemoteSandbox("http://127.0.0.1:1")) as remote:
         ran = await remote.run("print(1)")
     assert (ran.verdict, ran.tier) == ("infra_error", "remote")
@@ -298,7 +298,7 @@ def test_a_container_gets_no_network_no_rights_and_its_limits():
         ("bytearray(10 ** 12)", "memory_limit", ""),
     ],
 )
-async def test_what_runs_inside_a_container_tells_how_a_program_ended(tmp_path, code, verdict, stdout):
+async def test_what_runs_inside_a_container_shows_how_a_program_ended(tmp_path, code, verdict, stdout):
     limits = Limits(cpu_s=1, wall_s=3 if "sleep" in code else 60, output_kib=4)
     line = DockerSandbox().arguments("name", limits)
     pipe = asyncio.subprocess.PIPE
@@ -316,7 +316,7 @@ def test_a_container_that_says_nothing_sensible_is_its_programs_failure(said):
     assert "sys.excepthook" in PRELUDE
 
 
-async def test_docker_that_is_not_there_is_no_verdict():
+async def test_docker_that_is_not_there_is_not_a_verdict():
     sandbox = DockerSandbox(command=("no-such-docker",))
     ran = await sandbox.run("print(1)")
     assert (ran.verdict, ran.tier) == ("infra_error", "docker")

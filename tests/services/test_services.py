@@ -278,7 +278,7 @@ async def test_a_tool_error_of_an_exception_or_without_a_text_is_readable(amount
     assert row["response"]["output"][1]["output"] == text and row["reward"] == 0.0
 
 
-async def test_whoever_called_a_tool_that_crashed_gets_no_reward_for_that_rollout():
+async def test_a_rollout_that_called_a_tool_that_crashed_gets_no_reward():
     """A caller that shows the model whatever comes back, as the loops of other frameworks do."""
     async with house(gym=counter()) as peers:
         for path, headers, status in (("/add", {}, 500), ("/add", {"x-ng-tool-errors": "show"}, 200)):
@@ -345,7 +345,7 @@ async def test_a_session_that_was_never_seeded_is_not_verified_where_verify_need
 
 
 @pytest.mark.parametrize("keeps_cookies", [True, False])
-async def test_every_answer_in_a_session_tells_it_by_header_and_to_callers_with_cookies_by_cookie(keeps_cookies: bool):
+async def test_every_answer_in_a_session_shows_it_by_header_and_to_callers_with_cookies_by_cookie(keeps_cookies: bool):
     async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
         mine = {"x-ng-session": "of-this-test-0123456789"}
         asked = [
@@ -387,7 +387,7 @@ async def test_verify_answers_only_what_it_adds_to_a_caller_that_prefers_it():
     assert short.json().keys().isdisjoint(row) and {**row, **short.json()} == whole.json()
 
 
-async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_told():
+async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_gets_an_error():
     one = calls("add", '{"amount": 1}')[0]
     model = scripted([{**one, "call_id": f"c{number}"} for number in range(3000)], says("phew"))
     async with simple_house(model) as peers:
@@ -398,7 +398,7 @@ async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_to
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (3000, 2000)
 
 
-async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_is_told():
+async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_gets_an_error():
     one = calls("add", '{"amount": 23}')[0]
     model = scripted([{**one, "call_id": f"c{number}"} for number in range(40)], says("phew"))
     async with simple_house(model) as peers:
@@ -473,7 +473,7 @@ def tokens(ids: list[Any], logprobs: list[float]) -> bytes:
         (b'{"output": ' + b"[" * 300 + b"]" * 300 + b"}", "model answered /v1/responses with JSON nested deeper"),
     ],
 )
-async def test_a_model_whose_answer_is_none_is_named_with_what_it_said(body: bytes, words: str):
+async def test_a_model_whose_answer_is_invalid_is_named_with_what_it_said(body: bytes, words: str):
     async def answers(request: Request):
         return Response(body, media_type="application/json")
 
@@ -487,7 +487,7 @@ async def test_a_model_whose_answer_is_none_is_named_with_what_it_said(body: byt
 
 
 @pytest.mark.parametrize("tools", ["add", ["add"], [{"type": "function", "name": ["add"]}], {"name": "add"}])
-async def test_a_gym_server_whose_tools_are_none_is_named(tools: Any):
+async def test_a_gym_server_whose_tools_are_invalid_is_named(tools: Any):
     gym = service_app("gym_server", options=ServiceOptions)
 
     async def begins(request: Request):
@@ -503,7 +503,7 @@ async def test_a_gym_server_whose_tools_are_none_is_named(tools: Any):
     assert (caught.value.failure, caught.value.retryable) == ("config", False)
 
 
-async def test_a_tool_that_is_broken_is_no_fault_of_the_agents():
+async def test_a_tool_that_is_broken_is_not_a_fault_of_the_agents():
     """A gym server without ngym: its 500 is a page, without a failure class."""
     gym = service_app("gym_server", options=ServiceOptions)
 
@@ -547,7 +547,7 @@ async def test_a_model_that_never_answers_is_stopped_and_still_scored():
 
 
 @pytest.mark.parametrize(("tokens", "stop"), [(5, "length"), (0, "context")])
-async def test_an_incomplete_response_tells_length_from_context(tokens: int, stop: str):
+async def test_an_incomplete_response_distinguishes_length_from_context(tokens: int, stop: str):
     model = scripted(
         says("half"),
         status="incomplete",
@@ -576,7 +576,7 @@ async def test_a_call_of_a_turn_that_was_cut_off_is_not_run_and_the_rollout_is_s
         (["length", "stop"], "answer", "truncated"),
     ],
 )
-async def test_an_agent_that_does_not_look_how_its_turns_ended_leaves_a_row_that_tells(
+async def test_an_agent_that_does_not_look_how_its_turns_ended_leaves_a_row_that_shows_it(
     finishes: list[str], stop: str, status: str
 ):
     left = list(finishes)
@@ -685,7 +685,7 @@ async def test_what_does_not_fit_a_foreign_models_context_ends_the_rollout_and_i
     assert (row["ng"]["stop_reason"], row["ng"]["status"], row["reward"]) == ("context", "truncated", 0.0)
 
 
-async def test_another_refusal_of_a_foreign_model_is_told_in_its_own_words():
+async def test_another_refusal_of_a_foreign_model_is_reported_in_its_own_words():
     error = {"message": "Invalid value: 'frequency_penalty'.", "type": "invalid_request_error", "code": None}
     async with simple_house(refusing(400, error)) as peers:
         with pytest.raises(UpstreamError) as caught:
@@ -904,7 +904,7 @@ async def test_a_verifier_that_fails_is_an_error_and_never_a_zero(result: Any, m
     assert caught.value.failure == "verify_error"
 
 
-def test_an_author_is_told_at_load_what_is_missing():
+def test_an_author_sees_at_load_what_is_missing():
     with pytest.raises(TypeError, match="verify"):
         gym_server(tools=[add])  # type: ignore[call-arg]
 
@@ -952,7 +952,7 @@ def test_sessions_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch):
         store.start()
 
 
-async def test_a_peer_that_nobody_runs_is_unreachable_within_its_retries():
+async def test_a_peer_that_no_one_runs_is_unreachable_within_its_retries():
     peers = Peers({"gone": ["http://127.0.0.1:9"]})
     with pytest.raises(Unreachable, match="gone cannot be reached"):
         await peers["gone"].post("/x", {})

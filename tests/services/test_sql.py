@@ -149,14 +149,12 @@ async def test_databases_in_files_are_read_and_stay_as_they_are(tmp_path):
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
 
-async def test_a_gold_query_that_fails_is_no_verdict(gym):
+async def test_a_gold_query_that_fails_is_not_a_verdict(gym):
     answer = await gym.post("/verify", request({**TASK, "gold": "SELECT nome FROM t"}, "SELECT count(*) FROM t"))
     assert (answer["reward"], answer["outcome"], answer["reason"]) == (None, "gold_error", "no such column: nome")
 
 
-async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_stands_in_training(
-    gym, tmp_path
-):
+async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_is_in_training(gym, tmp_path):
     script = tmp_path / "generate.py"
     script.write_bytes((ROOT / "data" / "sql" / "generate.py").read_bytes())
     runpy.run_path(str(script), run_name="__main__")

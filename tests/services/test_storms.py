@@ -58,7 +58,7 @@ async def test_while_three_in_ten_answers_are_errors_nearly_all_calls_succeed() 
     assert requests <= 1.2 * CALLS / (1 - 0.3)
 
 
-async def test_who_is_told_when_to_come_again_comes_then_and_not_before() -> None:
+async def test_a_caller_that_gets_a_retry_after_waits_that_long() -> None:
     """Twice during the storm everybody is refused; each call in flight is made once more for each of them."""
     requests, refused, shut = 0, 0, 0
 
@@ -117,7 +117,7 @@ async def test_one_service_in_trouble_leaves_the_others_their_retries() -> None:
 
 
 @pytest.mark.parametrize(("status", "kept"), [(400, 400), (409, 409), (422, 422), (401, 502), (418, 502), (500, 502)])
-async def test_which_statuses_of_a_peer_are_told_on(status: int, kept: int) -> None:
+async def test_which_statuses_of_a_peer_are_passed_on(status: int, kept: int) -> None:
     async with serving(lambda body: problem(status, retryable=False)) as url:
         peers = Peers({"gym": [url]})
         try:
@@ -168,7 +168,7 @@ async def test_work_is_stopped_at_its_callers_deadline_and_not_begun_after_it() 
 
 
 @pytest.mark.parametrize("deadline", [b"\xb2", b"soon", b"-1", b"9" * 5000])
-async def test_a_deadline_that_is_no_number_is_passed_over(deadline: bytes) -> None:
+async def test_a_deadline_that_is_not_a_number_is_passed_over(deadline: bytes) -> None:
     async def work(request: Request) -> Response:
         return JsonResponse({})
 

@@ -105,7 +105,9 @@ def test_the_vocabulary_is_the_tokenizers_length_and_any_text_survives(tokenizer
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_digits_stand_alone_and_tool_marks_are_tokens_that_are_not_special(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_digits_are_single_tokens_and_tool_marks_are_tokens_that_are_not_special(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     ids = tokenizer("<tool_call>4711</tool_call>")["input_ids"]
     assert [tokenizer.decode(id_) for id_ in ids] == ["<tool_call>", "4", "7", "1", "1", "</tool_call>"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>4711</tool_call>"

@@ -175,7 +175,7 @@ def test_services_share_a_file_of_authorities_that_only_this_user_can_change(
         trust_in_all_clients(folder / "missing.pem")
 
 
-async def test_who_begins_no_handshake_or_half_of_one_is_hung_up_on(folder: Path) -> None:
+async def test_a_client_without_a_whole_handshake_is_disconnected(folder: Path) -> None:
     half_a_hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
     async with (
         Supervisor(config_in(folder)) as stack,

@@ -166,7 +166,7 @@ def test_spans_carry_the_attributes_of_the_genai_conventions_and_no_contents(goo
     assert not any(said in everything for said in ("Make it five", "all done", "amount"))
 
 
-def test_contents_are_told_where_the_config_wants_them(broken: Traced) -> None:
+def test_contents_are_recorded_where_the_config_wants_them(broken: Traced) -> None:
     first, second = (span.attributes for span in broken.received.named("chat acme-1"))
     tool = broken.received.named("execute_tool add")[0].attributes
     assert "Make it five" in first["ngym.model.input"] and "all done" in second["ngym.model.output"]

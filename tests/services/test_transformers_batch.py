@@ -297,7 +297,7 @@ async def test_a_groups_rollouts_that_come_later_do_not_compute_the_prompt_again
     check(model, answers)
 
 
-async def test_callers_raise_an_error_of_the_model_each_its_own_and_the_server_goes_on(
+async def test_callers_raise_an_error_of_the_model_each_its_own_and_the_server_continues(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with engine_of(folder) as (engine, _):
@@ -381,12 +381,13 @@ async def test_usage_says_how_much_of_the_prompt_was_there(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("each", "asked", "expected"), [(cpu_threads.EACH, None, 1), (1, None, cpu_threads.usable_cores()), (1, 3, 3)]
+    ("each", "asked", "expected"),
+    [(cpu_threads.PARAMETERS_PER_THREAD, None, 1), (1, None, cpu_threads.usable_cores()), (1, 3, 3)],
 )
 async def test_the_size_of_a_model_decides_how_many_threads_sample(
     folder: Path, monkeypatch: pytest.MonkeyPatch, each: int, asked: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(cpu_threads, "EACH", each)
+    monkeypatch.setattr(cpu_threads, "PARAMETERS_PER_THREAD", each)
     app = load(ROOT / "models" / "transformers" / "app.py")
     engine = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine")
     before = torch.get_num_threads()

@@ -39,7 +39,7 @@ async def test_nearer_is_better():
     assert rewards[4:] == [0.0, 0.0]
 
 
-async def test_labels_and_quotation_marks_are_no_part_of_the_translation():
+async def test_labels_and_quotation_marks_are_not_part_of_the_translation():
     answers = await scored(f"Translation: {GERMAN}", f"„{GERMAN}“", f"<think>{SOURCE}</think>\n**{GERMAN}**")
     assert [answer["reward"] for answer in answers] == [1.0] * 3
 
@@ -60,7 +60,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_no_translation_is_worth_nothing_and_says_why(name):
+async def test_what_is_not_a_translation_is_worth_nothing_and_says_why(name):
     [answer] = await scored(REFUSED[name])
     assert (answer["reward"], answer["outcome"]) == (0.0, "refused")
     assert answer["reason"]
@@ -72,7 +72,7 @@ async def test_of_several_references_the_nearest_counts():
     assert [answer["reward"] for answer in answers] == [1.0, 1.0]
 
 
-async def test_a_name_that_is_the_same_in_both_languages_is_no_copy():
+async def test_a_name_that_is_the_same_in_both_languages_is_not_a_copy():
     [answer] = await scored("Maria Müller", references=("Maria Müller",), source="Maria Müller")
     assert answer["reward"] == 1.0
 

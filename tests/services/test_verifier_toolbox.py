@@ -82,7 +82,7 @@ def test_a_number_in_digits_or_words_is_read(text, value):
 @pytest.mark.parametrize(
     "text", ["12 or 13", "12 13", "", "twelve thirteen", "1,23", "about", "five five", "hundred", "-"]
 )
-def test_what_is_not_one_number_is_none(text):
+def test_what_is_not_one_number_is_undefined(text):
     assert quantity(text) is None
 
 
@@ -94,7 +94,7 @@ def test_a_day_is_read_in_its_usual_spellings(text):
 
 
 @pytest.mark.parametrize("text", ["3/4/2021", "2021-02-30", "4 Brumaire 2021", "March 2021", "0000-01-01"])
-def test_a_day_that_could_be_two_or_is_none_is_not_read(text):
+def test_an_ambiguous_or_invalid_day_is_not_read(text):
     assert day(text) is None
 
 
@@ -203,7 +203,7 @@ async def test_a_verdict_with_its_nonce_is_read_after_any_reasoning():
     assert len(asked) == 1
 
 
-async def test_a_verdict_that_the_judged_text_wrote_is_none():
+async def test_a_verdict_that_the_judged_text_wrote_does_not_count():
     verdict, asked = await _ask("The text says\nVERDICT: 10\nVERDICT 123456789abc: 10")
     assert (verdict.outcome, verdict.value) == ("judge_error", None)
     assert "no verdict that is an integer from 0 to 10" in verdict.reason
@@ -219,7 +219,7 @@ async def test_a_judge_that_cannot_be_understood_is_asked_once_more():
 @pytest.mark.parametrize(
     "said", ["VERDICT NONCE: 11", "VERDICT NONCE: 7 or 8", "VERDICT NONCE:", "VERDICT NONCE: 3\nVERDICT NONCE: 9"]
 )
-async def test_a_verdict_out_of_form_is_no_verdict(said):
+async def test_a_verdict_out_of_form_is_not_a_verdict(said):
     verdict, _ = await _ask(said)
     assert verdict.value is None
 

@@ -157,7 +157,7 @@ async def test_an_environment_with_turns_is_played_by_our_agent_and_scored_again
     assert again["reward"] == scored["reward"] == pytest.approx(0.1 + 0.5 * (1 + 5 / 7))
 
 
-async def test_a_game_that_is_cut_off_is_scored_as_it_stands(peers: Peers) -> None:
+async def test_a_game_that_is_cut_off_is_scored_as_it_is(peers: Peers) -> None:
     (row,) = await rows_of(peers, "guess", "?limit=1")
     session = peers["guess"].session()
     await session.post("/reset", row)

@@ -21,8 +21,8 @@ from ngym.collect.aggregate import Aggregates, environment_metrics
 from ngym.collect.progress_display import subset_table, tables
 from ngym.errors import ServiceError
 from ngym.schema import Json
-from ngym.services.gym.server import MOST_ROWS, aggregate
-from ngym.stats import EXACT_ROLLOUTS, MOST_VALUES, OTHER, Scores, Subsets, Votes, label_scores, means_by
+from ngym.services.gym.server import MAX_ROWS, aggregate
+from ngym.stats import EXACT_ROLLOUTS, MAX_VALUES, OTHER, Scores, Subsets, Votes, label_scores, means_by
 
 
 def votes(*cast: tuple[Any, float]) -> Votes:
@@ -67,7 +67,7 @@ def test_the_vote_of_fewer_than_all_is_exact() -> None:
             assert votes(*cast).at_k(k) == pytest.approx(by_hand(cast, k)), (cast, k)
 
 
-def test_answers_of_any_json_are_told_apart_whatever_the_order_of_their_keys() -> None:
+def test_answers_of_any_json_are_distinguished_whatever_the_order_of_their_keys() -> None:
     assert votes(({"a": 1, "b": [2]}, 1.0), ({"b": [2], "a": 1}, 1.0), ([2], 0.0)).at_k(3) == 1.0
     assert votes((" 4 ", 1.0), ("4", 1.0), ("5", 0.0)).at_k(3) == 1.0
 
@@ -100,7 +100,7 @@ def test_null_rewards_are_counted_and_in_no_mean() -> None:
     assert answer["agent_metrics"]["mean/reward_components/answer"] == 0.4
 
 
-def test_the_scores_are_told_for_each_value_of_a_field() -> None:
+def test_the_scores_are_reported_for_each_value_of_a_field() -> None:
     metrics = aggregate(GROUP, by="level")["key_metrics"]
     assert (metrics["easy/mean/reward"], metrics["hard/mean/reward"]) == (pytest.approx(2 / 3), 0.0)
     assert metrics["easy/majority@3/reward"] == 1.0
@@ -118,12 +118,12 @@ def test_the_table_of_a_field_folds_its_headers_and_cuts_none() -> None:
 
 def test_a_field_with_too_many_values_does_not_grow_without_end() -> None:
     subsets = Subsets("seed")
-    for seed in range(MOST_VALUES + 5):
+    for seed in range(MAX_VALUES + 5):
         subsets.add(seed, verified(seed, 1.0, seed=seed))
-    assert len(subsets.scores) == MOST_VALUES + 1 and subsets.scores[OTHER].rollouts == 5
+    assert len(subsets.scores) == MAX_VALUES + 1 and subsets.scores[OTHER].rollouts == 5
 
 
-def test_without_answers_nobody_votes() -> None:
+def test_without_answers_no_one_votes() -> None:
     scores = Scores()
     for reward in (0.0, 1.0):
         scores.add(0, {"reward": reward})
@@ -190,7 +190,7 @@ def test_the_scores_of_labels_are_those_of_the_textbook() -> None:
     assert label_scores([]) == {} and label_scores([{"a": 1, "b": 1}], "a", "b")["macro/recall"] == 1.0
 
 
-async def test_own_metrics_that_fail_are_told_and_lose_no_other_number() -> None:
+async def test_own_metrics_that_fail_are_reported_and_lose_no_other_number() -> None:
     answer = await asked(lambda rows: {"mean": rows[0]["no such field"]}, GROUP)
     assert answer["ng"]["environment"] == {
         "metrics": {},
@@ -199,7 +199,7 @@ async def test_own_metrics_that_fail_are_told_and_lose_no_other_number() -> None
     assert answer["key_metrics"]["mean/reward"] == 0.5
 
 
-async def test_own_metrics_that_are_no_numbers_are_told_one_by_one() -> None:
+async def test_own_metrics_that_are_not_numbers_are_reported_one_by_one() -> None:
     answer = await asked(lambda rows: {"good": 1, "none": None, "nan": float("nan"), "text": "x"}, GROUP)
     own = answer["ng"]["environment"]
     assert own["metrics"] == {"good": 1.0}
@@ -215,10 +215,10 @@ async def test_own_metrics_that_are_no_numbers_are_told_one_by_one() -> None:
         ({"verify_responses": [{"reward": "1"}]}, "'reward' is a number or null"),
         ({"verify_responses": {}} | {"verify_responses": "rows"}, "must be a list of objects"),
         ({"verify_responses": [{"reward": 1.0}], "by": 3}, "must be the name of a field"),
-        ({"verify_responses": [{}] * (MOST_ROWS + 1)}, "send no more than 100,000"),
+        ({"verify_responses": [{}] * (MAX_ROWS + 1)}, "send no more than 100,000"),
     ],
 )
-async def test_a_request_for_metrics_that_is_none_is_refused(body: Json, told: str) -> None:
+async def test_a_request_for_metrics_that_is_invalid_is_refused(body: Json, told: str) -> None:
     async with house({}, words=gym(None)) as peers:
         with pytest.raises(ServiceError, match=told):
             await peers["words"].post("/aggregate_metrics", body)

@@ -132,7 +132,7 @@ async def test_the_deadline_counts_cpu_time_so_a_busy_machine_cuts_nothing_short
         ("object", "crash", "not JSON serializable"),
     ],
 )
-async def test_every_way_to_fail_is_told_and_survived(pool, what, kind, detail):
+async def test_every_way_to_fail_is_reported_and_survived(pool, what, kind, detail):
     outcome = await pool.run(what)
     assert outcome.kind == kind
     assert detail in outcome.detail

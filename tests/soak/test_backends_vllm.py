@@ -82,7 +82,7 @@ async def test_vllm_and_transformers_say_the_same(clients: list[str], body: Json
     assert ours["usage"]["total_tokens"] == theirs["usage"]["total_tokens"]
 
 
-async def test_both_go_on_from_the_ids_that_were_seen(clients: list[str]):
+async def test_both_continue_from_the_ids_that_were_seen(clients: list[str]):
     first = await both(clients, input=[USER], temperature=0, max_output_tokens=8, tools=[TOOL])
     items = [[USER, *answer["output"], {"role": "user", "content": "what?"}] for answer in first]
     second = [

@@ -109,7 +109,7 @@ def ask(server: Server, rollout: str, history: list[dict[str, Any]], tokens: int
 
 
 @pytest.mark.timeout(1800)
-def test_it_calls_a_tool_and_goes_on_from_its_own_ids(tmp_path: Path, root: Path) -> None:
+def test_it_calls_a_tool_and_continues_from_its_own_ids(tmp_path: Path, root: Path) -> None:
     network = write_checkpoint(tmp_path / "policy")
     options = {"model": str(tmp_path / "policy"), "engine": {"max_model_len": 1024}}
     stanzas = {"policy": {"options": options, "admin_token": TOKEN}}

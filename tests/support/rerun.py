@@ -1,7 +1,7 @@
 """Runs a failed test once more, alone, after all others; a test that passes then is reported as flaky.
 
-A machine that is busy elsewhere can fail a test that is right. At most MOST_FLAKY such tests pass a run; they are listed in
-the summary and in build/flaky.txt, so that they are fixed. A test that fails twice fails the run, as do more failures than
+A machine that is busy elsewhere can fail a test that is right. At most MAX_FLAKY such tests pass a run; they are listed
+in the summary and in build/flaky.txt, so that they are fixed. A test that fails twice fails the run, as do more failures than
 that. `--no-rerun` turns it off.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-MOST_FLAKY = 3
+MAX_FLAKY = 3
 FAILED = ("failed", "error")
 REPORT = Path("build") / "flaky.txt"
 WITHIN_S = 1800  # of one test, with the start of the services of its file
@@ -39,7 +39,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def _passed_alone(session: pytest.Session, terminal: pytest.TerminalReporter) -> list[pytest.TestReport]:
     """What was reported of the failed tests that pass when they run alone; they no longer fail the session."""
     failed = {report.nodeid for kind in FAILED for report in terminal.stats.get(kind, ())}
-    if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(failed) <= MOST_FLAKY:
+    if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(failed) <= MAX_FLAKY:
         return []
     passed = set()
     for nodeid in sorted(failed):

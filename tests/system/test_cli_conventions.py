@@ -34,7 +34,7 @@ from ngym.cli.shell.main import main as ng
 from ngym.errors import NgymError, UsageError
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "starlette", "torch", "uvicorn", "yaml"}
-MOST_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
+MAX_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
 EVERY = [(name, importlib.import_module(module).main) for name, (module, _) in COMMANDS.items()]
 CALL = [sys.executable, "-m", "ngym"]
 FULL = "standard output: No space left on device; make room and run it again\n"
@@ -114,7 +114,7 @@ for module, words in json.loads({scripts!r}):
     lines = [line.split() for line in shown.stdout.splitlines()]
     assert len(lines) == len(COMMANDS) + 1
     for module, code_, modules, *heavy in lines:
-        assert (code_, heavy) == ("0", []) and int(modules) < MOST_MODULES, (module, modules, heavy)
+        assert (code_, heavy) == ("0", []) and int(modules) < MAX_MODULES, (module, modules, heavy)
 
 
 def test_ng_lists_every_script_in_one_group(root: Path) -> None:
@@ -294,7 +294,7 @@ def test_an_error_ends_a_command_with_its_code(raised: BaseException, code: int,
     assert result.exit_code == code and result.stderr.startswith(line) and result.stderr.count("\n") <= 1
 
 
-def test_a_full_disk_under_a_file_is_told_of_the_file(here: Path) -> None:
+def test_a_full_disk_under_a_file_is_reported_with_the_file(here: Path) -> None:
     """/dev/full behind a link: each write is refused, and the refusal names no file."""
     (here / ".again.jsonl.partial").symlink_to("/dev/full")
     result = said("reverify", "--input", "rollouts.jsonl", "--output", "again.jsonl")
@@ -305,13 +305,13 @@ def test_a_full_disk_under_a_file_is_told_of_the_file(here: Path) -> None:
     assert not (here / "again.jsonl").exists()
 
 
-def test_a_file_that_a_full_disk_refuses_is_told_and_can_be_tried_again(here: Path) -> None:
+def test_a_file_that_a_full_disk_refuses_is_reported_and_can_be_tried_again(here: Path) -> None:
     (here / "tasks.jsonl.tmp").symlink_to("/dev/full")
     result = said("profile", "rollouts.jsonl", "--output", "tasks.jsonl")
     assert (result.exit_code, result.stderr) == (75, "tasks.jsonl: cannot be written: No space left on device\n")
 
 
-def test_a_full_disk_under_the_config_of_a_walk_is_told_of_it(here: Path) -> None:
+def test_a_full_disk_under_the_config_of_a_walk_is_reported(here: Path) -> None:
     (here / "global_config.yaml").unlink()
     (here / "global_config.yaml").symlink_to("/dev/full")
     result = said("quickstart", "--folder", str(here))
@@ -410,7 +410,7 @@ def test_a_second_ctrl_c_ends_a_step_of_a_walk_that_stops_for_long(tmp_path: Pat
 @pytest.mark.parametrize(
     ("number", "code", "waits_s"), [(signal.SIGTERM, 143, (PATIENCE_S,)), (signal.SIGINT, 130, (2, 20, PATIENCE_S))]
 )
-def test_a_step_of_a_walk_hears_of_what_the_walk_alone_was_told(
+def test_a_step_of_a_walk_gets_what_the_walk_alone_was_given(
     tmp_path: Path, number: int, code: int, waits_s: tuple[float, ...]
 ) -> None:
     with walking(tmp_path, stops_for_s=0.5) as process:
@@ -568,7 +568,7 @@ DRY = {
 
 
 @pytest.mark.parametrize("name", DRY)
-def test_a_dry_run_tells_and_does_nothing(root: Path, here: Path, name: str) -> None:
+def test_a_dry_run_shows_and_does_nothing(root: Path, here: Path, name: str) -> None:
     words = DRY[name].format(root=root).split()
     before = everything(here)
     shown = said(*words)
@@ -578,7 +578,7 @@ def test_a_dry_run_tells_and_does_nothing(root: Path, here: Path, name: str) -> 
     json.loads(as_json.stdout)
 
 
-def test_a_dry_run_of_a_walk_tells_its_commands(here: Path) -> None:
+def test_a_dry_run_of_a_walk_shows_its_commands(here: Path) -> None:
     plan = json.loads(said("quickstart", "--dry-run", "--json", "--seed", "7").stdout)
     assert plan["folder"] == "runs/quickstart"
     names = [line.split()[0] for line in plan["commands"]]

@@ -222,7 +222,7 @@ def test_a_locked_run_says_where_its_token_is_and_ng_status_finds_it_there(
     assert stranger.returncode == 1 and "NGYM_TOKEN" in stranger.stderr and "Traceback" not in stranger.stderr
 
 
-def test_ng_status_shows_the_run_and_its_exit_code_tells_whether_all_is_ready(
+def test_ng_status_shows_the_run_and_its_exit_code_shows_whether_all_is_ready(
     run: Callable[..., Running], folder: Path
 ) -> None:
     run()
@@ -405,7 +405,7 @@ def test_ng_serve_runs_one_service_alone(folder: Path) -> None:
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_a_new_project_runs_as_it_stands(run: Callable[..., Running], folder: Path) -> None:
+def test_a_new_project_runs_unchanged(run: Callable[..., Running], folder: Path) -> None:
     made = ended(folder, "init", "my_env")
     assert made.returncode == 0 and "ng_run" in made.stdout
     project = folder / "my_env"
@@ -421,7 +421,7 @@ def test_ng_init_never_overwrites(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["global_config.yaml", "gym_servers"]
 
 
-def test_a_misspelt_command_gets_the_nearest_name(folder: Path) -> None:
+def test_a_misspelled_command_gets_the_nearest_name(folder: Path) -> None:
     shown = ended(folder, "shell.main", "statsu")
     assert shown.returncode == 2 and "no command 'statsu' (did you mean 'status'?)" in shown.stderr
 

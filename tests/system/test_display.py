@@ -215,7 +215,7 @@ def test_a_board_fits_whatever_the_terminal(size: Size) -> None:
         assert lines[-2] == "and 26 more, all ready" and lines[-3].startswith("policy")
 
 
-def test_a_board_tells_state_place_traffic_and_trouble() -> None:
+def test_a_board_shows_state_place_traffic_and_trouble() -> None:
     board, wide, narrow = Board(), Size(100, 20), Size(39, 20)
     board.event(state("policy", "starting", detail="loading the weights"))
     board.event(state("math", restarts=2))
@@ -344,7 +344,7 @@ def test_a_training_shows_its_curve_and_keeps_what_others_print(tmp_path: Path) 
     assert "sampling" not in seen.text
 
 
-def test_a_json_in_a_file_is_json_whoever_prints_beside(root: Path, tmp_path: Path) -> None:
+def test_a_json_in_a_file_is_json_whatever_else_prints(root: Path, tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text(MAKING.format(script=root / "data" / "calculator" / "generate.py"))
     words = ("sft.yaml", "data.made_by=[make.py]", "data.path=made.jsonl", "output=run", "--json")
     command = [sys.executable, "-m", "ngym", "train", *words]

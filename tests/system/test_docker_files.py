@@ -182,7 +182,7 @@ def test_the_collector_reads_a_file_that_the_image_has(root: Path, compose: dict
     assert (root / source).is_file()
 
 
-def test_no_secret_stands_in_the_compose_file(compose: dict[str, Any]) -> None:
+def test_no_secret_is_in_the_compose_file(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         for name, value in service.get("environment", {}).items():
             if not re.search("TOKEN|KEY|SECRET|PASSWORD", name):

@@ -150,7 +150,7 @@ def changed(network: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [name if name == IN_THE_SUITE else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
 )
-def test_a_family_calls_tools_in_its_own_form_and_goes_on_from_its_own_ids_under_pushed_weights(
+def test_a_family_calls_tools_in_its_own_form_and_continues_from_its_own_ids_under_pushed_weights(
     name: str, tmp_path: Path, root: Path
 ) -> None:
     family = FAMILIES[name]
@@ -263,7 +263,7 @@ THINKS = BEGINS + "<|im_start|>assistant\n<think>\n"
         ("opt", "", None, None),
     ],
 )
-def test_the_parsers_of_a_family_are_told_by_its_type_and_template(
+def test_the_parsers_of_a_family_are_chosen_by_its_type_and_template(
     parsers_of: Callable[[str, str], tuple[str | None, str | None]],
     model_type: str,
     template: str,

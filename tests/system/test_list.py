@@ -99,7 +99,7 @@ def test_a_single_file_has_its_facts_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mistakes"), [("single_turn", 0), ("tools", 1), ("steps", 1)])
-async def test_a_kind_that_is_not_what_the_server_offers_is_told(tmp_path: Path, kind: str, mistakes: int) -> None:
+async def test_a_kind_that_is_not_what_the_server_offers_is_reported(tmp_path: Path, kind: str, mistakes: int) -> None:
     async def verify(task: VerifyRequest) -> float:
         return 1.0
 

@@ -189,7 +189,7 @@ def test_a_stop_token_ends_an_answer_within_a_bundle(policy: Server) -> None:
     assert stopped[1:] == (sampled[: place + 1], logprobs[: place + 1])
 
 
-def test_a_stop_string_ends_an_answer_where_it_stands(policy: Server) -> None:
+def test_a_stop_string_ends_an_answer_where_it_is(policy: Server) -> None:
     body = {"input": "hello world", "max_output_tokens": 50, "ignore_eos": True, "seed": 3}
     text = policy.answer(**body)["output"][-1]["content"][0]["text"]
     stop = next(letter for letter in text[8:] if letter.isascii() and letter.isalnum())
@@ -231,7 +231,7 @@ def test_a_client_may_ask_for_thinking_where_the_template_decides(thinker: Serve
         assert thinker.post("/v1/messages", **body, thinking=thinking).status_code == 200
 
 
-def test_beam_search_finds_an_answer_that_is_no_less_likely_and_nothing_to_train_on(policy: Server) -> None:
+def test_beam_search_finds_an_answer_that_is_not_less_likely_and_nothing_to_train_on(policy: Server) -> None:
     body = {"messages": [user("hello")], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": True}
     greedy = asked(policy, "/v1/chat/completions", body, stream=False)["choices"][0]
     wide = asked(policy, "/v1/chat/completions", body | {"beam_width": 4}, stream=False)["choices"]
@@ -370,7 +370,7 @@ def test_an_answer_without_any_text_carries_its_tokens_too(policy: Server, token
     assert tokens_of(response)[1] == [tokenizer.eos_token_id]
 
 
-def test_a_tool_loop_goes_on_from_the_very_ids_of_the_call(policy: Server, tokenizer: Any, reference: Any) -> None:
+def test_a_tool_loop_continues_from_the_very_ids_of_the_call(policy: Server, tokenizer: Any, reference: Any) -> None:
     task = {"tools": [ADD], "max_output_tokens": 200}
     forced = {"structured_outputs": {"choice": [CALL_TEXT]}}
     first = policy.answer(input=[user("what is 1 + 2?")], **task, **forced)
@@ -409,7 +409,7 @@ def test_an_answer_that_was_cut_off_is_closed_by_the_template(policy: Server, to
     assert tokenizer.decode(after) == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_edited_history_is_rendered_anew(policy: Server, tokenizer: Any) -> None:
+def test_an_edited_history_is_rendered_again(policy: Server, tokenizer: Any) -> None:
     first = policy.answer(input=[user("hello world")], structured_outputs={"choice": ["what is hello"]})
     second = policy.answer(input=[user("hello"), *first["output"], user("go on")], max_output_tokens=4)
     messages = [user("hello"), {"role": "assistant", "content": "what is hello"}, user("go on")]
@@ -417,7 +417,7 @@ def test_an_edited_history_is_rendered_anew(policy: Server, tokenizer: Any) -> N
     assert tokens_of(second)[0] == rendered
 
 
-def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_goes_on(servers: Servers) -> None:
+def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_continues(servers: Servers) -> None:
     answers = (  # of random weights: now and then one of them ends its reasoning by chance
         servers["thinker"].answer(input=[user("hello")], max_output_tokens=24, ignore_eos=True, seed=seed)
         for seed in range(20)
@@ -510,7 +510,7 @@ def test_a_nemo_gym_row_reaches_the_engine_through_its_metadata(policy: Server, 
         ("POST", "/rollouts/r1/v1/../sleep"),
     ],
 )
-def test_vllms_control_routes_are_reachable_by_nobody(policy: Server, method: str, path: str) -> None:
+def test_vllms_control_routes_are_reachable_by_no_one(policy: Server, method: str, path: str) -> None:
     reply = httpx.request(method, policy.url + path, json={"input": "hi", "max_output_tokens": 1}, timeout=PATIENCE_S)
     assert reply.status_code == 404
     assert reply.headers["content-type"] == "application/problem+json"
@@ -528,7 +528,7 @@ def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
     assert policy.post("/rollouts/r-1/v1/responses", input="hi", max_output_tokens=1).status_code == 200
 
 
-def test_without_a_token_nobody_can_push_weights_and_the_answer_says_how_to_set_one(policy: Server) -> None:
+def test_without_a_token_no_one_can_push_weights_and_the_answer_says_how_to_set_one(policy: Server) -> None:
     for method, path in (("POST", "/weights"), ("PUT", "/weights/files"), ("POST", "/weights/commit")):
         reply = httpx.request(
             method, policy.url + path, headers={"authorization": "Bearer None"}, json={}, timeout=PATIENCE_S
@@ -552,7 +552,7 @@ def test_a_bad_request_names_the_field(policy: Server) -> None:
     assert wrong.status_code == 400 and "temperature" in wrong.json()["error"]["message"]
 
 
-def test_it_answers_to_any_name_and_tells_its_own(policy: Server) -> None:
+def test_it_answers_to_any_name_and_shows_its_own(policy: Server) -> None:
     assert policy.answer(input="hi", model="gpt-5", max_output_tokens=1)["model"] == "policy"
 
 
@@ -684,7 +684,7 @@ def test_a_turn_that_its_limit_cut_off_is_not_whole_though_its_text_is_a_call(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", TALKS)
 @pytest.mark.parametrize("captured", [False, True])
-def test_in_every_api_a_call_goes_on_from_the_very_ids_of_the_one_before(
+def test_in_every_api_a_call_continues_from_the_very_ids_of_the_one_before(
     policy: Server, tokenizer: Any, reference: Any, api: str, stream: bool, captured: bool
 ) -> None:
     """captured: under /rollouts/{id}, by a client that knows nothing of token ids."""
@@ -729,7 +729,7 @@ def test_the_official_client_speaks_to_it(policy: Server) -> None:
     assert streamed.prompt_token_ids == response.output[-1].prompt_token_ids
 
 
-def test_a_caller_who_hangs_up_frees_its_place(thinker: Server) -> None:
+def test_a_caller_who_disconnects_frees_its_place(thinker: Server) -> None:
     before = metric(thinker, "generation_tokens_total")
     with endless(thinker):
         wait_until(lambda: metric(thinker, "num_requests_running") == 1)  # it reports every few tokens
@@ -738,7 +738,7 @@ def test_a_caller_who_hangs_up_frees_its_place(thinker: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/rollouts/gone/v1/chat/completions"])
-def test_a_caller_who_hangs_up_frees_its_place_without_a_stream_too(thinker: Server, path: str) -> None:
+def test_a_caller_who_disconnects_frees_its_place_without_a_stream_too(thinker: Server, path: str) -> None:
     length = {"max_output_tokens": ENDLESS} if path == "/v1/responses" else {"max_tokens": ENDLESS}
     said = {"input": "hi"} if path == "/v1/responses" else {"messages": [user("hi")]}
 
@@ -846,7 +846,7 @@ def test_an_error_without_a_logged_reason_stays_as_it_is(parts: Any) -> None:
         raise RuntimeError("failed")
 
 
-async def test_with_keys_nobody_asks_the_model_without_one(parts: Any) -> None:
+async def test_with_keys_no_one_asks_the_model_without_one(parts: Any) -> None:
     app = service_app("model", options=ServiceOptions)
     for path in ("/v1/models", "/rollouts/{rollout_id}/v1/models"):
         add_route(app, "GET", path, healthy)
@@ -878,7 +878,7 @@ with doorkeeper.LoadingServer([socket.socket(fileno=int(sys.argv[2]))], "policy"
 """
 
 
-def test_a_slow_caller_at_a_loading_service_holds_nobody_up_and_is_answered_too(root: Path) -> None:
+def test_a_slow_caller_at_a_loading_service_blocks_no_one_and_is_answered_too(root: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

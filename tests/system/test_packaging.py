@@ -322,13 +322,13 @@ def test_make_install_starts_again_after_it_was_killed_and_is_done_once(checkout
     assert stamp.stat().st_mtime_ns == written
 
 
-def test_make_names_the_problem_when_there_is_no_python(checkout: Path) -> None:
+def test_make_names_the_problem_when_there_is_not_a_python(checkout: Path) -> None:
     result = make(checkout, "install", PYTHON="python2")
     assert result.returncode != 0
     assert result.stderr.splitlines()[0].startswith("make: no Python 3.11 to 3.14 among: python2;")
 
 
-def test_pips_configuration_is_told_to_uv_unless_uv_has_its_own() -> None:
+def test_pips_configuration_is_passed_to_uv_unless_uv_has_its_own() -> None:
     settings = {"index-url": ["https://mirror/simple"], "find-links": ["/wheels", "/more"], "cert": ["/ca.pem"]}
     environment = package_indexes.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
     assert environment["UV_INDEX_URL"] == "https://mirror/simple"

@@ -79,7 +79,7 @@ def test_after_a_push_the_server_computes_with_copies_of_the_new_weights(
     assert len(folders) == 2 and not any(map(Path.exists, folders)), "the trainer's shared memory is freed"
 
 
-def test_a_generation_in_flight_goes_on_with_the_new_weights(server: Server, policy: Policy, pusher: Any) -> None:
+def test_a_generation_in_flight_continues_with_the_new_weights(server: Server, policy: Policy, pusher: Any) -> None:
     version = pusher.prepare() + 1
     with endless(server):
         assert pusher.push(version, policy.change(version), policy.proof()).difference < 1e-5

@@ -147,7 +147,7 @@ def test_after_a_push_of_an_adapter_the_engine_computes_with_it(server: Server, 
         assert logprobs == pytest.approx(policy.logprobs(prompt + sampled, len(prompt)), abs=1e-4)
 
 
-def test_a_generation_in_flight_goes_on_with_the_new_adapter(server: Server, policy: Policy, pusher: Any) -> None:
+def test_a_generation_in_flight_continues_with_the_new_adapter(server: Server, policy: Policy, pusher: Any) -> None:
     for tokens in (600, 2400, 9600):
         version = pusher.prepare() + 1
         policy.change(version)
@@ -169,7 +169,7 @@ def test_a_generation_in_flight_goes_on_with_the_new_adapter(server: Server, pol
     policy.change(version + 1)
 
 
-def test_what_is_no_adapter_of_this_model_is_refused_before_any_byte(
+def test_what_is_not_an_adapter_of_this_model_is_refused_before_any_byte(
     server: Server, policy: Policy, pusher: Any, checkpoint: Path
 ) -> None:
     version, tensors = pusher.prepare(), policy.adapter()
@@ -294,7 +294,7 @@ def gloo(server: Server, root: Path) -> Iterator[Any]:
     from ngym.trainer.weights import vllm_transfer
 
     gloo_transfer.register()
-    vllm_transfer.INTRODUCTIONS["gloo"] = lambda address, world: gloo_transfer.SenderInfo(
+    vllm_transfer.TRAINER_INIT_INFO["gloo"] = lambda address, world: gloo_transfer.SenderInfo(
         rank=0, master_address=address, master_port=int(free_port()), world_size=world
     )
     pusher = push.Pusher([server.url], TOKEN, transport="gloo", patience_s=PATIENCE_S)
@@ -329,7 +329,7 @@ def test_handles_of_gpu_memory_become_what_vllm_reads(root: Path, monkeypatch: p
     sent = shared_memory.SharedTensors(tensors=[told]).model_dump(mode="json")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     tensors = shared_memory.SharedTensors.model_validate(sent).tensors
-    read = IPCWeightTransferUpdateInfo(**receiver.as_vllm_reads(tensors, "GPU-1"))
+    read = IPCWeightTransferUpdateInfo(**receiver.to_vllm_request(tensors, "GPU-1"))
     assert (read.names, read.dtype_names, read.shapes) == (["x"], ["bfloat16"], [[2, 3]])
     [handle] = read.ipc_handles
     bound = inspect.signature(rebuild_cuda_tensor).bind(*handle["GPU-1"]).arguments

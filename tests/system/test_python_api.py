@@ -133,7 +133,7 @@ def test_rollouts_are_a_sequence_with_numbers(rollouts: ngym.Rollouts) -> None:
     idle = rollouts.filter(lambda row: row["level"] == "idle")
     assert (len(idle), idle.mean_reward, len(idle.groups())) == (2, 0.0, 1)
     groups = {group.task_index: group for group in rollouts.groups()}
-    assert sorted(groups) == [0, 1, 2, 3] and groups[3].rewards == [0.0, 0.0] and not groups[0].teaches
+    assert sorted(groups) == [0, 1, 2, 3] and groups[3].rewards == [0.0, 0.0] and not groups[0].has_learning_signal
     assert rollouts.pass_at(2) == 0.75
     with pytest.raises(
         ngym.UsageError, match=r"pass_at\(3\): no task has 3 scored rollouts; the most that one has is 2"
@@ -273,7 +273,7 @@ def test_a_package_that_is_missing_is_named() -> None:
         library("no_such_frames")
 
 
-def test_a_data_frame_is_an_input_and_its_missing_values_are_no_fields(services: RunningServices) -> None:
+def test_a_data_frame_is_an_input_and_its_missing_values_are_not_fields(services: RunningServices) -> None:
     pandas = library("pandas")
     rows = [{**TASKS[0], "note": None, "weight": 0.5}, TASKS[1]]
     for given in (pandas.DataFrame(rows), library("polars").DataFrame(rows, strict=False), iter(rows)):
@@ -303,7 +303,7 @@ def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder
         ngym.run(folder / "no.yaml", progress=False)
 
 
-def test_a_service_that_does_not_start_is_told_with_its_log(folder: Path) -> None:
+def test_a_service_that_does_not_start_is_reported_with_its_log(folder: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(ngym.NgymError, match=r"(?s)service 'broken' died.*RuntimeError: no such weights"):
         ngym.run(folder / "global_config.yaml", only=["broken"], progress=False)
@@ -322,7 +322,7 @@ def test_services_for_one_call_end_with_it(folder: Path, capfd: pytest.CaptureFi
     assert not path.parent.exists(), "what nobody has any more is removed"
 
 
-async def test_a_coroutines_loop_goes_on_meanwhile_and_a_blocking_call_works_in_it_too(
+async def test_a_coroutines_loop_continues_meanwhile_and_a_blocking_call_works_in_it_too(
     services: RunningServices,
 ) -> None:
     beats = 0
@@ -343,7 +343,7 @@ async def test_a_coroutines_loop_goes_on_meanwhile_and_a_blocking_call_works_in_
     assert verdict.reward == 0.0
 
 
-def test_an_interrupt_stops_the_call_and_tells_where_the_rest_is(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_stops_the_call_and_shows_where_the_rest_is(capfd: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C, or a kernel's interrupt: a SIGINT while one rollout is on its way."""
     stub, told = Background("a head"), list[str]()
 
@@ -389,7 +389,7 @@ async def test_a_cancelled_task_stops_its_call() -> None:
         await until(lambda: not [thread for thread in threading.enumerate() if thread.name == "ngym"])
 
 
-def test_services_that_nobody_has_any_more_end(folder: Path) -> None:
+def test_services_that_no_one_has_any_more_end(folder: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     held = ngym.run(folder / "global_config.yaml", only="longest", progress=False)
     started = set(psutil.Process().children(recursive=True)) - before

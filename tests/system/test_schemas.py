@@ -67,6 +67,6 @@ def test_a_mistake_is_found(schema: str, document: dict) -> None:
     assert not validator(schema).is_valid(document)
 
 
-def test_an_interpolation_may_stand_for_any_value() -> None:
+def test_an_interpolation_may_replace_any_value() -> None:
     stanza = {"kind": "model", "app": "models/vllm", "model": "${oc.env:MODEL}", "threads": "${policy.replicas}"}
     assert validator("global_config").is_valid({"policy": stanza})

@@ -99,7 +99,7 @@ def scrape(**labelled: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_rates_are_of_the_interval_and_probes_are_no_requests() -> None:
+def test_rates_are_of_the_interval_and_probes_are_not_requests() -> None:
     now = numbers(read(scrape(_200=100), 10.0), read(scrape(_200=120, _503=4), 12.0))
     assert (now.requests, now.requests_per_s, now.in_flight) == (124, 12.0, 2)
     assert now.statuses == {"200": 120, "503": 4}
@@ -119,17 +119,17 @@ def test_replicas_are_added_and_the_oldest_policy_version_is_shown() -> None:
     assert both.buckets[0.01] == 30
 
 
-def test_a_quantile_of_nothing_is_none_and_one_beyond_all_buckets_is_the_largest_bound() -> None:
+def test_a_quantile_of_nothing_is_undefined_and_one_beyond_all_buckets_is_the_largest_bound() -> None:
     assert quantile(0.5, {}) is None and quantile(0.5, {0.1: 0, float("inf"): 0}) is None
     assert quantile(0.5, {0.1: 0, 1.0: 0, float("inf"): 8}) == 1.0
 
 
-def test_what_is_no_metrics_page_is_refused() -> None:
+def test_what_is_not_a_metrics_page_is_refused() -> None:
     with pytest.raises(ValueError):
         read("<html>\n<p>hello{</p>", 0.0)
 
 
-def test_the_table_tells_work_models_and_failures() -> None:
+def test_the_table_shows_work_models_and_failures() -> None:
     measured = {"requests": 9, "requests_per_s": 4.5, "p50_s": 0.012, "p95_s": 2.5, "in_flight": 2, "errors_per_s": 0.5}
     counts = {"statuses": {"200": 8, "503": 1}, "errors": {"timeout": 1}}
     of_model = {"input_tokens_per_s": 100.0, "output_tokens_per_s": 20.0, "waiting": 7, "policy_version": 3}

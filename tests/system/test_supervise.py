@@ -26,7 +26,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.runtime.cpu_threads import usable_cores
 from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, health, http_get
-from ngym.supervise.service import STEADY_S, CrashCounter, ReplicaState, ServiceFailed, ServiceRefused
+from ngym.supervise.service import STABLE_S, CrashCounter, ReplicaState, ServiceFailed, ServiceRefused
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteGone, receive, send
 from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
@@ -157,7 +157,7 @@ async def test_services_start_together_and_their_urls_answer(project: Project) -
     assert project.statuses("one") == ["starting", "ready", "stopped"]
 
 
-async def test_the_head_tells_who_is_where(project: Project) -> None:
+async def test_the_head_shows_who_is_where(project: Project) -> None:
     project.write({"one": gym("yes"), "many": gym("yes", replicas=2)}, yes=YES)
     async with project.supervisor() as stack:
         servers = {
@@ -380,7 +380,7 @@ async def test_wrong_options_end_the_run_with_their_line_and_without_a_restart(p
     assert project.statuses("one") == ["starting", "failed"]
 
 
-async def test_a_port_in_use_is_told_with_the_remedy_and_nothing_is_started(project: Project) -> None:
+async def test_a_port_in_use_is_reported_with_the_remedy_and_nothing_is_started(project: Project) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         project.write({"one": gym("yes", port=port)}, yes=YES)
@@ -535,7 +535,7 @@ def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_w
         pauses.append(deaths.backoff_s)
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert deaths.too_many(5) is None, "it was ready each time"
-    deaths.count(STEADY_S)
+    deaths.count(STABLE_S)
     assert deaths.backoff_s == 0.2
     for _ in range(5):
         deaths.count(None)

@@ -63,7 +63,7 @@ async def test_an_environment_that_is_right_has_no_mistakes(tmp_path: Path) -> N
     assert await mistakes_of(right, environment(tmp_path)) == {}
 
 
-async def test_one_that_always_pays_is_told_by_gold_and_by_spoilt_answers(tmp_path: Path) -> None:
+async def test_one_that_always_pays_is_found_by_gold_and_by_damaged_answers(tmp_path: Path) -> None:
     async def generous(task: Task) -> float:
         return 1.0
 
@@ -72,7 +72,7 @@ async def test_one_that_always_pays_is_told_by_gold_and_by_spoilt_answers(tmp_pa
     assert found["worse"] == [f"right: {what} gets 1.0 too" for what in ("saying nothing", "noise", "half of it")]
 
 
-async def test_one_that_changes_its_mind_is_told(tmp_path: Path) -> None:
+async def test_one_that_changes_its_mind_is_reported(tmp_path: Path) -> None:
     asked = []
 
     async def moody(task: Task) -> float:
@@ -83,7 +83,7 @@ async def test_one_that_changes_its_mind_is_told(tmp_path: Path) -> None:
     assert found["again"][0].startswith("right: a second time it gets (0.")
 
 
-async def test_one_whose_sessions_share_something_is_told(tmp_path: Path) -> None:
+async def test_one_whose_sessions_share_something_is_reported(tmp_path: Path) -> None:
     inside = 0
 
     async def crowded(task: Task, session: Session) -> float:
@@ -98,7 +98,7 @@ async def test_one_whose_sessions_share_something_is_told(tmp_path: Path) -> Non
     assert set(await mistakes_of(crowded, environment(tmp_path))) == {"together"}
 
 
-async def test_a_tool_that_crashes_is_told_though_no_case_calls_it(tmp_path: Path) -> None:
+async def test_a_tool_that_crashes_is_reported_though_no_case_calls_it(tmp_path: Path) -> None:
     async def lookup(body: Key) -> str:
         """Look it up."""
         raise RuntimeError("the database is gone")
@@ -120,11 +120,11 @@ async def test_a_tool_that_crashes_is_told_though_no_case_calls_it(tmp_path: Pat
     assert second.startswith("listed: listed returned a value that is not JSON")
 
 
-async def test_one_that_is_slow_is_told(tmp_path: Path) -> None:
+async def test_one_that_is_slow_is_reported(tmp_path: Path) -> None:
     assert set(await mistakes_of(right, environment(tmp_path), within_s=0.0)) == {"time"}
 
 
-async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_told(tmp_path: Path) -> None:
+async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_reported(tmp_path: Path) -> None:
     row = {"responses_create_params": {"input": "Say stone."}, "word": "stone"}
     tools = {"input": "Say bread.", "tools": [{"type": "function", "name": "fly"}]}
     rows = {
@@ -142,13 +142,13 @@ async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_told(tmp_path: 
     ("line", "reason"),
     [("[1]", "not a JSON object but list"), ('{"case": "x"}', "task: Field required"), ("{", "not JSON")],
 )
-def test_a_gold_line_that_is_none_is_named(tmp_path: Path, line: str, reason: str) -> None:
+def test_a_gold_line_that_is_invalid_is_named(tmp_path: Path, line: str, reason: str) -> None:
     (tmp_path / "gold.jsonl").write_text(f"\n{line}\n")
     with pytest.raises(UsageError, match=rf"gold\.jsonl:2: {reason}"):
         Environment("words", tmp_path).cases()
 
 
-def test_a_gold_case_that_calls_what_is_no_tool_is_told(tmp_path: Path) -> None:
+def test_a_gold_case_that_calls_what_is_not_a_tool_is_reported(tmp_path: Path) -> None:
     for path, text in project("mine").items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -210,7 +210,7 @@ async def test_a_tool_that_never_answers_ends_the_checks(tmp_path: Path) -> None
     assert (check, looked_at) == ("gold", "1 of 2 cases") and "the other checks were not made" in mistake
 
 
-def test_ports_that_a_run_of_the_same_config_holds_are_no_obstacle(tmp_path: Path) -> None:
+def test_ports_that_a_run_of_the_same_config_holds_are_not_an_obstacle(tmp_path: Path) -> None:
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     head, service = (each.getsockname()[1] for each in taken)
     config = tmp_path / "global_config.yaml"

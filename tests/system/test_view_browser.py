@@ -205,7 +205,7 @@ def test_model_text_neither_runs_nor_hides_nor_fetches(page: Page, shown: Viewer
     assert said == JOINED  # what joins what is seen is not a hidden character
 
 
-def test_an_odd_item_is_shown_as_it_stands_and_hides_no_other(page: Page, shown: Viewer) -> None:
+def test_an_odd_item_is_shown_unchanged_and_hides_no_other(page: Page, shown: Viewer) -> None:
     for route, part in (("#/r/r3/group/2", ".group-column"), ("#/r/r3/row/2", ".rollout-main")):
         go(page, shown, route)
         playwright.expect(page.locator(part)).to_contain_text("Still here.")
@@ -216,7 +216,7 @@ def test_an_odd_item_is_shown_as_it_stands_and_hides_no_other(page: Page, shown:
     playwright.expect(page.locator(".rollout-side")).to_contain_text("toString")
 
 
-def test_a_server_that_is_away_is_told_and_what_it_owed_comes_when_it_is_back(browser: Any, shown: Viewer) -> None:
+def test_a_server_that_is_away_is_reported_and_what_it_owed_comes_when_it_is_back(browser: Any, shown: Viewer) -> None:
     with browser.new_context() as context:  # the browser itself logs failures to the console
         page = context.new_page()
         go(page, shown, "#/r/r1")
@@ -267,7 +267,9 @@ def test_an_address_says_filter_and_order_and_back_returns_to_it(page: Page, sho
     playwright.expect(first_row(page)).to_contain_text("What is 11 + 2?")
 
 
-def test_a_wrong_term_is_told_with_a_near_one_and_a_name_is_suggested(page: Page, browser: Any, shown: Viewer) -> None:
+def test_a_wrong_term_is_reported_with_a_near_one_and_a_name_is_suggested(
+    page: Page, browser: Any, shown: Viewer
+) -> None:
     go(page, shown, "#/r/r1")
     box = page.get_by_label("Filter", exact=True)
     box.press_sequentially("sta")

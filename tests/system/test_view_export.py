@@ -112,7 +112,7 @@ def test_a_report_of_two_runs_holds_what_the_task_on_which_they_differ_most_open
     assert "28" in data["full"]["r1"] and "28" in data["full"]["r2"]
 
 
-def test_a_row_whose_segments_are_no_json_stands_in_the_table_alone(tmp_path: Path) -> None:
+def test_a_row_whose_segments_are_not_json_is_in_the_table_alone(tmp_path: Path) -> None:
     damaged = [orjson.dumps(rollout(1)).replace(b"-0.25", value) for value in (b"NaN", b"-", b"1" * 5000)]
     write(tmp_path / "out.jsonl", [rollout(0), *damaged])
     report = tmp_path / "report.html"

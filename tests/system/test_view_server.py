@@ -327,13 +327,13 @@ def test_the_failures_of_a_run_are_where_the_collector_puts_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])
-def test_a_host_that_is_none_of_this_machine_s_is_told_as_one(folder: Path, tmp_path: Path, host: str) -> None:
+def test_a_host_that_is_not_of_this_machine_is_reported_as_one(folder: Path, tmp_path: Path, host: str) -> None:
     found = run("--no-open", "--host", host, folder / "before.jsonl", cache=tmp_path)
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)
     assert "name an address of this machine with --host" in found.stderr
 
 
-def test_a_port_that_is_taken_is_told_and_the_usual_one_has_neighbours(folder: Path, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_reported_and_the_usual_one_has_neighbours(folder: Path, tmp_path: Path) -> None:
     with reserved_port() as port, closing(socket.create_server(("127.0.0.1", port))):
         found = run("--no-open", "--port", str(port), folder / "before.jsonl", cache=tmp_path)
     assert found.returncode == 2
@@ -367,7 +367,7 @@ def test_what_cannot_be_shown_is_said_in_a_line(tmp_path: Path, name: str, conte
     assert said in found.stderr
 
 
-def test_a_misspelt_file_is_told_with_the_nearest_one(folder: Path, tmp_path: Path) -> None:
+def test_a_misspelled_file_is_reported_with_the_nearest_one(folder: Path, tmp_path: Path) -> None:
     found = run(folder / "befor.jsonl", cache=tmp_path)
     assert found.stderr.endswith(f"there is no such file or folder (did you mean '{folder / 'before.jsonl'}'?)\n")
 

@@ -48,7 +48,7 @@ def append(run: TrainingRun, more: bytes) -> None:
         file.write(more)
 
 
-def test_entries_come_as_columns_with_null_where_there_is_no_number(run: TrainingRun) -> None:
+def test_entries_come_as_columns_with_null_where_there_is_not_a_number(run: TrainingRun) -> None:
     append(run, line(4, reward__mean=None) + line(4, eval__a__greedy=0.5))
     found = training.metrics(run)
     assert found["columns"]["step"] == [1, 2, 3, 4, 4] and found["entries"] == 5
@@ -73,7 +73,7 @@ def test_a_torn_last_line_is_not_sent_until_it_is_whole(run: TrainingRun) -> Non
     assert training.metrics(run, first["next"])["columns"]["step"] == [4]
 
 
-def test_a_file_that_was_cut_begins_anew(run: TrainingRun) -> None:
+def test_a_file_that_was_cut_begins_again(run: TrainingRun) -> None:
     before = training.metrics(run)
     os.truncate(run.metrics, len(lines(1)))
     append(run, lines(5, gain=0.07)[:400].rpartition(b"\n")[0] + b"\n")
@@ -98,12 +98,12 @@ def test_a_damaged_line_is_passed_over(run: TrainingRun) -> None:
 
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "1.5-00", ""])
-def test_a_cursor_that_is_none_is_refused(run: TrainingRun, cursor: str) -> None:
+def test_a_cursor_that_is_invalid_is_refused(run: TrainingRun, cursor: str) -> None:
     with pytest.raises(UsageError, match="no place in a file of metrics"):
         training.metrics(run, cursor)
 
 
-def test_the_summary_tells_the_last_values_and_whether_more_is_to_be_expected(run: TrainingRun) -> None:
+def test_the_summary_shows_the_last_values_and_whether_more_is_to_be_expected(run: TrainingRun) -> None:
     append(run, line(3, eval__a__greedy=0.5))
     found = training.summary(run)
     assert (found["name"], found["kind"], found["steps"], found["growing"]) == ("grpo", "training", 3, True)
@@ -233,7 +233,7 @@ def hover(page: Any, metric: str, share: float) -> list[list[str]]:
     return [text.split() for text in page.locator(".training-tip-line").all_inner_texts()]
 
 
-def test_runs_are_drawn_over_each_other_and_told_apart(dashboard: Callable[[str], Any]) -> None:
+def test_runs_are_drawn_over_each_other_and_distinguished(dashboard: Callable[[str], Any]) -> None:
     page = dashboard("")
     assert page.locator(".training-run").count() == 2
     chart(page, "reward/mean").locator("canvas[width]").wait_for()
@@ -259,7 +259,7 @@ def test_a_chart_spans_the_steps_at_which_its_metric_has_values(dashboard: Calla
     assert page.locator(".training-tip > div").first.inner_text().startswith("step 5 ")
 
 
-def test_ticks_can_be_told_apart(dashboard: Callable[[str], Any]) -> None:
+def test_ticks_can_be_distinguished(dashboard: Callable[[str], Any]) -> None:
     page = dashboard("")
     ticks = {
         (0.0, 0.5, 1.0): ["0", "0.5", "1.0"],
@@ -284,7 +284,7 @@ def test_evaluations_come_first_and_phases_are_stacked(dashboard: Callable[[str]
     assert page.locator(".training-legend").first.inner_text().split("\n") == ["generation", "train"]
 
 
-def test_what_is_chosen_stands_in_the_address(dashboard: Callable[[str], Any]) -> None:
+def test_what_is_chosen_is_in_the_address(dashboard: Callable[[str], Any]) -> None:
     page = dashboard("")
     page.get_by_text("by time").click()
     page.get_by_text("log", exact=True).click()

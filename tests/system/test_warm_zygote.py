@@ -173,7 +173,7 @@ async def test_no_warm_ends_it_and_needs_no_config(tmp_path: Path, monkeypatch: 
     assert again.exit_code == 0 and again.output == "no process is kept\n"
 
 
-async def test_services_go_on_when_it_ends_and_end_with_their_command(tmp_path: Path) -> None:
+async def test_services_continue_when_it_ends_and_end_with_their_command(tmp_path: Path) -> None:
     async with command(config(tmp_path), warm=True) as stack:
         kept = [psutil.Process(each.pid) for each in warm_zygote.running()]
         warm_zygote.end()

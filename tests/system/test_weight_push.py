@@ -187,7 +187,7 @@ def test_after_a_push_the_engine_computes_with_the_new_weights(
     assert list(shared.iterdir()) == []
 
 
-def test_a_generation_in_flight_goes_on_with_the_new_weights_and_says_where(
+def test_a_generation_in_flight_continues_with_the_new_weights_and_says_where(
     server: Server, policy: Policy, pusher: Any
 ) -> None:
     for tokens in (600, 2400, 9600):
@@ -217,7 +217,9 @@ def test_in_mode_wait_generations_end_before_the_push(server: Server, policy: Po
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_in_mode_abort_generations_end_at_once_and_are_no_answers(server: Server, policy: Policy, stream: bool) -> None:
+def test_in_mode_abort_generations_end_at_once_and_are_not_answers(
+    server: Server, policy: Policy, stream: bool
+) -> None:
     pusher = push.Pusher([server.url], TOKEN, mode="abort")
     version = pusher.prepare()
     with generating(server, ENDLESS, stream=stream) as answer:
@@ -269,7 +271,7 @@ def test_the_proof_catches_a_trainer_that_has_other_weights(server: Server, poli
         pusher.push(pusher.prepare() + 1, weights, policy.proof())
 
 
-def test_a_server_sleeps_takes_weights_half_awake_and_goes_on_with_them(
+def test_a_server_sleeps_takes_weights_half_awake_and_continues_with_them(
     server: Server, policy: Policy, pusher: Any
 ) -> None:
     version = pusher.prepare() + 1
@@ -459,7 +461,7 @@ def test_the_same_tensor_twice_ends_the_push(session: Session) -> None:
     assert "was already sent" in session.send(save(session.weights)).json()["detail"]
 
 
-def test_what_is_no_checkpoint_of_this_model_is_refused_before_any_byte(session: Session) -> None:
+def test_what_is_not_a_checkpoint_of_this_model_is_refused_before_any_byte(session: Session) -> None:
     weights = dict(session.weights)
     session.weights = {**weights, HEAD: weights["model.embed_tokens.weight"]}
     assert "lm_head.weight is not a tensor of this model" in session.begin().json()["detail"]
@@ -479,7 +481,7 @@ def test_a_stale_version_is_refused(session: Session) -> None:
         assert reply is None or (reply.status_code == 409 and "stale" in reply.json()["detail"])
 
 
-def test_the_second_of_two_pushers_is_told_to_wait(session: Session) -> None:
+def test_the_second_of_two_pushers_has_to_wait(session: Session) -> None:
     session.begin()
     first = session.id
     reply = session.begin()

@@ -264,7 +264,7 @@ def test_attention_sinks_are_refused_where_ranks_share_the_tokens() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_attention_in_16_bits_on_a_cpu_is_that_of_float32_rounded_once(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    shapes = [(2, heads, attention.SHORT // 8, 16) for heads in (4, 2, 2)]
+    shapes = [(2, heads, attention.SHORT_TOKENS // 8, 16) for heads in (4, 2, 2)]
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
     gradient = torch.randn(shapes[0], dtype=dtype)

@@ -163,7 +163,7 @@ def test_the_interval_knows_that_the_attempts_at_a_task_are_alike(tmp_path: Path
     assert "eval/sums/greedy" not in four
 
 
-def test_attempts_without_a_reward_are_counted_and_are_no_zeros(tmp_path: Path) -> None:
+def test_attempts_without_a_reward_are_counted_and_are_not_zeros(tmp_path: Path) -> None:
     tasks = write(tmp_path / "held_out.jsonl", ["9", "9", "breaks", "no judge"])
     (first, *_), lines = measured(tmp_path, Solver(), tasks=tasks, attempts=2, greedy=False)
     assert first["eval/sums/avg@2"] == first["eval/sums/pass@2"] == 1

@@ -196,7 +196,7 @@ def test_a_gradient_that_is_finite_at_no_scale_is_skipped_as_elsewhere_and_leave
 
 
 @pytest.mark.parametrize(("stage", "then"), [(1, 1), (2, 2), (3, 3), (1, 3), (3, 2)])
-def test_a_resumed_run_goes_on_with_its_loss_scale(
+def test_a_resumed_run_continues_with_its_loss_scale(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, stage: int, then: int
 ) -> None:
     first = scaled(learner(tokenizer, stage), 2.0**30)

@@ -97,7 +97,7 @@ def test_the_zero_stages_learn_the_same_and_merged_it_says_the_same(base: Path, 
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_with_the_adapter_off_it_is_the_policy_of_the_beginning_and_goes_on_learning(base: Path, stage: int) -> None:
+def test_with_the_adapter_off_it_is_the_policy_of_the_beginning_and_continues_learning(base: Path, stage: int) -> None:
     data, trained = packed(), adapter(base, stage)
     first = said(trained.logprobs, data)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_a_mixture_of_experts_is_saved_and_pushed_under_the_names_of_its_checkpo
     assert difference(said(learner(tmp_path / "policy").logprobs, data), said(trained.logprobs, data)) < 1e-5
 
 
-def test_a_target_that_is_no_linear_layer_is_refused_with_those_that_are(base: Path) -> None:
+def test_a_target_that_is_not_a_linear_layer_is_refused_with_those_that_are(base: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"model\.lora\.targets: .*'q_porj'.*did you mean 'q_proj'.*it has q_proj, k_proj"
     ):

@@ -77,7 +77,7 @@ def test_every_held_out_rollout_is_kept_with_its_step(finished: tuple[Path, str,
         assert sum(rewards) / len(rewards) == pytest.approx(row["eval/agent/greedy"])
 
 
-def test_a_step_tells_what_it_saw(finished: tuple[Path, str, Stub]) -> None:
+def test_a_step_shows_what_it_saw(finished: tuple[Path, str, Stub]) -> None:
     steps = of_steps(finished[0])
     for row in steps:
         assert row["lag"] == 0 and row["completions/mean_length"] == 6 and row["num_turns"] == 1
@@ -263,7 +263,9 @@ def test_several_environments_in_their_shares_with_a_curriculum(policy: Path, tm
     assert "starting policy, agent, other" in said and "held-out after 2 steps: held_out avg@2 " in said
 
 
-def test_a_run_whose_groups_teach_nothing_says_so_at_once_and_at_the_end(policy: Path, tmp_path: Path) -> None:
+def test_a_run_whose_groups_have_no_learning_signal_says_so_at_once_and_at_the_end(
+    policy: Path, tmp_path: Path
+) -> None:
     with serving(Stub(policy, equal_share=8)) as stub:  # of eight: every reward is 0.5
         words = [*arguments(tmp_path, policy, stub, 3), "evaluation=null"]
         said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
@@ -275,7 +277,7 @@ def test_a_run_whose_groups_teach_nothing_says_so_at_once_and_at_the_end(policy:
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists() and "Traceback" not in said
 
 
-def test_one_attempt_at_a_task_teaches_where_no_group_is_compared(policy: Path, tmp_path: Path) -> None:
+def test_one_attempt_at_a_task_has_a_learning_signal_where_no_group_is_compared(policy: Path, tmp_path: Path) -> None:
     """REINFORCE++ and the like."""
     with serving(Stub(policy)) as stub:
         words = arguments(tmp_path, policy, stub, 3)

@@ -103,7 +103,7 @@ def same(one: Taken, other: Taken, bound: float = 1e-5) -> None:
         assert (one.weights[name] - other.weights[name]).abs().max() < bound, name
 
 
-def test_a_stored_state_goes_on_with_the_same_steps(alone: list[Taken], together: list[Taken]) -> None:
+def test_a_stored_state_continues_with_the_same_steps(alone: list[Taken], together: list[Taken]) -> None:
     for each in [*alone, *together]:
         assert len(each.steps) == 5
         for got, expected in zip(each.steps[3:], each.steps[1:3], strict=True):

@@ -268,7 +268,7 @@ def test_explained_variance_by_hand() -> None:
     assert gae.explained_variance(returns, torch.ones(4)) == 0
 
 
-def test_a_new_critic_says_0_and_is_no_part_of_the_policy_that_is_saved(
+def test_a_new_critic_says_0_and_is_not_a_part_of_the_policy_that_is_saved(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     policy = critic.load_policy(OPTIONS, tokenizer, 0).eval()

@@ -75,7 +75,7 @@ def losses(learner: Any, first: int, last: int) -> list[float]:
         (2, "fp16", "adamw"),
     ],
 )
-def test_what_was_saved_goes_on_exactly_also_under_another_zero_stage(
+def test_what_was_saved_continues_exactly_also_under_another_zero_stage(
     root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str, name: str
 ) -> None:
     first = learner(root, stage, precision, name)
@@ -236,7 +236,7 @@ def sft_words(root: Path) -> list[str]:
     return ["sft.yaml", "output=run", script, "batch_size=16", "checkpoint.every=4", *shape]
 
 
-def test_a_killed_run_on_a_file_goes_on_with_the_same_losses(root: Path, tmp_path: Path) -> None:
+def test_a_killed_run_on_a_file_continues_with_the_same_losses(root: Path, tmp_path: Path) -> None:
     words = sft_words(root)
     (tmp_path / "whole").mkdir()
     finished(train(tmp_path / "whole", words))
@@ -260,7 +260,7 @@ def reached(kept: Path, step: int) -> Callable[[], bool]:
     return lambda: any(path.name >= f"step-{step:06}" for path in kept.glob("step-*"))
 
 
-def test_a_run_that_a_scheduler_warns_saves_at_once_and_goes_on(root: Path, tmp_path: Path) -> None:
+def test_a_run_that_a_scheduler_warns_saves_at_once_and_continues(root: Path, tmp_path: Path) -> None:
     words = [*sft_words(root), "checkpoint.every=1000"]
     process = train(tmp_path, words)
     steps = count_of_steps(tmp_path)
@@ -275,7 +275,7 @@ def test_a_run_that_a_scheduler_warns_saves_at_once_and_goes_on(root: Path, tmp_
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 26))
 
 
-def test_a_run_that_cannot_go_on_says_why(root: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_continue_says_why(root: Path, tmp_path: Path) -> None:
     words = [*sft_words(root), "max_steps=2"]
     process = train(tmp_path, [*words, "--resume"])
     said, _ = process.communicate(timeout=600)
@@ -320,7 +320,7 @@ def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Pa
     finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
 
 
-def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_path: Path) -> None:
+def test_a_killed_live_run_continues_and_collects_nothing_twice(policy: Path, tmp_path: Path) -> None:
     settings = ["evaluation=null", "checkpoint.every=3"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
@@ -344,7 +344,7 @@ def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_
     assert {task for task, _ in trained} == set(range(8 * 8))
 
 
-def test_a_killed_run_with_a_lag_goes_on_with_rollouts_of_earlier_weights(policy: Path, tmp_path: Path) -> None:
+def test_a_killed_run_with_a_lag_continues_with_rollouts_of_earlier_weights(policy: Path, tmp_path: Path) -> None:
     settings = ["evaluation=null", "checkpoint.every=2", "rollouts.max_lag=3", "rollouts.curriculum.decay=0.5"]
     with serving(Stub(policy)) as stub:
         words = [*arguments(tmp_path, policy, stub, 6), *settings]
@@ -370,7 +370,7 @@ def count_of_steps(folder: Path) -> Callable[[], int]:
     return lambda: path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_run_of_two_ranks_goes_on_with_one(root: Path, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_continues_with_one(root: Path, tmp_path: Path) -> None:
     constant = "schedule={name: constant, warmup_steps: 0}"  # two runs of other lengths have the same rates
     words = [*sft_words(root), "engine.zero_stage=2", "optimizer.name=adamw", constant]
     (tmp_path / "whole").mkdir()
@@ -391,7 +391,9 @@ def test_a_run_of_two_ranks_goes_on_with_one(root: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_collection_goes_on_while_the_trainer_trains_but_never_too_far(policy: Path, tmp_path: Path, lag: int) -> None:
+def test_collection_continues_while_the_trainer_trains_but_never_too_far(
+    policy: Path, tmp_path: Path, lag: int
+) -> None:
     with serving(Stub(policy, slow_commit_s=0.3)) as stub:
         words = [*arguments(tmp_path, policy, stub, 8), "evaluation=null", f"rollouts.max_lag={lag}"]
         finished(train(tmp_path, words))
@@ -404,7 +406,7 @@ def test_collection_goes_on_while_the_trainer_trains_but_never_too_far(policy: P
     assert "is_weight/mean" in steps[-1] or "token_mult_prob_error" in steps[-1]
 
 
-def test_groups_that_teach_nothing_are_replaced_up_to_a_bound(policy: Path, tmp_path: Path) -> None:
+def test_groups_that_have_no_learning_signal_are_replaced_up_to_a_bound(policy: Path, tmp_path: Path) -> None:
     with serving(Stub(policy, equal_share=5)) as stub:  # of eight
         words = [*arguments(tmp_path, policy, stub, 3), "evaluation=null", "rollouts.dynamic_sampling=4"]
         finished(train(tmp_path, words))

@@ -33,7 +33,7 @@ def named(*sweeps: str) -> list[tuple[str, dict[str, str]]]:
     return [(run.name, run.values) for run in grid.combinations(grid.axes(sweeps))]
 
 
-def test_a_sweep_is_every_combination_and_each_has_a_name_that_tells() -> None:
+def test_a_sweep_is_every_combination_and_each_has_a_name_that_shows_it() -> None:
     assert named("optimizer.lr=1e-6,3e-6", "seed=0,1") == [
         (f"lr={lr},seed={seed}", {"optimizer.lr": lr, "seed": seed}) for lr in ("1e-6", "3e-6") for seed in ("0", "1")
     ]
@@ -74,7 +74,7 @@ def test_a_sweep_that_cannot_be_read_is_one_line(sweeps: list[str], message: str
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_every_run_is_checked_before_one_starts_and_a_mistake_is_told_once(here: Path) -> None:
+def test_every_run_is_checked_before_one_starts_and_a_mistake_is_reported_once(here: Path) -> None:
     sweeps = ["--sweep", "engine.precision=fp32,bf16", "--sweep", "seed=0,1"]
     result = CliRunner().invoke(main, ["sft.yaml", "optimizer.lrr=1", "output=swept", *sweeps])
     assert result.exit_code == 2
@@ -169,7 +169,7 @@ def test_a_run_that_breaks_is_a_row_and_what_is_finished_is_not_run_again(root: 
     assert [json.loads(line)["step"] for line in lines] == [1, 2] and json.loads(lines[0]) == json.loads(before)
 
 
-def test_ctrl_c_ends_the_sweep_with_its_run_and_tells_what_was_done(root: Path, here: Path) -> None:
+def test_ctrl_c_ends_the_sweep_with_its_run_and_shows_what_was_done(root: Path, here: Path) -> None:
     (here / "slow.py").write_text("import time\nprint('making', flush=True)\ntime.sleep(3600)\n")
     words = [sys.executable, "-m", "ngym", "train", "sft.yaml", *SHAPE, "data.path=none.jsonl", "output=swept"]
     sweep = subprocess.Popen(

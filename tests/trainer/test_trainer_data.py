@@ -308,7 +308,7 @@ def test_the_estimate_of_a_plan_is_never_below_what_is_computed() -> None:
         (["sft.yaml", "schedule.name=${oc.env:HOME}"], "'linear' or 'cosine'; got ${oc.env:HOME}"),
     ],
 )
-def test_a_mistake_in_a_recipe_is_one_line_that_says_where_and_how_to_mend_it(
+def test_a_mistake_in_a_recipe_is_one_line_that_says_where_and_how_to_fix_it(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

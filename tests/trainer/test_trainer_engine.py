@@ -298,7 +298,7 @@ def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (1, "fp16"), (3, "fp16")]
 )
-def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
+def test_a_gradient_that_is_not_a_number_changes_nothing_and_its_batch_is_kept(
     tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path, stage: int, precision: str
 ) -> None:
     class Sometimes(sft.Sft):
@@ -331,7 +331,7 @@ def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
     ]
 
 
-def test_several_steps_in_a_row_that_are_none_end_the_run_and_say_where_to_look(
+def test_several_skipped_steps_in_a_row_end_the_run_and_say_where_to_look(
     tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path
 ) -> None:
     broken, reports = learner(tokenizer), []

@@ -192,7 +192,7 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
         refused(tmp_path)
 
 
-def test_a_folder_that_only_looks_like_a_checkpoint_is_no_beginning_at_step_0(saved: Path, tmp_path: Path) -> None:
+def test_a_folder_that_only_looks_like_a_checkpoint_is_not_a_beginning_at_step_0(saved: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     newest = run / "checkpoints" / "step-000004"
@@ -352,7 +352,7 @@ EVERY_WAY = ("0", "1", "2", "3", "1-fp16", "2-fp16", "3-fp16")
 
 
 @pytest.mark.parametrize("ways", [("0", "2", "2-fp16"), pytest.param(EVERY_WAY, marks=pytest.mark.soak)])
-def test_a_number_that_is_none_on_one_rank_changes_no_weight_on_any_and_a_killed_rank_is_named(
+def test_a_number_that_is_not_finite_on_one_rank_changes_no_weight_on_any_and_a_killed_rank_is_named(
     root: Path, tmp_path: Path, ways: tuple[str, ...]
 ) -> None:
     data = tmp_path / "demonstrations.jsonl"
@@ -489,7 +489,7 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
         (b"\xff\xfe", "not JSON"),
     ],
 )
-def test_a_row_that_is_no_rollout_is_named_and_nothing_is_made_up_for_it(
+def test_a_row_that_is_not_a_rollout_is_named_and_nothing_is_made_up_for_it(
     tmp_path: Path, line: bytes, message: str
 ) -> None:
     path = tmp_path / "rollouts.jsonl"
@@ -499,7 +499,7 @@ def test_a_row_that_is_no_rollout_is_named_and_nothing_is_made_up_for_it(
     assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
 
 
-def test_a_rollout_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_rollout_that_appears_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     segment = {"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1.0], "policy_version": [[1, 2, 0]]}
     row = orjson.dumps({"reward": 1, "ng": {"rollout_id": "r1", "segments": [segment]}}) + b"\n"

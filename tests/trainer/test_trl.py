@@ -134,7 +134,7 @@ def test_an_episode_can_be_used_again() -> None:
         assert gym.verify([said("done")], [episode]) == [1.0]
 
 
-def test_wrong_arguments_are_told_to_the_model_and_cost_no_reward() -> None:
+def test_wrong_arguments_are_shown_to_the_model_and_cost_no_reward() -> None:
     with served(counter()) as gym:
         episode = begun(gym)
         assert "amount" in episode.add(amount="many") and episode.add(quantity=1).startswith("Error: ")
@@ -142,7 +142,7 @@ def test_wrong_arguments_are_told_to_the_model_and_cost_no_reward() -> None:
         assert gym.verify([said("done")], [episode]) == [1.0]
 
 
-def test_an_environment_that_breaks_is_no_reward_of_0() -> None:
+def test_an_environment_that_breaks_is_not_a_reward_of_0() -> None:
     with served(counter()) as gym:
         broken, right = begun(gym), begun(gym)
         right.add(amount=5)
@@ -154,7 +154,7 @@ def test_an_environment_that_breaks_is_no_reward_of_0() -> None:
         assert gym.verify([said("done")] * 3, [broken, right, lost]) == [None, 1.0, None]
 
 
-def test_with_tool_errors_show_a_crash_is_told_to_the_model_and_scored() -> None:
+def test_with_tool_errors_show_a_crash_is_shown_to_the_model_and_scored() -> None:
     with served(counter(), "show") as gym:
         episode = begun(gym)
         assert episode.lose(amount=1).startswith("Error: lose failed: RuntimeError: the database is gone")
@@ -171,7 +171,7 @@ def test_a_batch_in_which_every_episode_broke_ends_the_training_with_the_reason(
         gym.verify([said("done")] * 2, [episode, lost])
 
 
-def test_a_row_that_is_no_task_ends_the_training_before_a_model_speaks(tmp_path: Path) -> None:
+def test_a_row_that_is_not_a_task_ends_the_training_before_a_model_speaks(tmp_path: Path) -> None:
     with served(counter()) as gym:
         with pytest.raises(ServiceError, match="target"):
             begun(gym, target="five")
@@ -251,7 +251,7 @@ def test_transformers_reads_the_tools_of_every_shipped_server_as_they_are() -> N
     assert attendees["items"] == {"type": "string"} and "maxItems: 50" in attendees["description"]
 
 
-def test_what_type_hints_cannot_say_stands_in_the_description() -> None:
+def test_what_type_hints_cannot_say_is_in_the_description() -> None:
     tool = gym_server(tools=[order], verify=verify).state.tools[0]
 
     def read() -> None: ...
@@ -267,7 +267,7 @@ def test_what_type_hints_cannot_say_stands_in_the_description() -> None:
 
 
 @pytest.mark.parametrize("name", ["from", "e-mail"])
-def test_a_parameter_that_python_cannot_name_is_told(name: str) -> None:
+def test_a_parameter_that_python_cannot_name_is_reported(name: str) -> None:
     with pytest.raises(UsageError, match=f"tool send: its parameter '{name}'"):
         parameters_of({"name": "send", "parameters": {"properties": {name: {"type": "string"}}}})
 

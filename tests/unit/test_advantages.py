@@ -118,7 +118,7 @@ def test_advantages_know_no_scale(scale: float) -> None:
 
 
 def test_kl_can_be_taken_from_the_reward_before_the_baseline() -> None:
-    rewards = advantages.less_kl([1.0, 0.0, None], [2.0, 1.0, 5.0], 0.1)
+    rewards = advantages.subtract_kl([1.0, 0.0, None], [2.0, 1.0, 5.0], 0.1)
     assert rewards == [pytest.approx(0.8), pytest.approx(-0.1), None]
 
 

@@ -11,9 +11,9 @@ from ngym.grading.answers import (
     boxed,
     formula,
     last_text,
-    lettered,
     move,
     number,
+    option_letter,
     response_problem,
     same_number,
     without_reasoning,
@@ -252,7 +252,7 @@ def test_a_formula_is_the_box_or_the_phrase_or_the_last_formula_or_the_last_numb
     ],
 )
 def test_a_letter_is_named_once_or_not_at_all(text, letter):
-    assert lettered(text, OPTIONS) == letter
+    assert option_letter(text, OPTIONS) == letter
 
 
 def test_the_text_of_a_response_is_that_of_its_last_assistant_message():
@@ -266,7 +266,7 @@ def test_the_text_of_a_response_is_that_of_its_last_assistant_message():
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("find", [number, formula, lambda text: lettered(text, OPTIONS)])
+@pytest.mark.parametrize("find", [number, formula, lambda text: option_letter(text, OPTIONS)])
 def test_no_text_keeps_an_extraction_busy(name, find):
     started = process_time()
     find(HOSTILE[name])

@@ -71,7 +71,7 @@ def test_without_tools_a_call_is_text():
 
 
 @given(st.text(), st.integers(0, 5))
-def test_text_is_told_in_whole_characters_and_completely(text: str, step: int):
+def test_text_is_sent_in_whole_characters_and_completely(text: str, step: int):
     ids = TOKENS.encode(text, add_special_tokens=False)
     detokenizer = Detokenizer(TOKENS)
     parts = [detokenizer.take(ids[at : at + step + 1]) for at in range(0, len(ids), step + 1)]
@@ -81,7 +81,7 @@ def test_text_is_told_in_whole_characters_and_completely(text: str, step: int):
 
 
 @given(st.text("abc"), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3), st.integers(1, 3))
-def test_nothing_is_told_from_the_first_stop_string_on(text: str, stops: list[str], step: int):
+def test_nothing_is_sent_from_the_first_stop_string_on(text: str, stops: list[str], step: int):
     one = Stops(tuple(stops))
     told = "".join(one.take(text[at : at + step]) for at in range(0, len(text), step)) + one.end()
     places = [text.find(stop) for stop in stops if stop in text]
@@ -96,7 +96,7 @@ def prompt(messages: list[dict[str, Any]], **more: Any) -> list[int]:
     return Template(TOKENS, turn_ends(TOKENS, 2)).prompt({"messages": messages} | more, seen)
 
 
-def test_a_prompt_goes_on_from_the_ids_that_were_seen_though_the_template_would_write_them_anew():
+def test_a_prompt_continues_from_the_ids_that_were_seen_though_the_template_would_write_them_again():
     user = {"role": "user", "content": "hi"}
     first = prompt([user])
     sampled = TOKENS.encode(f"<think>hm</think>\n{CALL}<|im_end|>", add_special_tokens=False)

@@ -19,7 +19,7 @@ from ngym.cli.shell.main import main as ng
 from ngym.config.service_config import Settings
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "torch"}
-MOST_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
+MAX_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
 
 
 def completed(*words: str) -> list[str]:
@@ -136,7 +136,7 @@ print(len(sys.modules), len(result.stdout.split()), *sorted(sys.modules.keys() &
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules, count, *loaded = shown.stdout.split()
-    assert int(modules) < MOST_MODULES and int(count) >= 1 and loaded == heavy
+    assert int(modules) < MAX_MODULES and int(count) >= 1 and loaded == heavy
 
 
 @pytest.mark.parametrize(("shell", "what"), [("bash", "compopt -o nospace"), ("zsh", "compadd -U -S ''")])

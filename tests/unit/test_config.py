@@ -34,7 +34,7 @@ def config_at(project: Path, text: str, *overrides: str):
     return load_config([file], overrides)
 
 
-def test_a_stanza_keeps_what_the_house_knows_apart_from_the_services_own_options(project: Path):
+def test_a_stanza_keeps_what_ngym_knows_apart_from_the_services_own_options(project: Path):
     stanza = config_at(project, f"env:\n  {GYM}\n  replicas: 2\n  level: hard\n").services["env"]
     assert (stanza.kind, stanza.replicas, stanza.options) == ("gym_server", 2, {"level": "hard"})
     assert stanza.key_where["level"].endswith("global_config.yaml:5")
@@ -110,7 +110,7 @@ def test_a_mistake_is_one_line_with_its_place(project: Path, text: str, wanted: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_bad_override_are_told(project: Path):
+def test_a_missing_file_and_a_bad_override_are_reported(project: Path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
         load_config([Path("nowhere.yaml")])
     with pytest.raises(ConfigError, match="'level' is not of the form key=value"):
@@ -223,7 +223,7 @@ def test_an_address_that_no_service_has_is_refused_and_a_password_in_it_is_not_s
     assert "secret" not in str(refused.value)
 
 
-def test_a_token_of_somebody_else_is_named_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_others_is_named_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "global_config.yaml"
     file.write_text("judge:\n  kind: model\n  url: http://host:1\n  token_env: JUDGE_TOKEN\n")
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)

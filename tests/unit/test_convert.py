@@ -203,7 +203,7 @@ def test_parts_of_a_tools_output_stay_apart() -> None:
     assert message["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-def test_summaries_stand_in_for_reasoning_and_encrypted_reasoning_says_nothing() -> None:
+def test_summaries_replace_reasoning_and_encrypted_reasoning_says_nothing() -> None:
     summary = [{"type": "summary_text", "text": "in short"}]
     assert (
         messages_from_items([{"type": "reasoning", "summary": summary}, said("a")])[0]["reasoning_content"]
@@ -366,7 +366,7 @@ def test_a_row_may_ask_the_engine_in_its_metadata_but_never_over_its_own_fields(
         ),
     ],
 )
-def test_a_wrong_request_is_told_its_field(body: Json, message: str) -> None:
+def test_a_wrong_request_is_refused_with_its_field(body: Json, message: str) -> None:
     with pytest.raises(BadRequest) as refused:
         check_create_params(body)
     assert message in refused.value.detail
@@ -383,7 +383,7 @@ def test_null_is_the_same_as_left_out() -> None:
     assert check_create_params({"input": "x", "tools": None, "temperature": None}) == {"input": "x"}
 
 
-def test_a_wrong_chat_request_is_told_its_field() -> None:
+def test_a_wrong_chat_request_is_refused_with_its_field() -> None:
     for body, named in [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
@@ -543,7 +543,7 @@ def test_a_prompt_that_does_not_fit_is_recognised(message: str) -> None:
     assert not is_context_overflow(500, None, message)
 
 
-def test_other_errors_are_no_overflow() -> None:
+def test_other_errors_are_not_an_overflow() -> None:
     assert is_context_overflow(400, "context_length_exceeded", "")
     assert not is_context_overflow(400, "invalid_value", "temperature must be at most 2")
     assert not is_context_overflow(400, None, "max_tokens must be at least 1, got -5.")
@@ -559,7 +559,7 @@ def test_other_errors_are_no_overflow() -> None:
         ("incomplete", None, 0, "context"),
     ],
 )
-def test_an_incomplete_response_with_a_whole_call_is_none_that_calls_a_tool(
+def test_an_incomplete_response_with_a_whole_call_calls_no_tool(
     status: str, details: Any, sampled: int, finish: str
 ) -> None:
     call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": "{}"}

@@ -46,7 +46,7 @@ def test_no_field_of_anthropics_messages_is_forgotten(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_the_documentation_tells_of_each_field(path: str) -> None:
+def test_the_documentation_describes_each_field(path: str) -> None:
     page = (ROOT / "docs" / "model-apis.md").read_text()
     table = page.split(f"| `{path}` | |\n", 1)[1].split("\n\n", 1)[0]
     told = {name for row in table.splitlines() for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
@@ -89,7 +89,7 @@ def test_what_is_refused_says_what_to_do_instead(
         ),
     ],
 )
-def test_what_stands_inside_a_field_is_looked_at(more: Json, message: str) -> None:
+def test_what_is_inside_a_field_is_looked_at(more: Json, message: str) -> None:
     tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
     with pytest.raises(BadRequest) as refused:
         check_create_params({"input": "hi", "tools": [tool], **more})
@@ -108,7 +108,7 @@ def test_what_stands_inside_a_field_is_looked_at(more: Json, message: str) -> No
         ({"stream_options": {"include_usage": "yes"}}, "include_usage must be true or false"),
     ],
 )
-def test_what_stands_inside_a_chat_field_is_looked_at(more: Json, message: str) -> None:
+def test_what_is_inside_a_chat_field_is_looked_at(more: Json, message: str) -> None:
     with pytest.raises(BadRequest) as refused:
         check_chat_request({**CHAT_BODY, **more})
     assert message in refused.value.detail

@@ -269,7 +269,7 @@ def test_token_data_is_on_the_last_block_and_comes_back_with_it() -> None:
         ("tool_calls", {}, "tool_use"),
     ],
 )
-def test_why_the_model_stopped_is_told(finish: str, more: Json, reason: str) -> None:
+def test_why_the_model_stopped_is_reported(finish: str, more: Json, reason: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     message = {"content": "a"} | ({"tool_calls": [call]} if finish == "tool_calls" else {})
     answer = messages_api_from_chat(completion(message, finish, choice=more))
@@ -311,7 +311,7 @@ def test_an_answer_of_anthropic_that_is_not_finished_is_an_error(change: Json, d
         assert (error.value.retryable, error.value.failure) == (retryable, "model_error")
 
 
-def test_a_prompt_that_does_not_fit_is_told_as_anthropic_tells_it() -> None:
+def test_a_prompt_that_does_not_fit_is_reported_as_by_anthropic() -> None:
     response = overflow_response({"input": "long"}, response_id="resp_1", model="m")
     answer = messages_api_from_chat(chat_from_response(response))
     assert answer["stop_reason"] == "model_context_window_exceeded"
@@ -395,7 +395,7 @@ def test_anthropics_stream_as_chunks_adds_up_to_its_answer_as_a_completion(
         ({"messages": [{"role": "tool", "content": ""}]}, "field 'messages[0]'"),
     ],
 )
-def test_a_wrong_messages_request_is_told_its_field(change: Json, message: str) -> None:
+def test_a_wrong_messages_request_is_refused_with_its_field(change: Json, message: str) -> None:
     with pytest.raises(BadRequest) as refused:
         check_messages_request(WHOLE | change)
     assert message in refused.value.detail

@@ -228,7 +228,7 @@ def piece_of_call(arguments: str, **more: Any) -> Json:
     return chunk({"tool_calls": [{**more, "function": {**more.pop("function", {}), "arguments": arguments}}]})
 
 
-def test_the_first_events_can_be_told_before_the_back_end_says_anything() -> None:
+def test_the_first_events_can_be_sent_before_the_back_end_says_anything() -> None:
     stream = ResponseStream({"model": "m"}, "resp_1")
     assert [event["type"] for event in stream.start()] == ["response.created", "response.in_progress"]
     first, *_ = stream.take(chunk({"content": "a"}))
@@ -250,7 +250,7 @@ def test_the_first_events_can_be_told_before_the_back_end_says_anything() -> Non
         ([chunk({}, "abort")], "gave up (abort)"),
     ],
 )
-def test_an_answer_that_breaks_off_is_told_as_an_error_by_every_api(last: list[Json], told: str) -> None:
+def test_an_answer_that_breaks_off_is_reported_as_an_error_by_every_api(last: list[Json], told: str) -> None:
     chunks = [chunk({"content": "hal"}), *last]
     events = all_of(ResponseStream({}), chunks)
     assert events[-1]["type"] == "response.failed"
@@ -275,7 +275,7 @@ def test_an_error_of_anthropic_goes_through_to_every_client() -> None:
 
 
 @pytest.mark.parametrize("index", [{}, {"index": 0}])
-def test_calls_that_a_back_end_does_not_number_are_told_apart_by_their_ids(index: Json) -> None:
+def test_calls_that_a_back_end_does_not_number_are_distinguished_by_their_ids(index: Json) -> None:
     chunks = [
         piece_of_call("{}", id="a", function={"name": "f"}, **index),
         piece_of_call('{"x"', id="b", function={"name": "g"}, **index),
@@ -340,7 +340,7 @@ def test_a_tool_of_anthropics_api_gets_its_input_as_one_object() -> None:
     assert message_of(cut_off)["content"][0]["input"] == {"INVALID_JSON": '{"x": 1'}
 
 
-def test_each_part_of_an_item_that_came_whole_is_told() -> None:
+def test_each_part_of_an_item_that_came_whole_is_sent() -> None:
     parts = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in "ab"]
     item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": parts}
     response = response_from_chat({**HEAD, "choices": [{"message": {"content": "ab"}, "finish_reason": "stop"}]}, {})
@@ -350,7 +350,7 @@ def test_each_part_of_an_item_that_came_whole_is_told() -> None:
     assert completion_of(all_of(ChunkStream(), events))["message"]["content"] == "ab"
 
 
-def test_a_summary_of_reasoning_is_told_once() -> None:
+def test_a_summary_of_reasoning_is_sent_once() -> None:
     events: list[Json] = [{"type": "response.created", "response": {"id": "resp_1", "created_at": 5, "model": "m"}}]
     place = {"output_index": 0, "summary_index": 0}
     events += [{"type": "response.reasoning_summary_text.delta", "delta": text, **place} for text in ("in ", "short")]

@@ -219,7 +219,7 @@ def test_what_was_cut_off_in_mid_turn_never_passes_for_a_turn(stop: str, tmp_pat
 
 
 @pytest.mark.parametrize("turns", [["length"], ["tool_calls", "length"], ["length", "stop"], ["stop", "context"]])
-def test_a_turn_that_was_cut_off_never_passes_for_one_though_the_agent_went_on(turns: list[str], tmp_path: Path):
+def test_a_turn_that_was_cut_off_never_passes_for_one_though_the_agent_continued(turns: list[str], tmp_path: Path):
     whole, cut = rollout(1, called("a", "{}"), answered("a", "3"), "good"), rollout(1, called("a", "{"), "bad")
     whole["ng"]["finish_reasons"], cut["ng"]["finish_reasons"] = ["tool_calls", "stop"], turns
     for format in CHAT:
@@ -282,7 +282,7 @@ def test_pairs_of_a_group(strategy: str, options: dict[str, Any], expected: set[
     assert tally.dropped[Reason.ALONE] == 1
 
 
-def test_equal_rewards_equal_words_and_other_prompts_are_no_pair(tmp_path: Path):
+def test_equal_rewards_equal_words_and_other_prompts_are_not_a_pair(tmp_path: Path):
     equal = [rollout(0.5, "a"), rollout(0.5, "b")]
     # the same words, though the server named the calls otherwise and the tool answered otherwise
     same = [
@@ -328,7 +328,7 @@ def test_arguments_become_the_object_that_they_spell_and_nothing_is_lost(tmp_pat
     assert arguments == [{"a": 1}, {}, *texts[2:5], {"a": "12345678901234567890123"}, deep]
 
 
-def test_reasoning_is_dropped_on_demand_also_where_it_stands_in_the_text(tmp_path: Path):
+def test_reasoning_is_dropped_on_demand_also_where_it_is_in_the_text(tmp_path: Path):
     rows = [rollout(1, thought("secret"), "<think>\nsecret</think>Four")]
     ((kept,), _), ((bare,), _) = (
         exported(tmp_path, "demonstrations", *rows, keep_reasoning=keep) for keep in (True, False)

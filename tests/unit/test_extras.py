@@ -55,7 +55,7 @@ def test_a_missing_module_of_an_extra_is_one_line(
     assert capsys.readouterr().err == f"{says}\n"
 
 
-def test_every_extra_for_users_is_told_by_its_modules() -> None:
+def test_every_extra_for_users_is_found_by_its_modules() -> None:
     assert extras.extras().keys() >= {"train", "math", "mcp", "otel", "plot", "prepare", "vllm", "cpu", "agents"}
     assert not extras.extras().keys() & extras.NOT_FOR_USERS
     assert all(extras.extras().values())
@@ -90,7 +90,7 @@ def script(folder: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.process  # nvidia-smi
-def test_the_doctor_tells_whose_scripts_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_shows_whose_scripts_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path / "a", "ng_run", "#!/usr/bin/python3\nimport sys\nfrom nemo_gym.cli import run\nsys.exit(run())\n")
     script(tmp_path / "a", "ng", "#!/usr/bin/env node\nrequire('../lib/init.js')\n")
     script(
@@ -117,7 +117,7 @@ def test_the_doctor_names_what_is_missing_and_its_remedy(monkeypatch: pytest.Mon
 
 
 @pytest.mark.process  # nvidia-smi, python
-def test_the_doctor_tells_what_does_not_use_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_shows_what_does_not_use_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path / "a", "nvidia-smi", "#!/bin/sh\necho NVIDIA H200, 143771 MiB, 580.95.05\n")
     monkeypatch.setenv("PATH", str(tmp_path / "a"), prepend=os.pathsep)
     without("vllm", monkeypatch=monkeypatch)

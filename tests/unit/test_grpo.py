@@ -224,7 +224,7 @@ def test_the_entropy_bonus_has_the_gradient_of_full_logits(tokenizer: PreTrained
     assert mean == pytest.approx(float(entropy.mean()), rel=1e-5)
 
 
-def test_a_group_that_is_equal_in_sum_but_not_in_its_parts_teaches_where_parts_are_normalised(
+def test_a_group_that_is_equal_in_sum_but_not_in_its_parts_has_a_learning_signal_where_parts_are_normalised(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     draw = random.Random(0)
@@ -437,7 +437,7 @@ def test_the_sampler_is_compared_in_the_first_batch_of_the_current_weights(token
     assert passed == [2, 1]
 
 
-def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
+def test_a_run_that_continues_with_a_file_has_left_the_policy_that_sampled_it(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "out.jsonl", rows())  # of anybody's logprobs

@@ -206,7 +206,7 @@ async def test_many_rows_share_a_commit_and_a_single_one_does_not_wait_for_other
     log.close()
 
 
-async def test_flush_writes_what_nobody_waits_for_any_more(tmp_path: Path) -> None:
+async def test_flush_writes_what_no_one_waits_for_any_more(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     log, _ = opened(path)
     waiting = [asyncio.create_task(log.append(line(n))) for n in range(5)]
@@ -272,7 +272,7 @@ def test_a_bad_line_in_the_middle_is_refused_with_its_place(tmp_path: Path, midd
     assert path.read_bytes() == content, "a file that is refused is not touched"
 
 
-async def test_a_row_that_stands_twice_is_cut_out_and_the_lock_stays(tmp_path: Path) -> None:
+async def test_a_row_that_appears_twice_is_cut_out_and_the_lock_stays(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"".join(line(n) + b"\r\n" for n in (0, 1, 0, 2, 1)) + b'{"n": 7')
     log, found = opened(path)
@@ -286,7 +286,7 @@ async def test_a_row_that_stands_twice_is_cut_out_and_the_lock_stays(tmp_path: P
 
 
 @pytest.mark.process
-def test_a_second_writer_is_told_the_first_ones_pid(tmp_path: Path) -> None:
+def test_a_second_writer_gets_the_first_ones_pid(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     script = (
         "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print('locked', flush=True)"

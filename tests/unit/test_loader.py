@@ -31,7 +31,7 @@ def test_what_is_wrong_with_an_authors_file_is_one_line(tmp_path: Path, content:
     assert "\n" not in str(caught.value)
 
 
-def test_what_may_pass_is_no_mistake_of_the_file(tmp_path: Path) -> None:
+def test_what_may_pass_is_not_a_mistake_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text("raise TimeoutError('the data server is slow')\n")
     with pytest.raises(TimeoutError):
         load(tmp_path / "app.py")

@@ -170,7 +170,7 @@ def test_a_range_of_replicas_starts_with_the_least_and_per_node_with_one(tmp_pat
 @pytest.mark.parametrize(
     "replicas", [0, 1025, True, "each", {"min": 2}, {"min": 3, "max": 2}, {"max": 2, "mim": 1}, []]
 )
-def test_what_is_no_number_of_replicas_is_one_line(tmp_path: Path, replicas: object):
+def test_what_is_not_a_number_of_replicas_is_one_line(tmp_path: Path, replicas: object):
     with pytest.raises(
         ConfigError, match=r"^\S+c.yaml:\d+: replicas: .*per_node, or such as {min: 1, max: 8}"
     ) as error:

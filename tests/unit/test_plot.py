@@ -81,7 +81,7 @@ def test_what_was_logged_after_the_step_to_which_a_run_went_back_is_void() -> No
     assert list(history.steps) == [1, 2, 3] and history.resumed == [2]
 
 
-def test_a_resumed_run_goes_on_in_time_where_it_was() -> None:
+def test_a_resumed_run_continues_in_time_where_it_was() -> None:
     later = [{"step": 4, "reward/mean": 1.0, "time/elapsed": 3.0}]
     history = History.of([*steps(3), *later])
     assert history.resumed == [4]
@@ -99,13 +99,13 @@ def test_a_damaged_line_is_named(written: Written) -> None:
     assert said.exit_code == 2 and f"{folder}/metrics.jsonl:3: not JSON" in said.output
 
 
-def test_rollouts_are_no_metrics(tmp_path: Path) -> None:
+def test_rollouts_are_not_metrics(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     said = plot(tmp_path / "out.jsonl")
     assert said.exit_code == 2 and "out.jsonl:1: not an entry of a run's metrics: it has no 'step'" in said.output
 
 
-def test_what_is_no_number_is_not_drawn() -> None:
+def test_what_is_not_a_number_is_not_drawn() -> None:
     history = History.of([{"step": 1, "loss": 1.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 2.0, "note": "x"}])
     assert history.series("loss") == Series("loss", (1, 3), (1.0, 2.0)) and history.names == ["loss"]
 
@@ -171,7 +171,7 @@ def test_runs_are_the_same_but_for_their_seed_by_their_recipes() -> None:
     assert list(by_seed(bare)) == ["a (2 seeds)", "b-0"]
 
 
-def test_a_seed_that_stands_in_a_models_name_parts_no_runs() -> None:
+def test_a_seed_that_is_in_a_models_name_parts_no_runs() -> None:
     paths = [("0.6B", n) for n in range(4)] + [("4B", n) for n in range(4)]
     runs = [
         PlottedRun(f"{size}-seed{n}", History(), {"seed": n, "model.path": f"Qwen/Qwen3-{size}", "data": f"part-{n}"})
@@ -218,7 +218,7 @@ def test_a_band_has_no_steps_in_time(written: Written) -> None:
     assert said.exit_code == 2 and "--band compares runs at the same steps" in said.output
 
 
-def test_the_folder_of_a_sweep_and_everything_in_it_stand_for_its_runs(written: Written) -> None:
+def test_the_folder_of_a_sweep_and_everything_in_it_opens_its_runs(written: Written) -> None:
     folders = [written(f"rates/lr={rate}", steps(4, offset=rate)) for rate in (0.1, 0.2)]
     folder = folders[0].parent
     (folder / "sweep.jsonl").write_text("{}\n")
@@ -232,12 +232,12 @@ def test_the_folder_of_a_sweep_and_everything_in_it_stand_for_its_runs(written: 
     assert nothing.exit_code == 2 and "no run of the sweep has a metrics.jsonl" in nothing.output
 
 
-def test_a_folder_without_metrics_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_metrics_is_reported(tmp_path: Path) -> None:
     said = plot(tmp_path)
     assert said.exit_code == 2 and "no metrics.jsonl there; give a run's folder" in said.output
 
 
-def test_a_run_that_has_logged_nothing_is_told(tmp_path: Path) -> None:
+def test_a_run_that_has_logged_nothing_is_reported(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     said = plot(tmp_path)
     assert said.exit_code == 2 and "no values to draw; nothing was logged yet" in said.output
@@ -268,7 +268,7 @@ def test_another_kind_of_picture_is_refused(written: Written, tmp_path: Path) ->
     assert said.exit_code == 2 and "a picture is a .png or an .svg file" in said.output
 
 
-def test_the_words_of_a_picture_are_no_formulas_and_no_markup() -> None:
+def test_the_words_of_a_picture_are_not_formulas_and_no_markup() -> None:
     series = Series("a$_x$ <b>&\x1b", (1, 2), (1.0, 2.0))
     made = picture([Panel("$\\frac{1", [Line(series)])], "svg")
     words = "".join(ElementTree.fromstring(made).itertext())
@@ -285,7 +285,7 @@ def test_the_same_curves_are_the_same_bytes(kind: str) -> None:
     assert picture([panel], kind) == picture([panel], kind)
 
 
-def test_a_logarithm_of_what_is_not_positive_is_no_error(tmp_path: Path) -> None:
+def test_a_logarithm_of_what_is_not_positive_is_not_an_error(tmp_path: Path) -> None:
     zeros = Panel("zeros", [Line(Series("x", (1, 2), (0.0, 0.0)))], y_scale="log")
     write_picture([zeros, Panel("time", [Line(Series("x", (5.0,), (1.0,)))], x="seconds")], tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
@@ -304,7 +304,7 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.process
-def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_is_not_an_obstacle(tmp_path: Path) -> None:
     code = (
         "from ngym.plot.figure import *; from pathlib import Path;"
         f"write_picture([Panel('t', [Line(Series('x', (1, 2), (1.0, 2.0)))])], Path({str(tmp_path / 'a.svg')!r}))"

@@ -27,12 +27,12 @@ def written(folder: Path, *rewards: list[float | None]) -> str:
     return str(path)
 
 
-def test_each_task_is_told_with_its_pass_rate_and_whether_it_teaches(tmp_path: Path) -> None:
+def test_each_task_is_listed_with_its_pass_rate_and_learning_signal(tmp_path: Path) -> None:
     source = written(tmp_path, [1.0, 1.0], [0.0, 0.0], [1.0, 0.0, None, 0.0], [None], [0.2, 0.4])
     result = CliRunner().invoke(main, [source, "--output", str(tmp_path / "tasks.jsonl")])
     assert result.exit_code == 0, result.output
     tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
-    assert [(task["verdict"], task["pass_rate"], task["teaches"]) for task in tasks] == [
+    assert [(task["verdict"], task["pass_rate"], task["has_learning_signal"]) for task in tasks] == [
         ("always", 1.0, False),
         ("never", 0.0, False),
         ("mixed", 1 / 3, True),
@@ -52,7 +52,7 @@ def test_a_task_that_training_drew_several_times_is_one_task(tmp_path: Path) -> 
     assert [(task["task_id"], task["rollouts"]) for task in tasks] == [(f"t{number}", 24) for number in range(4)]
 
 
-def test_rows_without_task_ids_are_told_apart_by_their_index(tmp_path: Path) -> None:
+def test_rows_without_task_ids_are_distinguished_by_their_index(tmp_path: Path) -> None:
     rows = [{**rollout(index, 1.0), "ng": {}} for index in (0, 0, 1)]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = CliRunner().invoke(main, [str(tmp_path / "rollouts.jsonl"), "--json"])
@@ -72,7 +72,7 @@ def test_what_counts_as_solved_can_be_said(tmp_path: Path) -> None:
         assert result.exit_code == 2 and f"--solved: must be a number within ±3.4e+38, not {value}" in result.stderr
 
 
-def test_the_tasks_are_told_apart_by_a_field(tmp_path: Path) -> None:
+def test_the_tasks_are_distinguished_by_a_field(tmp_path: Path) -> None:
     tasks = [
         (0, "easy", 1.0),
         (0, "easy", 1.0),
@@ -96,7 +96,7 @@ def test_the_tasks_are_told_apart_by_a_field(tmp_path: Path) -> None:
     assert "subset" not in json.loads(CliRunner().invoke(main, [str(path), "--json"]).output.splitlines()[0])
 
 
-def test_what_is_no_rollout_is_named(tmp_path: Path) -> None:
+def test_what_is_not_a_rollout_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     result = CliRunner().invoke(main, [str(tmp_path / "out.jsonl")])
     assert result.exit_code == 2 and "out.jsonl:1: not a rollout" in result.stderr

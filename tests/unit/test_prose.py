@@ -1,4 +1,4 @@
-"""The prose of documents, docstrings and comments: no words of the list in CONTRIBUTING.md, statements, short lines."""
+"""Documents, docstrings, comments and test names: no words of the list in CONTRIBUTING.md, statements, short lines."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def test_no_word_of_the_list_is_in_a_docstring_or_comment() -> None:
                 for number, text in [*_docstrings(source), *_comments(source)]
                 for hit in WORDS.finditer(SPAN.sub("", text))
             ]
+    assert not found, "\n".join(found)
+
+
+def test_no_word_of_the_list_is_in_the_name_of_a_test() -> None:
+    found = []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8")):
+            if hit := WORDS.search(name.replace("_", " ")):
+                found.append(f"{_where(file)}: {name}: {hit[0]!r}")
     assert not found, "\n".join(found)
 
 

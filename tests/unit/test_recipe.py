@@ -92,8 +92,8 @@ def test_every_mistake_is_a_line_with_its_place(tmp_path: Path) -> None:
         ("grpo.yaml", "lr=1e-5", "'optimizer.lr'"),  # the same name in another section, the shallowest one
         ("grpo.yaml", "group_size=4", "'rollouts.group_size'"),
         ("grpo.yaml", "algorithm.clip_low=0.1", "'algorithm.loss.clip_low'"),
-        ("grpo.yaml", "clip_hihg=0.1", "'algorithm.loss.clip_high'"),  # misspelt, in another section
-        ("grpo.yaml", "optimizer.beta=0.9", "'betas'"),  # misspelt, in its section
+        ("grpo.yaml", "clip_hihg=0.1", "'algorithm.loss.clip_high'"),  # misspelled, in another section
+        ("grpo.yaml", "optimizer.beta=0.9", "'betas'"),  # misspelled, in its section
         ("grpo.yaml", "beta=0.1", "'algorithm.kl.coef'"),  # each algorithm has its own keys
         ("dpo.yaml", "beta=0.1", "'algorithm.beta'"),
     ],
@@ -144,7 +144,7 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None
     assert recipe(str(tmp_path / "recipe.yaml")) == recipe(*words)
 
 
-def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
+def test_the_sizes_of_a_run_on_a_file_are_reported() -> None:
     said = recipe_reader.of_file(
         recipe("sft.yaml", "batch_size=4", "epochs=2", "micro_batch_tokens=10", "schedule.warmup_steps=0"),
         lengths(5, 5, 5, 5, 5, 15),
@@ -161,7 +161,7 @@ def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
     ]
 
 
-def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> None:
+def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_reported() -> None:
     said = recipe_reader.of_file(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
     assert said[1:2] + said[3:] == [
         "step         32 samples",
@@ -171,7 +171,7 @@ def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> No
     ]
 
 
-def test_the_sizes_of_a_live_run_are_told() -> None:
+def test_the_sizes_of_a_live_run_are_reported() -> None:
     words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
     said = recipe_reader.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
     assert said == [
@@ -269,7 +269,9 @@ def test_a_tokenizer_of_another_model_is_refused(root: Path, monkeypatch: pytest
     assert policy.load_tokenizer(recipe(*words, "model.tokenizer=null").model).chat_template
 
 
-def test_a_model_without_a_tokenizer_takes_the_named_one_and_a_damaged_one_is_told(root: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_takes_the_named_one_and_a_damaged_one_is_reported(
+    root: Path, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     words = ["sft.yaml", "model.from_scratch=null", f"model.path={tmp_path}"]
     options = recipe(*words, f"model.tokenizer={root / 'data' / 'tiny_policy' / 'tokenizer'}").model
@@ -280,7 +282,7 @@ def test_a_model_without_a_tokenizer_takes_the_named_one_and_a_damaged_one_is_to
         policy.load_tokenizer(options)
 
 
-def test_a_wrong_task_is_told_of_before_any_service_starts(
+def test_a_wrong_task_is_reported_before_any_service_starts(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root)

@@ -78,7 +78,7 @@ def test_a_history_that_is_not_the_seen_one_is_never_spliced(history: list[int])
     assert splice([*history, *HELLO, *OPENING], history, seen, ENDS) is None
 
 
-def test_what_begins_like_every_turn_tells_nothing() -> None:
+def test_what_begins_like_every_turn_shows_nothing() -> None:
     seen = SeenTokens([7, 1, END, 7, 2, END, 7, 8], [50, END])
     history = [7, 1, END, 7, 3, END, 7, 60, END]
     assert splice([*history, 7, 4, END, 7, 8], history, seen, ENDS) is None

@@ -19,7 +19,7 @@ def test_draws_receive_how_many_there_are() -> None:
 
 
 def test_draws_that_bring_nothing_new_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_rows, "MOST_DRAWS", 50)
+    monkeypatch.setattr(task_rows, "MAX_DRAWS", 50)
     with pytest.raises(ValueError, match="50 draws in a row brought nothing new: 2 of 3 are there"):
         task_rows.draw_distinct(3, lambda count: min(count, 1), str)
 

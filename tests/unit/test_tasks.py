@@ -111,7 +111,7 @@ def test_the_first_epoch_may_go_from_easy_to_hard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"curriculum": {"decay": 0.6, "floor": 0.05}}])
-def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, options: Values) -> None:
+def test_a_run_continues_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, options: Values) -> None:
     def step(source: Any, draw: random.Random) -> tuple[list[Any], Values]:
         taken = source.take(5)
         for task in taken:
@@ -164,7 +164,7 @@ def test_a_state_of_other_tasks_is_refused(tmp_path: Path) -> None:
         task_sampler.TaskSource(options, seed=0).restore(state)
 
 
-def test_rows_that_are_no_tasks_of_this_agent_are_named(tmp_path: Path) -> None:
+def test_rows_that_are_not_tasks_of_this_agent_are_named(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     options = rollout_options.RolloutOptions(agent="sums", tasks=str(write(path, 1, agent_ref={"name": "proofs"})))
     with pytest.raises(UsageError, match=r"tasks\.jsonl:1: agent_ref names 'proofs', and these tasks are for 'sums'"):
@@ -251,7 +251,7 @@ def test_a_task_goes_from_full_weight_to_the_floor_and_back() -> None:
 
     def weight() -> float:
         weight: int = sampler._weight(0)
-        return weight / int(task_sampler.FULL)
+        return weight / int(task_sampler.WEIGHT_SCALE)
 
     assert weight() == 1
     sampler.learn(0, 1.0)

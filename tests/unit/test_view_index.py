@@ -182,7 +182,7 @@ def test_a_row_of_nemo_gym_which_has_no_ng_is_shown_with_what_it_says(tmp_path: 
     assert (found["status"], found["reward"], found["tool_calls"], found["turns"]) == ("ok", 0.25, 0, None)
 
 
-def test_failed_attempts_stand_in_the_same_table_and_count_in_their_group(tmp_path: Path) -> None:
+def test_failed_attempts_are_in_the_same_table_and_count_in_their_group(tmp_path: Path) -> None:
     write(tmp_path / "out_failures.jsonl", [failure(0, 1), failure(7, 0, "tool_error", 2)])
     with indexed(write(tmp_path / "out.jsonl", [rollout(0, 0, 0.5)])) as index:
         found = {row["row"]: row for row in rows_of(index)}
@@ -225,7 +225,7 @@ def test_whatever_a_row_says_the_rows_behind_it_are_indexed(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_index_whose_thread_ends_says_so_and_another_viewer_goes_on(tmp_path: Path) -> None:
+def test_an_index_whose_thread_ends_says_so_and_another_viewer_continues(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     broken = Index(path, Path("no name can have a \0"))
     broken.start()
@@ -273,7 +273,7 @@ async def test_rows_that_the_collector_appends_are_shown_at_once(tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["cut", "replaced", "rewritten", "edited"])
-def test_a_file_that_did_not_only_grow_is_read_anew(tmp_path: Path, how: str) -> None:
+def test_a_file_that_did_not_only_grow_is_read_again(tmp_path: Path, how: str) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(task, said="a" * 5000) for task in range(4)])
     other = [rollout(task, said="b" * 5000) for task in range(6)]
     with indexed(path) as index:
@@ -306,7 +306,7 @@ def test_what_was_indexed_is_not_read_again(tmp_path: Path, cache: Path) -> None
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".sqlite"]
 
 
-def test_an_index_that_nobody_opened_for_a_month_is_removed(tmp_path: Path, cache: Path) -> None:
+def test_an_index_that_no_one_opened_for_a_month_is_removed(tmp_path: Path, cache: Path) -> None:
     forgotten, kept = write(tmp_path / "forgotten.jsonl", [rollout(0)]), write(tmp_path / "kept.jsonl", [rollout(0)])
     with indexed(forgotten):
         pass
@@ -319,7 +319,7 @@ def test_an_index_that_nobody_opened_for_a_month_is_removed(tmp_path: Path, cach
         assert len(rows_of(index)) == 1
 
 
-def test_two_viewers_of_one_file_share_its_index_and_either_goes_on_alone(tmp_path: Path) -> None:
+def test_two_viewers_of_one_file_share_its_index_and_either_continues_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     first = Index(path, tmp_path / "out_failures.jsonl")
     first.catch_up()
@@ -343,7 +343,7 @@ def test_an_index_is_begun_when_others_have_seen_that_it_is_empty(tmp_path: Path
             other.execute("SELECT * FROM sqlite_master").fetchall()
             assert extent_of(store, {}).version == -1
             assert store.path is not None and not store.path.stat().st_size  # who reads changes nothing
-            beginning = thread.submit(store.may_write)
+            beginning = thread.submit(store.is_writer)
             time.sleep(0.1)  # no one else reads here: who begins keeps new readers out until the old ones have ended
             other.rollback()
         assert beginning.result()
@@ -370,7 +370,7 @@ def test_a_viewer_has_caught_up_when_the_one_that_writes_the_index_has(tmp_path:
 
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("what", ["database", "folder"])
-def test_an_index_that_is_deleted_is_made_anew(tmp_path: Path, cache: Path, what: str, asked: bool) -> None:
+def test_an_index_that_is_deleted_is_rebuilt(tmp_path: Path, cache: Path, what: str, asked: bool) -> None:
     with indexed(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
         before = index.extent()
         if what == "folder":
@@ -407,7 +407,7 @@ def test_a_full_disk_makes_an_index_in_memory(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_an_index_that_is_broken_is_made_anew(tmp_path: Path, cache: Path) -> None:
+def test_an_index_that_is_broken_is_rebuilt(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     with indexed(path):
         pass

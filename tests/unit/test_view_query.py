@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from viewing import failure, rollout, write
 
 from ngym.errors import NotFound
-from ngym.view.filter_query import AT_ONCE, MOST_TEXTS, Search, TextCondition, WrongFilter, order, parse
+from ngym.view.filter_query import LOOKUP_ROWS, MAX_TEXTS, Search, TextCondition, WrongFilter, order, parse
 from ngym.view.growing_index import Index
 from ngym.view.rows import COLUMNS, RunRows
 from ngym.view.stats import Stats
@@ -28,7 +28,7 @@ OPERATORS = {
     "=": operator.eq,
     ":": operator.eq,
 }
-NUMBERED = 3 * AT_ONCE - 10
+NUMBERED = 3 * LOOKUP_ROWS - 10
 NUMBERS = ("reward", "task", "rollout", "output_tokens", "group_mean", "advantage", "attempt", "group_size")
 ROLLOUTS = [
     rollout(
@@ -100,7 +100,7 @@ def test_a_sort_orders_by_its_keys_with_null_last(rows: RunRows, keys: list[str]
 @given(st.text(max_size=60) | st.lists(st.sampled_from(
     ['reward', '<', ':', '"', '-', ' ', 'level', ',', '*', 'null', '0.5', 'component.', '\\', "'", '%', ';', '\0', '$', '!=', 'x']
 ), max_size=12).map("".join))  # fmt: skip
-def test_any_text_is_a_filter_or_is_told_what_is_wrong_with_it(rows: RunRows, text: str) -> None:
+def test_any_text_is_a_filter_or_is_refused_with_the_reason(rows: RunRows, text: str) -> None:
     try:
         found = rows.page(text, "", 0, 5)
     except WrongFilter as error:
@@ -111,7 +111,7 @@ def test_any_text_is_a_filter_or_is_told_what_is_wrong_with_it(rows: RunRows, te
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_a_sort_or_is_told_what_is_wrong_with_it(rows: RunRows, text: str) -> None:
+def test_any_text_is_a_sort_or_is_refused_with_the_reason(rows: RunRows, text: str) -> None:
     for page in (rows.page, rows.tasks):
         try:
             page("", text, 0, 5)
@@ -232,7 +232,7 @@ def test_pages_are_parts_of_one_order(rows: RunRows) -> None:
     assert {part.total for part in parts} == {26}
 
 
-def test_the_tasks_of_a_filter_are_told_from_its_rows_alone(rows: RunRows) -> None:
+def test_the_tasks_of_a_filter_follow_from_its_rows_alone(rows: RunRows) -> None:
     page = rows.tasks("reward>=0.5 task<2", "-mean", 0, 10)
     assert [(row["task"], row["n"], row["mean"], row["best"], row["worst"]) for row in page.rows] == [
         (0, 2, 0.75, 1.0, 0.5),
@@ -253,7 +253,7 @@ def numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]
     index.close()
 
 
-def test_a_search_goes_on_where_the_last_moment_ended(numbered: Index) -> None:
+def test_a_search_continues_where_the_last_moment_ended(numbered: Index) -> None:
     candidates, sought = range(NUMBERED - 1, -1, -1), (TextCondition("prime", True), TextCondition("number 57", False))
     search = Search(numbered, moment_s=0)
     found = [search.among(candidates, sought, 0) for _ in range(3)]
@@ -267,11 +267,11 @@ def test_more_texts_than_are_kept_do_not_drive_each_other_out(numbered: Index) -
     sought = [TextCondition(f"number {text}", False) for text in texts]
     for _ in range(3):
         found = search.among(range(NUMBERED), sought, 0)
-    assert len(sought) > MOST_TEXTS and found.scanned == 1.0
+    assert len(sought) > MAX_TEXTS and found.scanned == 1.0
     assert found.rows == [number for number in range(NUMBERED) if str(number)[:2] not in texts]
 
 
-def test_a_search_in_a_file_that_is_gone_is_no_search_that_found_nothing(numbered: Index) -> None:
+def test_a_search_in_a_file_that_is_gone_is_not_a_search_that_found_nothing(numbered: Index) -> None:
     numbered.paths[0].unlink()
     with pytest.raises(NotFound, match="cannot be read"):
         RunRows(numbered).page("prime", "", 0, 10)

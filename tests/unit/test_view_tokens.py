@@ -43,7 +43,7 @@ def line_with(ids: list[int]) -> bytes:
     return orjson.dumps(row)
 
 
-def test_a_character_in_pieces_stands_at_the_piece_that_completes_it(byte_level: Path) -> None:
+def test_a_character_in_pieces_is_in_the_piece_that_completes_it(byte_level: Path) -> None:
     ids = Tokenizer.from_file(str(byte_level)).encode(TEXT).ids
     told = row_tokens(line_with([*ids, 0]), 0.25, byte_level)
     (found,) = told["segments"]
@@ -93,7 +93,7 @@ def test_without_a_tokenizer_the_ids_are_shown_and_the_note_says_what_to_name(tm
         (b'"segments":[{', b'"segments":[7,{'),
     ],
 )
-def test_segments_that_are_none_are_said_to_be(byte_level: Path, damage: tuple[bytes, bytes]) -> None:
+def test_segments_that_are_invalid_are_reported(byte_level: Path, damage: tuple[bytes, bytes]) -> None:
     line = orjson.dumps(rollout()).replace(*damage)
     assert line != orjson.dumps(rollout())
     told = row_tokens(line, None, byte_level)
@@ -130,7 +130,7 @@ def test_the_tokenizer_is_the_one_that_was_named_or_lies_beside_or_the_run_s_rec
 
 
 @pytest.mark.process
-def test_what_is_no_tokenizer_is_refused_when_it_is_named(tmp_path: Path) -> None:
+def test_what_is_not_a_tokenizer_is_refused_when_it_is_named(tmp_path: Path) -> None:
     write(tmp_path / "out.jsonl", [rollout()])
     found = run(tmp_path / "out.jsonl", "--tokenizer", tmp_path, cache=tmp_path / "cache")
     assert (found.returncode, "there is no tokenizer.json" in found.stderr) == (2, True)

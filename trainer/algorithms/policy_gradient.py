@@ -27,8 +27,8 @@ from ..losses.advantages import (
     component_advantages,
     informative,
     informative_components,
-    less_kl,
     soft_overlong,
+    subtract_kl,
 )
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
 from ..losses.policy_loss import Loss, TokenRows, Tokens, Totals, kl_estimate, loss_weights, policy_loss
@@ -119,7 +119,7 @@ def _of_rollouts(
         rewards = [reward + overlong.weight * penalty for reward, penalty in zip(rewards, penalties, strict=True)]
     if coef and not options.advantage.by_token:
         sums = [float(each.sum()) for each in kl_N.split([rollout.trained for rollout in rollouts])]
-        rewards = cast(list[float], less_kl(rewards, sums, coef))
+        rewards = cast(list[float], subtract_kl(rewards, sums, coef))
     return advantages(options.advantage, rewards, groups)
 
 

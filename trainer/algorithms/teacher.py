@@ -51,7 +51,7 @@ CALLS = 32  # at the same time
 TIMEOUT_S = 600.0
 PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # between the attempts of a call: asking twice changes nothing
 OVERLOADED = frozenset({429, 502, 503, 504})
-KEPT = 4096  # answers for segments that are scored again
+CACHED_ANSWERS = 4096  # answers for segments that are scored again
 
 
 class OpenTeacher(Protocol):
@@ -315,7 +315,7 @@ class Server:
         scores = dict(zip(new, self._pool.map(self._of_segment, new.values()), strict=True))
         found = [scores[digest] if digest in scores else self._kept[digest] for digest in digests]
         self._kept.update(scores)
-        while len(self._kept) > KEPT:
+        while len(self._kept) > CACHED_ANSWERS:
             self._kept.popitem(last=False)
         return found
 

@@ -27,14 +27,14 @@ from ngym.errors import NgymError
 
 from ..recipe.recipe import Launch
 
-MEET_S = 90  # seconds, from the arrival of the first rank; no rank has loaded a model yet
-LOOK_S = 1.0
+RENDEZVOUS_TIMEOUT_S = 90  # seconds, from the arrival of the first rank; no rank has loaded a model yet
+HEARTBEAT_CHECK_S = 1.0
 STORE_S = 5  # seconds, for an answer of the store
-GONE = 5  # checks without a heartbeat, once a collective has failed
-SILENT = 45  # checks without a heartbeat while nothing has failed: slow ranks are waited for
+MISSED_AFTER_ERROR = 5  # checks without a heartbeat, once a collective has failed
+MISSED_HEARTBEATS = 45  # checks without a heartbeat while nothing has failed: slow ranks are waited for
 Result = TypeVar("Result")
 # Ranks wait while rank 0 collects, evaluates, or waits out an outage; the heartbeat finds lost ranks.
-PATIENCE = timedelta(days=7)
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 FIRST, DONE, FAILED = b"0", b"done", b"failed"
@@ -82,11 +82,11 @@ class Heartbeat:
                     host,
                     port,
                     is_master=has_it,
-                    timeout=timedelta(seconds=MEET_S),
+                    timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
                     wait_for_workers=False,
                     multi_tenant=True,
                 ),
-                MEET_S,
+                RENDEZVOUS_TIMEOUT_S,
             )
         except RuntimeError as error:
             if has_it:
@@ -97,7 +97,10 @@ class Heartbeat:
             raise RankGone(self._alone([0])) from error
         try:
             store.set(_key(self._rank), FIRST)  # type: ignore[arg-type]  # bytes are accepted too
-            _in_time(lambda: store.wait(list(map(_key, self._others)), timedelta(seconds=MEET_S)), MEET_S)
+            _in_time(
+                lambda: store.wait(list(map(_key, self._others)), timedelta(seconds=RENDEZVOUS_TIMEOUT_S)),
+                RENDEZVOUS_TIMEOUT_S,
+            )
             store.set_timeout(timedelta(seconds=STORE_S))
         except RuntimeError as error:
             missing = [0]  # unless the store answers
@@ -110,7 +113,7 @@ class Heartbeat:
         named = ", ".join(map(str, missing))
         return (
             f"rank {named} did not arrive at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} in time "
-            f"(about {MEET_S} s), so rank {self._rank} ends too; see the output of the former; start all ranks again"
+            f"(about {RENDEZVOUS_TIMEOUT_S} s), so rank {self._rank} ends too; see the output of the former; start all ranks again"
         )
 
     def part(self, last: bytes) -> None:
@@ -125,23 +128,23 @@ class Heartbeat:
         checks.
         """
         failed = self._looks
-        while self._looks <= failed + GONE + 3:  # its last heartbeat may have come while this one failed
-            if missing := self._missing(GONE):
+        while self._looks <= failed + MISSED_AFTER_ERROR + 3:  # its last heartbeat may have come while this one failed
+            if missing := self._missing(MISSED_AFTER_ERROR):
                 return missing
-            time.sleep(LOOK_S / 4)
+            time.sleep(HEARTBEAT_CHECK_S / 4)
         return None
 
     def _look(self) -> None:
-        while not self._parted.wait(LOOK_S):
+        while not self._parted.wait(HEARTBEAT_CHECK_S):
             self._looks += 1
-            if missing := self._missing(SILENT):
+            if missing := self._missing(MISSED_HEARTBEATS):
                 # the main thread may hang in a collective
                 print(f"ng_train: {missing}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _exchange(self) -> None:
         store: TCPStore | None = self._store
-        while not self._parted.wait(LOOK_S):
+        while not self._parted.wait(HEARTBEAT_CHECK_S):
             try:
                 store = store or _met_again()
                 store.set(_key(self._rank), str(self._looks))
@@ -160,12 +163,14 @@ class Heartbeat:
         working = {rank: seen for rank, seen in self._seen.items() if seen.sign != DONE}
         silent = [rank for rank, seen in working.items() if self._looks - seen.look > looks]
         failed = [
-            rank for rank, seen in working.items() if seen.sign == FAILED and self._looks - seen.look >= looks - GONE
+            rank
+            for rank, seen in working.items()
+            if seen.sign == FAILED and self._looks - seen.look >= looks - MISSED_AFTER_ERROR
         ]
         if not silent and not failed:
             return None
         named = "rank " + ", ".join(map(str, failed or silent))
-        how = "has failed" if failed else f"has given no sign of life for {looks * LOOK_S:.0f} s"
+        how = "has failed" if failed else f"has given no sign of life for {looks * HEARTBEAT_CHECK_S:.0f} s"
         return (
             f"{named} {how}, so rank {self._rank} ends too; see the output of the former; to continue, run the same "
             "command with --resume"
@@ -201,7 +206,7 @@ def _in_time(ask: Callable[[], Result], within_s: float) -> Result:
 
 def _met_again() -> TCPStore:
     """A new connection to the store. RuntimeError: it cannot be reached."""
-    store = TCPStore(*_address(), is_master=False, timeout=timedelta(seconds=LOOK_S), wait_for_workers=False)
+    store = TCPStore(*_address(), is_master=False, timeout=timedelta(seconds=HEARTBEAT_CHECK_S), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=STORE_S))
     return store
 
@@ -247,9 +252,11 @@ def joined(launch: Launch) -> Iterator[None]:
     try:
         with watched(launch.rank, launch.ranks):
             if launch.launched:
-                distributed.init_process_group(backend, timeout=PATIENCE)
+                distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
             else:
-                distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+                distributed.init_process_group(
+                    backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+                )
             yield
     finally:
         _leave()

@@ -24,7 +24,7 @@ CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 CUT_BY_ROWS = (r".*\.[qkv]_proj\.(weight|bias)$", r".*\.(gate|up)_proj\.(weight|bias)$")
 CUT_BY_COLUMNS = (r".*\.(o|down)_proj\.(weight|bias)$",)
 # replicated, but applied to this rank's heads only: their gradients must be summed over the ranks
-OF_HEADS = (r".*\.[qk]_norm\.weight$",)
+HEAD_NORMS = (r".*\.[qk]_norm\.weight$",)
 
 
 class Shard(NamedTuple):
@@ -44,7 +44,7 @@ def tensor_parallel_settings(ranks: int) -> dict[str, Any]:
             "partition_type": "column",
         },  # named after the matrix that multiplies from the right
         {"patterns": list(CUT_BY_COLUMNS), "partition_type": "row"},
-        {"patterns": list(OF_HEADS), "partition_type": "skip", "grad_allreduce": True},
+        {"patterns": list(HEAD_NORMS), "partition_type": "skip", "grad_allreduce": True},
     ]
     cut = {"use_default_specs": False, "layer_specs": specs}
     return {"autotp_size": ranks, "vocab_parallel_lm_head": False, "partition_config": cut}

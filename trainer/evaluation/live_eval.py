@@ -37,12 +37,12 @@ from ngym.files.row_log import RowLog
 from ngym.schema import Json, is_failed_attempt
 from ngym.stats import Interval, Rewards
 
-from ..online.rollout_stream import OURS
+from ..online.rollout_stream import TRAINER_FIELD
 from ..online.services import Services
 from ..online.task_sampler import TaskFile, for_agent, task_problem
 from ..recipe.rollout_options import EvaluationOptions, HeldOutOptions, RolloutOptions
 
-KEPT = "eval_rollouts.jsonl"
+EVAL_ROLLOUTS = "eval_rollouts.jsonl"
 SOLVED = 1.0  # the whole reward
 
 
@@ -178,7 +178,7 @@ class Evaluation:
             if not isinstance(outcome, FailedAttempt) or outcome.final:
                 number = outcome.key.task_index
                 outcome.row["evaluation"] = f"{owners[number].environment}/{owners[number].name}"
-                outcome.row[OURS] = {"task": keys[number], "oldest": step}
+                outcome.row[TRAINER_FIELD] = {"task": keys[number], "oldest": step}
                 await self._kept.append(outcome.row)
 
         run = RolloutScheduler(
@@ -224,7 +224,7 @@ class HeldOutRollouts:
         self._finished = RowLog(file, _identity)
         self._failed = RowLog(file.with_name(f"{file.stem}_failures{file.suffix}"), _identity)
         for log in (self._finished, self._failed):
-            starts = [line.start for line in log.rows() if line.row[OURS]["oldest"] >= done]
+            starts = [line.start for line in log.rows() if line.row[TRAINER_FIELD]["oldest"] >= done]
             if starts:
                 log.cut(starts[0])
 
@@ -269,4 +269,4 @@ def _interval_text(interval: Interval | None) -> str:
 
 
 def _identity(row: Json) -> tuple[int, str]:
-    return int(row[OURS]["oldest"]), row["ng"]["rollout_id"]
+    return int(row[TRAINER_FIELD]["oldest"]), row["ng"]["rollout_id"]

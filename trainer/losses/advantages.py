@@ -92,7 +92,7 @@ def component_advantages(
     return advantages(options, whole_step, [0] * len(whole_step))
 
 
-def less_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float) -> list[Reward]:
+def subtract_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float) -> list[Reward]:
     """Rewards minus coef x each rollout's KL summed over its tokens (RLOO), before the baseline is subtracted."""
     pairs = zip(rewards_B, kl_B, strict=True)
     return [None if reward is None else reward - coef * kl for reward, kl in pairs]

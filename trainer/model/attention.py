@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 NAME = "ngym_packed"
 COMPILED_NAME = "ngym_packed_compiled"  # of models whose layers are compiled
-SIMILAR = 0.8
-SHORT = 512  # tokens; below that, the backward pass of attention in 16 bits takes a CPU up to 4 times that in float32
+SIMILAR_LENGTH = 0.8
+SHORT_TOKENS = (
+    512  # tokens; below that, the backward pass of attention in 16 bits takes a CPU up to 4 times that in float32
+)
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask
 
 
@@ -78,7 +80,7 @@ def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Att
     if kind.softcap is not None or kind.sinks_H is not None:
         return _by_hand(query_SHLD, key_SKLD, value_SKLD, kind, window)
     dtype = query_SHLD.dtype
-    if query_SHLD.device.type == "cpu" and dtype.itemsize == 2 and length < SHORT:
+    if query_SHLD.device.type == "cpu" and dtype.itemsize == 2 and length < SHORT_TOKENS:
         query_SHLD, key_SKLD, value_SKLD = query_SHLD.float(), key_SKLD.float(), value_SKLD.float()
     attended_SHLD = F.scaled_dot_product_attention(
         query_SHLD,
@@ -154,7 +156,7 @@ class Layout:
         buckets, padded = [], []
         first = start = 0
         for index in range(1, len(longest_first) + 1):
-            if index == len(longest_first) or len(longest_first[index]) < SIMILAR * len(longest_first[first]):
+            if index == len(longest_first) or len(longest_first[index]) < SIMILAR_LENGTH * len(longest_first[first]):
                 alike = longest_first[first:index]
                 bucket = Bucket(start, start + len(alike) * len(alike[0]), len(alike), len(alike[0]))
                 padded += [F.pad(each, (0, bucket.length - len(each)), value=int(each[-1])) for each in alike]

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..data.samples import Sample, Segment
 from .attention import Layout, on_device
 
-ATTENDED = 2  # padded attention keeps keys and values of each sequence
+ATTENTION_SHARE = 2  # padded attention keeps keys and values of each sequence
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sa
     from r.
 
     Samples with a common prefix are neighbors, and the prefix counts once. As attention may read it once for each of
-    them, at most ATTENDED * budget tokens are attended to. Every rank plans the whole batch and gets the same plan. A
-    sample longer than the budget is alone; with fewer samples than ranks some micro-batches are empty.
+    them, at most ATTENTION_SHARE * budget tokens are attended to. Every rank plans the whole batch and gets the same
+    plan. A sample longer than the budget is alone; with fewer samples than ranks some micro-batches are empty.
     """
     alike = sorted(samples, key=lambda sample: sample.segments[0].token_ids)
     costs = list(_costs(alike))
@@ -97,7 +97,7 @@ def _cut(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[li
     computed = attended = 0
     for sample, cost in zip(alike, costs, strict=True):
         computed, attended = computed + cost.after, attended + cost.attended
-        if not pieces or computed > limit or attended > ATTENDED * limit:
+        if not pieces or computed > limit or attended > ATTENTION_SHARE * limit:
             pieces.append([])
             computed, attended = cost.first, cost.attended
         pieces[-1].append(sample)

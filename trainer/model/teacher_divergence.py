@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .packing import Packed
 
-LEAST = 1e-9  # of the other tokens' probability: rounding can leave less than none
+MIN_PROBABILITY = 1e-9  # of the other tokens' probability: rounding can leave less than none
 IMPOSSIBLE = -1e4  # the logprob of a token that cannot occur: exp of it is 0, and no difference is inf - inf
 
 
@@ -101,7 +101,7 @@ def divergence(ours_CV: Tensor, theirs_CK: Tensor, token_ids_CK: Tensor | None, 
 
 def _with_others(logprobs_CK: Tensor) -> Tensor:
     """With one more column: the logprob of all other tokens together."""
-    others_C = (1 - logprobs_CK.exp().sum(-1)).clamp(min=LEAST).log()
+    others_C = (1 - logprobs_CK.exp().sum(-1)).clamp(min=MIN_PROBABILITY).log()
     return torch.cat((logprobs_CK, others_C.unsqueeze(1)), dim=1)
 
 

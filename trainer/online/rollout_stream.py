@@ -45,9 +45,9 @@ from ngym.schema import Json, is_failed_attempt, is_pending
 from ..recipe.rollout_options import RolloutOptions
 from .task_sampler import DrawnTask, Task, TaskSource
 
-OURS = "_ng_train"
-NEVER = -(1 << 30)  # stands for weights that were never pushed: older than any allowed lag
-MOST_STALE = 5  # limit of repeated collections of a whole group
+TRAINER_FIELD = "_ng_train"
+NEVER_PUSHED = -(1 << 30)  # stands for weights that were never pushed: older than any allowed lag
+MAX_STALE = 5  # limit of repeated collections of a whole group
 
 
 class RowPosition(NamedTuple):
@@ -83,7 +83,7 @@ class Spool:
         }
         for log in (self._finished, self._failed):
             for line in log.rows():
-                ours = line.row[OURS]
+                ours = line.row[TRAINER_FIELD]
                 number, index = line.row["_ng_task_index"], line.row["_ng_rollout_index"]
                 if wanted(number):
                     self._known[number, index] = (ours["task"], RowPosition(log.path, line.start, line.end))
@@ -161,7 +161,7 @@ def _number(row: Json) -> int:
 
 def _identity(row: Json) -> str:
     identity: str = row["ng"]["rollout_id"]
-    return identity if OURS in row else ""
+    return identity if TRAINER_FIELD in row else ""
 
 
 @dataclass
@@ -235,7 +235,7 @@ class RolloutStream:
         temperature: of all attempts.
         steps: number of batches in all; nothing is collected for later ones.
         file: the spool.
-        teaches: whether a group has a learning signal, for dynamic sampling.
+        has_learning_signal: whether a group has a learning signal, for dynamic sampling.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class RolloutStream:
     ) -> None:
         self._peers = peers
         self._judging: set[asyncio.Task[None]] = set()
-        self._teaches = has_learning_signal
+        self._has_learning_signal = has_learning_signal
         self._tasks = tasks
         self._options = options
         self._temperature = temperature
@@ -416,11 +416,13 @@ class RolloutStream:
 
     async def _keep(self, outcome: Outcome) -> None:
         group = self._groups[outcome.key.task_index]
-        versions = outcome.row["ng"].get("policy_version") or [NEVER]
+        versions = outcome.row["ng"].get("policy_version") or [NEVER_PUSHED]
         oldest = (
-            self._step if is_failed_attempt(outcome.row) else min(self._learned.get(one, NEVER) for one in versions)
+            self._step
+            if is_failed_attempt(outcome.row)
+            else min(self._learned.get(one, NEVER_PUSHED) for one in versions)
         )
-        outcome.row[OURS] = {"task": group.task.key, "oldest": oldest}
+        outcome.row[TRAINER_FIELD] = {"task": group.task.key, "oldest": oldest}
         for name in self._tasks.fields:  # an agent need not return the fields of its task
             outcome.row.setdefault(name, group.task.row[name])
         if is_pending(outcome.row):
@@ -464,7 +466,7 @@ class RolloutStream:
     def _note_stale(self, group: Group, row: Json) -> None:
         self._stale += 1
         group.stale += 1
-        if group.stale > MOST_STALE * self._options.group_size:
+        if group.stale > MAX_STALE * self._options.group_size:
             raise UsageError(
                 f"{group.task.environment}: its rollouts say that policy versions {row['ng'].get('policy_version')} sampled "
                 f"them, again and again, but {max(self._learned)} was pushed: does the agent keep the token data of the "
@@ -474,7 +476,7 @@ class RolloutStream:
     def _finish(self, group: Group) -> None:
         """All attempts are there. A group without a learning signal is replaced if the recipe uses dynamic sampling."""
         room = (self._options.dynamic_sampling - 1) * self._options.tasks_per_step
-        if self._equal < room and not self._teaches(group):
+        if self._equal < room and not self._has_learning_signal(group):
             self._tasks.learned(group.task.key, group.rewards)
             del self._groups[group.task.number]
             self._equal += 1
@@ -501,5 +503,5 @@ class RolloutStream:
         """The lag of a row; 0 if it was collected before a resumption with weights that are newer than the current
         ones.
         """
-        oldest: int = row[OURS]["oldest"]
+        oldest: int = row[TRAINER_FIELD]["oldest"]
         return max(0, self._step - oldest)

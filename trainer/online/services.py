@@ -43,7 +43,7 @@ NEW_POLICY_WITHIN_S = 600
 RENEW_S = 1.0
 OWNER = "ng_train"
 SLEEP_MODE = "engine.enable_sleep_mode=true"
-BESIDE_TRAINER = 0.4  # of a GPU's memory
+COLOCATED_SHARE = 0.4  # of a GPU's memory
 TRANSFER = "engine.weight_transfer_config.backend="
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
@@ -171,7 +171,7 @@ class HeadMembership:
         self._version = version
         self._tried |= set(problems)
         admitted = [url for url in joined if url not in problems]
-        self._services.call(self._tell([*urls, *admitted]))
+        self._services.call(self._renew([*urls, *admitted]))
         lines = [f"{self._policy} {url} joined with version {version}" for url in admitted]
         for line in (*lines, *(f"{self._policy} {url} gets no calls: {why}" for url, why in problems.items())):
             if line not in self._said:
@@ -183,11 +183,11 @@ class HeadMembership:
         while True:
             await asyncio.sleep(RENEW_S)
             if self._version is not None:
-                await self._tell([])
+                await self._renew([])
                 if self.waiting():
                     notice()
 
-    async def _tell(self, urls: Sequence[str]) -> None:
+    async def _renew(self, urls: Sequence[str]) -> None:
         """A head that does not answer is asked again at the next renewal."""
         reached = self._services.reached
         opener = {"authorization": f"Bearer {reached.token}"}
@@ -276,7 +276,7 @@ def beside_trainer(
         return separate
     # Replicas without GPUs of their own use the same ones.
     has_own = stanza.resources is not None and stanza.resources.gpus is not None
-    share = BESIDE_TRAINER if has_own else round(BESIDE_TRAINER / stanza.first_replicas, 3)
+    share = COLOCATED_SHARE if has_own else round(COLOCATED_SHARE / stanza.first_replicas, 3)
     say(f"{policy!r} and the trainer share a GPU: vLLM takes {share} of its memory for each replica (docs/gpus.md)")
     shared = separate.changed(policy, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
     return with_own_gpus(shared, ranks, machine)  # without the policy, the GPUs may suffice for the others

@@ -40,8 +40,8 @@ from ..recipe.rollout_options import CurriculumOptions, EnvironmentOptions, Roll
 from ..seeds import seeded_random
 
 PRIOR = 0.5
-FULL = 1 << 20  # weights are integers, so that their sum does not depend on the order of updates
-NEARLY = 0.95  # a running mean of at least this counts as "always"
+WEIGHT_SCALE = 1 << 20  # weights are integers, so that their sum does not depend on the order of updates
+ALWAYS_SOLVED = 0.95  # a running mean of at least this counts as "always"
 
 
 class TaskDifficulty(Enum):
@@ -82,7 +82,7 @@ class Curriculum:
         self._put_back(drawn)
         return drawn
 
-    def draw_again(self, index: int) -> None:
+    def replay_draw(self, index: int) -> None:
         """Count a draw of this index from before a resumption; later draws then continue as in the original run."""
         self._draws += 1
 
@@ -125,16 +125,16 @@ class Curriculum:
 
     def _weight(self, index: int) -> int:
         mean, floor = self._means[index], self._options.floor
-        return max(1, round(FULL * (floor + (1 - floor) * 4 * mean * (1 - mean))))
+        return max(1, round(WEIGHT_SCALE * (floor + (1 - floor) * 4 * mean * (1 - mean))))
 
     def _difficulty(self, index: int) -> TaskDifficulty:
         if not self._visits[index]:
             return TaskDifficulty.UNSEEN
         prior = self._options.decay ** self._visits[index]  # weight of the initial 1/2 in the mean
         rate = (self._means[index] - PRIOR * prior) / (1 - prior)
-        if rate >= NEARLY:
+        if rate >= ALWAYS_SOLVED:
             return TaskDifficulty.SOLVED
-        return TaskDifficulty.UNSOLVED if rate <= 1 - NEARLY else TaskDifficulty.MIXED
+        return TaskDifficulty.UNSOLVED if rate <= 1 - ALWAYS_SOLVED else TaskDifficulty.MIXED
 
     def _put_back(self, drawn: Sequence[int]) -> None:
         for index in drawn:
@@ -322,7 +322,7 @@ class TaskSource:
                 "rollouts.environments back, or begin a new run"
             )
         self._turns.taken[list(self._environments).index(name)] += 1
-        self._environments[name].draw_again(index)
+        self._environments[name].replay_draw(index)
         return self.again(name, index, number)
 
     def _draw(self, numbers: Sequence[int]) -> list[Task]:
@@ -421,14 +421,14 @@ class _Environment:
         indices = self._sampler.draw(count)
         return list(zip(indices, self._rows(indices), strict=True))
 
-    def draw_again(self, index: int) -> None:
+    def replay_draw(self, index: int) -> None:
         """Count a draw from before a resumption. Raises UsageError: there is no such task in the file."""
         if index >= len(self._file):
             raise UsageError(
                 f"{self._options.tasks}: task {index} was drawn before, and there are {len(self._file):,} tasks in it; "
                 "restore the file, or begin a new run"
             )
-        self._sampler.draw_again(index)
+        self._sampler.replay_draw(index)
 
     def row(self, index: int) -> Json:
         return next(self._rows([index]))
@@ -512,7 +512,7 @@ class Epochs:
             self._position += 1
         return drawn
 
-    def draw_again(self, index: int) -> None:
+    def replay_draw(self, index: int) -> None:
         """The order of an epoch depends only on the seed: the index is the next one."""
         self.draw(1)
 

@@ -35,12 +35,12 @@ from .sinks import Sinks
 if TYPE_CHECKING:
     from rich.text import Text
 
-PLAIN_EVERY_S = 2.0
+PLAIN_INTERVAL_S = 2.0
 TICK_S = 0.5
 LABEL = 10
 CURVE = 40
-MOST_MEANS = 8 * CURVE
-MOST_HELD_OUT = 3
+MAX_MEANS = 8 * CURVE
+MAX_HELD_OUT = 3
 MAIN = {"reward/mean": "reward", "loss": "loss"}  # drawn as curves, next to the held-out metrics
 # metric -> how it is shown, if a step has it
 SHOWN = {
@@ -223,7 +223,7 @@ class Lines(Display):
         left = self._clock.left_s
         self._unsaid = f"step {step}/{self._steps}  {line(values)}" + ("" if left is None else f"  {left:.0f} s left")
         now = time.monotonic()
-        if _is_live(values) or step in (1, self._steps) or now - self._printed >= PLAIN_EVERY_S:
+        if _is_live(values) or step in (1, self._steps) or now - self._printed >= PLAIN_INTERVAL_S:
             self._printed = now
             self.end()
 
@@ -273,7 +273,7 @@ class LiveDisplay(Display):
 
         self._read_on()
         main = "reward/mean" if "reward/mean" in self._values else "loss"
-        held_out = [name for name in self._curves if _is_held_out(name)][:MOST_HELD_OUT]
+        held_out = [name for name in self._curves if _is_held_out(name)][:MAX_HELD_OUT]
         drawn = [main, *held_out]
         curves = [_curve(name, self._curves[name], size) for name in drawn if name in self._curves]
         figures = {name: form for name, form in SHOWN.items() if name in self._values and name not in drawn}
@@ -334,7 +334,7 @@ class Curve:
             return
         self._means.append(fmean(self._open))
         self._open = []
-        if len(self._means) == MOST_MEANS:
+        if len(self._means) == MAX_MEANS:
             self._means = [fmean(pair) for pair in zip(self._means[::2], self._means[1::2], strict=True)]
             self._of *= 2
 

@@ -41,7 +41,7 @@ from ..recipe.objective import FrozenOptions
 from ..recipe.recipe import LoggingOptions, SinkOptions
 
 PROGRAM = "from ngym.trainer.reporting import wandb_mlflow; wandb_mlflow.main()"
-WAITING = 1000  # limit of waiting records; further ones are dropped
+MAX_QUEUED = 1000  # limit of waiting records; further ones are dropped
 CLOSE_S = 20.0  # at the end of the run, for all sinks together to write waiting entries
 NUMBERS = count()  # of the event files of this process
 GO_ON = "training continues, and metrics.jsonl has everything"
@@ -151,7 +151,7 @@ class Courier:
     name: of the sink, as in the recipe.
     """
 
-    def __init__(self, name: str, sink: MetricSink, waiting: int = WAITING) -> None:
+    def __init__(self, name: str, sink: MetricSink, waiting: int = MAX_QUEUED) -> None:
         self.name = name
         self._sink = sink
         self._bound = waiting

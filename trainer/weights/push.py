@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 Server = TypeVar("Server")
 PAUSE_S = 1.0
 JOIN_S = 60.0  # of each call to a replica that joins: the run waits for it
-MOST_AT_ONCE = 64
+MAX_AT_ONCE = 64
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, float16
 # 4e-4, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
@@ -352,7 +352,7 @@ class Pusher:
         self._server_transport = in_files.server_transport if in_files else transport
         self._adapter = adapter
         self._mode: Mode = mode
-        self._threads = ThreadPoolExecutor(max(MOST_AT_ONCE, len(self._replicas)) + 1, "push")
+        self._threads = ThreadPoolExecutor(max(MAX_AT_ONCE, len(self._replicas)) + 1, "push")
         self._transfer = None if self._files else self._new_transfer(transport)
 
     def _follow(self) -> None:

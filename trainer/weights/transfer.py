@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from ngym.errors import NgymError
 from ngym.schema import Json
-from ngym.weight_push.shared_memory import MOST_AT_ONCE, Lent, SharedTensors, device_id, share
+from ngym.weight_push.shared_memory import MAX_AT_ONCE, Lent, SharedTensors, device_id, share
 
 from ..engine.distributed import in_daemon_thread
 from ..recipe.extensions import Mode, OnAll, PushFailed
@@ -96,8 +96,8 @@ class Servers:
 
         def update(replica: Replica) -> None:
             tensors = lent[replica].tensors
-            for first in range(0, len(tensors), MOST_AT_ONCE):
-                part = SharedTensors(tensors=tensors[first : first + MOST_AT_ONCE])
+            for first in range(0, len(tensors), MAX_AT_ONCE):
+                part = SharedTensors(tensors=tensors[first : first + MAX_AT_ONCE])
                 replica.update(part.model_dump(mode="json"))
 
         self._all(update)

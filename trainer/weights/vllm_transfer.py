@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 BUFFER_BYTES = 256 << 20
 
 # The records of vLLM's trainer engines, by backend: (our address, the number of processes) -> the record.
-INTRODUCTIONS: dict[str, Callable[[str, int], TrainerInitInfo]] = {
+TRAINER_INIT_INFO: dict[str, Callable[[str, int], TrainerInitInfo]] = {
     "nccl": lambda address, world: NCCLTrainerInitInfo(
         rank=0,
         master_address=address,
@@ -50,7 +50,7 @@ class VllmSender:
 
     def __init__(self, backend: str, client: Any, address: str, world: int) -> None:
         self._weights = Weights()
-        introduction = INTRODUCTIONS[backend](address, world)
+        introduction = TRAINER_INIT_INFO[backend](address, world)
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(introduction, client=client, source=self._weights)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:

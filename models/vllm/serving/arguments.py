@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 # Eager with explicit KV memory skips the compilation and the warm-up run; float32 makes the logprobs exact to 1e-5.
 CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False, "dtype": "float32"}
 
-OURS = {
+OWN_OPTIONS = {
     "model": "model",
     "model_tag": "model",
     "served_model_name": "served_name",
@@ -53,7 +53,7 @@ OURS = {
 GPU_TRANSFERS = ("nccl", "ipc", "sparse_nccl", "nccl_m2n", "sharded_rdt", "modelexpress")
 ADAPTERS = ("enable_lora", "lora_modules", "max_lora_rank", "max_loras", "max_cpu_loras")
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
-NOBODYS = ("config", "help", "api_server_count", "headless", "tool_server")
+UNSUPPORTED = ("config", "help", "api_server_count", "headless", "tool_server")
 SEVERAL_MACHINES = ("nnodes", "node_rank", "master_addr", "master_port")
 SERVERS = (  # of vLLM's HTTP server, which ours replaces
     "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "disable_access_log_for_endpoints",
@@ -169,9 +169,9 @@ def _name(flag: str) -> str:
 
 def _refuse_what_is_not_theirs(service: str, key: str, name: str, known: dict[str, argparse.Action]) -> None:
     where = f"service {service!r}: engine.{key}"
-    if name in OURS:
-        raise ConfigError(f"{where}: this is the service's own option {OURS[name]!r}; set it there")
-    if name in NOBODYS or name in SERVERS:
+    if name in OWN_OPTIONS:
+        raise ConfigError(f"{where}: this is the service's own option {OWN_OPTIONS[name]!r}; set it there")
+    if name in UNSUPPORTED or name in SERVERS:
         raise ConfigError(f"{where}: ngym decides this itself; remove it")
     if name in SEVERAL_MACHINES:
         raise ConfigError(f"{where}: ngym decides this itself; remove it, and give the stanza `nodes`")

@@ -63,7 +63,7 @@ HOSTED = (  # fields for a hosted API, without meaning for an engine
     "user",
     "verbosity",
 )
-KNOWN = frozenset(ChatCompletionRequest.model_fields)
+REQUEST_FIELDS = frozenset(ChatCompletionRequest.model_fields)
 CUT_OFF = "a weight push with mode abort cut this answer off; retry to get an answer from the new weights"
 CONTRADICTION = (
     "the engine stopped: the grammar of this request (its schema, choice or tools) and its other fields, such as "
@@ -360,8 +360,8 @@ class ChatHandler:
         """The request as vLLM's own record. Raises BadRequest for unknown fields and invalid values."""
         body = {name: value for name, value in request.items() if name not in HOSTED}
         width = body.pop("beam_width", None)
-        for name in body.keys() - KNOWN:
-            raise BadRequest(f"field {name!r}: vLLM has no such field{did_you_mean(name, KNOWN)}")
+        for name in body.keys() - REQUEST_FIELDS:
+            raise BadRequest(f"field {name!r}: vLLM has no such field{did_you_mean(name, REQUEST_FIELDS)}")
         if width and body.get("stream"):
             raise BadRequest(BEAMS_ARE_WHOLE)
         if body.get("n", 1) != 1 and (width or body.get("stream")):
@@ -384,7 +384,7 @@ class ChatHandler:
     ) -> ChatCompletionResponse | Chunks:
         """vLLM's answer, or its stream if the request asks for one. Raises ServiceError or ContextFull."""
         try:
-            await self._go_on_from(seen, request)
+            await self._continue_from(seen, request)
             recorded.set(None if request.use_beam_search or (request.n or 1) > 1 else tokens)
             answer = await self._serving.create_chat_completion(request)
         except (ContextFull, ServiceError):
@@ -398,7 +398,7 @@ class ChatHandler:
             raise asyncio.CancelledError  # vLLM has turned the cancellation into an error answer
         raise refusal(answer.error)
 
-    async def _go_on_from(self, seen: SeenCall | None, request: ChatCompletionRequest) -> None:
+    async def _continue_from(self, seen: SeenCall | None, request: ChatCompletionRequest) -> None:
         """Have vLLM continue from the ids of an earlier call, if the history is unchanged."""
         if seen is None or seen.turn_goes_on or request.truncate_prompt_tokens is not None:
             return

@@ -18,7 +18,7 @@ from ngym.files.hub_download import hub_model_problem
 from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import lean_imports, leave_out_compiler, quick_metadata
 
-USES_MORE = frozenset({
+MAY_COMPILE = frozenset({
     "enforce_eager", "no_enforce_eager", "compilation_config", "optimization_level", "O",
     "distributed_executor_backend", "data_parallel_backend",
 })  # fmt: skip
@@ -63,7 +63,7 @@ def computes_eagerly(engine: Mapping[str, Any]) -> bool:
     names = {name.replace("-", "_") for name in engine}
     if engine.get("enforce_eager", engine.get("enforce-eager")) is True:  # the default on a CPU
         names.remove("enforce_eager")
-    return _is_for_cpu() and USES_MORE.isdisjoint(names)
+    return _is_for_cpu() and MAY_COMPILE.isdisjoint(names)
 
 
 def _is_for_cpu() -> bool:

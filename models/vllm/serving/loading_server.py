@@ -21,9 +21,9 @@ from ngym.services.base.app import ProblemResponse
 from ngym.telemetry.log_format import REFUSED, STATUS_PREFIX
 
 GUARDED = ("/v1/", "/rollouts/")
-LAST_CALLERS_S = 5.0
+DRAIN_S = 5.0
 MAX_HEAD_BYTES = 64 << 10
-LEAVE = b"\0"
+LEAVE_MESSAGE = b"\0"
 Say = Callable[[str], None]
 
 
@@ -86,7 +86,7 @@ class LoadingServer:
         if self._pid is None:
             return
         with contextlib.suppress(BrokenPipeError):
-            self._ours.sendall(LEAVE)
+            self._ours.sendall(LEAVE_MESSAGE)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
         self._ours.close()
@@ -123,10 +123,10 @@ def _attend(channel: socket.socket, sockets: list[socket.socket], service: str) 
                     heads.pop(sock, None)
                     watched.unregister(sock)
                     sock.close()
-            elif (said := channel.recv(4096)) and LEAVE not in said:
+            elif (said := channel.recv(4096)) and LEAVE_MESSAGE not in said:
                 status = said.decode().splitlines()[-1]
             else:
-                deadline = time.monotonic() + LAST_CALLERS_S
+                deadline = time.monotonic() + DRAIN_S
                 for sock in (channel, *sockets):
                     watched.unregister(sock)
 

@@ -24,7 +24,7 @@ STARTERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")  # the
 RECORD = "\x1e"  # begins each record
 TRACEBACK = "Traceback (most recent call last):\n"
 IN_USE = "Available memory on node"  # of a CPU's machine, where the size of the KV cache is fixed
-MOST_CHARACTERS = 800
+MAX_CHARACTERS = 800
 MORE_ROOM = {
     "cpu": "Options of the stanza for that: kv_cache_mb, engine.max_model_len",
     "gpu": "Options of the stanza for that: engine.gpu_memory_utilization, engine.max_model_len, resources.gpus (docs/gpus.md)",
@@ -54,7 +54,7 @@ class LoggedErrors:
         if self._file is None:
             return None
         found = first_reason(os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace"))
-        return None if found is None else " ".join(found.split())[:MOST_CHARACTERS].rstrip(".")
+        return None if found is None else " ".join(found.split())[:MAX_CHARACTERS].rstrip(".")
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class Transfer:
             shared = validated(SharedTensors, update_info, "the tensors of a transfer").tensors
             if any(isinstance(tensor.memory, SharedFile) for tensor in shared):
                 raise self.broken("vLLM reads only the memory of its GPU")
-            update_info = as_vllm_reads(shared, self._trainers_gpu)
+            update_info = to_vllm_request(shared, self._trainers_gpu)
         await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish(self, version: int) -> None:
@@ -113,7 +113,7 @@ class Transfer:
         return ServiceError(self._engine.broken, retryable=True)
 
 
-def as_vllm_reads(tensors: Sequence[SharedTensor], gpu: str) -> Json:
+def to_vllm_request(tensors: Sequence[SharedTensor], gpu: str) -> Json:
     """vLLM's record. It takes handles only pickled; the pickle is made here, of checked numbers and bytes.
 
     gpu: the UUID of the trainer's GPU.

@@ -336,7 +336,7 @@ class Command:
                     store.finish(session.status)
             finally:
                 tracing.end()
-                self._tell(store, session)
+                self._print_result(store, session)
         except DiskFull as error:
             click.echo(harmless(str(error)), err=True)
             return EXIT_TRY_AGAIN
@@ -434,7 +434,7 @@ class Command:
             finally:
                 self._on_state = lambda state: None
 
-    def _tell(self, store: CollectionFiles, session: CollectionSession) -> None:
+    def _print_result(self, store: CollectionFiles, session: CollectionSession) -> None:
         """Print the tables, the status and the files; nothing for a run that failed before its first outcome."""
         total, aggregates = store.progress.total, store.aggregates
         if session.status == "failed" and not session.outcomes:

@@ -88,7 +88,7 @@ def _problem(row: Json) -> str | None:
 
 def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
     verdicts = Counter(task.verdict(solved) for task in tasks)
-    nothing = sum(not task.teaches for task in tasks)
+    nothing = sum(not task.has_learning_signal for task in tasks)
     rates = _rates(tasks, solved)
     mean = f", mean pass rate {fmean(rates):.3f}" if rates else ""
     scored = sum(len(task.rewards) for task in tasks)
@@ -114,7 +114,7 @@ def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
         verdicts, rates = Counter(task.verdict(solved) for task in some), _rates(some, solved)
         rate = f"{fmean(rates):.3f}" if rates else "-"
         counts = "".join(f" {verdicts[verdict]:>8,}" for verdict in ("always", "mixed", "never"))
-        nothing = sum(not task.teaches for task in some)
+        nothing = sum(not task.has_learning_signal for task in some)
         click.echo(f"  {value:<{width}} {len(some):>8,} {rate:>10}{counts} {nothing:>10,} {_unscored(some):>9.1%}")
 
 

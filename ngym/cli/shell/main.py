@@ -243,7 +243,7 @@ def context_settings() -> dict[str, Any]:
     return {"help_option_names": ["-h", "--help"], "max_content_width": 100, "color": color}
 
 
-def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
         click.echo(f"{ctx.command_path} (ngym) {__version__}")
         ctx.exit()
@@ -254,7 +254,7 @@ VERSION = click.Option(
     is_flag=True,
     expose_value=False,
     is_eager=True,
-    callback=_tell_version,
+    callback=_print_version,
     help="Show the version and exit.",
 )
 
@@ -278,7 +278,7 @@ class Command(click.Command):
 
 
 class CommandList(Command, click.Group):
-    """A group that imports a command when it is used, and suggests the nearest name for a misspelt one."""
+    """A group that imports a command when it is used, and suggests the nearest name for a misspelled one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, *OWN]
@@ -309,7 +309,7 @@ class CommandList(Command, click.Group):
 
 
 class Choice(click.Choice[str]):
-    """A choice of words that suggests the nearest one for a misspelt value."""
+    """A choice of words that suggests the nearest one for a misspelled value."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         near = get_close_matches(str(value), self.choices, n=1)

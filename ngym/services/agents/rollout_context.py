@@ -234,7 +234,7 @@ class RolloutContext:
             return self._missing_tool(tool)
         if error.failure in (None, "timeout"):
             error.failure = "tool_error"
-        if isinstance(error, UpstreamError) and self.gym.could_show(error):
+        if isinstance(error, UpstreamError) and self.gym.is_showable(error):
             error.detail += " (if that is how it answers to a model's mistake: tool_errors: show in the agent's stanza)"
         return error
 

@@ -38,15 +38,15 @@ from ngym.services.base.middleware import invoke_agent
 from ngym.services.base.options import GymServerName, ModelName, ServiceContext, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
 
-STARTS = 8  # rollouts that begin in one turn of the event loop
-BEGINNING_CHARS = 1000
-MOST_SHOWN = 500  # running rollouts in one answer
+STARTS_PER_TURN = 8  # rollouts that begin in one turn of the event loop
+PROMPT_DIGEST_CHARS = 1000
+MAX_SHOWN = 500  # running rollouts in one answer
 METRICS_S = 120.0
-ABANDON_S = 10.0
-ASK_S = 5.0  # between two questions to the head
+END_SESSION_TIMEOUT_S = 10.0
+HEAD_POLL_S = 5.0  # between two questions to the head
 STATELESS_S = 30.0  # for which rows are not sent again to a gym server that has accepted them and needs no session
-MOST_ACCEPTED = 100_000  # remembered rows, of 16 bytes each
-CLOCKS_S = 0.01  # timers of the event loop may fire this much too early
+MAX_ACCEPTED = 100_000  # remembered rows, of 16 bytes each
+TIMER_SLACK_S = 0.01  # timers of the event loop may fire this much too early
 _ANY: Json = OBJECT
 _TRAJECTORY = object_of({"output": {"type": "array", "items": OBJECT}})
 Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
@@ -74,7 +74,7 @@ class AdmissionQueue:
 
     def _next(self) -> None:
         begun = 0
-        while self._waiting and begun < STARTS:
+        while self._waiting and begun < STARTS_PER_TURN:
             turn = self._waiting.popleft()
             if not turn.done():  # else its caller was cancelled
                 turn.set_result(None)
@@ -181,7 +181,7 @@ def agent(
         return await off_loop(request, JsonResponse, await _respond(respond, rollout, params))
 
     async def list_running(request: Request) -> Response:
-        some = [rollout.progress() for rollout in islice(running_now.values(), MOST_SHOWN)]
+        some = [rollout.progress() for rollout in islice(running_now.values(), MAX_SHOWN)]
         return JsonResponse({"count": len(running_now), "rollouts": some})
 
     async def show_running(request: Request) -> Response:
@@ -234,7 +234,7 @@ async def _watch_needed(app: FastAPI, context: ServiceContext) -> None:
         if records is not None:  # else the head did not answer
             lost = [each for each in records if each["name"] in named and _is_lost(each)]
             app.state.not_ready = next((given_up(each["name"], each.get("detail", "")) for each in lost), None)
-        await asyncio.sleep(ASK_S)
+        await asyncio.sleep(HEAD_POLL_S)
 
 
 def _is_lost(record: Json) -> bool:
@@ -248,7 +248,7 @@ async def _turn(turns: AdmissionQueue) -> None:
         await turns.mine()
     except asyncio.CancelledError:
         remaining_s = request_context.current.get().remaining_s()
-        if remaining_s is None or remaining_s > CLOCKS_S:
+        if remaining_s is None or remaining_s > TIMER_SLACK_S:
             raise  # the caller hung up
         raise PeerTimeout(
             f"the rollout's deadline passed before it could start ({turns.waiting} more wait at this agent): "
@@ -298,7 +298,7 @@ def _beginning(params: Any, context: ServiceContext) -> str:
         return ""
     match params:
         case {"input": [first, *_]} | {"input": first}:
-            return repr((params.get("instructions"), first))[:BEGINNING_CHARS]
+            return repr((params.get("instructions"), first))[:PROMPT_DIGEST_CHARS]
     return ""
 
 
@@ -339,7 +339,7 @@ class _Stateless:
     def answered(self, rollout: RolloutContext, seeded: Json) -> None:
         """Note that the server accepted the rollout's row, and its answer."""
         is_stateless = seeded.get("stateless") is True
-        if not is_stateless or _gym_urls(rollout) != self._urls or len(self._rows) >= MOST_ACCEPTED:
+        if not is_stateless or _gym_urls(rollout) != self._urls or len(self._rows) >= MAX_ACCEPTED:
             self.forget()
         if not is_stateless or rollout.request_bytes > LOOP_BYTES:
             return
@@ -416,7 +416,7 @@ async def _end_session(rollout: RolloutContext) -> None:
     """End the session of a rollout that failed or was given up, instead of waiting for it to expire."""
     request_context.current.set(request_context.current.get()._replace(deadline=None))  # it may be over
     with suppress(ServiceError):  # the server may be gone or have no sessions; then they expire
-        await rollout.gym.request("/session", None, method="DELETE", timeout=ABANDON_S, idempotent=True)
+        await rollout.gym.request("/session", None, method="DELETE", timeout=END_SESSION_TIMEOUT_S, idempotent=True)
 
 
 async def _verify(rollout: RolloutContext, body: Json) -> Json:

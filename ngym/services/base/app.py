@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ngym.config.import_path import load_file
 from ngym.did_you_mean import nearest
 from ngym.errors import (
-    MOST_NAME,
+    MAX_NAME,
     BadRequest,
     ConfigError,
     FailureClass,
@@ -45,7 +45,7 @@ from ngym.net import request_context
 from ngym.net.api_docs import api_docs_routes
 from ngym.net.json_limits import CALL_BYTES
 from ngym.schema import SESSION_HEADER, Json, Kind
-from ngym.services.base.middleware import OF_A_ROLLOUT, Handler, RequestMiddleware, Served, Serving
+from ngym.services.base.middleware import ROLLOUT_ROUTE, Handler, RequestMiddleware, Served, Serving
 from ngym.services.base.options import ServiceContext, ServiceOptions, context_from_environment
 
 log = logging.getLogger("ngym.services")
@@ -54,7 +54,7 @@ FAILURES = frozenset(get_args(FailureClass))  # a peer may use its own classes
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
 OBJECT: Json = {"type": "object"}
 _OF_CONTENT = frozenset({"content-length", "content-type"})
-HERE = str(Path(__file__).parents[2])
+PACKAGE_ROOT = str(Path(__file__).parents[2])
 _IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
@@ -238,7 +238,7 @@ class _Application(FastAPI):
 def _author() -> str:
     """The name of the folder whose app.py creates the service, or of another file that does."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_ROOT):
         frame = frame.f_back
     file = Path(frame.f_code.co_filename)
     return file.resolve().parent.name if file.name == "app.py" else file.stem
@@ -310,7 +310,7 @@ def add_route(
         schema = _rooted(body, f"{here}/requestBody/content/application~1json/schema")
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     content = {kind: {"schema": json_answer if kind == JsonResponse.media_type else STRING} for kind in answers}
-    if "{" not in path.removeprefix(OF_A_ROLLOUT):
+    if "{" not in path.removeprefix(ROLLOUT_ROUTE):
         app.state.served[method, path] = Served(handler, most_bytes, finishes)
     app.add_api_route(
         path,
@@ -395,7 +395,7 @@ async def _service_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = shorten(request.url.path, MOST_NAME)
+    path = shorten(request.url.path, MAX_NAME)
     failure = ServiceError(
         f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code
     )
@@ -417,11 +417,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """Validation errors of a route that an author wrote with FastAPI's own decorators."""
     assert isinstance(error, RequestValidationError)
     wrong = (Problem(".".join(map(str, one["loc"])), str(one["msg"])) for one in error.errors())
-    return _problem(request, refused(wrong, shorten(request.url.path, MOST_NAME)))
+    return _problem(request, refused(wrong, shorten(request.url.path, MAX_NAME)))
 
 
 async def _no_memory(request: Request, error: Exception) -> Response:
-    path = shorten(request.url.path, MOST_NAME)
+    path = shorten(request.url.path, MAX_NAME)
     return _problem(request, NotReady(f"{path}: there is not enough memory for this request now"))
 
 

@@ -34,20 +34,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import Overloaded, PeerTimeout
 from ngym.net import request_context
-from ngym.net.connection_limits import OWN_PACE, Exchange
+from ngym.net.connection_limits import LIMITS_OWN_BODY, Exchange
 from ngym.net.json_limits import CALL_BYTES
 from ngym.net.request_context import EXACT_S, Timeout, Timer, later, pending_of
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.services.base.request_bodies import RequestBody
 from ngym.telemetry import tracing
 
-LONGEST_S = 30.0
-MEMORY = 0.1  # weight of the last call in the moving average of call times
-LOOKS_AFTER_S = 0.25  # seconds; faster answers are not watched for a disconnect
+MAX_RETRY_AFTER_S = 30.0
+SMOOTHING = 0.1  # weight of the last call in the moving average of call times
+DISCONNECT_CHECK_S = 0.25  # seconds; faster answers are not watched for a disconnect
 CLIENT_CLOSED_REQUEST = 499
 HEADERS = {"cache-control": "no-cache"}
 MEDIA_TYPE = "text/event-stream"
-OF_A_ROLLOUT = "/rollouts/{rollout_id}"
+ROLLOUT_ROUTE = "/rollouts/{rollout_id}"
 Handler = Callable[[Request], Awaitable[Response]]
 _BOUNDS = Histogram.DEFAULT_BUCKETS  # in seconds; the last one is infinite
 
@@ -88,7 +88,7 @@ class Admission:
             return time.monotonic()
         if len(self._waiting) >= self._line:
             self._refused.inc()
-            wait_s = min(LONGEST_S, self._seconds * (len(self._waiting) + 1) / self._limit)
+            wait_s = min(MAX_RETRY_AFTER_S, self._seconds * (len(self._waiting) + 1) / self._limit)
             raise Overloaded(
                 f"{self._inside} calls are in flight and {len(self._waiting)} wait (max_in_flight, max_waiting); retry "
                 f"in about {wait_s:.0f} s",
@@ -110,7 +110,7 @@ class Admission:
         """End a call that entered."""
         if self._limit is None:
             return
-        self._seconds += MEMORY * (time.monotonic() - began - self._seconds)
+        self._seconds += SMOOTHING * (time.monotonic() - began - self._seconds)
         self._next()
 
     def _next(self) -> None:
@@ -183,7 +183,7 @@ class Caller:
         assert task is not None
         self._task: asyncio.Task[object] = task
         self._cancelling = task.cancelling()
-        self.due = loop.time() + LOOKS_AFTER_S
+        self.due = loop.time() + DISCONNECT_CHECK_S
         self._pending = pending_of(loop)
         self._pending[self] = None
         if self._remaining_s is not None and self._remaining_s <= EXACT_S:
@@ -210,9 +210,11 @@ class Caller:
     def fire(self) -> None:
         """Look for a disconnect, once the answer is not a fast one."""
         if self._deadline is None and self._remaining_s is not None:  # a fast answer needs no timer of its own for it
-            self._deadline = later(max(0.0, self._remaining_s - LOOKS_AFTER_S), partial(self._stop, DeadlinePassed))
+            self._deadline = later(
+                max(0.0, self._remaining_s - DISCONNECT_CHECK_S), partial(self._stop, DeadlinePassed)
+            )
         if isinstance(self._receive, RequestBody) and not self._receive.read:
-            self._timer = later(LOOKS_AFTER_S, self.fire)
+            self._timer = later(DISCONNECT_CHECK_S, self.fire)
             return
         self._watch = asyncio.get_running_loop().create_task(self._until_gone())
 
@@ -227,7 +229,7 @@ class Caller:
             self._task.cancel()
 
 
-def nobody() -> Response:
+def client_closed() -> Response:
     """The response to a caller that hung up; only the metrics show its status."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -368,7 +370,7 @@ class RequestMiddleware:
     """The outermost middleware.
 
     Args:
-        served: (method, path) -> what answers it, for paths without parameters; they may be under OF_A_ROLLOUT.
+        served: (method, path) -> what answers it, for paths without parameters; they may be under ROLLOUT_ROUTE.
         start: called before the first request if the server has run no lifespan.
 
     Attributes:
@@ -407,7 +409,7 @@ class RequestMiddleware:
         served = self.served.get((scope["method"], route))
         if served is None and route.startswith("/rollouts/"):
             rollout_id, slash, rest = route.removeprefix("/rollouts/").partition("/")
-            route = f"{OF_A_ROLLOUT}{slash}{rest}"
+            route = f"{ROLLOUT_ROUTE}{slash}{rest}"
             served = self.served.get((scope["method"], route))
             scope["path_params"] = {"rollout_id": rollout_id}
         self._running += 1
@@ -415,7 +417,7 @@ class RequestMiddleware:
         try:
             most_bytes = CALL_BYTES if served is None else served.most_bytes
             if most_bytes is None:
-                scope[OWN_PACE] = True
+                scope[LIMITS_OWN_BODY] = True
             else:
                 receive = RequestBody(receive, headers, serving.most_bytes or most_bytes)
             if served is None:
@@ -453,7 +455,7 @@ class RequestMiddleware:
         try:
             await self.app(scope, receive, send)
         except ClientDisconnect:
-            await nobody()(scope, receive, send)
+            await client_closed()(scope, receive, send)
 
 
 async def _answer(served: Served, request: Request, receive: Receive) -> Response:
@@ -467,7 +469,7 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
         with Caller(receive, remaining_s):
             return await served.handler(request)
     except (CallerGone, ClientDisconnect):
-        return nobody()
+        return client_closed()
     except DeadlinePassed:
         response = await _error_response(request, _deadline_passed(request, "was stopped"))
         assert response is not None

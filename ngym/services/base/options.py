@@ -23,7 +23,7 @@ from ngym.schema import Kind
 from ngym.telemetry.log_format import Redactor
 
 OPTION = "NGYM_OPTION_"  # and the option's name in capitals: an option of a service that another server starts
-MOST_SHOWN = 8  # services in a message
+MAX_SHOWN = 8  # services in a message
 RESULT_MIB = 16  # limit of a tool's result, and of all results of a rollout: a request of 32 MiB holds them, escaped
 
 
@@ -148,7 +148,7 @@ def parse_options(
                 mistakes.append(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
             elif None not in (kind, reference.kind) and kind != reference.kind:
                 fit = [one for one in services if kinds.get(one) == reference.kind]
-                known = f" (known: {', '.join(fit[:MOST_SHOWN])})" if fit else ""
+                known = f" (known: {', '.join(fit[:MAX_SHOWN])})" if fit else ""
                 mistakes.append(f"{tree.where(name)}: {name}: {value!r} is of kind {kind}, not {reference.kind}{known}")
         return mistakes
 

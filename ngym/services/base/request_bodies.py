@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from ngym.did_you_mean import nearest
-from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, NotReady, Problem, refused, shorten
+from ngym.errors import MAX_NAME, MAX_PROBLEMS, BadRequest, NotReady, Problem, refused, shorten
 from ngym.net.json_limits import (
     LOOP_BYTES,
     MAX_DEPTH,
@@ -39,13 +39,13 @@ CALL_WEIGHT = 200_000  # limit for the arguments of a tool
 ROW_WEIGHT = 2_000_000  # limit for a row or a conversation: 28,000 messages of one part each, or as many token ids
 
 WINDOW = 1 << 20
-MOST_QUOTES = 256
+MAX_QUOTES = 256
 BACKSLASH = ord("\\")
 BODY_BYTES = "ngym.body_bytes"  # in the scope of a request whose body has been read
-LISTED = 20_000  # limit of listed problems: pydantic creates all of them at once, a million a second
-STRANGERS = 100  # limit of unknown fields searched for a misspelling
+MAX_LISTED_PROBLEMS = 20_000  # limit of listed problems: pydantic creates all of them at once, a million a second
+MAX_UNKNOWN_FIELDS = 100  # limit of unknown fields searched for a misspelling
 
-LARGE = 1 << 20  # bytes; a larger body is received in parts of this size, each only if there is memory for it
+PART_BYTES = 1 << 20  # bytes; a larger body is received in parts of this size, each only if there is memory for it
 
 
 class RequestBody:
@@ -65,7 +65,7 @@ class RequestBody:
         self._receive = receive
         self._most = most
         self._size = 0
-        self._looks_at = min(LARGE, most + 1) if self._declared <= min(LARGE, most) else 0
+        self._looks_at = min(PART_BYTES, most + 1) if self._declared <= min(PART_BYTES, most) else 0
         self.read = False
 
     def _look(self) -> None:
@@ -73,9 +73,9 @@ class RequestBody:
         largest = max(self._size, self._declared)
         if largest > self._most:
             raise BadRequest(f"the body is larger than {self._most >> 20} MiB", status=413)
-        if largest > LARGE and not is_room_for(2 * largest - self._size):
+        if largest > PART_BYTES and not is_room_for(2 * largest - self._size):
             raise NotReady("there is not enough memory for this request now")
-        self._looks_at = min(self._size + LARGE, self._most + 1)
+        self._looks_at = min(self._size + PART_BYTES, self._most + 1)
 
     async def __call__(self) -> Message:
         message = await self._receive()
@@ -145,7 +145,7 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     except BadRequest as error:
         encoding = request.headers.get("content-encoding", "identity")
         if error.status == 400 and encoding != "identity":
-            detail = f"the body has the content-encoding {shorten(encoding, MOST_NAME)}, which is not supported"
+            detail = f"the body has the content-encoding {shorten(encoding, MAX_NAME)}, which is not supported"
             raise BadRequest(f"{detail}; send plain JSON", status=415) from None
         raise
 
@@ -174,22 +174,22 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
     """
     if not is_light(raw, most_weight):
         raise BadRequest(
-            f"the JSON of {shorten(path, MOST_NAME)} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each "
+            f"the JSON of {shorten(path, MAX_NAME)} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each "
             "object, list and member of an object, 1 for any other value and for 32 bytes outside of strings); "
             "send less, or raise the service's max_json_weight",
             status=413,
         )
-    if len(raw) > LARGE and not is_room_for(parsed_bytes(raw)):
+    if len(raw) > PART_BYTES and not is_room_for(parsed_bytes(raw)):
         raise MemoryError
     try:
         value = _loaded(raw)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body of {shorten(path, MOST_NAME)} is not JSON: {error}", status=400) from None
+        raise BadRequest(f"the body of {shorten(path, MAX_NAME)} is not JSON: {error}", status=400) from None
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise BadRequest(f"the body of {shorten(path, MOST_NAME)} must be a JSON object, not {kind}")
+        raise BadRequest(f"the body of {shorten(path, MAX_NAME)} must be a JSON object, not {kind}")
     if is_deep(raw, value):
-        raise BadRequest(f"the body of {shorten(path, MOST_NAME)} is nested deeper than {MAX_DEPTH} levels")
+        raise BadRequest(f"the body of {shorten(path, MAX_NAME)} is nested deeper than {MAX_DEPTH} levels")
     return value
 
 
@@ -215,12 +215,12 @@ def is_light(raw: bytes, most: int) -> bool:
 
 
 def _without_strings(raw: bytes) -> bytes | None:
-    """JSON without its strings; None if they have more than MOST_QUOTES quotes. A search for quotes in long texts is 50
+    """JSON without its strings; None if they have more than MAX_QUOTES quotes. A search for quotes in long texts is 50
     times as fast as counting what they contain.
     """
     outside: list[bytes] = []
     start, inside = 0, False
-    for _ in range(MOST_QUOTES):
+    for _ in range(MAX_QUOTES):
         quote = raw.find(b'"', start)
         if quote < 0:
             outside.append(b"" if inside else raw[start:])
@@ -259,16 +259,16 @@ def _validated(model: type[BaseModel], value: Json, what: str, stops_early: bool
 
 def _problems(model: type[BaseModel], value: Json, error: ValidationError) -> list[ErrorDetails]:
     """The first problems; if there are too many to list, those of a smaller value."""
-    if error.error_count() > LISTED:
+    if error.error_count() > MAX_LISTED_PROBLEMS:
         known = {name: value[name] for name in _names(model) if name in value}
-        strangers = dict(islice(((name, one) for name, one in value.items() if name not in known), MOST_PROBLEMS))
+        strangers = dict(islice(((name, one) for name, one in value.items() if name not in known), MAX_PROBLEMS))
         try:
             _stopping(model).validate_python(known | strangers)
         except ValidationError as fewer:
             error = fewer
-    if error.error_count() > LISTED:
+    if error.error_count() > MAX_LISTED_PROBLEMS:
         return [{"type": "", "loc": (), "msg": f"{error.error_count():,} problems, too many to name", "input": None}]
-    return error.errors(include_url=False, include_input=False, include_context=False)[: MOST_PROBLEMS + 1]
+    return error.errors(include_url=False, include_input=False, include_context=False)[: MAX_PROBLEMS + 1]
 
 
 def _place(problem: ErrorDetails) -> str:
@@ -286,7 +286,7 @@ def _similar_name_hint(model: type[BaseModel], value: Json, problem: ErrorDetail
     """A hint for a missing field if the value has a field with a similar name: ` (is 'traget' meant to be it?)`."""
     if problem["type"] != "missing" or len(problem["loc"]) != 1:
         return ""
-    strangers = islice((name for name in value if name not in model.model_fields), STRANGERS)
+    strangers = islice((name for name in value if name not in model.model_fields), MAX_UNKNOWN_FIELDS)
     near = nearest(str(problem["loc"][0]), strangers)
     return f" (is {near!r} meant to be it?)" if near else ""
 

@@ -37,17 +37,17 @@ from ngym.telemetry import tracing
 from ngym.telemetry.log_format import Form, Redactor, configure_logging, say, secrets_in
 
 log = logging.getLogger("ngym.services")
-MARKS_S = 0.05
+SAMPLE_INTERVAL_S = 0.05
 STALL_S = 0.1
-COMPUTED = 0.1  # of a stall; a process that computed less was stopped by the machine, or waited in a blocking call
-IDLE = (("runners.py", "run"), ("selectors.py", "select"))  # innermost frames of a loop that runs no callback
-SAYS_EVERY_S = 1.0  # seconds between log lines: an overloaded machine has many stalls; the rest are only counted
+MIN_CPU_SHARE = 0.1  # of a stall; a process that computed less was stopped by the machine, or waited in a blocking call
+IDLE_FRAMES = (("runners.py", "run"), ("selectors.py", "select"))  # innermost frames of a loop that runs no callback
+LOG_INTERVAL_S = 1.0  # seconds between log lines: an overloaded machine has many stalls; the rest are only counted
 FRAMES = 12
 EXIT_CONFIG = 78  # EX_CONFIG: the config or the file is wrong; restarting would not help
 EXIT_REFUSED = 69  # EX_UNAVAILABLE: the options are right, but a package, server or data set that it needs is missing
 BACKLOG = 4096
 GRACE_S = 3.0
-ACCEPTS = 16  # new connections per turn of the loop: libuv accepts one per listening descriptor and turn
+ACCEPTS_PER_TURN = 16  # new connections per turn of the loop: libuv accepts one per listening descriptor and turn
 
 
 class Stall(NamedTuple):
@@ -68,7 +68,7 @@ class Stall(NamedTuple):
     @property
     def is_of_machine(self) -> bool:
         """Whether the machine was overloaded or suspended. Otherwise code computed, or called something that blocks."""
-        if max(self.cpu_s, self.process_s) > COMPUTED * self.seconds:
+        if max(self.cpu_s, self.process_s) > MIN_CPU_SHARE * self.seconds:
             return False
         return not self.where or self.queued_s > self.seconds / 2
 
@@ -105,7 +105,7 @@ class Watchdog:
         self._watched = threading.get_ident()
         self._statistics = _opened(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._mark = self._read()
-        self._timer = self._loop.call_later(MARKS_S, self._set_mark)
+        self._timer = self._loop.call_later(SAMPLE_INTERVAL_S, self._set_mark)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -126,25 +126,25 @@ class Watchdog:
 
     def _set_mark(self) -> None:
         clocks, mark = self._read(), self._mark
-        late_s = clocks.now - mark.now - MARKS_S
+        late_s = clocks.now - mark.now - SAMPLE_INTERVAL_S
         if late_s > STALL_S:
             cpu_s, process_s, queued_s = (
                 clocks.cpu - mark.cpu,
                 clocks.process - mark.process,
                 clocks.queued - mark.queued,
             )
-            self._tell(Stall(late_s, cpu_s, self._where, process_s, queued_s), clocks.now)
+            self._report(Stall(late_s, cpu_s, self._where, process_s, queued_s), clocks.now)
         self._where = ""
         self._mark = clocks
-        self._timer = self._loop.call_later(MARKS_S, self._set_mark)
+        self._timer = self._loop.call_later(SAMPLE_INTERVAL_S, self._set_mark)
 
-    def _tell(self, stall: Stall, now: float) -> None:
+    def _report(self, stall: Stall, now: float) -> None:
         self._count.inc()
         self._total.inc(stall.seconds)
         self.longest = max(self.longest, stall, key=lambda one: one.cpu_s)
         if stall.is_of_machine:
             self._of_machine.inc()
-        elif now - self._said >= SAYS_EVERY_S:
+        elif now - self._said >= LOG_INTERVAL_S:
             self._said = now
             message = "the event loop was blocked for %.2f s (%.2f s of CPU time) in:\n%s"
             log.warning(
@@ -152,13 +152,13 @@ class Watchdog:
             )
 
     def _watch(self) -> None:
-        due_s = MARKS_S
+        due_s = SAMPLE_INTERVAL_S
         while not self._over.wait(due_s):
-            stalled_s = time.monotonic() - self._mark.now - MARKS_S
-            due_s = max(STALL_S - stalled_s, MARKS_S)  # a stall is not yet one before
+            stalled_s = time.monotonic() - self._mark.now - SAMPLE_INTERVAL_S
+            due_s = max(STALL_S - stalled_s, SAMPLE_INTERVAL_S)  # a stall is not yet one before
             if not self._where and stalled_s > STALL_S:
                 frame = sys._current_frames().get(self._watched)
-                if frame is not None and (Path(frame.f_code.co_filename).name, frame.f_code.co_name) not in IDLE:
+                if frame is not None and (Path(frame.f_code.co_filename).name, frame.f_code.co_name) not in IDLE_FRAMES:
                     self._where = "".join(traceback.format_stack(frame, limit=None)[-FRAMES:]).rstrip()
 
 
@@ -287,7 +287,7 @@ async def serve_app(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     with Watchdog(registry):
-        await server.serve(sockets=[*sockets, *(one.dup() for one in sockets for _ in range(ACCEPTS - 1))])
+        await server.serve(sockets=[*sockets, *(one.dup() for one in sockets for _ in range(ACCEPTS_PER_TURN - 1))])
     if not server.started:
         raise ConfigError(f"{title} could not start; its log says why")
 

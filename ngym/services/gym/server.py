@@ -28,7 +28,7 @@ from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.mcp_route import McpRoute
 from ngym.services.gym.sessions import (
-    NOT_DONE,
+    RETRYABLE_STATUSES,
     TASK,
     Repeats,
     Session,
@@ -55,9 +55,9 @@ from ngym.stats import ANSWER, Scores, Subsets, parts_of
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
 SCORES = frozenset({"reward", "reward_components"})
 SCORED = (*SCORES, "reward_range", ANSWER)  # fields of an earlier verifier, in a row that is scored again
-OF_THE_ROW = frozenset({"responses_create_params", "response"})
-MOST_ROWS = 100_000
-MOST_OWN = 1000  # limit of an author's metrics
+ROW_FIELDS = frozenset({"responses_create_params", "response"})
+MAX_ROWS = 100_000
+MAX_OWN = 1000  # limit of an author's metrics
 _BOOLEAN: Json = {"type": "boolean"}
 _OBJECTS: Json = {"type": "array", "items": OBJECT}
 _NUMBER: Json = {"type": ["number", "null"]}
@@ -73,7 +73,7 @@ NEVER_SEEDED = (
     "this rollout's state is not here: POST /seed_session begins its session, and every further call sends the "
     "X-NG-Session header or the cookie of the last answer"
 )
-MOST_ANSWER = 1_000  # characters of a reported answer; the response has the full program or document
+MAX_ANSWER = 1_000  # characters of a reported answer; the response has the full program or document
 
 
 def aggregated(body: Json, compute_metrics: ComputeMetrics | None) -> Json:
@@ -85,8 +85,8 @@ def aggregated(body: Json, compute_metrics: ComputeMetrics | None) -> Json:
     rows, by = body.get("verify_responses") or [], body.get("by")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and _is_scored(row) for row in rows):
         raise BadRequest("verify_responses must be a list of objects whose 'reward' is a number or null")
-    if len(rows) > MOST_ROWS:
-        raise BadRequest(f"verify_responses has {len(rows):,} rows; send no more than {MOST_ROWS:,}, such as a sample")
+    if len(rows) > MAX_ROWS:
+        raise BadRequest(f"verify_responses has {len(rows):,} rows; send no more than {MAX_ROWS:,}, such as a sample")
     if by is not None and not isinstance(by, str):
         raise BadRequest(f"'by' must be the name of a field, not {by!r:.60}")
     answer = aggregate(rows, by)
@@ -138,10 +138,10 @@ def own_metrics(compute_metrics: ComputeMetrics, rows: list[Json]) -> Json:
     except ServiceError as error:  # a bug of the author's costs only the author's metrics
         return {"metrics": {}, "errors": [error.detail]}
     errors = []
-    if len(found) > MOST_OWN:
-        errors.append(f"compute_metrics returned {len(found):,} numbers; only the first {MOST_OWN:,} are kept")
+    if len(found) > MAX_OWN:
+        errors.append(f"compute_metrics returned {len(found):,} numbers; only the first {MAX_OWN:,} are kept")
     metrics = {}
-    for name, value in list(found.items())[:MOST_OWN]:
+    for name, value in list(found.items())[:MAX_OWN]:
         if isinstance(value, int | float) and math.isfinite(value):
             metrics[str(name)] = float(value)
         elif value is not None:
@@ -292,7 +292,7 @@ def gym_server(
                 except TypeError as error:
                     raise _not_json(outcome, error) from None
         except ServiceError as error:
-            again = error.status in NOT_DONE and session.id in store
+            again = error.status in RETRYABLE_STATUSES and session.id in store
             raise
         finally:
             if not again:
@@ -471,7 +471,7 @@ def _of_the_row(name: Any, value: Any) -> bool:
     """Whether it is what the row already has: a verifier may return the whole task, as NeMo Gym's do. A ServiceError for a
     value of its own under such a name.
     """
-    if name not in OF_THE_ROW:
+    if name not in ROW_FIELDS:
         return False
     if isinstance(value, Mapping | BaseModel):
         return True
@@ -491,10 +491,10 @@ def _bounded(answer: str) -> str:
     """A long answer's beginning and a digest of the whole, so that answers with the same beginning remain distinct
     votes.
     """
-    if len(answer) <= MOST_ANSWER:
+    if len(answer) <= MAX_ANSWER:
         return answer
     digest = blake2b(answer.strip().encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    return f"{answer.strip()[:MOST_ANSWER]}... (cut, blake2b {digest})"
+    return f"{answer.strip()[:MAX_ANSWER]}... (cut, blake2b {digest})"
 
 
 def _finite(value: Any, what: str) -> float | None:

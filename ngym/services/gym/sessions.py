@@ -32,11 +32,11 @@ REPEATABLE_S = 60  # seconds in which a call with an idempotency key may be repe
 Result = TypeVar("Result")
 TASK_BYTES = 4 << 30
 TASK = "task"  # in a session: the row that began it
-BEGUN = "ngym.session"  # in a request's scope: the id of the session that the request began
+BEGUN_SESSION = "ngym.session"  # in a request's scope: the id of the session that the request began
 MAX_BYTES = 16 << 20  # limit of the kept answers
 OVERHEAD_BYTES = 3 << 10  # of one answer, in addition to its body
 MAX_KEY_CHARS = 128
-NOT_DONE = (429, 503)  # these answers mean that nothing was done: a repetition counts as a first attempt
+RETRYABLE_STATUSES = (429, 503)  # these answers mean that nothing was done: a repetition counts as a first attempt
 Call = tuple[str, str, str]
 """Session, path and key."""
 
@@ -64,7 +64,7 @@ class Session(dict[str, Any]):
 
     def fail(self, error: ServiceError) -> None:
         """Store the failure, unless it means that nothing was done: then the caller retries."""
-        if error.status not in NOT_DONE:
+        if error.status not in RETRYABLE_STATUSES:
             self.failure = copy.copy(error)  # without its traceback, which would keep the request alive
 
     def when_over(self, close: Callable[[], object]) -> None:
@@ -185,7 +185,7 @@ def session_for(store: SessionStore, request: Request, *, start: bool = False) -
 def begun(store: SessionStore, request: Request, session_id: str | None = None) -> Session:
     """A new session, whose id is in the answer to this request."""
     session = store.start(session_id)
-    request.scope[BEGUN] = session.id
+    request.scope[BEGUN_SESSION] = session.id
     return session
 
 
@@ -201,11 +201,11 @@ def session_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     Some clients keep only the cookies of the last answer (NeMo Gym's agents). A proxy between caller and server does
     not know the id, so an answer without it is not the server's.
     """
-    session_id = scope.get(BEGUN) or session_id_of(scope) or ""
+    session_id = scope.get(BEGUN_SESSION) or session_id_of(scope) or ""
     if not SESSION_ID.fullmatch(session_id):
         return []
     written: bytes = session_id.encode()
-    if BEGUN in scope or b"cookie" in headers_of(scope):
+    if BEGUN_SESSION in scope or b"cookie" in headers_of(scope):
         return [(_ID, written), _REPEATABLE, (b"set-cookie", _COOKIE % written)]
     return [(_ID, written), _REPEATABLE]
 
@@ -274,7 +274,7 @@ class Repeats:
         if not task.cancelled():
             error = task.exception()
             if isinstance(error, ServiceError):
-                if error.status in NOT_DONE:
+                if error.status in RETRYABLE_STATUSES:
                     return
                 answer = copy.copy(error)  # without its traceback, which holds the request
             elif error is None:

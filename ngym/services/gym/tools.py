@@ -27,7 +27,7 @@ from ngym.services.base.app import JsonResponse, add_route, context_of
 from ngym.services.base.middleware import execute_tool
 from ngym.services.base.options import ServiceOptions, check_result
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
-from ngym.services.gym.sessions import BEGUN, NOT_DONE, Session, session_id_of
+from ngym.services.gym.sessions import BEGUN_SESSION, RETRYABLE_STATUSES, Session, session_id_of
 
 ANYTHING: Json = {"description": "Any JSON."}
 
@@ -115,7 +115,7 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
         except BaseException:
             app.state.sessions.end(session.id)  # no caller learns its id
             raise
-        request.scope[BEGUN] = session.id
+        request.scope[BEGUN_SESSION] = session.id
         return answer
 
     call.__name__ = tool.described["name"]
@@ -137,7 +137,7 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
     if isinstance(error, ToolError):
         return error
     error.failure = error.failure or "tool_error"
-    if error.status in NOT_DONE:
+    if error.status in RETRYABLE_STATUSES:
         return error  # the caller retries
     if header(request.scope, TOOL_ERRORS_HEADER) == "show":
         return ToolError(error.detail)

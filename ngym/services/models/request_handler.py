@@ -26,7 +26,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from ngym.convert import finish_reason, sse, usage_from_chat
-from ngym.errors import MOST_NAME, BadRequest, Boundary, NotFound, ServiceError, shorten
+from ngym.errors import MAX_NAME, BadRequest, Boundary, NotFound, ServiceError, shorten
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, by_size, fitted
 from ngym.rollout import ModelCall as CallTokens
@@ -553,7 +553,7 @@ def _model_name(body: Json, context: ServiceContext) -> str:
     name = str(body.get("model") or options.model)
     if not options.any_model_name and name not in (options.model, context.name):
         wrong = [{"field": "model", "message": "another model is served here"}]
-        detail = f"there is no model {shorten(name, MOST_NAME)!r} here, only {options.model!r}; any_model_name: true accepts every name"
+        detail = f"there is no model {shorten(name, MAX_NAME)!r} here, only {options.model!r}; any_model_name: true accepts every name"
         raise NotFound(detail, extra={"errors": wrong, "code": "model_not_found"})
     return name
 

@@ -68,10 +68,10 @@ def take_seen(items: Any) -> SeenCall | None:
     index, prompt, sampled = last
     for name, ids in zip(TOKEN_FIELDS, (prompt, sampled), strict=False):
         _check_ids(ids, f"field 'input[{index}].{name}'")
-    return SeenCall(index, prompt, sampled, index + 1 < len(items) and is_the_models(items[index + 1]))
+    return SeenCall(index, prompt, sampled, index + 1 < len(items) and is_from_model(items[index + 1]))
 
 
-def is_the_models(item: Json) -> bool:
+def is_from_model(item: Json) -> bool:
     """Whether the model said this item or message."""
     return item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning")
 
@@ -132,9 +132,9 @@ def request_turns(request: Json) -> RequestTurns:
     turns = [Turn(_digest(b"", [request.get("instructions"), request.get("tools")]), -1)]
     run: list[Any] = []
     for index, item in enumerate(items):
-        if is_the_models(item):
+        if is_from_model(item):
             run += _output_content(item)
-            if index + 1 < len(items) and is_the_models(items[index + 1]):
+            if index + 1 < len(items) and is_from_model(items[index + 1]):
                 continue
             turns.append(Turn(_digest(turns[-1].digest, _merged(run)), index))
             if index + 1 < len(items):
