@@ -21,6 +21,7 @@ from ngym.collect.run_record import CollectionSettings
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
+from ngym.notebook.arguments import INPUT, as_arguments, at_least_one, in_python
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import Folder, Rollouts, rollouts_of
 from ngym.notebook.services import RunningServices, ServiceTarget
@@ -84,8 +85,10 @@ def collect_rollouts(
         UsageError: the config or the input is wrong. ServiceFailed, ServiceGone: a service does not start, or stayed
         down.
     """
-    call = _Call(locals())
-    return call.place.run(call.collected(), call.watch, progress)
+    with as_arguments():
+        call = _Call(locals())
+    with as_arguments(call.folder.path):
+        return call.place.run(call.collected(), call.watch, progress)
 
 
 async def collect_rollouts_async(
@@ -111,8 +114,10 @@ async def collect_rollouts_async(
     progress: bool = True,
 ) -> Rollouts:
     """`collect_rollouts` for a coroutine, without blocking its loop; cancelling the task stops it."""
-    call = _Call(locals())
-    return await call.place.run_async(call.collected(), call.watch, progress)
+    with as_arguments():
+        call = _Call(locals())
+    with as_arguments(call.folder.path):
+        return await call.place.run_async(call.collected(), call.watch, progress)
 
 
 class _Call:
@@ -132,8 +137,8 @@ class _Call:
         params = {**(given["params"] or {}), **named}
         self._recipe = CollectionPlan(given["agent"], given["repeats"], given["limit"], params, given["seed"])
         self._limits = CollectionLimits(given["concurrency"], given["timeout_s"], given["max_attempts"])
-        self._folder = Folder()
-        self._output = Path(given["output"] or self._folder.path / "out.jsonl")
+        self.folder = Folder()
+        self._output = Path(given["output"] or self.folder.path / "out.jsonl")
         self._done = 0
         self.watch = Watch()
         self.place = ServiceTarget(given["config"], given["overrides"], given["head"])
@@ -141,7 +146,7 @@ class _Call:
     async def collected(self) -> Rollouts:
         if self._limits.concurrency > MANY:
             raise_file_limit()
-        tasks = tasks_in(self._given["input"], self._folder.path)
+        tasks = tasks_in(self._given["input"], self.folder.path)
         known = await self.place.known()
         gate = Gate()
         source = CollectionSettings(tasks, self._recipe, self._given["token_format"], known.services)
@@ -156,7 +161,7 @@ class _Call:
         given_up = sum(tally.given_up.total() for tally in store.aggregates.by_agent.values())
         if given_up:
             self.watch.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; see .failures")
-        return rollouts_of([self._output], self._folder)
+        return rollouts_of([self._output], self.folder)
 
     def _print_stopped(self, done: int) -> None:
         """Print the file of the finished rollouts."""
@@ -164,7 +169,7 @@ class _Call:
             return
         again = "resume=True continues" if self._given["output"] else "the file exists until this process ends"
         if self._given["output"] is None:
-            _STOPPED.append(self._folder)
+            _STOPPED.append(self.folder)
         self.watch.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
 
     async def _collect(self, store: CollectionFiles, known: Discovered, gate: Gate) -> None:
@@ -178,7 +183,7 @@ class _Call:
             starts=config is not None,
         )
         if self._recipe.agent is not None and store.progress.replaced:
-            self.watch.say(replaced_note(self._recipe.agent, store.progress.replaced))
+            self.watch.say(in_python(replaced_note(self._recipe.agent, store.progress.replaced)))
         if not store.progress.left:
             store.finish("done")
             return
@@ -202,7 +207,7 @@ def tasks_in(given: Input, folder: Path) -> Path:
         if not Path(given).is_file():
             raise UsageError(f"{given}: no such file (input=)")
         return Path(given)
-    path = folder / "tasks.jsonl"
+    path = folder / INPUT
     with path.open("wb") as file:
         for number, row in enumerate(rows_of(given)):
             file.write(_line(row, number))
@@ -240,17 +245,3 @@ def _line(row: Any, number: int) -> bytes:
         return orjson.dumps(dict(row), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
     except TypeError as error:
         raise UsageError(f"row {number} cannot be written as JSON: {error}") from None
-
-
-def at_least_one(**given: int | None) -> None:
-    """
-    Raises:
-        UsageError: one of these arguments is not a whole number, or less than 1.
-    """
-    for name, value in given.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{name} must be a whole number, not {value!r}")
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}")

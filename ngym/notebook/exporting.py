@@ -12,6 +12,7 @@ from ngym.errors import UsageError
 from ngym.export.exporter import export
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.rollout_selection import ExportCounts
+from ngym.notebook.arguments import as_arguments
 from ngym.notebook.frames import library
 from ngym.notebook.rollouts import FileRows, Folder, Rollouts
 
@@ -78,23 +79,24 @@ def export_rollouts(
         UsageError: the options contradict each other, or the source has rows that are not rollouts.
     """
     folder = Folder()
-    options = Options(
-        format=format,
-        inputs=_inputs(source, folder),
-        output=Path(output) if output is not None else folder.path / f"{format}.jsonl",
-        min_reward=min_reward,
-        best=best,
-        pairs=pairs,
-        margin=margin,
-        max_pairs=max_pairs,
-        dedupe=dedupe,
-        keep_reasoning=keep_reasoning,
-        keep_truncated=keep_truncated,
-        limit=limit,
-        seed=seed,
-        overwrite=overwrite,
-    )
-    return Exported(options.output, export(options, show=lambda line: None), format, folder)
+    with as_arguments():
+        options = Options(
+            format=format,
+            inputs=_inputs(source, folder),
+            output=Path(output) if output is not None else folder.path / f"{format}.jsonl",
+            min_reward=min_reward,
+            best=best,
+            pairs=pairs,
+            margin=margin,
+            max_pairs=max_pairs,
+            dedupe=dedupe,
+            keep_reasoning=keep_reasoning,
+            keep_truncated=keep_truncated,
+            limit=limit,
+            seed=seed,
+            overwrite=overwrite,
+        )
+        return Exported(options.output, export(options, show=lambda line: None), format, folder)
 
 
 def _inputs(source: Source, folder: Folder) -> tuple[Path, ...]:

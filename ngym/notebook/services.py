@@ -16,6 +16,7 @@ from ngym.collect.collection_session import ConnectedServices, Discovered, disco
 from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import wrong_url
+from ngym.notebook.arguments import as_arguments
 from ngym.notebook.frames import table
 from ngym.notebook.progress import Watch
 from ngym.peers import Peers
@@ -239,11 +240,15 @@ async def run_async(*config: str | Path, only: str | Sequence[str] = (), progres
 
 
 def _begun(words: Sequence[str | Path], only: str | Sequence[str]) -> tuple[_Life, Watch]:
+    for word in words:
+        if not isinstance(word, str | Path):
+            raise UsageError(f"run takes config files and key=value overrides, not {word!r:.60}")
     launcher = ZygoteClient.start()
     try:
         files = [Path(word) for word in words if isinstance(word, Path) or "=" not in word]
         overrides = [word for word in words if isinstance(word, str) and "=" in word]
-        config = load_config(files or [Path(DEFAULT_CONFIG)], overrides)
+        with as_arguments():
+            config = load_config(files or [Path(DEFAULT_CONFIG)], overrides)
         watch = Watch()
         names = [only] if isinstance(only, str) else only
         return _Life(config.only(names) if names else config, launcher, watch), watch

@@ -14,7 +14,8 @@ from ngym.errors import ServiceError, UsageError
 from ngym.files.task_rows import assistant_message
 from ngym.grading import reverify
 from ngym.grading.group_rewards import judged
-from ngym.notebook.collecting import at_least_one, rows_of
+from ngym.notebook.arguments import as_arguments, at_least_one
+from ngym.notebook.collecting import rows_of
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
@@ -95,7 +96,8 @@ def verify(
         UsageError: a row has no response, its gym server is unknown, or rows to compare name no task.
     """
     at_least_one(concurrency=concurrency)
-    call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
+    with as_arguments():
+        call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
     found = call.place.run(call.verdicts(), call.watch, progress)
     return found[0] if isinstance(rows, Mapping) else found
 
@@ -114,7 +116,8 @@ async def verify_async(
 ) -> list[VerifyResult]:
     """`verify` for a coroutine; always a list."""
     at_least_one(concurrency=concurrency)
-    call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
+    with as_arguments():
+        call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
     return await call.place.run_async(call.verdicts(), call.watch, progress)
 
 

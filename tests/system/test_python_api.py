@@ -292,15 +292,26 @@ def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder
             ngym.collect_rollouts(**{"input": TASKS, "head": services, "progress": False, **call})
         assert "\n" not in str(error.value)
 
-    refused(r"no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
+    named = {"agent_ref": {"name": "counter_agent"}}
+    refused(r"^agent: no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
     refused("repeats must be at least 1, not 0", agent="counter_agent", repeats=0)
     refused("repeats must be a whole number, not 1.5", agent="counter_agent", repeats=1.5)
     refused("give one of the two", config=folder / "global_config.yaml")
     refused("name it with output=", agent="counter_agent", resume=True)
     refused(r"row 0 must be an object such as .*, not 'a'", input=["a"])
     refused("already holds rollouts", agent="counter_agent", output=folder / "tasks.jsonl", input=TASKS[:1])
-    with pytest.raises(ngym.ConfigError, match="no such file"):
+    refused(
+        "^row 1 of input: this row names no agent; .* name one with agent=$", input=[{**TASKS[0], **named}, TASKS[1]]
+    )
+    existing = {"agent": "counter_agent", "input": TASKS[:1], "output": folder / "tasks.jsonl"}
+    refused("add resume=True to continue that run, or overwrite=True to replace it", **existing)
+    with pytest.raises(ngym.ConfigError, match="no such file; name one with config=, or"):
         ngym.run(folder / "no.yaml", progress=False)
+    with pytest.raises(ngym.UsageError, match="run takes config files and key=value overrides, not 5"):
+        ngym.run(5, progress=False)  # type: ignore[arg-type]
+    for given, text in (({"format": "nope"}, "^format: 'nope' is unknown"), ({"best": -1}, "^best must be a whole")):
+        with pytest.raises(ngym.UsageError, match=text):
+            ngym.export_rollouts(folder / "tasks.jsonl", **{"format": "rollouts", **given})
 
 
 def test_a_service_that_does_not_start_is_reported_with_its_log(folder: Path) -> None:
@@ -459,7 +470,7 @@ def test_exports_are_rows_a_file_and_a_dataset(rollouts: ngym.Rollouts, folder: 
     some = ngym.export_rollouts(rollouts.worst(3), "kto", folder / "kto.jsonl")
     assert [row["label"] for row in some].count(False) == 2 and (folder / "kto.jsonl").exists()
     assert set(some.to_dataset().column_names) == {"prompt", "completion", "label", "tools"}
-    with pytest.raises(ngym.UsageError, match="--best has no effect with --format kto"):
+    with pytest.raises(ngym.UsageError, match="best has no effect with format='kto'"):
         ngym.export_rollouts(rollouts, "kto", best=1)
     with pytest.raises(ngym.UsageError, match="no rollout is left to export"):
         ngym.export_rollouts(rollouts, "preferences").to_dataset()
