@@ -159,6 +159,11 @@ def test_a_rollout_that_cannot_be_verified_keeps_its_reward_and_is_counted(root:
             "out.jsonl:1: not a rollout: the 'output'",
         ),
         ({**rollout("counter_agent", [], 1.0), "response": {"output": [1, None]}}, "must be a list of objects"),
+        (
+            {**rollout("counter_agent", [], 1.0), "ng": {"finish_reasons": 5}},
+            "ng.finish_reasons must be a list of texts",
+        ),
+        ({**rollout("counter_agent", [], 1.0), "ng": {"stop_reason": ["x"]}}, "and ng.stop_reason a text"),
     ],
 )
 def test_what_cannot_be_verified_at_all_is_refused(

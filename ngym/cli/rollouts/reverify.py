@@ -16,7 +16,7 @@ from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_files, c
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.runtime.live_region import harmless
-from ngym.schema import Json, agent_name, row_problem
+from ngym.schema import Json, agent_name, row_problem, trace_of
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config
@@ -172,6 +172,12 @@ def _problem(row: Json) -> str | None:
     output = row["response"].get("output") or []
     if not (isinstance(output, list) and all(isinstance(item, dict) for item in output)):
         return "not a rollout: the 'output' of its response must be a list of objects"
+    trace = trace_of(row)
+    finishes = trace.get("finish_reasons") or []
+    if not isinstance(finishes, list) or not all(
+        isinstance(one, str | None) for one in (*finishes, trace.get("stop_reason"))
+    ):
+        return "not a rollout: ng.finish_reasons must be a list of texts, and ng.stop_reason a text"
     if agent_name(row) is None:
         return "its agent_ref names no agent, so its gym server is unknown"
     return row_problem(row)
