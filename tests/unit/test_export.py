@@ -557,17 +557,17 @@ def test_what_makes_no_sense_is_refused_before_anything_is_read(arguments: list[
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": "preference"}, "--format: 'preference' is unknown (did you mean 'preferences'?)"),
-        ({"format": None}, "--format: None is unknown (known: demonstrations, kto, preferences, rollouts, sharegpt)"),
+        ({"format": "preference"}, "format: 'preference' is unknown (did you mean 'preferences'?)"),
+        ({"format": None}, "format: None is unknown (known: demonstrations, kto, preferences, rollouts, sharegpt)"),
         (
             {"format": "preferences", "pairs": "best_rest"},
-            "--pairs: 'best_rest' is unknown (did you mean 'best-rest'?)",
+            "pairs: 'best_rest' is unknown (did you mean 'best-rest'?)",
         ),
-        ({"format": "demonstrations", "best": -1}, "--best must be a whole number of at least 1, not -1"),
-        ({"format": "kto", "limit": 0}, "--limit must be a whole number of at least 1, not 0"),
-        ({"format": "preferences", "max_pairs": 1.5}, "--max-pairs must be a whole number of at least 1, not 1.5"),
-        ({"format": "preferences", "margin": -1}, "--margin must be at least 0, not -1"),
-        ({"format": "kto", "min_reward": "a"}, "--min-reward must be a number, not 'a'"),
+        ({"format": "demonstrations", "best": -1}, "best must be a whole number of at least 1, not -1"),
+        ({"format": "kto", "limit": 0}, "limit must be a whole number of at least 1, not 0"),
+        ({"format": "preferences", "max_pairs": 1.5}, "max_pairs must be a whole number of at least 1, not 1.5"),
+        ({"format": "preferences", "margin": -1}, "margin must be at least 0, not -1"),
+        ({"format": "kto", "min_reward": "a"}, "min_reward must be a number, not 'a'"),
     ],
 )
 def test_wrong_values_of_the_python_call_are_refused(values: dict[str, Any], message: str, tmp_path: Path):

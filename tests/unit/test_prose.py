@@ -67,7 +67,7 @@ def test_no_word_of_the_list_is_in_the_name_of_a_test() -> None:
 def test_the_docstring_of_a_module_is_a_statement() -> None:
     questions = []
     for file, source in _sources():
-        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        first = (ast.get_docstring(_parsed(source)) or "").partition("\n")[0]
         if "?" in SPAN.sub("", first):
             questions.append(f"{_where(file)}:1: {first}")
     assert not questions, "\n".join(questions)

@@ -200,10 +200,10 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\n")
-    words = ["--dry-run", "slurm", str(file), "time=00:10:00", "ng_train", "sft.yaml", "--overwrite"]
+    words = ["--dry-run", "slurm", str(file), "time=00:10:00", "ng_train", "sft.yaml"]
     shown = CliRunner().invoke(submit.main, words)
     assert shown.exit_code == 0 and "#SBATCH --time=00:10:00" in shown.stdout
-    assert "command=(ng_train --on ray sft.yaml --overwrite)" in shown.stdout
+    assert "command=(ng_train --on ray sft.yaml)" in shown.stdout
     assert sorted(tmp_path.iterdir()) == [file]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -132,17 +133,21 @@ def _replaced(output: Path) -> Iterator[BinaryIO]:
     from ngym.files.atomic import open_held
 
     aside = output.with_name(f".{output.name}.partial")
-    with open(open_held(aside, output, "choose another --output"), "r+b") as file:
-        try:
+    file = os.fdopen(open_held(aside, output, "choose another --output"), "r+b")
+    try:
+        if os.fstat(file.fileno()).st_size:
             file.truncate(0)
-            yield file
-            with writing(output):
-                file.flush()
-            aside.rename(output)
-        except BaseException:
-            with suppress(OSError):
-                aside.unlink()
-            raise
+        yield file
+        with writing(output):
+            file.flush()
+        aside.rename(output)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    finally:
+        with suppress(OSError):  # of the same full disk, in the rest of the buffer
+            file.close()
 
 
 async def _reverify(
