@@ -469,7 +469,7 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     assert kept.newest().step == 1
 
 
-# Rollouts that are none
+# Rows that are not rollouts
 
 
 @pytest.mark.parametrize(
@@ -477,8 +477,10 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     [
         (b'{"reward": NaN, "ng": {}}', "not JSON"),
         (b'{"reward": 1e999, "ng": {}}', "not JSON"),
-        (b'{"reward": "1", "ng": {}}', "the reward is '1'; it must be null or a number within ±3.4e+38"),
-        (b'{"reward": [1], "ng": {}}', "the reward is [1]"),
+        (b'{"reward": "1", "ng": {}}', "'reward' must be null or a number within ±3.4e+38, not '1'"),
+        (b'{"reward": true, "ng": {}}', "'reward' must be null or a number within ±3.4e+38, not True"),
+        (b'{"reward": null, "ng": {"schema_version": 2}}', "its ng.schema_version is 2, and this ngym reads 1"),
+        (b'{"reward": [1], "ng": {}}', "not [1]"),
         (b'{"ng": {}}', "not a scored rollout"),
         (b'{"reward": 1, "ng": {"segments": [null]}}', "a segment is malformed"),
         (

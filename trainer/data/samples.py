@@ -21,7 +21,7 @@ from typing import Any
 from ngym.convert import extra_body
 from ngym.errors import BadRequest, UsageError
 from ngym.files import jsonl
-from ngym.schema import LARGEST_REWARD, Json, agent_name, is_failed_attempt, is_reward
+from ngym.schema import Json, agent_name, is_failed_attempt, row_problem
 
 from ..losses.advantages import all_equal
 
@@ -200,10 +200,10 @@ def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset())
         return None
     if "reward" not in row or not isinstance(row.get("ng"), dict):
         return "not a scored rollout: it needs a reward and an ng record, as ng_collect_rollouts writes them"
+    if unreadable := row_problem(row):
+        return unreadable
     if row["reward"] is None:
         return None
-    if not is_reward(row["reward"]):
-        return f"the reward is {row['reward']!r:.60}; it must be null or a number within ±{LARGEST_REWARD:g}"
     if bent := bent_sampling(row.get("responses_create_params") or {}, temperature):
         return bent
     segments = row["ng"].get("segments")
