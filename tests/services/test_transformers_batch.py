@@ -228,7 +228,7 @@ async def test_the_cache_is_copied_only_when_it_has_no_room(folder: Path, monkey
         )
         answers = await stream(engine, requests, 8)
     assert max(widths) < 20 + 16, "columns before the first token of all rows are not computed"
-    assert copies <= 1 + len(widths) / batch.ROOM  # 80 answers began, at most 8 at a time
+    assert copies <= 1 + len(widths) / batch.MIN_GROWTH_TOKENS  # 80 answers began, at most 8 at a time
     check(folder, answers)
 
 

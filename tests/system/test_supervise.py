@@ -630,7 +630,7 @@ async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losi
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name, value in (
-        (scaling, "LOOK_S", 0.05),
+        (scaling, "LOAD_CHECK_S", 0.05),
         (scaling, "GROW_AFTER_S", 0),
         (scaling, "SHRINK_AFTER_S", 0),
     ):

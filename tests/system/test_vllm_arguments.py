@@ -164,11 +164,11 @@ app = load(Path(sys.argv[1]))
 cpu = importlib.import_module(f"{app.__name__}.cpu")
 asked, wrong, bias = set(), [], torch.randn(96)
 handler = cpu.vllm_ops.create_onednn_mm(torch.randn(96, 64).t(), 32)
-vllms = cpu.vllms_product
-cpu.vllms_product = lambda handler, x, bias: asked.add(len(x)) or vllms(handler, x, bias)
+theirs_product = cpu.vllm_product
+cpu.vllm_product = lambda handler, x, bias: asked.add(len(x)) or theirs_product(handler, x, bias)
 for rows in range(1, 257):
     x = torch.randn(rows, 64)
-    ours, theirs = cpu.product(handler, x, bias), vllms(handler, x, bias)
+    ours, theirs = cpu.padded_product(handler, x, bias), theirs_product(handler, x, bias)
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-5):
         wrong.append(rows)
 print(json.dumps([wrong, sorted(asked)]))
