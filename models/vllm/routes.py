@@ -72,22 +72,22 @@ async def build_application(
     matrices = beside(engine.adapted_layers, ours or {})
     if matrices:
         engine.adapter = await Adapter.of(engine, matrices)
-    vllms = State()
+    vllm_state = State()
     try:
-        await init_app_state(engine, vllms, arguments, await engine.get_supported_tasks())
+        await init_app_state(engine, vllm_state, arguments, await engine.get_supported_tasks())
     except (OSError, TypeError, ValueError) as error:  # for example, the tokenizer lacks tokens of the parser
         raise ConfigError(f"service {context.name!r}: {' '.join(str(error).split())[:600]}") from error
-    if vllms.openai_serving_chat is None:
+    if vllm_state.openai_serving_chat is None:
         raise ConfigError(
             f"service {context.name!r}: model {context.options.model!r}: vLLM cannot generate text with it"
         )
-    chat = ChatHandler(vllms.openai_serving_chat, turn_ends(engine))
+    chat = ChatHandler(vllm_state.openai_serving_chat, turn_ends(engine))
     app = model_server(
         respond=chat.respond, stream=chat.stream, count_tokens=chat.count, api="chat", options=type(context.options)
     )
-    served = context.options.model_copy(update={"model": vllms.openai_serving_models.model_name()})
+    served = context.options.model_copy(update={"model": vllm_state.openai_serving_models.model_name()})
     app.state.context = replace(context, options=served)
-    tokens = TokenRoutes(vllms)
+    tokens = TokenRoutes(vllm_state)
     for path, handler, summary, answer in (
         ("/tokenize", tokens.tokenize, "The token ids of a text or a conversation", TOKENIZED),
         ("/detokenize", tokens.detokenize, "The text of token ids", schema_of({"prompt": STRING})),

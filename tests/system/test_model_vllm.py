@@ -143,8 +143,8 @@ def test_an_answer_has_the_same_tokens_and_logprobs_however_it_is_read(policy: S
     one_by_one = tokens_of(streamed(policy.post("/v1/responses", **body, stream=True)))
     with_alternatives = policy.answer(**body, **ALTERNATIVES)  # as vLLM itself does it
     assert one_by_one[:2] == tokens_of(with_alternatives)[:2] == (prompt, sampled)
-    vllms = [one["logprob"] for one in with_alternatives["output"][-1]["content"][0]["logprobs"]]
-    assert logprobs == pytest.approx(vllms, abs=1e-5)
+    expected = [one["logprob"] for one in with_alternatives["output"][-1]["content"][0]["logprobs"]]
+    assert logprobs == pytest.approx(expected, abs=1e-5)
     assert logprobs == pytest.approx(one_by_one[2], abs=1e-5)
 
 

@@ -31,13 +31,13 @@ EXPERTS = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
 @contextmanager
 def copies_seen(model: nn.Module) -> Iterator[None]:
     """A context in which vLLM's reloading notices the copies into the experts of a gpt-oss."""
-    vllms = inplace.initialize_layerwise_reload
+    original = inplace.initialize_layerwise_reload
     if isinstance(model, GptOssForCausalLM):
-        inplace.initialize_layerwise_reload = partial(_begin, vllms)
+        inplace.initialize_layerwise_reload = partial(_begin, original)
     try:
         yield
     finally:
-        inplace.initialize_layerwise_reload = vllms
+        inplace.initialize_layerwise_reload = original
 
 
 def load_sinks(model: nn.Module, folder: Path) -> None:
@@ -51,8 +51,8 @@ def load_sinks(model: nn.Module, folder: Path) -> None:
                 parameters[name.replace(".self_attn.", ".attn.")].copy_(tensors.get_tensor(name))
 
 
-def _begin(vllms: Callable[[nn.Module], None], model: nn.Module) -> None:
-    vllms(model)
+def _begin(original: Callable[[nn.Module], None], model: nn.Module) -> None:
+    original(model)
     for layer in model.modules():
         for name in EXPERTS:
             tensor: Any = layer._parameters.get(name)  # vLLM attaches its loaders to parameters
