@@ -53,7 +53,11 @@ def check_loaded(model: Any, info: Mapping[str, Any], tokenizer: Any, *, new_hea
         )
     if broken := [name for name, tensor in model.named_parameters() if not _is_finite(tensor)]:
         raise ValueError(f"NaN or infinite values are in {_tensors(broken)}; take an earlier checkpoint")
-    _check_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
+    try:
+        rows = model.get_input_embeddings().weight.shape[0]
+    except (AttributeError, NotImplementedError):  # an architecture that does not name its embedding
+        return
+    _check_tokens(tokenizer, rows)
 
 
 def _tensors(names: Iterable[str]) -> str:
