@@ -30,6 +30,7 @@ from ngym.errors import ConfigError, NgymError, ServiceError, UsageError
 from ngym.files.atomic import check_writable, write_whole
 from ngym.files.jsonl import checked
 from ngym.files.task_rows import assistant_message, task_row
+from ngym.option_names import another_output
 from ngym.peers import Peer
 from ngym.schema import Json
 
@@ -420,7 +421,7 @@ def check_free(folder: Path, name: str) -> None:
         own = False
     taken = [file for split in SPLITS if (file := folder / f"{split}.jsonl").exists()]
     if taken and not own:
-        raise UsageError(f"{taken[0]} exists and was not prepared from {name}; choose another --output")
+        raise UsageError(f"{taken[0]} exists and was not prepared from {name}; {another_output()}")
 
 
 def some(reasons: Counter[str], count: int) -> list[str]:

@@ -29,15 +29,15 @@ from ngym.collect.aggregate import Aggregates
 from ngym.collect.plan import InputCheck, PlannedRollout, input_rows, no_rows, plan_rollouts
 from ngym.collect.rollout_rows import FailedAttempt, Outcome
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
-from ngym.collect.run_record import REMEDY, CollectionSettings, RunRecord
+from ngym.collect.run_record import CollectionSettings, RunRecord, remedy
 from ngym.errors import UsageError
 from ngym.files.atomic import WriteFailed, check_output, open_held, sync_folder, whole_file, write_whole
 from ngym.files.jsonl import READ_BYTES, Line
 from ngym.files.row_log import RowLog
+from ngym.option_names import another_output, option, option_name
 from ngym.peers import Peers
 from ngym.schema import Json, RolloutKey, is_failed_attempt
 
-OTHERWISE = "choose another --output"
 TICK_S = 0.2
 
 NEW, OLD = ".new", ".old"
@@ -74,7 +74,7 @@ def recover(paths: CollectionPaths) -> None:
     new = paths.named(NEW)
     if not any(path.exists() for path in new):
         return
-    fd = open_held(paths.output, paths.output, OTHERWISE)
+    fd = open_held(paths.output, paths.output, another_output())
     try:
         # `replace_files` renames the failures before the output, so an output alone is a replacement that has begun
         begun = new.output.exists() and not new.failures.exists()
@@ -222,7 +222,8 @@ class CollectionFiles:
         used = not (self._rows.empty and self._failures.empty)
         if used and not (resume or overwrite):
             raise UsageError(
-                f"{self.paths.output} already holds rollouts; add --resume to continue that run, or --overwrite to replace it"
+                f"{self.paths.output} already holds rollouts; add {option('resume', True)} to continue that run, or "
+                f"{option('overwrite', True)} to replace it"
             )
         if used and resume:
             self._continue(tick)
@@ -403,7 +404,7 @@ class CollectionFiles:
                 path = self.paths.failures if is_failed_attempt(line.row) else self.paths.output
                 raise UsageError(
                     f"{path}:{line.number} (byte {line.start}): a row of another run ({run_id}; this file's run is {self.run_id}); "
-                    "remove it, or start again with --overwrite"
+                    f"remove it, or start again with {option('overwrite', True)}"
                 )
             self._check_agent(line)
             if is_failed_attempt(line.row):
@@ -423,8 +424,8 @@ class CollectionFiles:
         recipe, name = self.source.recipe, line.row["agent_ref"]["name"]
         if recipe.agent is not None and name not in (recipe.agent, *recipe.agents.values()):
             raise UsageError(
-                f"{self.paths.output}: this run has rollouts of agent {name!r}, and --agent {recipe.agent} now runs every "
-                f"row; keep that agent with --map-agent {name}={name} in a new run: {REMEDY}"
+                f"{self.paths.output}: this run has rollouts of agent {name!r}, and {option('agent', recipe.agent)} now "
+                f"runs every row; keep that agent with {option('map_agent', {name: name})} in a new run: {remedy()}"
             )
 
     def _materialize(self, agents: Collection[str] | None, max_attempts: int, tick: Callable[[str], None]) -> None:
@@ -452,7 +453,7 @@ class CollectionFiles:
             lost = len(self._done) - self.progress.done
             raise UsageError(
                 f"{self.paths.output}: {lost:,} of its rows are of tasks that {self.source.title} does not have (the run ended "
-                f"before it had read its input); restore it, {REMEDY}"
+                f"before it had read its input); restore it, {remedy()}"
             )
 
     def _settle(self, rollout: PlannedRollout, max_attempts: int) -> None:
@@ -472,11 +473,11 @@ def check_places(output: Path, inputs: Sequence[Path]) -> None:
     for written in (*paths, *paths.named(NEW), *paths.named(OLD)):
         if written.exists() and any(source.exists() and written.samefile(source) for source in inputs):
             of = (
-                "is both --input and --output"
+                f"is both {option_name('input')} and {option_name('output')}"
                 if written == output
-                else f"is --input, and is written with --output {output}"
+                else f"is {option_name('input')}, and is written with {option('output', str(output))}"
             )
-            raise UsageError(f"{written} {of}; choose another --output")
+            raise UsageError(f"{written} {of}; {another_output()}")
 
 
 class MaterializedInputs:

@@ -21,6 +21,7 @@ from ngym.collect.rollout_rows import FailedAttempt
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.errors import UsageError
 from ngym.net.auth import RUN_TOKEN
+from ngym.option_names import option
 from ngym.peers import Peers, servers_in
 from ngym.runtime.event_loop import never, unless
 from ngym.schema import Json
@@ -66,7 +67,9 @@ async def discover(head_url: str, token: str | None = None) -> Discovered:
     finally:
         await peers.close()
     if theirs is None:
-        raise UsageError(f"{head_url} answers, but is not a head; use the URL that ng_run printed, or --config FILE")
+        raise UsageError(
+            f"{head_url} answers, but is not a head; use the URL that ng_run printed, or {option('config', 'FILE')}"
+        )
     return _nemo(yaml.safe_load(theirs))
 
 
@@ -81,7 +84,7 @@ async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], A
     except OSError:
         raise UsageError(
             f"nothing answers at {head_url}: start the services with ng_run in another terminal (then run this in the "
-            "same folder, or add --head URL), or add --config FILE to start and stop them here"
+            f"same folder, or add {option('head', 'URL')}), or add {option('config', 'FILE')} to start and stop them here"
         ) from None
     except ValueError as error:
         raise UsageError(f"the answer of {url} is not that of a head ({error}); check the URL") from None

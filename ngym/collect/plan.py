@@ -25,6 +25,7 @@ import orjson
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import BadRequest, UsageError
 from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, open_rows
+from ngym.option_names import option, option_name
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
 from ngym.stats import DenseInts
 
@@ -159,11 +160,11 @@ def input_rows(
 
 def check_agent(recipe: CollectionPlan, agents: Collection[str] | None) -> None:
     """Raise a UsageError if the agent of --agent or --map-agent does not exist."""
-    given = {"--agent": [recipe.agent] if recipe.agent else [], "--map-agent": list(recipe.agents.values())}
-    for option, names in given.items():
+    given = {"agent": [recipe.agent] if recipe.agent else [], "map_agent": list(recipe.agents.values())}
+    for argument, names in given.items():
         for name in names:
             if agents is not None and name not in agents:
-                raise UsageError(f"{option}: no agent named {name!r}{did_you_mean(name, agents)}")
+                raise UsageError(f"{option_name(argument)}: no agent named {name!r}{did_you_mean(name, agents)}")
 
 
 def checked_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collection[str]) -> Iterator[Json]:
@@ -178,7 +179,8 @@ def checked_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collectio
 def replaced_note(agent: str, replaced: Mapping[str, int]) -> str:
     """The line about rows that name other agents than that of --agent."""
     named = ", ".join(f"{rows:,} name {name!r}" for name, rows in sorted(replaced.items()))
-    return f"note: --agent {agent} also runs rows that name another agent: {named} (--map-agent NAME=NAME keeps one)"
+    kept = option("map_agent", {"NAME": "NAME"})
+    return f"note: {option('agent', agent)} also runs rows that name another agent: {named} ({kept} keeps one)"
 
 
 class RowCheck:
@@ -220,7 +222,7 @@ class RowCheck:
         reference = row.get("agent_ref")
         if reference is None:
             if self._recipe.agent is None:
-                return "this row names no agent; give it an agent_ref, or name one with --agent"
+                return f"this row names no agent; give it an agent_ref, or name one with {option('agent')}"
             name = self._recipe.agent
         elif isinstance(reference, dict) and isinstance(reference.get("name"), str):
             name = self._recipe.runner(reference["name"])
@@ -230,7 +232,8 @@ class RowCheck:
             return f'agent_ref must be {{"name": ...}}, not {orjson.dumps(reference)[:80].decode()}'
         if self._agents is not None and name not in self._agents:
             meant = did_you_mean(name, self._agents)
-            other = f"; --agent NAME runs all rows with another agent, --map-agent {name}=NAME only its rows"
+            only = option("map_agent", {name: "NAME"})
+            other = f"; {option('agent', 'NAME')} runs all rows with another agent, {only} only its rows"
             other = other if reference is not None and self._recipe.agent is None else ""
             return f"no agent named {name!r}{meant}{other}"
         return None

@@ -38,6 +38,7 @@ from ngym.errors import Boundary, NgymError, ServiceError
 from ngym.grading import group_rewards
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
+from ngym.option_names import option
 from ngym.peer_answers import json_of
 from ngym.peers import Peers
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, RolloutKey, is_pending
@@ -204,7 +205,7 @@ class Outages:
                 self._gate.hold(service, reason)
                 if loop.time() >= ends:
                     waited = f"{reason}, for {self._give_up_s:.0f} s now"
-                    raise ServiceGone(f"{waited}; fix it, then run again with --resume")
+                    raise ServiceGone(f"{waited}; fix it, then run again with {option('resume', True)}")
                 await asyncio.sleep(self._poll_s)
                 await self._peers.refresh()
                 reason = await self._not_ready(service)

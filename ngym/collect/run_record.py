@@ -20,11 +20,11 @@ from ngym.collect.plan import CollectionPlan, digest_of, title
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.errors import UsageError
 from ngym.files.atomic import write_whole
+from ngym.option_names import another_output, option
 from ngym.schema import SCHEMA_VERSION, Json
 
 # The place of a service, which does not change its rollouts.
 ADDRESS_KEYS = frozenset({"url", "urls", "host", "port", "replicas"})
-REMEDY = "choose another --output, or start again with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,10 @@ class RunRecord:
         write_whole(self.path, orjson.dumps(self._content, option=orjson.OPT_INDENT_2))
 
 
+def remedy() -> str:
+    return f"{another_output()}, or start again with {option('overwrite', True)}"
+
+
 def _read(path: Path, output: Path) -> Json:
     try:
         content = orjson.loads(path.read_bytes())
@@ -157,11 +161,11 @@ def _read(path: Path, output: Path) -> Json:
         problem = "does not exist"
     except (OSError, orjson.JSONDecodeError, AttributeError) as error:
         problem = f"cannot be read ({error})"
-    raise UsageError(f"{path} {problem}, so the run that wrote {output} is unknown; {REMEDY}")
+    raise UsageError(f"{path} {problem}, so the run that wrote {output} is unknown; {remedy()}")
 
 
 def _changed(output: Path, what: str, before: str, now: str | None) -> str:
-    return f"{output}: {what} changed since this run began: sha256 {before} then, {now} now; restore it, {REMEDY}"
+    return f"{output}: {what} changed since this run began: sha256 {before} then, {now} now; restore it, {remedy()}"
 
 
 def _difference(before: Any, now: Any, path: str = "") -> str:

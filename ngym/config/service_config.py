@@ -17,6 +17,7 @@ from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import ConfigError, UsageError
 from ngym.net.auth import wrong_url
 from ngym.net.tls import check_pair, client_context, trust
+from ngym.option_names import option
 from ngym.schema import Kind
 from ngym.telemetry.log_format import redacted, secrets_in
 from ngym.telemetry.tracing import Destination
@@ -286,8 +287,8 @@ def _refuse_paths(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, _, files = override.lstrip("+").partition("=")
         if key == "config_paths":
-            named = " ".join(f"--config {file.strip()}" for file in files.strip("[]").split(",") if file.strip())
-            raise ConfigError(f"{COMMAND_LINE}: {override!r}: write {named or '--config FILE'} instead")
+            named = [file.strip() for file in files.strip("[]").split(",") if file.strip()]
+            raise ConfigError(f"{COMMAND_LINE}: {override!r}: write {option('config', named or 'FILE')} instead")
 
 
 def _settings(tree: ConfigTree) -> Settings:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
+from ngym.option_names import option
 
 Model = TypeVar("Model", bound=BaseModel)
 COMMAND_LINE = "command line"
@@ -152,7 +153,7 @@ def _read_yaml(path: Path, texts: Collection[str] = ()) -> tuple[dict[str, Any],
         data = yaml.safe_load(text)
     except FileNotFoundError:
         near = near_file(path)
-        remedy = near or "; name one with --config, or make a project with ng_init"
+        remedy = near or f"; name one with {option('config')}, or make a project with ng_init"
         raise ConfigError(f"{shown}: no such file{remedy}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{shown}:{_line(content, error.start)}: not UTF-8: {_one_line(error)}") from None

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
 from ngym.files.atomic import check_new_output
+from ngym.option_names import option, option_name
 from ngym.schema import is_reward
 
 Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
@@ -74,38 +75,39 @@ class Options:
 
     def _check_values(self) -> None:
         choices: tuple[tuple[str, object, Sequence[str]], ...] = (
-            ("--format", self.format, FORMATS),
-            ("--pairs", self.strategy, STRATEGIES),
+            ("format", self.format, FORMATS),
+            ("pairs", self.strategy, STRATEGIES),
         )
         for name, value, known in choices:
             if value not in known:
-                raise UsageError(f"{name}: {value!r} is unknown{did_you_mean(str(value), known)}")
-        for name, value in (("--min-reward", self.min_reward), ("--margin", self.margin)):
+                raise UsageError(f"{option_name(name)}: {value!r} is unknown{did_you_mean(str(value), known)}")
+        for name, value in (("min_reward", self.min_reward), ("margin", self.margin)):
             if value is not None and not is_reward(value):
-                raise UsageError(f"{name} must be a number, not {value!r}")
+                raise UsageError(f"{option_name(name)} must be a number, not {value!r}")
         if self.margin is not None and self.margin < 0:
-            raise UsageError(f"--margin must be at least 0, not {self.margin}")
-        for name, value in (("--best", self.best), ("--max-pairs", self.max_pairs), ("--limit", self.limit)):
+            raise UsageError(f"{option_name('margin')} must be at least 0, not {self.margin}")
+        for name, value in (("best", self.best), ("max_pairs", self.max_pairs), ("limit", self.limit)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
+                raise UsageError(f"{option_name(name)} must be a whole number of at least 1, not {value!r}")
 
     def _check_combinations(self) -> None:
         if self.best is not None and self.format not in WITH_BEST:
-            instead = "; --max-pairs bounds the pairs of a task" if self.format == "preferences" else ""
-            raise UsageError(f"--best has no effect with --format {self.format}{instead}")
-        pair_options = {"--pairs": self.pairs, "--margin": self.margin, "--max-pairs": self.max_pairs}
+            other = f"; {option('max_pairs')} bounds the pairs of a task" if self.format == "preferences" else ""
+            raise UsageError(f"{option_name('best')} has no effect with {option('format', self.format)}{other}")
+        pair_options = {"pairs": self.pairs, "margin": self.margin, "max_pairs": self.max_pairs}
         for name, value in pair_options.items():
             if value is not None and self.format != "preferences":
-                raise UsageError(f"{name} is for --format preferences, not {self.format}")
+                raise UsageError(f"{option_name(name)} is for {option('format', 'preferences')}, not {self.format}")
         if self.format == "rollouts":
-            for name, given in (
-                ("--drop-reasoning", not self.keep_reasoning),
-                ("--keep-truncated", self.keep_truncated),
+            for given in (
+                option("keep_reasoning", False) if not self.keep_reasoning else "",
+                option("keep_truncated", True) if self.keep_truncated else "",
             ):
                 if given:
-                    raise UsageError(f"{name} has no effect with --format rollouts, whose rows are copied unchanged")
+                    rollouts = option("format", "rollouts")
+                    raise UsageError(f"{given} has no effect with {rollouts}, whose rows are copied unchanged")
 
     def _check_files(self) -> None:
         if not self.inputs:
-            raise UsageError("--input FILE is missing: rollouts of ng_collect_rollouts")
+            raise UsageError(f"{option('input', 'FILE')} is missing: rollouts of ng_collect_rollouts")
         check_new_output(self.output, self.inputs, self.overwrite or self.dry_run)

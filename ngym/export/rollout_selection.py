@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ngym.export.options import Options, Strategy
+from ngym.option_names import option
 from ngym.schema import Json
 
 SHOWN_UNSAYABLE = 5
@@ -96,24 +97,25 @@ class Reason(Enum):
 
     @property
     def text(self) -> str:
-        return _REASON_TEXTS[self]
+        return _reason_texts()[self]
 
 
-_REASON_TEXTS = {
-    Reason.FAILED: "failed attempts",
-    Reason.UNSCORED: "not scored (reward null)",
-    Reason.TORN: "a torn last line: the writer of the file was stopped",
-    Reason.CUT: "cut off in mid-turn (token limit or context)",
-    Reason.TRUNCATED: "stopped by the step limit (--keep-truncated keeps them)",
-    Reason.LOW: "reward under --min-reward",
-    Reason.UNSAYABLE: "the format cannot represent it",
-    Reason.DUPLICATE: "the same conversation again (--dedupe)",
-    Reason.NOT_BEST: "worse than others of the same task (--best)",
-    Reason.ALONE: "the only one of its task",
-    Reason.NO_PARTNER: "no partner in its task: reward too close, or the same text",
-    Reason.SPARE: "not needed for the pairs of its task (--pairs, --max-pairs)",
-    Reason.LIMIT: "more than --limit",
-}
+def _reason_texts() -> dict[Reason, str]:
+    return {
+        Reason.FAILED: "failed attempts",
+        Reason.UNSCORED: "not scored (reward null)",
+        Reason.TORN: "a torn last line: the writer of the file was stopped",
+        Reason.CUT: "cut off in mid-turn (token limit or context)",
+        Reason.TRUNCATED: f"stopped by the step limit ({option('keep_truncated', True)} keeps them)",
+        Reason.LOW: f"reward under {option('min_reward')}",
+        Reason.UNSAYABLE: "the format cannot represent it",
+        Reason.DUPLICATE: f"the same conversation again ({option('dedupe', True)})",
+        Reason.NOT_BEST: f"worse than others of the same task ({option('best')})",
+        Reason.ALONE: "the only one of its task",
+        Reason.NO_PARTNER: "no partner in its task: reward too close, or the same text",
+        Reason.SPARE: f"not needed for the pairs of its task ({option('pairs')}, {option('max_pairs')})",
+        Reason.LIMIT: f"more than {option('limit')}",
+    }
 
 
 @dataclass

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ngym.errors import NgymError, UsageError
+from ngym.option_names import another_output, option, option_name
 
 BUFFER_BYTES = 1 << 20
 POLL_S = 0.05
@@ -39,7 +40,7 @@ def check_output(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"{path}: the folder {path.parent} does not exist; make it first: mkdir -p {path.parent}")
     if path.is_dir():
-        raise UsageError(f"{path} is a folder; name a file for --output")
+        raise UsageError(f"{path} is a folder; name a file for {option('output')}")
     _check_regular(path)
     check_writable(path.parent)
 
@@ -48,9 +49,9 @@ def check_new_output(path: Path, inputs: Iterable[Path], overwrite: bool) -> Non
     """Raise a UsageError if `check_output` does, the output is one of the inputs, or it exists and must not be replaced."""
     check_output(path)
     if path.exists() and any(path.samefile(one) for one in inputs if one.exists()):
-        raise UsageError(f"{path} is both the input and --output; choose another --output")
+        raise UsageError(f"{path} is both the input and {option_name('output')}; {another_output()}")
     if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists; add --overwrite to replace it, or choose another --output")
+        raise UsageError(f"{path} exists; add {option('overwrite', True)} to replace it, or {another_output()}")
 
 
 def check_writable(folder: Path) -> None:

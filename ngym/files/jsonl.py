@@ -26,6 +26,7 @@ from ngym.errors import UsageError
 from ngym.files.atomic import write_whole
 from ngym.files.hub_download import HUB, local_copy
 from ngym.net.json_limits import MAX_DEPTH, is_deep
+from ngym.option_names import option
 from ngym.schema import Json
 
 REPORTED_LINES = 20
@@ -46,12 +47,12 @@ class Line(NamedTuple):
     complete: bool
 
 
-def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Path, ...]:
+def expanded(inputs: Iterable[str | Path], name: str = "input") -> tuple[Path, ...]:
     """The files of these paths and patterns (`runs/*/out.jsonl.zst`), each once; those of a pattern are sorted. A file
     of the Hugging Face Hub (`ngym.files.hub_download`) is downloaded.
 
     Args:
-        option: named in the message of an error.
+        name: of the argument, for the message of an error; "" names none.
 
     Raises:
         UsageError: a file does not exist, or no file matches a pattern.
@@ -65,7 +66,7 @@ def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Pat
         files = [one for one in found if one.is_file()]
         if not files:
             reason = "no file matches" if is_pattern else "no such file"
-            where = f" ({option})" if option else ""
+            where = f" ({option(name)})" if name else ""
             raise UsageError(f"{text}: {reason}{where}{near_file(path)}")
         for file in files:
             paths.setdefault(file.resolve(), file)

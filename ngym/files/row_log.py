@@ -13,11 +13,11 @@ from pathlib import Path
 from ngym.errors import NgymError, UsageError
 from ngym.files.atomic import WriteFailed, open_held, sync_folder
 from ngym.files.jsonl import READ_BYTES, Line, read
+from ngym.option_names import another_output, option
 from ngym.schema import Json
 
 COMMIT_ROWS = 64
 COMMIT_S = 0.05
-OTHERWISE = "choose another --output"
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 # macOS has no fdatasync
@@ -67,7 +67,7 @@ class RowLog:
         self._committer: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"write {path.name}")
         self._writing: Future[None] | None = None
-        self._fd = open_held(path, path, OTHERWISE)
+        self._fd = open_held(path, path, another_output())
         self._size = os.fstat(self._fd).st_size
 
     @property
@@ -187,7 +187,7 @@ class RowLog:
                 full_since = full_since or loop.time()
                 if loop.time() - full_since >= self._give_up_s:
                     raise DiskFull(
-                        f"{self.path}: {error.strerror} for {self._give_up_s:.0f} s; make room, then run again with --resume"
+                        f"{self.path}: {error.strerror} for {self._give_up_s:.0f} s; make room, then run again with {option('resume', True)}"
                     ) from None
                 self._on_stall(f"{self.path}: {error.strerror}")
                 await asyncio.sleep(self._retry_s)
@@ -220,7 +220,7 @@ class RowLog:
         problem = line.problem or "not a row that was written here (its task and rollout indices are missing)"
         return (
             f"{self.path}:{line.number} (byte {line.start}): {problem}; "
-            "fix or delete that line, or start again with --overwrite"
+            f"fix or delete that line, or start again with {option('overwrite', True)}"
         )
 
     def _repair_tail(self, last: Line) -> None:
@@ -237,7 +237,7 @@ class RowLog:
         """Write a copy without these lines, and replace the file and its lock with it."""
         beside = self.path.with_name(self.path.name + ".tmp")
         beside.unlink(missing_ok=True)
-        new_fd = open_held(beside, beside, OTHERWISE)
+        new_fd = open_held(beside, beside, another_output())
         start = 0
         for line in lines:
             _copy(self._fd, new_fd, start, line.start)

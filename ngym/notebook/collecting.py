@@ -21,7 +21,7 @@ from ngym.collect.run_record import CollectionSettings
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
-from ngym.notebook.arguments import INPUT, as_arguments, at_least_one, in_python
+from ngym.notebook.arguments import INPUT, as_arguments, at_least_one
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import Folder, Rollouts, rollouts_of
 from ngym.notebook.services import RunningServices, ServiceTarget
@@ -41,6 +41,7 @@ def collect_rollouts(
     *,
     input: Input,
     agent: str | None = None,
+    map_agent: Mapping[str, str] | None = None,
     config: services.Files | None = None,
     overrides: Sequence[str] = (),
     head: str | RunningServices | None = None,
@@ -69,6 +70,7 @@ def collect_rollouts(
     Args:
         input: tasks: rows, a file, or a data frame or dataset of rows.
         agent: for all rows; None: the agent that each row's agent_ref names.
+        map_agent: `{old: new}`: runs the rows that name agent `old` with the agent `new`; wins over `agent`.
         config: start these services, and stop them at the end. overrides: of the config, `key=value`.
         head: use running services: the result of `ngym.run`, or the URL of a head. Neither: those that run in this
         folder.
@@ -95,6 +97,7 @@ async def collect_rollouts_async(
     *,
     input: Input,
     agent: str | None = None,
+    map_agent: Mapping[str, str] | None = None,
     config: services.Files | None = None,
     overrides: Sequence[str] = (),
     head: str | RunningServices | None = None,
@@ -135,7 +138,8 @@ class _Call:
             raise UsageError("resume=True continues a file; name it with output=")
         named = {name: given[name] for name in ("temperature", "max_output_tokens") if given[name] is not None}
         params = {**(given["params"] or {}), **named}
-        self._recipe = CollectionPlan(given["agent"], given["repeats"], given["limit"], params, given["seed"])
+        agents = dict(given["map_agent"] or {})
+        self._recipe = CollectionPlan(given["agent"], given["repeats"], given["limit"], params, given["seed"], agents)
         self._limits = CollectionLimits(given["concurrency"], given["timeout_s"], given["max_attempts"])
         self.folder = Folder()
         self._output = Path(given["output"] or self.folder.path / "out.jsonl")
@@ -183,7 +187,7 @@ class _Call:
             starts=config is not None,
         )
         if self._recipe.agent is not None and store.progress.replaced:
-            self.watch.say(in_python(replaced_note(self._recipe.agent, store.progress.replaced)))
+            self.watch.say(replaced_note(self._recipe.agent, store.progress.replaced))
         if not store.progress.left:
             store.finish("done")
             return

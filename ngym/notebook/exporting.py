@@ -15,6 +15,7 @@ from ngym.export.rollout_selection import ExportCounts
 from ngym.notebook.arguments import as_arguments
 from ngym.notebook.frames import library
 from ngym.notebook.rollouts import FileRows, Folder, Rollouts
+from ngym.option_names import python_option_names
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -34,19 +35,23 @@ class Exported(FileRows):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """The number of dropped rollouts by reason."""
-        return {reason.text: count for reason, count in self.tally.dropped.items() if count}
+        """The number of dropped rollouts by reason, with the names of `ng_export --json`."""
+        return {reason.value: count for reason, count in self.tally.dropped.items() if count}
 
     def to_dataset(self) -> datasets.Dataset:
         """For TRL and others: `SFTTrainer(train_dataset=exported.to_dataset(), ...)`."""
         if not len(self):
-            raise UsageError(f"no rollout is left to export; left out: {self.dropped}")
+            raise UsageError(f"no rollout is left to export; left out: {self._reasons()}")
         # not from the file: a later file with the same name would hit its cache
         return library("datasets").Dataset.from_list(list(self))
 
     def __repr__(self) -> str:
-        left = ", ".join(f"{count:,} {why}" for why, count in self.dropped.items())
-        return f"<{len(self):,} {self._format} of {self.tally.read:,} rollouts{f'; left out: {left}' if left else ''}>"
+        left = f"; left out: {self._reasons()}" if self.dropped else ""
+        return f"<{len(self):,} {self._format} of {self.tally.read:,} rollouts{left}>"
+
+    def _reasons(self) -> str:
+        with python_option_names():
+            return ", ".join(f"{count:,} {reason.text}" for reason, count in self.tally.dropped.items() if count)
 
 
 def export_rollouts(

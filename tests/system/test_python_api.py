@@ -296,6 +296,11 @@ def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder
     refused(r"^agent: no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
     refused("repeats must be at least 1, not 0", agent="counter_agent", repeats=0)
     refused("repeats must be a whole number, not 1.5", agent="counter_agent", repeats=1.5)
+    refused("^map_agent: no agent named 'b'", map_agent={"a": "b"})
+    refused(
+        "^row 0 of input: no agent named 'a' .*; agent='NAME' runs all rows with another agent, map_agent={'a': 'NAME'} only",
+        input=[{**TASKS[0], "agent_ref": {"name": "a"}}],
+    )
     refused("give one of the two", config=folder / "global_config.yaml")
     refused("name it with output=", agent="counter_agent", resume=True)
     refused(r"row 0 must be an object such as .*, not 'a'", input=["a"])
@@ -312,6 +317,19 @@ def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder
     for given, text in (({"format": "nope"}, "^format: 'nope' is unknown"), ({"best": -1}, "^best must be a whole")):
         with pytest.raises(ngym.UsageError, match=text):
             ngym.export_rollouts(folder / "tasks.jsonl", **{"format": "rollouts", **given})
+
+
+def test_rows_of_another_agent_run_with_the_mapped_one(
+    services: RunningServices, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**row, "agent_ref": {"name": name}} for row, name in zip(TASKS[:2], ("old", "older"), strict=True)]
+    call: dict[str, Any] = {"head": services, "input": rows, "output": tmp_path / "out.jsonl"}
+    found = ngym.collect_rollouts(agent="counter_agent", **call)
+    assert [row["agent_ref"]["name"] for row in found] == ["counter_agent"] * 2
+    note = "note: agent='counter_agent' also runs rows that name another agent: 1 name 'old', 1 name 'older'"
+    assert f"{note} (map_agent={{'NAME': 'NAME'}} keeps one)" in capfd.readouterr().err
+    mapped = ngym.collect_rollouts(map_agent=dict.fromkeys(("old", "older"), "counter_agent"), **call, overwrite=True)
+    assert mapped.mean_reward == 1.0 and "note:" not in capfd.readouterr().err
 
 
 def test_a_service_that_does_not_start_is_reported_with_its_log(folder: Path) -> None:
@@ -465,7 +483,8 @@ def test_exports_are_rows_a_file_and_a_dataset(rollouts: ngym.Rollouts, folder: 
     assert (
         len(every) == 6
         and every[0]["messages"][0]["role"] == "user"
-        and every.dropped == {"reward under --min-reward": 2}
+        and every.dropped == {"low": 2}
+        and repr(every) == "<6 demonstrations of 8 rollouts; left out: 2 reward under min_reward=>"
     )
     some = ngym.export_rollouts(rollouts.worst(3), "kto", folder / "kto.jsonl")
     assert [row["label"] for row in some].count(False) == 2 and (folder / "kto.jsonl").exists()
