@@ -260,7 +260,9 @@ class CheckpointSaver:
         self._due = self._last = False
 
     def end(self) -> None:
-        """Save after the batch in progress, and end the run there. On rank 0; the others follow."""
+        """Save after the batch in progress, and end the run there; or before the first one, if none is. On rank 0; the
+        others follow.
+        """
         self._last = True
 
     def begin(self) -> None:
@@ -301,6 +303,11 @@ class CheckpointSaver:
         """Remove the checkpoints that need not be kept."""
         if self._learner.rank == 0:
             self._checkpoints.tidy(line.row for line in jsonl.read(self._metrics))
+
+    def before(self, step: int) -> None:
+        """Raises KeyboardInterrupt: `end` was called before the first batch. The checkpoint of `step` is on the disk."""
+        if self._learner.broadcast(self._last) and step < self._steps:
+            raise KeyboardInterrupt
 
     def after(self, step: int) -> None:
         """Save if a checkpoint is due after this batch. While steps are skipped, the save waits for the next successful

@@ -61,13 +61,15 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
         UsageError: the recipe, its data or the output folder is invalid.
         FileLocked: another process trains there.
     """
+    warnings: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: warnings.append(number))
     recipe, tree = checked(files, overrides)
     launch = read_launch()
     if launch.rank:
-        _run(recipe, launch, resume, lambda: None)
+        _run(recipe, launch, resume, lambda: None, warnings)
     else:
         with _claimed(recipe, as_yaml(recipe, tree), overwrite, resume) as begin:
-            _run(recipe, launch, resume, begin)
+            _run(recipe, launch, resume, begin, warnings)
     return recipe.output
 
 
@@ -130,8 +132,9 @@ def _launch(recipe: Recipe, on_ray: bool) -> Launch:
     return Launch(rank=0, local_rank=0, ranks=(recipe.trainer or TrainerOptions()).ranks)
 
 
-def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]) -> None:
-    """Train on this rank. begin: called when everything is ready and training begins.
+def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None], warnings: Sequence[int]) -> None:
+    """Train on this rank. begin: called when everything is ready and training begins. warnings: a scheduler's (SIGUSR1)
+    that have come while the run loads; it then ends before its first step, and --resume continues it.
 
     torch, transformers and deepspeed are imported from here on, so that a wrong recipe fails without their seconds.
     """
@@ -144,7 +147,6 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
     with ExitStack() as stack:
         if launch.rank == 0:  # so that services are stopped and the terminal is restored
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning; there is nothing to save yet
         stack.callback(tracing.end)
         if not recipe.live:  # in a live run, the services' config has the destination of spans
             tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
@@ -223,6 +225,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             {name: digest for name in _models(recipe) if (digest := model_digest(name)) is not None},
         )
         signal.signal(signal.SIGUSR1, lambda *_: saver.end())
+        if warnings:
+            saver.end()
         earlier = learner.broadcast(checkpoints.newest() if resume and shown else None)
         history: list[dict[str, float]] = []
         if earlier is None:
@@ -251,6 +255,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
                     metrics.say(missing)
 
             try:
+                saver.before(done)
                 with closing(cast("Generator[Batch]", batches)):
                     train(
                         learner,

@@ -54,6 +54,8 @@ class Zygote:
         self._wakeup_write.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        # A scheduler's warning, which can go to all processes of a job: the command decides what ends. Services inherit it.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         while True:

@@ -275,6 +275,23 @@ def test_a_run_that_a_scheduler_warns_saves_at_once_and_continues(root: Path, tm
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 26))
 
 
+def test_a_run_that_a_scheduler_warns_while_it_loads_ends_before_its_first_step(root: Path, tmp_path: Path) -> None:
+    warns = tmp_path / "warns.py"  # it runs after the imports, before the model is loaded
+    warns.write_text(
+        "import os, runpy, signal, sys\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    words = [word.replace("data.made_by=[", f"data.made_by=[{warns},") for word in sft_words(root)]
+    process = train(tmp_path, [*words, "max_steps=2"])
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 130 and "interrupted; --resume continues after step 0" in said, said
+    assert metrics_of(tmp_path) == []
+    said = finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
+    assert "resuming after step 0" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2]
+
+
 def test_a_run_that_cannot_continue_says_why(root: Path, tmp_path: Path) -> None:
     words = [*sft_words(root), "max_steps=2"]
     process = train(tmp_path, [*words, "--resume"])
