@@ -8,6 +8,7 @@ The stored tool outputs stay in the response; the calls are repeated only to res
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
@@ -72,12 +73,13 @@ async def _again(row: Json, gym: Peer) -> Again:
 async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> None:
     """Repeat each call that reached the gym server. A call whose error the model read may fail in the same way."""
     refused = [item.get("call_id") for item in row["response"].get("output") or [] if _is_an_error(item)]
-    for call in calls_in(row["response"]):
+    for call in calls_in(row["response"], exact=True):
         if call.name not in tools or call.arguments is None:
             continue  # it never reached the gym server
         try:
             shows: ToolErrors = "show" if call.call_id in refused else "fail"
-            await session.request(f"/{call.name}", call.arguments, tool_errors=shows)
+            body = json.dumps(call.arguments).encode()  # with all digits
+            await session.request(f"/{call.name}", body, tool_errors=shows)
         except ServiceError as error:
             if not error.is_for_the_model:
                 raise

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from fastapi import Request
 from house import house
 from pydantic import BaseModel
+from starlette.responses import Response
 
 from ngym import ServiceError, Session, VerifyRequest, gym_server
 from ngym.cli.rollouts.reverify import _replaced, main
 from ngym.grading.reverify import verified
 from ngym.peers import Peer
+from ngym.services.gym.tools import Tool, described, register_tool
 
 
 class Add(BaseModel):
@@ -189,6 +192,23 @@ def test_an_output_has_one_writer_and_a_killed_ones_part_is_replaced(root: Path,
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "again.jsonl"}
 
 
+def test_an_output_that_is_a_link_stays_one(root: Path, stored: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "again.jsonl"
+    link.symlink_to(tmp_path / "elsewhere" / "target.jsonl")
+    assert run(root, "--input", str(stored), "--output", str(link)).exit_code == 0
+    assert link.is_symlink() and len((tmp_path / "elsewhere" / "target.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_output_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, synced = tmp_path / "again.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_size, output.exists())))
+    with _replaced(output) as file:
+        synced.clear()
+        file.write(b"{}\n")
+    assert synced[0] == (3, False)
+
+
 def test_a_signal_leaves_no_file(root: Path, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def interrupted(row: dict[str, Any], gym: Peer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -217,3 +237,19 @@ async def test_a_tool_that_crashes_now_is_not_a_reward_unless_the_model_read_it_
                 await verified(row, peers["counter"])
         else:
             assert (await verified(row, peers["counter"]))["reward"] == reward
+
+
+async def test_calls_are_repeated_with_all_digits_of_their_integers() -> None:
+    bodies: list[bytes] = []
+
+    async def send(arguments: dict[str, Any], session: Session, request: Request) -> Response:
+        bodies.append(await request.body())
+        return Response("sent")
+
+    gym = gym_server(verify=verify)
+    register_tool(gym, Tool(described("send", "Send.", {"type": "object"}), send))
+    arguments = {"account": 123456789012345678901234567890}
+    call = {"type": "function_call", "name": "send", "call_id": "a", "arguments": json.dumps(arguments)}
+    async with house(counter=gym) as peers:
+        await verified(rollout("counter_agent", [call, says("Sent.")], 1.0), peers["counter"])
+    assert [json.loads(body) for body in bodies] == [arguments]

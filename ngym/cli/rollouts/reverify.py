@@ -125,14 +125,16 @@ def _show(needs: Needs, output: Path, as_json: bool) -> None:
 
 @contextmanager
 def _replaced(output: Path) -> Iterator[BinaryIO]:
-    """A file beside the output, locked, that becomes the output if the block succeeds. A killed run's is replaced.
+    """A file beside the output, locked, that becomes the output if the block succeeds. A killed run's is replaced. A link
+    stays a link.
 
     Raises:
         FileLocked: another process writes the same output.
     """
-    from ngym.files.atomic import open_held
+    from ngym.files.atomic import open_held, sync_folder
 
-    aside = output.with_name(f".{output.name}.partial")
+    target = Path(os.path.realpath(output))
+    aside = target.with_name(f".{target.name}.partial")
     file = os.fdopen(open_held(aside, output, "choose another --output"), "r+b")
     try:
         if os.fstat(file.fileno()).st_size:
@@ -140,7 +142,9 @@ def _replaced(output: Path) -> Iterator[BinaryIO]:
         yield file
         with writing(output):
             file.flush()
-        aside.rename(output)
+            os.fsync(file.fileno())
+        aside.rename(target)
+        sync_folder(target.parent)
     except BaseException:
         with suppress(OSError):
             aside.unlink()
