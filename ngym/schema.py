@@ -163,14 +163,22 @@ def row_problem(row: Json) -> str | None:
 
     A stored reward is null or a number; the collector converts the bools of verifiers.
     """
-    version, reward = trace_of(row).get("schema_version"), row.get("reward")
-    if version is not None and (type(version) is not int or version > SCHEMA_VERSION):
-        return f"its ng.schema_version is {version!r:.60}, and this ngym reads {SCHEMA_VERSION}; update ngym"
+    if problem := version_problem(trace_of(row)):
+        return problem
+    reward = row.get("reward")
     if reward is None or is_failed_attempt(row):
         return None
     if isinstance(reward, bool) or not is_reward(reward):
         return f"'reward' must be null or a number within ±{LARGEST_REWARD:g}, not {reward!r:.60}"
     return None
+
+
+def version_problem(trace: Json) -> str | None:
+    """Why a row with this `ng` record cannot be read: its format is newer than ours."""
+    version = trace.get("schema_version")
+    if version is None or (type(version) is int and version <= SCHEMA_VERSION):
+        return None
+    return f"its ng.schema_version is {version!r:.60}, and this ngym reads {SCHEMA_VERSION}; update ngym"
 
 
 def is_failed_attempt(row: Json) -> bool:

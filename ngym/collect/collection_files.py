@@ -36,7 +36,7 @@ from ngym.files.jsonl import READ_BYTES, Line
 from ngym.files.row_log import RowLog
 from ngym.option_names import another_output, option, option_name
 from ngym.peers import Peers
-from ngym.schema import Json, RolloutKey, is_failed_attempt
+from ngym.schema import Json, RolloutKey, is_failed_attempt, row_problem
 
 TICK_S = 0.2
 
@@ -399,9 +399,12 @@ class CollectionFiles:
         self._record = RunRecord.resumed(self.paths.run, self.source, self.paths.output)
         ticking = _Ticker(tick)
         for line in chain(self._rows.rows(), self._failures.rows()):
-            run_id = line.row["ng"].get("run_id")
+            run_id, problem = line.row["ng"].get("run_id"), row_problem(line.row)
+            path = self.paths.failures if is_failed_attempt(line.row) else self.paths.output
+            if problem:
+                where = f"{path}:{line.number} (byte {line.start})"
+                raise UsageError(f"{where}: {problem}; otherwise start again with --overwrite")
             if run_id != self.run_id:
-                path = self.paths.failures if is_failed_attempt(line.row) else self.paths.output
                 raise UsageError(
                     f"{path}:{line.number} (byte {line.start}): a row of another run ({run_id}; this file's run is {self.run_id}); "
                     f"remove it, or start again with {option('overwrite', True)}"

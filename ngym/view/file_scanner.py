@@ -23,7 +23,7 @@ from ngym.files.jsonl import BOM
 from ngym.grading.answers import last_text
 from ngym.rollout import function_calls
 from ngym.runtime.cpu_threads import usable_cores
-from ngym.schema import Json, agent_name, is_failed_attempt, is_reward
+from ngym.schema import Json, agent_name, is_failed_attempt, is_reward, version_problem
 
 SHOWN_CHARS = 160  # of a prompt and of an answer
 FIELD_CHARS = 200  # a longer text is not a field to filter by
@@ -89,12 +89,14 @@ FIRST_TEXT = ScannedLine._fields.index("task_id")
 
 
 def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
-    """text: the line without its end. Raises NoRollout: it is corrupt, or something else."""
+    """text: the line without its end. Raises NoRollout: it is corrupt, of a newer format, or something else."""
     row = parsed(text)
     failure = _object(row, "failure") if is_failed_attempt(row) else {}
     if not failure and "response" not in row:
         raise NoRollout("no rollout: it has neither 'response' nor 'failure'")
     trace, response = _object(row, "ng"), _object(row, "response")
+    if problem := version_problem(trace):
+        raise NoRollout(problem)
     usage, output = _object(response, "usage"), _items(response.get("output"))
     task, task_id = _whole(row.get("_ng_task_index")), _text(trace.get("task_id"))
     agent = agent_name(row)

@@ -446,6 +446,16 @@ async def test_a_row_of_another_run_is_refused_with_its_line(tasks: Path) -> Non
         await session(source, resume=True)
 
 
+async def test_rows_of_a_newer_format_are_not_resumed(tasks: Path) -> None:
+    source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
+    await session(source)
+    rows = out.read_bytes().replace(b'"schema_version":1', b'"schema_version":2')
+    out.write_bytes(rows)
+    with pytest.raises(UsageError, match=r"out\.jsonl:1 \(byte 0\): its ng.schema_version is 2, and this ngym reads 1"):
+        await session(source, resume=True)
+    assert out.read_bytes() == rows
+
+
 async def test_attempts_are_counted_over_sittings(tasks: Path) -> None:
     source = CollectionSettings(tasks, CollectionPlan("agent", limit=2))
 

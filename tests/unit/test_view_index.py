@@ -205,6 +205,7 @@ def test_failed_attempts_are_in_the_same_table_and_count_in_their_group(tmp_path
         ({"response": {"output": [assistant(7)]}}, "the content of its last message"),
         ({"response": {"output": ["no item"]}}, "must be a list of objects"),
         ({"response": []}, "'response' must be an object, not list"),
+        ({"ng": {"schema_version": 2}}, "its ng.schema_version is 2, and this ngym reads 1; update ngym"),
         ({"failure": "a field of the task"}, None),
         ({"response": {"output": 5, "usage": {"output_tokens": 2**60}}}, None),
         ({"_ng_task_index": 2**63, "_ng_rollout_index": -(2**63), "_ng_train": {"oldest": 2**64 - 1}}, None),
