@@ -331,13 +331,16 @@ async def test_the_failure_of_an_agent_names_the_cause_of_a_librarys_error():
             await peers["actor"].post("/run", {"responses_create_params": {"input": "Go."}, "target": 1})
 
 
+@pytest.mark.parametrize(("first", "second"), [("subtract", "multiply"), ("apply_patch", "shell")])
 @pytest.mark.parametrize("name", ["simple", *NEEDS])
-async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_the_policy_continues(name: str):
+async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_the_policy_continues(
+    name: str, first: str, second: str
+):
     apps = counter_played_by(name)
-    calls = [{"name": "subtract", "arguments": '{"amount":  1}'}, {"name": "add", "arguments": {"amount": 2}}]
+    calls = [{"name": first, "arguments": '{"amount":  1}'}, {"name": "add", "arguments": {"amount": 2}}]
     replies = [
         {"turn": 1, "tool_calls": calls},
-        {"turn": 2, "tool_calls": [{"name": "multiply", "arguments": ""}]},
+        {"turn": 2, "tool_calls": [{"name": second, "arguments": ""}]},
         {"turn": 3, "text": "Done."},
     ]
     options = {"policy": {"replies": replies, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
@@ -346,13 +349,11 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_
     trace = row["ng"]
     assert (row["reward"], trace["stop_reason"], trace["turns"]) == (1.0, "answer", 3)
     assert (trace["tool_calls"], trace["tool_errors"]) == (3, 2)
-    shown = [f"Error: there is no tool {name!r}. Tools: add." for name in ("subtract", "multiply")]
+    shown = [f"Error: there is no tool {unknown!r}. Tools: add." for unknown in (first, second)]
     items = [item for item in row["response"]["output"] if item["type"] == "function_call"]
-    assert sorted((item["name"], item["arguments"]) for item in items) == [
-        ("add", '{"amount":2}'),
-        ("multiply", ""),
-        ("subtract", '{"amount":  1}'),
-    ]
+    assert sorted((item["name"], item["arguments"]) for item in items) == sorted(
+        [("add", '{"amount":2}'), (second, ""), (first, '{"amount":  1}')]
+    )
     (segment,) = trace["segments"]
     assert all(text in bytes(segment["token_ids"]).decode("latin-1") for text in shown)
 
