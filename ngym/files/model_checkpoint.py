@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,28 @@ def holds_classifier(folder: str | Path) -> bool:
         return False
     named = config.get("architectures") if isinstance(config, dict) else None
     return isinstance(named, list) and is_classifier([str(each) for each in named])
+
+
+@contextmanager
+def load_report_held() -> Iterator[None]:
+    """Hold back transformers' table of missing and unexpected tensors until the block ends. If the block raises, the table
+    is dropped: `check_loaded` names them.
+    """
+    logger, held = logging.getLogger("transformers.modeling_utils"), list[logging.LogRecord]()
+
+    def passes(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        if is_report:
+            held.append(record)
+        return not is_report
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
+    for record in held:
+        logger.handle(record)
 
 
 def check_loaded(model: Any, info: Mapping[str, Any], tokenizer: Any, *, new_head: bool = False) -> None:

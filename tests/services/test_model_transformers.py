@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from collections.abc import AsyncIterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from house import house
 from machine import PATIENCE_S
 from paths import ROOT
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_service import write_checkpoint
 
 from ngym.errors import ConfigError, ServiceError
@@ -168,8 +170,14 @@ async def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
 
 @pytest.mark.parametrize(("change", "reason"), [("missing", "it lacks 1 tensor"), ("nan", "NaN or infinite values")])
 async def test_a_checkpoint_with_incomplete_or_broken_weights_is_one_line(
-    folder: Path, tmp_path: Path, change: str, reason: str
+    folder: Path,
+    tmp_path: Path,
+    change: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     broken, name = tmp_path / "broken", "model.layers.1.mlp.down_proj.weight"
     shutil.copytree(folder, broken)
     tensors = load_file(broken / "model.safetensors")
@@ -182,6 +190,21 @@ async def test_a_checkpoint_with_incomplete_or_broken_weights_is_one_line(
     with pytest.raises(ConfigError, match=rf"^service 'policy': model 'broken' cannot be loaded: {reason} .*{name}"):
         async with APP.loaded(context):
             pass
+    assert "LOAD REPORT" not in caplog.text
+
+
+async def test_tensors_that_a_model_does_not_have_are_reported(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    shutil.copytree(folder, tmp_path / "more")
+    tensors = load_file(folder / "model.safetensors") | {"model.more.weight": torch.zeros(2)}
+    save_file(tensors, tmp_path / "more" / "model.safetensors", {"format": "pt"})
+    loading = import_module(f"{APP.__package__}.loading")
+    options = APP.Options(model="more")
+    loading.network(AutoModelForCausalLM, str(tmp_path / "more"), options, AutoTokenizer.from_pretrained(folder))
+    [report] = {record.getMessage() for record in caplog.records}
+    assert "LOAD REPORT" in report and "model.more.weight" in report
 
 
 async def test_a_model_that_does_not_fit_into_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pickle  # noqa: TID251  (to be refused)
 import random
@@ -319,8 +320,15 @@ def with_too_few_rows(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_a_checkpoint_with_incomplete_or_broken_weights_is_refused(
-    root: Path, saved: Path, tmp_path: Path, change: Any, reason: str
+    root: Path,
+    saved: Path,
+    tmp_path: Path,
+    change: Any,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     folder = tmp_path / "broken"
     shutil.copytree(saved / "checkpoints" / "step-000004" / "policy", folder)
     tensors = load_file(folder / "model.safetensors")
@@ -332,6 +340,7 @@ def test_a_checkpoint_with_incomplete_or_broken_weights_is_refused(
     for load in (model.load_policy, model.load_reward_model):
         with pytest.raises(ConfigError, match=rf"^model\.path: no model can be loaded from {folder}: {reason}"):
             load(recipe.ModelOptions(path=str(folder)), tokenizer, 0)
+    assert "LOAD REPORT" not in caplog.text
 
 
 def test_a_special_token_that_no_text_has_needs_no_row(root: Path, saved: Path) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 from ngym.files.atomic import whole_folder
-from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, check_loaded, is_classifier
+from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, check_loaded, is_classifier, load_report_held
 from ngym.runtime.lean_imports import name_dtensor
 
 from ..data.samples import Sample, Segment
@@ -497,8 +497,9 @@ def _network(
         scores = "num_labels" in config
         there = _trainable_config(str(options.path), scores)
         how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused in one line, with their names
-        network, info = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
-        check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(there.architectures))
+        with load_report_held():
+            network, info = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
+            check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(there.architectures))
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
     if base_4bit is not None:
