@@ -13,6 +13,7 @@ value of that token changes, and no other.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -212,7 +213,8 @@ def _local(path: str, setup: Setup, temperature: float, *, whole: bool) -> OpenT
         own = load_tokenizer(options)
         policy = load_policy(options, own, recipe.seed, temperature).to(engine.device)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        reason = re.sub(r"^model\.(path|tokenizer): ", "", str(error)).removeprefix(f"{path}: ")
+        raise ConfigError(f"{key}: {reason}") from error
     ids = own.get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if ids.get(token) != number), None)
     if other is not None:
