@@ -201,7 +201,7 @@ def _problem(folder: Path) -> str | None:
 
 def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
     """The dotted keys in which two recipes differ, except those that begin with a free one, with both values. Two
-    spellings of the data file's path are equal.
+    spellings of the path of the data file or of the push folder are equal.
     """
     flat_before, flat_now = _flat(before), _flat(now)
     keys = [
@@ -214,10 +214,12 @@ def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
 
 
 def _place(key: str, value: Any) -> Any:
-    """The value, or for the data file its resolved path: `${output}/rollouts.jsonl` is spelled as `output` is."""
-    if key != "data.path" or not isinstance(value, str):
+    """The value, or for a path its resolved one: `${output}/rollouts.jsonl` is spelled as `output` is."""
+    if not isinstance(value, str):
         return value
-    return (find_path(value) or Path(value)).resolve()
+    if key == "data.path":
+        return (find_path(value) or Path(value)).resolve()
+    return Path(value).resolve() if key == "rollouts.push_folder" else value
 
 
 def _flat(values: Json, prefix: str = "") -> Json:

@@ -457,7 +457,7 @@ def test_a_run_is_not_resumed_to_fewer_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["run/", "./run", "{cwd}/run", "{cwd}/link"])
-def test_a_run_is_resumed_from_the_same_file_however_its_path_is_spelled(
+def test_a_run_is_resumed_from_the_same_paths_however_they_are_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -471,6 +471,10 @@ def test_a_run_is_resumed_from_the_same_file_however_its_path_is_spelled(
         checkpoints.resumable(Path("run"), f"data: {{path: {spelled}/rollouts.jsonl}}\n")
         with pytest.raises(UsageError, match=r"data\.path: 'run/rollouts\.jsonl' in the run, '.*other\.jsonl'"):
             checkpoints.resumable(Path("run"), f"data: {{path: {spelled}/other.jsonl}}\n")
+    (tmp_path / "run" / "recipe.yaml").write_text("rollouts: {push_folder: run/weights}\n")
+    checkpoints.resumable(Path("run"), f"rollouts: {{push_folder: {spelled}/weights}}\n")
+    with pytest.raises(UsageError, match=r"rollouts\.push_folder: 'run/weights' in the run, '.*other'"):
+        checkpoints.resumable(Path("run"), f"rollouts: {{push_folder: {spelled}/other}}\n")
 
 
 def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
