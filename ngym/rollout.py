@@ -307,15 +307,22 @@ def turns(row: Json) -> Iterator[tuple[str, str]]:
 def _turn(item: Json) -> Iterator[tuple[str, str]]:
     kind = item.get("type", "message")
     if kind == "function_call":
-        yield "assistant", f"-> {item.get('name')}({item.get('arguments')})"
+        yield _call(item)
     elif kind == "function_call_output":
         yield "tool", f"<- {_text(item.get('output'))}"
     elif kind == "reasoning":
         yield "reasoning", "\n".join(_text([part]) for part in item.get("summary") or item.get("content") or [])
     elif kind == "message":
-        yield item.get("role", "assistant"), _text(item.get("content"))
+        calls, text = [_call(call) for call in function_calls([item])], _text(item.get("content"))
+        if text or not calls:
+            yield item.get("role", "assistant"), text
+        yield from calls
     else:
         yield kind, ""
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, str]:
+    return "assistant", f"-> {call.get('name')}({call.get('arguments')})"
 
 
 def _text(content: Any) -> str:

@@ -35,6 +35,19 @@ def test_a_rollout_reads_from_top_to_bottom():
     ]
 
 
+def test_the_calls_of_chat_messages_are_shown_as_those_of_items():
+    function = {"name": "calculator", "arguments": '{"expression": "37+58"}'}
+    message = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "95"}
+    output = [{**message, "content": None}, result, {**message, "content": "Again."}]
+    assert transcript(row(response={"output": output})).splitlines()[2:] == [
+        '  assistant  -> calculator({"expression": "37+58"})',
+        "  tool       95",
+        "  assistant  Again.",
+        '  assistant  -> calculator({"expression": "37+58"})',
+    ]
+
+
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal():
     hostile = row(response={"output": [{"type": "message", "role": "assistant", "content": "\x1b[2Jgone\u202e"}]})
     assert "\x1b" not in transcript(hostile) and "\u202e" not in transcript(hostile)
