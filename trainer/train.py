@@ -98,7 +98,7 @@ def dry_run(
         resumable(recipe.output, text)
     sizes = of_live(recipe, _launch(recipe, on_ray)) if recipe.live else []
     if as_json:
-        plan = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
+        plan = {"output": str(recipe.output), "contains_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
         print(orjson.dumps(plan, option=orjson.OPT_INDENT_2).decode())
         return
     print(text, end="")

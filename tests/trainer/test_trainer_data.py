@@ -325,6 +325,8 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path, monkeypatch: pytest.
     result = CliRunner().invoke(main, ["sft.yaml"])
     assert result.exit_code == 2
     assert result.stderr == "runs/sft: holds an earlier run; choose another output=FOLDER, or pass --overwrite\n"
+    plan = json.loads(CliRunner().invoke(main, ["sft.yaml", "--dry-run", "--json"]).stdout)
+    assert (plan["output"], plan["contains_run"]) == ("runs/sft", True)
 
 
 def test_an_overwrite_that_does_not_begin_to_train_leaves_the_earlier_run_as_it_was(
