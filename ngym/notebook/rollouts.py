@@ -325,7 +325,6 @@ class FileRows(Sequence[Json]):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
-        self._folder: Folder | None = None
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -361,12 +360,15 @@ class FileRows(Sequence[Json]):
     @cached_property
     def _plain(self) -> list[Path]:
         """The files, or the unpacked copies of compressed ones."""
-        return [self._unpacked(path) if path.suffix in COMPRESSED else path for path in self.paths]
+        return [self._unpacked(n) if path.suffix in COMPRESSED else path for n, path in enumerate(self.paths)]
 
-    def _unpacked(self, path: Path) -> Path:
-        self._folder = self._folder or Folder()
-        copy = self._folder.path / f"{len(list(self._folder.path.iterdir()))}.jsonl"
-        with open_rows(path) as packed, copy.open("wb") as file:
+    @cached_property
+    def _folder(self) -> Folder:
+        return Folder()
+
+    def _unpacked(self, number: int) -> Path:
+        copy = self._folder.path / f"{number}.jsonl"
+        with open_rows(self.paths[number]) as packed, copy.open("wb") as file:
             shutil.copyfileobj(packed, file, READ_BYTES)
         return copy
 
