@@ -21,7 +21,7 @@ from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
 from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
-from ngym.schema import Json, agent_name, is_pending, trace_of
+from ngym.schema import Json, agent_name, is_pending, row_problem, trace_of
 from ngym.stats import parts_of
 from ngym.validation import config_for_scoring
 
@@ -93,7 +93,7 @@ def verify(
         concurrency: verifications at once.
 
     Raises:
-        UsageError: a row has no response, its gym server is unknown, or rows to compare name no task.
+        UsageError: a row has no response or a newer format, its gym server is unknown, or rows to compare name no task.
     """
     at_least_one(concurrency=concurrency)
     with as_arguments():
@@ -192,6 +192,8 @@ def _rows(given: Any, answer: str | None) -> list[Json]:
             row["response"] = {"status": "completed", "output": [assistant_message(answer)]}
         if not isinstance(row.get("response"), dict):
             raise UsageError(f"row {number} has no response; pass the row of a rollout, or answer=")
+        if problem := row_problem(row):
+            raise UsageError(f"row {number}: {problem}")
         rows.append(row)
     return rows
 

@@ -453,6 +453,8 @@ def test_verdicts_have_components_and_failures_say_why(
         {"responses_create_params": {"input": "x"}}, answer="y", server="counter", head=services, progress=False
     )
     assert wrong.reward is None and "target" in str(wrong.failure)
+    with pytest.raises(ngym.UsageError, match=r"row 1: its ng.schema_version is 2, and this ngym reads 1; update ngym"):
+        ngym.verify([_rollout(1.0), _rollout(1.0) | {"ng": {"schema_version": 2}}], server="counter", head=services)
     with pytest.raises(ngym.UsageError, match="row 0 has no response"):
         ngym.verify(TASKS, server="counter", head=services, progress=False)
     for given, text in (
