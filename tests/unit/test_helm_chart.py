@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +96,14 @@ def test_resources_pools_and_the_network_policy_follow_the_values() -> None:
         {"app.kubernetes.io/instance": "run"},
         {"app": "collector"},
     ]
+
+
+def test_stanzas_with_the_same_name_in_kubernetes_are_refused() -> None:
+    chart = pytest.importorskip("helm_python").chart
+    gym = {"kind": "gym_server", "app": "gym_servers/calculator"}
+    values = {**VALUES, "config": {"a_b": gym, "a-b": gym}}
+    with pytest.raises(Exception, match=r"config\.a_b: its name in Kubernetes, run-a-b-0, is also that of config\.a-b"):
+        chart.Chart.load(CHART).render(values, name="run", namespace="default")
 
 
 if __name__ == "__main__":
