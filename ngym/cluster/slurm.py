@@ -30,7 +30,7 @@ trap '{end}kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
 until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
 if [ "$SLURM_NNODES" -gt 1 ]; then
     srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" \\
-        --output="$logs/%j-%N.log" "${{start[@]}}" --address="$RAY_ADDRESS" &
+        --output={node_log} "${{start[@]}}" --address="$RAY_ADDRESS" &
 fi
 
 # The run continues if an earlier job of this name has begun it.
@@ -90,7 +90,7 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
         "account": target.account,
         "signal": f"B:USR1@{WARNING_S}",
         "open-mode": "append",
-        "output": logs / "%j.log",
+        "output": _pattern(logs, "%j.log"),
     }
     lines = [shlex.quote(f"--{key}={value}") for key, value in header.items() if value is not None]
     lines += ["--no-requeue" if target.chain else "--requeue", *target.options]
@@ -99,6 +99,7 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
         header="\n".join(f"#SBATCH {line}" for line in lines),
         folder=shlex.quote(str(folder)),
         logs=shlex.quote(str(logs)),
+        node_log=shlex.quote(_pattern(logs, "%j-%N.log")),
         begin=CHAIN.format(name=target.name, try_again=TRY_AGAIN) if target.chain else "",
         end="end_chain; " if target.chain else "",
         setup=target.setup or "# (no setup)",
@@ -111,6 +112,11 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
         ending="write a checkpoint and end" if trains else "end",
         again=NEXT if target.chain else REQUEUE,
     )
+
+
+def _pattern(folder: Path, name: str) -> str:
+    """The path of a log in sbatch's and srun's filename patterns, in which `%%` is a percent sign of the folder."""
+    return str(folder).replace("%", "%%") + "/" + name
 
 
 def submissions(target: Target, script: Path) -> list[list[str]]:

@@ -238,8 +238,8 @@ def test_a_text_stays_as_it_is_written_even_if_yaml_takes_it_for_a_number(tmp_pa
     assert (target.time, target.partition, target.account, target.nodes) == ("13:00:00", "on", None, 3)
 
 
-def test_a_folder_may_have_braces_and_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "a {b} c"
+def test_a_folder_may_have_braces_spaces_and_percent_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a {b} %j c"
     folder.mkdir()
     monkeypatch.chdir(folder)
     calls: list[list[str]] = []
@@ -251,7 +251,9 @@ def test_a_folder_may_have_braces_and_spaces(tmp_path: Path, monkeypatch: pytest
     logs = folder / ".ngym" / "submit" / "one"
     script = str(logs / "job.sh")
     assert calls == [["sbatch", "--parsable", script], ["sbatch", "--parsable", "--dependency=afternotok:1", script]]
-    assert f"#SBATCH '--output={logs}/%j.log'\n" in (logs / "job.sh").read_text()
+    lines, pattern = (logs / "job.sh").read_text(), str(logs).replace("%", "%%")
+    assert f"#SBATCH '--output={pattern}/%j.log'\n" in lines and f"--output='{pattern}/%j-%N.log'" in lines
+    assert f"logs='{logs}'\n" in lines and f"cd '{folder}'\n" in lines
 
 
 @pytest.mark.parametrize(
