@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -91,25 +91,45 @@ def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
         click.echo(previous)
 
 
+class CommandLine(NamedTuple):
+    """A command of ngym as it runs on the cluster. given: its parameters by name."""
+
+    called: Command
+    words: list[str]
+    given: dict[str, Any]
+
+
+def _parsed(run: Sequence[str]) -> CommandLine | None:
+    """The command that would run; None for another program.
+
+    Raises:
+        UsageError, click.ClickException: there is no such command or option.
+    """
+    from ngym.cluster.target import on_ray
+
+    name = run[0]
+    if not name.startswith("ng_"):
+        return None
+    known = [f"ng_{each}" for each in COMMANDS]
+    if name not in known:
+        raise UsageError(f"{name}: no such command{did_you_mean(name, known)}")
+    called: Command = import_module(COMMANDS[name.removeprefix("ng_")][0]).main
+    words = on_ray(run)[1:]
+    return CommandLine(called, words, called.make_context(name, list(words)).params)
+
+
 def _check_command(target: Target, run: Sequence[str]) -> None:
     """Check the command's name, its options and its recipe: the job runs in this folder.
 
     Raises:
         UsageError, click.ClickException: they are wrong; in one line for each mistake.
     """
-    from ngym.cluster.target import on_ray
-
-    name = run[0]
-    if not name.startswith("ng_"):
+    name, parsed = run[0], _parsed(run)
+    if parsed is None:
         if not target.setup and shutil.which(name) is None:  # `setup` can bring it
             raise UsageError(f"{name}: no such command here; name one, such as ng_train")
         return
-    known = [f"ng_{each}" for each in COMMANDS]
-    if name not in known:
-        raise UsageError(f"{name}: no such command{did_you_mean(name, known)}")
-    called: Command = import_module(COMMANDS[name.removeprefix("ng_")][0]).main
-    words = on_ray(run)[1:]
-    given = called.make_context(name, list(words)).params
+    called, words, given = parsed
     if given.get("overwrite") and name in ("ng_train", "ng_collect_rollouts"):
         raise UsageError(
             f"{name} --overwrite: a job that continues the run would begin it again; choose another output"
@@ -127,6 +147,8 @@ def _check_command(target: Target, run: Sequence[str]) -> None:
 def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:
     from ngym.cluster.kuberay import render, secrets
 
+    if run:
+        _parsed(run)
     apply = ["kubectl", "apply", "-f", "-"]
     if dry_run:
         _apply(_yaml(render(target, run)), apply, dry_run)
@@ -140,6 +162,7 @@ def _skypilot(target: Target, run: Sequence[str], dry_run: bool) -> None:
     from ngym.cluster.skypilot import render
     from ngym.cluster.target import secret_values
 
+    _parsed(run)
     if not dry_run:
         _need("sky")
         secret_values(target)

@@ -223,6 +223,23 @@ def test_a_dry_run_shows_everything_and_fails_where_the_command_would(
     assert shown.exit_code == 0 and "hf_secret_value" not in shown.output
 
 
+@pytest.mark.parametrize("to", ["slurm", "kuberay", "skypilot"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ng_trian", "sft.yaml"], "ng_trian: no such command (did you mean 'ng_train'?)"),
+        (["ng_run", "--bogus"], "ng_run: no option '--bogus'"),
+    ],
+)
+def test_the_command_and_its_options_are_checked_for_each_cluster(
+    tmp_path: Path, to: str, words: list[str], message: str
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: one\nimage: i\n")
+    shown = CliRunner().invoke(submit.main, ["--dry-run", to, str(file), *words])
+    assert (shown.exit_code, shown.stdout) == (2, "") and message in shown.stderr
+
+
 def submitted(file: Path, *words: str, dry_run: bool = True) -> Result:
     return CliRunner().invoke(submit.main, [*["--dry-run"] * dry_run, "slurm", str(file), *words])
 
