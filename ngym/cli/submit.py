@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -18,7 +19,7 @@ import click
 
 from ngym.cli.shell.main import COMMANDS, Command, command
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import NgymError, UsageError
+from ngym.errors import ConfigError, NgymError, UsageError
 
 if TYPE_CHECKING:
     from ngym.cluster.target import Target
@@ -28,6 +29,7 @@ Exit codes: 0  submitted; with --dry-run, rendered
             1  the cluster's own command refused it
             2  the settings or the command are wrong, or the cluster's own command is not installed"""
 LOGS = Path(".ngym") / "submit"
+UNSET = re.compile(r"Environment variable '(\w+)' not found")
 
 
 class ForwardingCommand(Command):
@@ -140,8 +142,15 @@ def _check_command(target: Target, run: Sequence[str]) -> None:
         raise UsageError("--sweep runs on one machine: submit ng_train --on local, or its runs one by one")
     if any(option.startswith(("--dependency", "-d")) for option in target.options):
         return  # an earlier job may make the model or the data
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        called.main([*words, "--dry-run"], prog_name=name, standalone_mode=False)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            called.main([*words, "--dry-run"], prog_name=name, standalone_mode=False)
+    except ConfigError as error:
+        if (unset := UNSET.search(str(error))) is None:
+            raise
+        if not re.search(rf"\bexport\b[^;&|\n]*\b{unset[1]}=", target.setup):
+            raise ConfigError(f"{error}; set it here, or in `setup` with `export {unset[1]}=...`") from error
+        click.echo(f"the recipe is checked when the job starts: it needs {unset[1]}, which `setup` exports", err=True)
 
 
 def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:

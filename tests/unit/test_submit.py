@@ -316,6 +316,21 @@ def test_what_setup_or_an_earlier_job_brings_need_not_be_there_yet(
     assert submitted(file, "ng_train", "--on", "local", "sft.yaml", "--sweep", "seed=0,1").exit_code == 0
 
 
+def test_a_recipe_may_need_a_variable_that_setup_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, words = tmp_path / "cluster.yaml", ["ng_train", "sft.yaml", "output=${oc.env:SHARED_DISK}/run"]
+    file.write_text("name: one\nsetup: module load ours; export OTHER=1 SHARED_DISK=/mnt/disk\n")
+    shown = submitted(file, *words)
+    assert shown.exit_code == 0 and "it needs SHARED_DISK, which `setup` exports" in shown.stderr, shown.output
+    assert "'output=${oc.env:SHARED_DISK}/run'" in shown.stdout
+    for setup in ("source ours", "SHARED_DISK=/mnt/disk; export OTHER=1", "export NOT_SHARED_DISK=1"):
+        refused = submitted(file, f"setup={setup}", *words)
+        assert refused.exit_code == 2 and "or in `setup` with `export SHARED_DISK=...`" in refused.stderr
+    assert submitted(file, *words, "optimizer.lrr=1").exit_code == 0  # the job checks the whole recipe
+    monkeypatch.setenv("SHARED_DISK", str(tmp_path))
+    assert "unknown key 'optimizer.lrr'" in submitted(file, *words, "optimizer.lrr=1").stderr
+
+
 if __name__ == "__main__":
     for file_name, content in rendered().items():
         (DATA / "submit" / file_name).write_text(content)
