@@ -359,18 +359,28 @@ class Bridge:
                 await self.call(call.name, call.arguments, session)
 
     async def _begun(self, data: Json, session: Session) -> Begun:
-        """What tools and rewards need. Created once per session, also for concurrent first calls."""
+        """What tools and rewards need. Created once per session, also for concurrent first calls; again after a failure."""
         if "begun" not in session:
             session["begun"] = session.spawn(self._begin(data, session))
-        begun: Begun = await asyncio.shield(session["begun"])
-        return begun
+        task: asyncio.Task[Begun] = session["begun"]
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            if session.get("begun") is task:
+                del session["begun"]
+            raise
 
     async def _begin(self, data: Json, session: Session) -> Begun:
         task = self.environment.task(data)
         tools = await Toolbox.open(toolsets_of(self.environment), task.data)
+        try:
+            game: Game | None = session.get("game")
+            trace = game.traces[0] if game else await self.environment.begin(task)
+        except BaseException:
+            await tools.stack.aclose()
+            raise
         session.when_over(lambda: asyncio.ensure_future(tools.stack.aclose()))
-        game: Game | None = session.get("game")
-        return Begun(game.traces[0] if game else await self.environment.begin(task), tools)
+        return Begun(trace, tools)
 
     async def _score(self, trace: Trace) -> None:
         await scored(self.source, trace, self.deadline_s)

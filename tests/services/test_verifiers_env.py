@@ -166,6 +166,33 @@ async def test_a_game_that_is_cut_off_is_scored_as_it_is(peers: Peers) -> None:
     assert scored["reward_components"] == {"spoke_in_numbers": 0.1, "found": 0.0}
 
 
+SETUP = """
+    async def setup(self, trace: vf.Trace) -> None:
+        if not tries:
+            tries.append(trace)
+            raise OSError("the disk is not there yet")
+"""
+
+
+@pytest.mark.soak
+async def test_a_setup_that_fails_is_tried_again_by_the_next_call_of_the_session(
+    tmp_path: Path, shared_venvs: Path
+) -> None:
+    source = (ROOT / FOLDER / "examples" / "ledger.py").read_text("utf-8")
+    head, task, rest = source.partition("class LedgerTask(vf.Task[LedgerData, LedgerState, LedgerConfig]):\n")
+    (tmp_path / "late.py").write_text(f"{head}tries = []\n\n\n{task}{SETUP}\n{rest}", "utf-8")
+    (tmp_path / "run").mkdir()
+    stanzas = {"late": environment("late", path=str(tmp_path))}
+    async with served(tmp_path / "run", shared_venvs, stanzas) as late:
+        (row,) = await rows_of(late, "late", "?limit=1")
+        session = late["late"].session(tool_errors="show")
+        await session.post("/seed_session", row)
+        with pytest.raises(ServiceError, match="the disk is not there yet"):
+            await session.request("/bank_transfer", MOVE)
+        assert (await session.request("/bank_transfer", MOVE)).body == b"moved 5"
+        assert (await session.post("/verify", rollout(row, says("done"))))["reward"] == 1.0
+
+
 @pytest.mark.soak
 async def test_what_cannot_be_served_is_refused_at_the_start_in_one_line(tmp_path: Path, shared_venvs: Path) -> None:
     with pytest.raises(NgymError, match="environment 'no_such_one' cannot be loaded: ModuleNotFoundError"):
