@@ -153,6 +153,10 @@ async def test_services_start_together_and_their_urls_answer(project: Project) -
         assert {state.label for state in stack.states} == {"one", "many-0", "many-1"}
         alive = processes_of([state.pid for state in stack.states])
         assert len(alive) == 4
+        for process in alive:
+            process.send_signal(signal.SIGUSR1)  # a scheduler's warning to all processes is for the command
+        for url in (*stack.urls["one"], *stack.urls["many"]):
+            assert (await health(url, PATIENCE_S)).ready
     assert running(alive) == []
     assert project.statuses("one") == ["starting", "ready", "stopped"]
 
