@@ -13,7 +13,6 @@ value of that token changes, and no other.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from ngym.net.tls import client_context
 from ..data.samples import RolloutSample, Sample, SampledSegment, Segment
 from ..engine.engine import Engine, score
 from ..model.packing import Packed, pack
-from ..model.policy import Policy, load_policy, load_tokenizer
+from ..model.policy import ModelRefused, Policy, load_policy, load_tokenizer
 from ..model.teacher_divergence import Distributions, TopK
 from ..recipe.objective import PLACEHOLDER, Teacher, TeacherShare, TeacherSource
 from ..recipe.recipe import ModelOptions
@@ -212,9 +211,8 @@ def _local(path: str, setup: Setup, temperature: float, *, whole: bool) -> OpenT
     try:
         own = load_tokenizer(options)
         policy = load_policy(options, own, recipe.seed, temperature).to(engine.device)
-    except ConfigError as error:
-        reason = re.sub(r"^model\.(path|tokenizer): ", "", str(error)).removeprefix(f"{path}: ")
-        raise ConfigError(f"{key}: {reason}") from error
+    except ModelRefused as error:
+        raise ConfigError(f"algorithm.teacher.path: {error.reason}") from error
     ids = own.get_vocab()
     other = next((token for token, number in tokenizer.get_vocab().items() if ids.get(token) != number), None)
     if other is not None:

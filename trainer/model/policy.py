@@ -57,6 +57,14 @@ SAFE = {"use_safetensors": True, "trust_remote_code": False}
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 
 
+class ModelRefused(ConfigError):
+    """A model or tokenizer cannot be trained. key: the option of `model` that names it. reason: the message without it."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"model.{key}: {reason}")
+        self.reason = reason
+
+
 class CheckpointTensor(NamedTuple):
     """One tensor of a checkpoint. parameters: those it is computed from (ZeRO-3 must gather them first)."""
 
@@ -378,9 +386,7 @@ def logit_scale(network: PreTrainedModel) -> float:
     scale = float((logits * of_head).sum() / of_head.square().sum())
     if not torch.allclose(logits, scale * of_head, rtol=1e-3, atol=1e-4 * float(logits.abs().max())):
         kind = network.config.model_type
-        raise ConfigError(
-            f"model.path: {kind}: its logits are soft-capped, which cannot be trained; choose another model"
-        )
+        raise ModelRefused("path", f"{kind}: its logits are soft-capped, which cannot be trained; choose another model")
     return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-4) else scale
 
 
@@ -393,7 +399,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     name = options.tokenizer or options.path
     tokenizer = _tokenizer(str(name))
     if tokenizer.chat_template is None:
-        raise ConfigError(f"model.tokenizer: {name} has no chat template; put a chat_template.jinja into its folder")
+        raise ModelRefused("tokenizer", f"{name} has no chat template; put a chat_template.jinja into its folder")
     if options.path is not None and name != options.path and _has_tokenizer(options.path):
         _check_tokens(tokenizer, _tokenizer(options.path), options)
     return tokenizer
@@ -405,7 +411,7 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name}: {_first_line(error)}") from error
+        raise ModelRefused("tokenizer", f"no tokenizer can be loaded from {name}: {_first_line(error)}") from error
     return tokenizer
 
 
@@ -424,9 +430,10 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBa
     ids = tokenizer.get_vocab()
     other = next((token for token, number in own.get_vocab().items() if ids.get(token) != number), None)
     if other is not None:
-        raise ConfigError(
-            f"model.tokenizer: {options.tokenizer} is not the tokenizer of {options.path} (its token {other!r} has another id "
-            "or none); set model.tokenizer=null"
+        raise ModelRefused(
+            "tokenizer",
+            f"{options.tokenizer} is not the tokenizer of {options.path} (its token {other!r} has another id "
+            "or none); set model.tokenizer=null",
         )
 
 
@@ -456,8 +463,8 @@ def load_reward_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase,
 
     network = _network(AutoModelForSequenceClassification, options, tokenizer, seed, num_labels=1)
     if not isinstance(getattr(network, "score", None), nn.Linear):
-        raise ConfigError(
-            f"model.path: {type(network).__name__} does not score the last token of a text; choose a decoder model"
+        raise ModelRefused(
+            "path", f"{type(network).__name__} does not score the last token of a text; choose a decoder model"
         )
     network.config.get_text_config().pad_token_id = _pad_id(tokenizer)
     if options.lora is not None:
@@ -501,7 +508,7 @@ def _network(
             network, info = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
             check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(there.architectures))
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
+        raise ModelRefused("path", f"no model can be loaded from {options.path}: {_first_line(error)}") from error
     if base_4bit is not None:
         from .quantized import quantize_base
 
@@ -520,16 +527,17 @@ def _trainable_config(name: str, scores: bool) -> PreTrainedConfig:
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not scores and is_classifier(config.architectures):
-        raise ConfigError(f"model.path: {name}: {CLASSIFIER_PROBLEM}")
+        raise ModelRefused("path", f"{name}: {CLASSIFIER_PROBLEM}")
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return config
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = settings.get("quant_method", "an unknown method")
     if method != "mxfp4":
-        raise ConfigError(
-            f"model.path: the weights of {name} are quantized ({method}), and ng_train quantizes whole ones itself; name "
-            "the model that it was made from, and set model.lora.base_4bit=nf4"
+        raise ModelRefused(
+            "path",
+            f"the weights of {name} are quantized ({method}), and ng_train quantizes whole ones itself; name "
+            "the model that it was made from, and set model.lora.base_4bit=nf4",
         )
     return config
 
