@@ -399,16 +399,13 @@ class CollectionFiles:
         self._record = RunRecord.resumed(self.paths.run, self.source, self.paths.output)
         ticking = _Ticker(tick)
         for line in chain(self._rows.rows(), self._failures.rows()):
-            run_id, problem = line.row["ng"].get("run_id"), row_problem(line.row)
-            path = self.paths.failures if is_failed_attempt(line.row) else self.paths.output
+            problem, run_id = row_problem(line.row), line.row["ng"].get("run_id")
+            if problem is None and run_id != self.run_id:
+                problem = f"a row of another run ({run_id}; this file's run is {self.run_id}); remove it"
             if problem:
+                path = self.paths.failures if is_failed_attempt(line.row) else self.paths.output
                 where = f"{path}:{line.number} (byte {line.start})"
-                raise UsageError(f"{where}: {problem}; otherwise start again with --overwrite")
-            if run_id != self.run_id:
-                raise UsageError(
-                    f"{path}:{line.number} (byte {line.start}): a row of another run ({run_id}; this file's run is {self.run_id}); "
-                    f"remove it, or start again with {option('overwrite', True)}"
-                )
+                raise UsageError(f"{where}: {problem}, or start again with {option('overwrite', True)}")
             self._check_agent(line)
             if is_failed_attempt(line.row):
                 self._failed.setdefault(_row_key(line.row), []).append(line.row["failure"]["class"])
