@@ -131,18 +131,26 @@ class _Run:
 
     async def _until_done(self, environment: Mapping[str, str]) -> int:
         """Run groups of ranks until one succeeds, or the recipe is wrong, or too many have failed."""
-        continues = self._first
+        continues, earlier = self._first, self._recipe_file()
         for left in reversed(range(self._options.max_failures + 1)):
             code = await self._group(environment, continues)
             if code == 0 or self._stopping or code in (USAGE, INTERRUPTED):
                 return code
             if left:
                 _say(f"a rank ended ({describe_exit(code)}); all start again, after the last checkpoint ({left} left)")
-            began = (self._recipe.output / RESOLVED).is_file()
+            began = self._recipe_file() not in (None, earlier)
             continues = ["--resume"] if began else self._first
         raise NgymError(
             f"the ranks failed {self._options.max_failures + 1} times, the last time: {describe_exit(code)}"
         )
+
+    def _recipe_file(self) -> tuple[int, int] | None:
+        """Identity of the recipe that a run writes when it begins to train; another one after each beginning."""
+        try:
+            status = (self._recipe.output / RESOLVED).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     async def _group(self, environment: Mapping[str, str], continues: Sequence[str]) -> int:
         """Run one group; returns the first exit code that is not 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -22,9 +23,11 @@ from transformers import AutoTokenizer
 from ngym.cli.train import main
 from ngym.config.shipped_files import shipped
 from ngym.errors import ConfigError
+from ngym.files.atomic import write_whole
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe as config
+from ngym.trainer.train import checked
 
 Options = dict[str, Any]
 OFFLOADED: Options = {"offload": {"optimizer": "cpu"}}
@@ -191,6 +194,32 @@ def test_the_ranks_of_a_run_on_ray_are_those_of_its_recipe(tmp_path: Path, monke
     assert two.exit_code == 0, two.output
     three = CliRunner().invoke(main, [*words, "trainer.ranks=3"])
     assert three.exit_code == 2 and "3 ranks cannot form groups of 2" in three.stderr
+
+
+@pytest.mark.parametrize(("begins", "then"), [(False, "--overwrite"), (True, "--resume")])
+def test_ranks_on_ray_resume_only_what_this_run_has_begun(
+    begins: bool, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier run's recipe, even with the same content, is no sign that this run has begun."""
+    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").touch()
+    files, overrides = ["sft.yaml"], ["data={path: data.jsonl}", "output=run"]
+    recipe, _ = checked(files, overrides, on_ray=True)
+    (tmp_path / "run").mkdir()
+    write_whole(tmp_path / "run" / "recipe.yaml", b"seed: 0\n")
+    groups: list[list[str]] = []
+
+    async def group(_: object, __: object, continues: list[str]) -> int:
+        groups.append(continues)
+        if begins and len(groups) == 1:
+            write_whole(tmp_path / "run" / "recipe.yaml", b"seed: 0\n")
+        return 1 if len(groups) < 3 else 0
+
+    monkeypatch.setattr(ray_launcher._Run, "_group", group)
+    run = ray_launcher._Run(recipe, [*files, *overrides], True, False)
+    assert asyncio.run(run._until_done({})) == 0
+    assert groups == [["--overwrite"], [then], [then]]
 
 
 @pytest.mark.usefixtures("only_rank")
