@@ -14,7 +14,7 @@ from ngym.schema import Json
 from ngym.stats import means_by
 from ngym.workers import WorkerPool
 
-from .matching import COMPARISONS, EXTRACTORS, WITH_ARGUMENT, check_extractor
+from .matching import COMPARISONS, EXTRACTORS, WITH_ARGUMENT, check_extractor, unusable
 
 pool = WorkerPool(Path(__file__).with_name("matching.py"), "score", deadline_s=10.0, memory_mib=512)
 MISSING = object()
@@ -83,16 +83,17 @@ async def verify(task: VerifyRequest, options: MatchOptions) -> dict[str, Any]:
     rule = options.rule_of(row)
     names = {"expected": rule.expected, "choices": rule.choices, "prefix": rule.prefix}
     values = {option: field(row, path) for option, path in names.items() if path is not None}
+    choices = choices_of(values.get("choices"))
     for option, value in values.items():
-        if value is MISSING and option != "choices":
-            reason = f"the row has no field {names[option]!r}, which the option {option!r} names"
+        if problem := _unusable(option, value, str(rule.compare), choices):
+            reason = f"the row's field {names[option]!r}, which the option {option!r} names, {problem}"
             return {"reward": None, "outcome": "unverifiable", "reason": reason}
     checked = await pool.run(
         without_reasoning(task.text),
         rule.extract,
         rule.compare,
         values["expected"],
-        choices_of(values.get("choices")),
+        choices,
         values.get("prefix", ""),
     )
     if checked.kind != "ok":
@@ -100,6 +101,17 @@ async def verify(task: VerifyRequest, options: MatchOptions) -> dict[str, Any]:
     reward, found = checked.value
     fields = {"reward": reward, "extracted_answer": found, "expected": values["expected"], "compared_by": rule.compare}
     return shaped(fields, task.response, options.shaping)
+
+
+def _unusable(option: str, value: Any, compare: str, choices: list[str]) -> str | None:
+    """Why a field of the row cannot be used, or None. A fault of the row is not one of the answer."""
+    if option == "choices":
+        return None
+    if value is MISSING:
+        return "is missing"
+    if option == "prefix":
+        return None if isinstance(value, str) else "is not a text"
+    return unusable(compare, value, choices)
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from difflib import SequenceMatcher
 from typing import Any
@@ -16,6 +17,7 @@ from ngym.grading.text_match import normal
 
 MAX_CHARS = 50_000  # of a text that is compared as a whole
 PREFIX = 10
+MAX_RELEVANCE = 500  # 2 to the power of more would not fit into a float, or its sum would not
 Found = str | None
 
 # Extractors
@@ -112,10 +114,12 @@ def verbatim(found: str, expected: Any, _: list[str]) -> float:
 
 
 def number(text: str) -> float | None:
+    """The finite number that this text is, or None: texts such as 1e400 and 1e500 are not known to be equal."""
     try:
-        return float(re.sub(r"(?<=\d),(?=\d{3})|[$%\\\s]", "", text))
+        value = float(re.sub(r"(?<=\d),(?=\d{3})|[$%\\\s]", "", text))
     except ValueError:
         return None
+    return value if math.isfinite(value) else None
 
 
 def numeric(found: str, expected: Any, _: list[str]) -> float:
@@ -231,17 +235,27 @@ def _ratio(a: str, b: str) -> float:
 
 def rouge_l(found: str, expected: Any, _: list[str]) -> float:
     """F1 of the longest common subsequence of words, as ROUGE-L."""
-    return max(_rouge(re.findall(r"[a-z0-9]+", found.lower()), text) for text in texts(expected))
+    return max(_rouge(_words(found), _words(text)) for text in texts(expected))
 
 
-def _rouge(ours: list[str], expected: str) -> float:
-    theirs = re.findall(r"[a-z0-9]+", expected.lower())
-    row = [0] * (len(theirs) + 1)
-    for word in ours[:5000]:
-        last = 0
-        for j, other in enumerate(theirs, 1):
-            last, row[j] = row[j], last + 1 if word == other else max(row[j], row[j - 1])
-    return 2 * row[-1] / (len(ours) + len(theirs)) if ours and theirs else 0.0
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text[:MAX_CHARS].lower())
+
+
+def _rouge(ours: list[str], theirs: list[str]) -> float:
+    return 2 * _common(ours, theirs) / (len(ours) + len(theirs)) if ours and theirs else 0.0
+
+
+def _common(ours: list[str], theirs: list[str]) -> int:
+    """Length of the longest common subsequence, bit by bit in one integer (Hyyrö 2004, Bit-parallel LCS-length)."""
+    places: defaultdict[str, int] = defaultdict(int)
+    for place, word in enumerate(theirs):
+        places[word] |= 1 << place
+    row = all_places = (1 << len(theirs)) - 1
+    for word in ours:
+        hits = row & places.get(word, 0)
+        row = (row + hits | row - hits) & all_places
+    return len(theirs) - row.bit_count()
 
 
 def grid(found: str, expected: Any, _: list[str]) -> float:
@@ -252,8 +266,6 @@ def grid(found: str, expected: Any, _: list[str]) -> float:
 
 def schedule(found: str, expected: Any, _: list[str]) -> float:
     """A list of events that do not overlap, one for each of `{id: {duration, constraint, min_time, max_time}}`."""
-    if not isinstance(expected, dict):
-        return 0.0
     try:
         events = {str(event["event_id"]): event for event in json.loads(found)}
         spans = {
@@ -303,8 +315,7 @@ def ndcg(found: str, expected: Any, choices: list[str]) -> float:
     """Normalised discounted cumulative gain of a ranked list, over its own length. choices: the items that `expected`
     has a relevance for, in its order.
     """
-    pairs = zip(choices, expected, strict=False) if isinstance(expected, list) else ()
-    gains = {folded(name): float(gain) for name, gain in pairs}
+    gains = {folded(name): float(gain) for name, gain in zip(choices, expected, strict=True)}
     ranked = list(dict.fromkeys(_items(found)))
     best = sorted(gains.values(), reverse=True)[: len(ranked)]
     top = sum((2**gain - 1) / _log2(place) for place, gain in enumerate(best))
@@ -324,6 +335,59 @@ COMPARISONS: dict[str, Callable[[str, Any, list[str]], float]] = {
         set_f1, same_list, similarity, weighted_similarity, rouge_l, grid, schedule, truth, ndcg,
     )
 }  # fmt: skip
+
+
+# Rows that cannot be used
+
+
+def unusable(compare: str, expected: Any, choices: list[str]) -> str | None:
+    """Why no answer can be compared with this expected value, or None."""
+    parts = expected if isinstance(expected, list) else [expected]
+    if None in parts:
+        return "is null, or a list with null"
+    if compare in ("numeric", "closeness"):
+        return None if number(str(expected)) is not None else "is not a finite number"
+    if compare == "grid":
+        return None if _is_grid(expected) else "is not a list of rows of numbers"
+    if compare == "schedule":
+        return None if _is_schedule(expected) else "is not {id: {duration, constraint, min_time, max_time}}"
+    if compare == "ndcg":
+        return _no_ranking(expected, choices)
+    if compare in ("set_f1", "same_list", "truth"):
+        return None
+    if not parts or not all(isinstance(part, str | int | float) and str(part).strip() for part in parts):
+        return "is not a text or a list of texts, which are not blank"
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices) or None]
+    if compare == "letter" and not all(text.strip().upper() in [*letters] for text in texts(expected)):
+        return f"is not a letter from A to {letters[-1]}"
+    return None
+
+
+def _is_grid(expected: Any) -> bool:
+    return _is_filled_list(expected) and all(
+        _is_filled_list(row) and all(isinstance(cell, int | float) for cell in row) for row in expected
+    )
+
+
+def _is_filled_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_schedule(expected: Any) -> bool:
+    try:
+        for wanted in expected.values():
+            _keeps((0, int(wanted["duration"])), wanted)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return False
+    return True
+
+
+def _no_ranking(relevance: Any, choices: list[str]) -> str | None:
+    if not isinstance(relevance, list) or len(relevance) != len(choices):
+        return f"is not a list with a relevance for each of the {len(choices)} choices"
+    if not all(isinstance(gain, int | float) and gain <= MAX_RELEVANCE for gain in relevance):
+        return f"has a relevance that is not a number up to {MAX_RELEVANCE}"
+    return None if any(gain > 0 for gain in relevance) else "has no relevance above 0"
 
 
 def check_extractor(named: str) -> str:

@@ -128,6 +128,69 @@ async def test_a_familys_stanza_scores_right_and_wrong(family):
     assert found == pytest.approx(wanted)
 
 
+def verdicts(options: dict[str, Any], row: dict[str, Any], *answers: str) -> Any:
+    """What answer_match returns for each answer to a row."""
+
+    async def asked() -> list[Any]:
+        async with house({"gym": options}, gym=load(ROOT / "gym_servers" / "answer_match" / "app.py").app) as peers:
+            return [await peers["gym"].post("/verify", body | row | {"response": said(text)}) for text in answers]
+
+    def said(text: str) -> Any:
+        return {
+            "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+        }
+
+    body = {"responses_create_params": {"input": "q"}}
+    return asked()
+
+
+UNUSABLE = [
+    ("exact", None, "None"),
+    ("exact", ["a", None], "a"),
+    ("exact", {"a": 1}, "{'a': 1}"),
+    ("contains_any", "", "anything"),
+    ("contains_all", [], "anything"),
+    ("similarity", [], "anything"),
+    ("rouge_l", [], "anything"),
+    ("set_f1", None, "null"),
+    ("truth", None, "no"),
+    ("numeric", "five", "5"),
+    ("numeric", "1e400", "1e500"),
+    ("closeness", "abc", "5"),
+    ("letter", "Z", "A"),
+    ("grid", "[[1, 2]]", "[[1, 2]]"),
+    ("grid", [[]], "[[]]"),
+    ("schedule", [], "[]"),
+    ("schedule", {"0": {"duration": 60, "constraint": None, "min_time": "noon", "max_time": "17:00"}}, "[]"),
+    ("ndcg", [5000, 0], '["x"]'),
+    ("ndcg", [1], '["x"]'),
+    ("ndcg", [0, 0], '["x"]'),
+]
+
+
+@pytest.mark.parametrize(("compare", "expected", "answer"), UNUSABLE)
+async def test_a_row_whose_expected_value_cannot_be_compared_has_no_reward(compare, expected, answer):
+    options = {"compare": compare, "extract": ["text"], "choices": "choices"}
+    for found in await verdicts(options, {"expected_answer": expected, "choices": ["x", "y"]}, answer, "other"):
+        assert found["reward"] is None and found["outcome"] == "unverifiable" and "'expected_answer'" in found["reason"]
+
+
+async def test_long_texts_are_cut_alike_before_their_words_are_compared():
+    text = " ".join(f"w{number}" for number in range(12_000))
+    same, half, other = await verdicts(
+        {"compare": "rouge_l", "extract": ["text"]}, {"expected_answer": text}, text, " ".join(text.split()[::2]), "x y"
+    )
+    assert same["reward"] == 1 and half["reward"] == pytest.approx(2 / 3, abs=0.2) and other["reward"] == 0
+
+
+async def test_numbers_that_no_float_holds_are_not_equal():
+    for compare in ("numeric", "closeness", "exact"):
+        found = await verdicts({"compare": compare, "extract": ["text"]}, {"expected_answer": "5"}, "1e400", "inf", "5")
+        assert [each["reward"] for each in found] == [0, 0, 1]
+    huge = await verdicts({"extract": ["text"]}, {"expected_answer": "1e400"}, "1e500", "1e400")
+    assert [each["reward"] for each in huge] == [0, 1]
+
+
 CALLS = [
     ("xlam_fc", {"expected_answers": [{"name": "f", "arguments": {"x": 1}}]}),
     ("swe_pivot", {"expected_action": {"type": "function_call", "name": "f", "arguments": '{"x": 1}'}}),
