@@ -15,8 +15,8 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -33,6 +33,7 @@ PROMISED = "promised"
 SHARED_MEMORY = Path("/dev/shm")
 STAGE_FOLDERS: list[Path] = []  # of the files of pushes; empty: memory, then TMPDIR
 SWEEP_AFTER_S = 60.0
+LOCK_TRIES, LOCK_PAUSE_S = 500, 0.01
 HEADER_ROOM = 1 << 20  # bytes of a file besides its tensors: names and offsets ...
 HEADER_ROOM_PER_TENSOR = 1 << 10
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
@@ -208,28 +209,74 @@ def stage_in(folder: Path) -> None:
 def _placed(size: int) -> tuple[Path, int]:
     """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 without space."""
     places = [place for place in STAGE_FOLDERS or (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+    found = []
     for place in places:
-        with (place / f".{PREFIX}{os.getuid()}.lock").open("w") as choosing:
-            fcntl.flock(choosing, fcntl.LOCK_EX)  # other replicas get the same push at this moment
+        with _choosing(place) as is_locked:
+            if not is_locked:
+                found.append(f"none in {place} (another process or user has {_lock_file(place)})")
+                continue
             _sweep(place)
-            if _free(place) > size:
+            free = _free(place)
+            found.append(f"{free >> 20} MiB in {place}")
+            if free > size:
                 folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
                 lock = os.open(folder, os.O_RDONLY)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 with (folder / PROMISED).open("wb") as promised:
                     promised.truncate(size)  # sparse; its length reserves the space among the replicas
                 return folder, lock
-    free = " and ".join(f"{_free(place) >> 20} MiB in {place}" for place in places)
     raise ServiceError(
-        f"a push needs {size >> 20} MiB, but there are only {free}; free some space, or set TMPDIR", status=507
+        f"a push needs {size >> 20} MiB, but there are only {' and '.join(found)}; free some space, or set TMPDIR",
+        status=507,
     )
+
+
+def _lock_file(place: Path) -> Path:
+    return place / f".{PREFIX}{os.getuid()}.lock"
+
+
+@contextmanager
+def _choosing(place: Path) -> Iterator[bool]:
+    """Keep this user's other servers from choosing in this folder; they get the same push at this moment.
+
+    Yields False if the lock cannot be had: the file is a link or of another user, or a process keeps it.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        lock = os.open(_lock_file(place), flags, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_ours(os.fstat(lock), place) and _flocked(lock)
+    finally:
+        os.close(lock)
+
+
+def _is_ours(status: os.stat_result, place: Path) -> bool:
+    """Whether a file belongs to this user, or to the owner of its folder, as everything may on a network disk."""
+    return status.st_uid in (os.getuid(), place.stat().st_uid)
+
+
+def _flocked(lock: int) -> bool:
+    """Lock it within LOCK_TRIES times LOCK_PAUSE_S; a choice takes milliseconds."""
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 def _free(place: Path) -> int:
     """Free bytes that are not reserved for pushes under way."""
     free = shutil.disk_usage(place).free
     for promised in place.glob(f"{PREFIX}*/{PROMISED}"):
-        with suppress(OSError):  # it was just deleted, or belongs to another user
+        with suppress(OSError):  # it was just deleted
+            if not _is_ours(promised.parent.lstat(), place):
+                continue  # an empty claim of another user would keep our pushes out
             came = sum(path.stat().st_size for path in promised.parent.iterdir() if path.name != PROMISED)
             free -= max(0, promised.stat().st_size - came)
     return free

@@ -709,6 +709,52 @@ def test_a_push_that_fits_nowhere_is_refused_with_the_room_there_is(staging: Any
         staging.Stage([huge], torch.float32)
 
 
+def lock_of(staging: Any, place: Path) -> Path:
+    return place / f".{staging.PREFIX}{os.getuid()}.lock"
+
+
+def test_a_planted_link_in_place_of_the_lock_is_not_followed(
+    staging: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STAGE_FOLDERS", [tmp_path])
+    (tmp_path / "victim").write_text("precious")
+    lock_of(staging, tmp_path).symlink_to("victim")
+    with pytest.raises(ServiceError, match=r"none in /.* \(another process or user has /.*\.lock\)"):
+        staging.PrivateFolder(1)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_lock_that_a_process_keeps_does_not_block_a_push_for_ever(
+    staging: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(staging, "STAGE_FOLDERS", [tmp_path, tmp_path / "other"])
+    monkeypatch.setattr(staging, "LOCK_TRIES", 2)
+    with lock_of(staging, tmp_path).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        private = staging.PrivateFolder(1)
+    assert private.path.parent == tmp_path / "other"
+    private.remove()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
+def test_files_of_another_user_neither_claim_space_nor_lock(
+    staging: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STAGE_FOLDERS", [tmp_path])
+    claim = tmp_path / f"{staging.PREFIX}x"
+    claim.mkdir()
+    with (claim / staging.PROMISED).open("wb") as promised:
+        promised.truncate(1 << 43)
+    with pytest.raises(ServiceError, match="there are only -"):
+        staging.PrivateFolder(1)
+    os.chown(claim, 12345, 12345)
+    staging.PrivateFolder(1).remove()
+    os.chown(lock_of(staging, tmp_path), 12345, 12345)
+    with pytest.raises(ServiceError, match="another process or user has"):
+        staging.PrivateFolder(1)
+
+
 @pytest.mark.parametrize("value", [65_500.0, 1e5])
 def test_a_value_that_the_engines_dtype_cannot_hold_is_refused(staging: Any, value: float) -> None:
     tensor = torch.tensor([1.0, value])
