@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -45,6 +44,7 @@ from ngym import ModelCall, ServiceContext, model_server
 from ngym.chat_codec import ChatCodec, Sampled, Sampling, Template, turn_ends
 from ngym.convert import chat_chunks, chat_from_response, overflow_response
 from ngym.errors import BadRequest, ConfigError, NotFound, ServiceError, Unauthorized, UpstreamError
+from ngym.net.auth import TokenAuth
 from ngym.net.json_limits import BULK_WEIGHT
 from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Unanswered, Upstream, watched
 from ngym.services.base.app import JsonResponse, add_route
@@ -460,8 +460,7 @@ class Weights:
         return JsonResponse({})
 
     def _check(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if self._token is None or not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if self._token is None or not TokenAuth([self._token]).accepts(request.headers.raw):
             raise Unauthorized("changing the weights needs a bearer token: ng_run's own, or push_token")
 
 

@@ -19,7 +19,6 @@ push) and drops the KV cache; requests wait until it ends. On a CPU it releases 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import secrets
 import time
@@ -37,6 +36,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ngym.errors import BadRequest, NotFound, ServiceError, Unauthorized
+from ngym.net.auth import TokenAuth
 from ngym.net.json_limits import BULK_WEIGHT, CALL_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route
@@ -182,8 +182,7 @@ def check_token(request: Request, token: str | None) -> None:
             "or set push_token: ${oc.env:NAME} in its stanza"
         )
         raise Unauthorized(problem, status=403)
-    given = request.headers.get("authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    if not TokenAuth([token]).accepts(request.headers.raw):
         raise Unauthorized(
             "the weight push needs the header 'Authorization: Bearer TOKEN'; the token is in .ngym/head.json "
             "next to the config of ng_run, or the push_token of this server's stanza"

@@ -30,6 +30,7 @@ from machine import PATIENCE_S, reserved_port, wait_until
 from paths import ROOT
 from pushed_policy import PROMPT, Experts, Policy, Weights
 from safetensors.torch import save
+from starlette.requests import Request
 from vllm_service import (
     CONTEXT,
     ENDLESS,
@@ -42,7 +43,7 @@ from vllm_service import (
     write_checkpoint,
 )
 
-from ngym.errors import BadRequest, ServiceError, UsageError
+from ngym.errors import BadRequest, ServiceError, Unauthorized, UsageError
 from ngym.trainer.weights import push
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -686,6 +687,15 @@ def stages() -> set[Path]:
 @pytest.fixture(scope="module")
 def staging() -> Any:
     return importlib.import_module("ngym.weight_push.stage")
+
+
+@pytest.mark.parametrize("second", [TOKEN, "another one"])
+def test_a_repeated_token_header_is_not_accepted(second: str) -> None:
+    routes = importlib.import_module("ngym.weight_push.routes")
+    headers = [(b"authorization", f"Bearer {token}".encode()) for token in (TOKEN, second)]
+    routes.check_token(Request({"type": "http", "headers": headers[:1]}), TOKEN)
+    with pytest.raises(Unauthorized, match="the weight push needs the header"):
+        routes.check_token(Request({"type": "http", "headers": headers}), TOKEN)
 
 
 def test_a_stage_that_a_killed_server_left_behind_is_swept_away_and_no_other(staging: Any, tmp_path: Path) -> None:

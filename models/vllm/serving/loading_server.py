@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import selectors
 import signal
@@ -13,10 +12,10 @@ from collections.abc import Callable
 from typing import Self, cast
 
 import orjson
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ngym.errors import NgymError, NotReady, Unauthorized
+from ngym.net.auth import TokenAuth
 from ngym.services.base.app import ProblemResponse
 from ngym.telemetry.log_format import REFUSED, STATUS_PREFIX
 
@@ -32,11 +31,11 @@ class Keys:
 
     def __init__(self, app: ASGIApp, keys: list[str], service: str) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = TokenAuth(keys)
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._has_key(Headers(scope=scope)):
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._keys.accepts(scope["headers"]):
             await self._app(scope, receive, send)
             return
         error = Unauthorized("this server requires a key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
@@ -44,11 +43,6 @@ class Keys:
         problem = error.problem(self._service) | {"error": details}
         refusal = ProblemResponse(problem, status_code=401, headers={"www-authenticate": "Bearer"})
         await refusal(scope, receive, send)
-
-    def _has_key(self, headers: Headers) -> bool:
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        given = [bearer.encode(), headers.get("x-api-key", "").encode()]
-        return any(hmac.compare_digest(one, key) for one in given for key in self._keys)
 
 
 class LoadingServer:
