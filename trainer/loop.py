@@ -181,7 +181,9 @@ class FileSource:
         recipe, learner, algorithm, tokenizer = parts
         assert recipe.data is not None
         self._parts = parts
-        self._digest = file_batches.digest(recipe.data)
+        self._digest = file_batches.digest(recipe.data.path)
+        evaluated = recipe.evaluation.data if recipe.evaluation else None
+        self._held_out_digest = {evaluated: file_batches.digest(evaluated)} if evaluated is not None else {}
         self._samples = file_batches.prepared(
             recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say
         )
@@ -193,21 +195,25 @@ class FileSource:
     def check(self, state: Json | None) -> None:
         """
         Raises:
-            UsageError: the file differs from that of the state.
+            UsageError: the file, or the held-out one of the same name, differs from that of the state.
         """
+        if state is None:
+            return
         data = self._parts.recipe.data
-        if state is not None and state["digest"] != self._digest:
-            assert data is not None
-            raise UsageError(
-                f"{data.path}: changed since the run began with it: sha256 {state['digest'][:12]} then, "
-                f"{self._digest[:12]} now; restore the file, or begin a new run"
-            )
+        assert data is not None
+        before = {data.path: state["digest"], **state.get("held_out", {})}  # an older checkpoint has no held_out
+        for path, now in {data.path: self._digest, **self._held_out_digest}.items():
+            if (then := before.get(path, now)) != now:
+                raise UsageError(
+                    f"{path}: changed since the run began with it: sha256 {then[:12]} then, {now[:12]} now; restore the "
+                    "file, or begin a new run"
+                )
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
         """The batches after the first `done`. state: the result of `state()` at that point; None at the beginning.
 
         Raises:
-            UsageError: the file differs from that of the state.
+            UsageError: a file differs from that of the state.
         """
         recipe, learner, algorithm, _ = self._parts
         self.check(state)
@@ -225,7 +231,7 @@ class FileSource:
 
     def state(self) -> Json | None:
         """The state on which the batches after the last trained one depend, as JSON."""
-        return {"digest": self._digest}
+        return {"digest": self._digest, "held_out": self._held_out_digest}
 
 
 def _held_out(parts: Parts, say: Say) -> list[Sample]:

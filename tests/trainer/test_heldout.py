@@ -17,12 +17,14 @@ from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
+from ngym.errors import UsageError
+from ngym.trainer import loop
 from ngym.trainer.algorithms import dpo, sft
 from ngym.trainer.data import samples as samples_module
 from ngym.trainer.engine import engine
 from ngym.trainer.evaluation import heldout_loss
 from ngym.trainer.model import policy as model
-from ngym.trainer.recipe import algorithms
+from ngym.trainer.recipe import algorithms, recipe_reader
 from ngym.trainer.recipe import recipe as config
 
 Values = dict[str, Any]
@@ -165,6 +167,29 @@ def test_ng_train_measures_the_same_on_two_ranks_as_on_one(
     one, _ = measuring(learner, samples, sft.Sft())
     assert measured[0] == pytest.approx(one.means()["loss"], rel=1e-5)
     assert said[0].count("held-out after") == 3 and "held-out after" not in said[1]
+
+
+def test_a_run_that_continues_has_the_held_out_file_that_it_began_with(
+    learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path, tmp_path: Path
+) -> None:
+    rows = data.read_text().splitlines(keepends=True)
+    held_out, other = tmp_path / "held_out.jsonl", tmp_path / "other.jsonl"
+    held_out.write_text("".join(rows[:4]))
+    other.write_text("".join(rows[:3]))
+
+    def source(evaluated: Path) -> loop.FileSource:
+        words = [f"data.path={data}", f"evaluation={{data: {evaluated}}}", f"model.from_scratch={json.dumps(SHAPE)}"]
+        recipe, _ = recipe_reader.read_recipe(["sft.yaml"], words)
+        return loop.FileSource(loop.Parts(recipe, learner, sft.Sft(), tokenizer), lambda text: None)
+
+    state = source(held_out).state()
+    assert state is not None
+    source(held_out).check(state)
+    source(other).check(state)  # a resumed run may be measured on another file
+    held_out.write_text("".join(rows[:3]))
+    with pytest.raises(UsageError, match=r"held_out\.jsonl: changed since the run began with it.*restore the file"):
+        source(held_out).check(state)
+    source(held_out).check({"digest": state["digest"]})  # of an older version
 
 
 def test_a_run_that_learns_from_a_file_is_not_evaluated_on_tasks(tmp_path: Path, data: Path) -> None:

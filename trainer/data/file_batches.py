@@ -48,8 +48,8 @@ def make(data: DataOptions, say: Say) -> None:
         raise UsageError(f"data.made_by: {' '.join(data.made_by)} failed with exit code {done.returncode}")
 
 
-def digest(data: DataOptions) -> str:
-    return file_digest(find_path(data.path) or Path(data.path))
+def digest(path: str) -> str:
+    return file_digest(find_path(path) or Path(path))
 
 
 def prepared(
