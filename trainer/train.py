@@ -174,7 +174,15 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         )
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
-        from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer, write_base
+        from .model.policy import (
+            CriticNetwork,
+            Trained,
+            load_policy,
+            load_reward_model,
+            load_tokenizer,
+            unused_dropout,
+            write_base,
+        )
         from .reporting.metrics import Metrics
 
         engine.imported()
@@ -194,10 +202,11 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             policy = load_reward_model(recipe.model, tokenizer, recipe.seed)
         else:
             policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
-        if isinstance(recipe.algorithm, PolicyGradientOptions):
-            if recipe.algorithm.critic is not None:
-                policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
-            policy.eval()  # no dropout: the ratio to the sampling policy must come from the weights alone
+        if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
+            policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
+        if dropout := unused_dropout(policy.network):
+            named = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
+            _say(f"the model's own dropout is off ({named}); only model.lora.dropout drops anything")
         if launch.rank == 0 and (base := recipe.served_base) is not None and not base.exists():
             write_base(base, policy.network, tokenizer, recipe.engine.dtype)
             _say(f"the policy's servers load the dequantized base from {base}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,23 @@ def test_a_target_that_is_not_a_linear_layer_is_refused_with_those_that_are(base
         ConfigError, match=r"model\.lora\.targets: .*'q_porj'.*did you mean 'q_proj'.*it has q_proj, k_proj"
     ):
         adapter(base, targets=["q_porj"])
+
+
+def test_the_adapters_dropout_drops_in_training_only_and_the_models_own_never(base: Path, tmp_path: Path) -> None:
+    folder, data = tmp_path / "dropping", packed()
+    shutil.copytree(base, folder)
+    changed = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (folder / "config.json").write_text(json.dumps(changed))
+    whole = learner(folder)
+    assert model.unused_dropout(whole.policy.network) == {"attention_dropout": 0.5}
+    assert model.unused_dropout(learner(base).policy.network) == {}
+    assert torch.equal(said(whole.logprobs, data), said(whole.logprobs, data))
+    trained = adapter(folder, dropout=0.5)
+    step(trained, data)
+    assert not torch.equal(said(trained.logprobs, data), said(trained.logprobs, data))
+    once, again = (engine.score(data.samples, trained.logprobs, trained, 10_000) for _ in range(2))
+    assert once == again
+    assert not torch.equal(said(trained.logprobs, data), said(trained.logprobs, data)), "on again after scoring"
 
 
 def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:

@@ -42,6 +42,7 @@ from ..model.policy import (
     adapter_off,
     adapter_tensors,
     checkpoint_tensors,
+    dropout_off,
     write_adapter,
 )
 from ..model.sequence_parallel import SequenceParallelGroup
@@ -65,7 +66,7 @@ Shared = TypeVar("Shared")
 def score(
     samples: Sequence[Sample], logprobs: Callable[[Packed], Tensor], engine: Engine, budget: int
 ) -> list[list[list[float]]]:
-    """Values by sample, by segment, by trained token. Every rank calls it.
+    """Values by sample, by segment, by trained token, without dropout. Every rank calls it.
 
     logprobs: [N] of the trained tokens of a micro-batch, such as engine.logprobs. budget: tokens computed at once.
     """
@@ -88,7 +89,7 @@ def _score(
     for mine in engine.micro_batches(samples, budget):
         # a rank without work computes something and discards it: the ranks' collectives must match
         packed = pack(mine or samples[:1], engine.device)
-        with torch.no_grad():
+        with torch.no_grad(), dropout_off(engine.policy):
             values = logprobs(packed).tolist()
         start = 0
         for segment in packed.segments if mine else ():

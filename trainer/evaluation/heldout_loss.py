@@ -11,7 +11,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from ..algorithms.sft import Sft
 from ..data.samples import Batch, Sample
 from ..engine.sanity_checks import NOT_SAVED, NotFinite
 from ..model.packing import pack
+from ..model.policy import dropout_off
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -96,7 +96,7 @@ class HeldOutData:
         """Each metric of the algorithm, as a mean over the samples of all ranks."""
         sums: defaultdict[str, float] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
-        with torch.no_grad(), _no_dropout(self._engine.policy):
+        with torch.no_grad(), dropout_off(self._engine.policy):
             for start in range(0, len(self._samples), PLANNED_AT_ONCE):
                 self._add(self._samples[start : start + PLANNED_AT_ONCE], sums, counts)
         names = sorted(sums)  # the same on every rank
@@ -114,14 +114,3 @@ class HeldOutData:
             for name, mean in loss.metrics.items():
                 sums[name] += mean.total if mine else 0.0
                 counts[name] += mean.count if mine else 0.0
-
-
-@contextmanager
-def _no_dropout(policy: torch.nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in policy.modules()}  # they may differ: see model/layers.py
-    policy.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

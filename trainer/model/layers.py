@@ -8,8 +8,8 @@ operations, each of which reads and writes all activations, and RMSNorm keeps tw
 Attention over padded groups of sequences stays outside of what torch.compile compiles: its layout is Python that differs
 between micro-batches, and each recompilation would take longer than the steps that it serves.
 
-Transformers checkpoints activations only in layers in training mode, but a policy under reinforcement learning is in
-evaluation mode, because dropout would break its ratios. So each layer is put into training mode by itself, without its
+Transformers checkpoints activations only in layers in training mode, but a network is in evaluation mode, because its
+own dropout would break the ratios of reinforcement learning. So each layer is put into training mode by itself, without its
 submodules.
 """
 

@@ -241,6 +241,23 @@ class CriticNetwork(nn.Module):
         return values_N if group is None else group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
 
 
+@contextmanager
+def dropout_off(module: nn.Module) -> Iterator[None]:
+    modes = {part: part.training for part in module.modules()}  # they may differ: see layers.py
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def unused_dropout(network: PreTrainedModel) -> dict[str, float]:
+    """The dropout that the model's own config has, by key. Nothing here uses it: networks are in evaluation mode."""
+    known = network.config.get_text_config().to_dict()
+    return {key: value for key, value in known.items() if "drop" in key and isinstance(value, float) and value > 0}
+
+
 class Trained(nn.Module):
     """A network under training: a policy or a reward model.
 
@@ -499,7 +516,7 @@ def _network(
     network: PreTrainedModel
     if options.from_scratch is not None:
         network = kind.from_config(_qwen3(options.from_scratch, tokenizer, **config), **how)
-        return network
+        return network.eval()  # as from_pretrained
     try:
         scores = "num_labels" in config
         there = _trainable_config(str(options.path), scores)
