@@ -184,8 +184,10 @@ class FileSource:
         self._digest = file_batches.digest(recipe.data.path)
         evaluated = recipe.evaluation.data if recipe.evaluation else None
         self._held_out_digest = {evaluated: file_batches.digest(evaluated)} if evaluated is not None else {}
+        options = recipe.algorithm
+        drops = isinstance(options, PolicyGradientOptions) and options.shaping.drop_truncated
         self._samples = file_batches.prepared(
-            recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say
+            recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say, drops_truncated=drops
         )
         self.steps = file_batches.steps(self._samples, recipe)
         for line in of_file(recipe, self._samples, self.steps, read_launch()):

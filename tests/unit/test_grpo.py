@@ -518,6 +518,30 @@ def test_a_recipe_that_makes_no_sense_is_refused_with_the_reason(
     assert not Path("never").exists()
 
 
+def test_truncated_rollouts_of_a_file_are_not_counted_as_without_a_learning_signal(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    lines = rows(tasks=4, size=4)
+    for number, line in enumerate(lines):
+        line["reward"] = float(number % 2)
+        line["ng"]["status"] = "truncated" if number < 3 else "ok"
+    said: list[str] = []
+
+    def source(lines: list[Row]) -> loop.FileSource:
+        path = write(tmp_path / "out.jsonl", lines)
+        words = [f"data.path={path}", "rollouts=null", "evaluation=null", "algorithm.shaping.drop_truncated=true"]
+        words += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer"]
+        recipe, _ = recipe_reader.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
+        algorithm = policy_gradient.PolicyGradient(recipe.algorithm, None, None)
+        return loop.FileSource(loop.Parts(recipe, learner(tokenizer), algorithm, tokenizer), said.append)
+
+    source(lines)
+    assert said[0] == "3 of 16 rollouts are truncated (algorithm.shaping.drop_truncated): left out"
+    assert "learning signal" not in " ".join(said)
+    with pytest.raises(UsageError, match="or the rollout is truncated"):
+        source(lines[:3])
+
+
 def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))

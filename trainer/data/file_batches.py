@@ -17,7 +17,7 @@ from ngym.files.atomic import file_digest
 from ..recipe.objective import find_path
 from ..recipe.recipe import DataOptions, Recipe
 from ..seeds import seeded_random
-from .samples import Batch, Sample
+from .samples import Batch, RolloutSample, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,10 +60,11 @@ def prepared(
     budget: int,
     say: Say,
     limit: int | None = None,
+    drops_truncated: bool = False,
 ) -> list[Sample]:
     """The samples of the file that fit and have a learning signal; reports what is left out.
 
-    limit: the first samples only.
+    limit: the first samples only. drops_truncated: the algorithm leaves out truncated rollouts.
 
     Raises:
         UsageError: no sample is left.
@@ -78,12 +79,16 @@ def prepared(
     if not kept:
         raise UsageError(f"{data.path}: no sample to train on: all are longer than {bound} tokens (data.max_tokens)")
     samples = algorithm.prepare(kept, learner, budget)
-    if len(samples) < len(kept):
-        say(f"{len(kept) - len(samples):,} of {len(kept):,} samples have no learning signal: left out")
+    cut = sum(isinstance(sample, RolloutSample) and sample.truncated for sample in kept) if drops_truncated else 0
+    if cut:
+        say(f"{cut:,} of {len(kept):,} rollouts are truncated (algorithm.shaping.drop_truncated): left out")
+    if len(samples) < len(kept) - cut:
+        say(f"{len(kept) - cut - len(samples):,} of {len(kept):,} samples have no learning signal: left out")
     if not samples:
+        truncated = ", or the rollout is truncated (algorithm.shaping.drop_truncated)" if cut else ""
         raise UsageError(
             f"{data.path}: no sample has a learning signal: in every group all rewards are equal, or only one rollout has a "
-            "reward"
+            f"reward{truncated}"
         )
     return samples
 
