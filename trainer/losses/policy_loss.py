@@ -218,7 +218,8 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Tok
 def mismatch(trainer_N: Tensor, sampler_N: Tensor) -> Totals:
     """How far trainer and sampler are apart, before any correction.
 
-    token_mult_prob_error: mean of exp |difference|, 1 when they agree; above 1.05 something is wrong (NeMo RL).
+    token_mult_prob_error: mean of exp |difference|, 1 when they agree. With equal weights, above 1.05 something is wrong
+    (NeMo RL).
     mismatch_kl: k3 of KL(sampler || trainer).
     """
     difference_N = (trainer_N.detach() - sampler_N).clamp(-EXPONENT, EXPONENT)

@@ -128,8 +128,9 @@ MEASURED = {
     "clip_ratio/low_mean": "Share of tokens whose ratio was clipped from below.",
     "clip_ratio/high_mean": "Share of tokens whose ratio was clipped from above.",
     "clip_ratio/region_mean": "Both.",
-    "token_mult_prob_error": "Mean of exp |log p of the trainer - log p of the sampler|; 1 where they agree. From a file "
-    "with anchor trainer: of the trainer at the start of the run.",
+    "token_mult_prob_error": "Mean of exp |log p of the trainer - log p of the sampler|; 1 where they agree. From a file: "
+    "with anchor trainer, of the trainer at the start of the run; with anchor sampler, of the current one, so that only "
+    "step 1 compares trainer and engine, and later steps show how far the policy has moved.",
     "mismatch_kl": "KL of sampler and trainer, by the estimator k3.",
     "kl_penalty": "KL to the reference, by the recipe's estimator.",
     "entropy": "Exact entropy of the distributions that were sampled from; with `loss.entropy_coef`.",
