@@ -309,6 +309,8 @@ def _configured(service: str, options: Options, model: Model) -> tuple[Namespace
     if transfer_backend(arguments) == "ipc":
         # vLLM takes the handles of GPU memory only pickled; weights/transfer.py pickles what it has checked.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    # A server of an allowed domain could redirect into this network, to a host that is not checked.
+    os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     single = _is_single(arguments)
     if not on_cpu:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does

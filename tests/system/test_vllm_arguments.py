@@ -186,6 +186,55 @@ def test_a_few_kernels_compute_the_products_of_all_batches(root: Path, tmp_path:
     assert (wrong, asked) == ([], [*range(1, 9), *few])
 
 
+# What vLLM's own loader of media does with a URL, under the arguments of three stanzas.
+MEDIA = """
+import importlib, json, sys
+from pathlib import Path
+from ngym.services.base.app import load
+app = load(Path(sys.argv[1]))
+part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
+model = part("serving.environment").Model(sys.argv[2], local=True)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.multimodal.media import MediaConnector
+
+class Connection:
+    def get_bytes(self, url, **_):
+        raise OSError("fetched")
+
+pixel = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNkYAAAAAYAAjCB0C8AAAAASUVORK5CYII="
+found = []
+for engine in ({}, {"allowed_media_domains": ["127.0.0.1"]}, {"allowed-media-domains": None}):
+    options = app.Options(model="m", tool_call_parser=None, reasoning_parser=None, engine=engine)
+    arguments = part("serving.arguments").parse_arguments("policy", options, model, on_cpu=True)
+    known = AsyncEngineArgs.from_cli_args(arguments)
+    media = MediaConnector(
+        connection=Connection(),
+        allowed_local_media_path=known.allowed_local_media_path,
+        allowed_media_domains=known.allowed_media_domains,
+    )
+    for url in ("http://127.0.0.1/x.png", "http://169.254.169.254/x.png", "file:///etc/passwd", pixel):
+        try:
+            media.fetch_image(url)
+        except Exception as error:
+            found.append(next((word for word in ("fetched", "allowed") if word in str(error)), str(error)))
+        else:
+            found.append("read")
+print(json.dumps(found))
+"""
+
+
+@with_vllm
+def test_urls_of_images_are_fetched_from_the_allowed_domains_only(root: Path, tmp_path: Path) -> None:
+    (script := tmp_path / "media.py").write_text(MEDIA)
+    words = [str(script), str(root / "models" / "vllm" / "app.py"), str(tmp_path)]
+    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, said
+    default, listed, everything = (json.loads(said.splitlines()[-1])[start : start + 4] for start in (0, 4, 8))
+    assert default == ["allowed", "allowed", "allowed", "read"]
+    assert listed == ["fetched", "allowed", "allowed", "read"]
+    assert everything == ["fetched", "fetched", "allowed", "read"]
+
+
 # The size of a model in two files, and of one with a damaged file.
 SIZES = """
 import importlib, sys

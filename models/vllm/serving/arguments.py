@@ -33,11 +33,14 @@ AUTO = "auto"
 # processed: the logprobs are those of the sampling distribution, at any temperature and top-p.
 # generation_config vllm: a request without `temperature` means 1.0; a checkpoint's top-k would change the policy.
 # use_tqdm_on_load: each push would print a progress bar.
+# allowed_media_domains: vLLM would fetch any URL that a row or a client names, also of this network. An empty list allows
+# all, so this is a name that never exists (RFC 6761); data: URLs need no domain.
 DEFAULTS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
     "enable_prompt_tokens_details": True,
     "use_tqdm_on_load": False,
+    "allowed_media_domains": ["only-data-urls.invalid"],
 }
 # Eager with explicit KV memory skips the compilation and the warm-up run; float32 makes the logprobs exact to 1e-5.
 CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False, "dtype": "float32"}
