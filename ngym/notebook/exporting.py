@@ -13,7 +13,7 @@ from ngym.export.exporter import export
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.rollout_selection import ExportCounts
 from ngym.notebook.arguments import as_arguments
-from ngym.notebook.frames import library
+from ngym.notebook.frames import Table
 from ngym.notebook.rollouts import FileRows, Folder, Rollouts
 from ngym.option_names import python_option_names
 
@@ -43,7 +43,7 @@ class Exported(FileRows):
         if not len(self):
             raise UsageError(f"no rollout is left to export; left out: {self._reasons()}")
         # not from the file: a later file with the same name would hit its cache
-        return library("datasets").Dataset.from_list(list(self))
+        return Table(self).to_dataset(parsed=True)
 
     def __repr__(self) -> str:
         left = f"; left out: {self._reasons()}" if self.dropped else ""

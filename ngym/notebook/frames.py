@@ -84,9 +84,12 @@ class Table:
         found: polars.DataFrame = frames.DataFrame(columns, schema=schema)
         return found
 
-    def to_dataset(self) -> datasets.Dataset:
+    def to_dataset(self, *, parsed: bool = False) -> datasets.Dataset:
+        """parsed: lists and objects are such when a row is read, with the keys of their own row; else JSON text."""
         made: Any = library("datasets")
-        features = made.Features({column.name: made.Value(DATASETS[column.kind]) for column in self.columns})
+        json = made.Json() if parsed else made.Value(DATASETS["json"])
+        types = {kind: json if kind == "json" else made.Value(name) for kind, name in DATASETS.items()}
+        features = made.Features({column.name: types[column.kind] for column in self.columns})
         columns = {column.name: _flat(column) for column in self.columns}
         found: datasets.Dataset = made.Dataset.from_dict(columns, features=features)
         return found

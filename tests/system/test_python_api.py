@@ -497,6 +497,25 @@ def test_exports_are_rows_a_file_and_a_dataset(rollouts: ngym.Rollouts, folder: 
         ngym.export_rollouts(rollouts, "preferences").to_dataset()
 
 
+def test_a_dataset_has_the_exact_calls_and_tools_of_each_row() -> None:
+    rows = []
+    for index, (name, arguments) in enumerate([("add", '{"x":0.12345678901}'), ("find", '{"city":"3"}')]):
+        row = _rollout(1.0, task_index=index)
+        call = {"type": "function_call", "name": name, "arguments": arguments, "call_id": "c"}
+        result = {"type": "function_call_output", "call_id": "c", "output": "3"}
+        row["response"]["output"] = [call, result, *row["response"]["output"]]
+        tools = [{"type": "function", "name": name, "parameters": {"type": "object", "properties": {name: {}}}}]
+        row["responses_create_params"] = {"input": "3", "tools": tools}
+        rows.append(row)
+    rows.insert(0, _rollout(1.0, task_index=2))  # without tools
+    for format in ("demonstrations", "kto"):
+        exported = ngym.export_rollouts(ngym.Rollouts(rows), format)
+        dataset = [{key: value for key, value in row.items() if value is not None} for row in exported.to_dataset()]
+        assert json.dumps(dataset) == json.dumps(list(exported))
+    mixed = ngym.export_rollouts(ngym.Rollouts([_rollout(1.0, level=3), _rollout(1.0, level="hard")]), "kto")
+    assert len(mixed.to_dataset()) == 2
+
+
 def test_training_metrics_have_a_row_for_each_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "eval/x/avg@4": 1.0}]
