@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +32,9 @@ MAX_BYTES = ROW_BYTES - (1 << 20)  # the rest is for the object around the rows
 ASKED_S, TIMEOUT_S = 10.0, 120.0
 
 NUMBER = (int, float)  # isinstance is faster with it than with int | float
+LARGEST = sys.float_info.max
+HUGE = 1e290  # the sum of larger numbers may overflow
+SCALE = 2.0**64  # division by a power of two is exact
 
 
 async def environment_metrics(output: Path, agent: Peer) -> Json | None:
@@ -109,15 +114,16 @@ class AgentTally:
         usage = row["response"].get("usage") or {}
         tokens = usage.get("output_tokens")
         self.output_tokens += tokens if isinstance(tokens, int) else 0
-        self._number("input_tokens", usage.get("input_tokens"))
-        self._number("output_tokens", tokens)
-        self._number("turns", trace["turns"])
-        self._number("tool_calls", trace["tool_calls"])
-        self._number("tool_errors", trace["tool_errors"])
-        self._number("seconds", trace["timings"]["total_s"])
+        of_rollout = {
+            "input_tokens": usage.get("input_tokens"), "output_tokens": tokens, "turns": trace["turns"],
+            "tool_calls": trace["tool_calls"], "tool_errors": trace["tool_errors"],
+            "seconds": trace["timings"]["total_s"],
+        }  # fmt: skip
+        for name, value in of_rollout.items():
+            self._number(name, value)
         for name, value in row.items():
             if isinstance(value, NUMBER) and name[:4] != "_ng_":
-                self._number(name, value)
+                self._number(f"row.{name}" if name in of_rollout else name, value)
         for name, value in parts_of(row):
             self._number(name, value)
 
@@ -134,8 +140,14 @@ class AgentTally:
     def unscored(self) -> int:
         return self.scores.unscored
 
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean of each number, by name."""
+        return {name: _mean(values) for name, values in sorted(self.numbers.items())}
+
     def _number(self, name: str, value: Any) -> None:
-        if isinstance(value, NUMBER):
+        """Count a value that a float can hold."""
+        if isinstance(value, NUMBER) and -LARGEST <= value <= LARGEST:
             values = self.numbers.get(name)
             if values is None:
                 values = self.numbers[name] = Values()
@@ -189,7 +201,7 @@ class AgentTally:
             "unscored": self.unscored,
             "unscored_share": self.scores.unscored_share,
             "output_tokens": self.output_tokens,
-            "means": {name: fmean(values) for name, values in sorted(self.numbers.items())},
+            "means": self.means,
             "statuses": dict(self.statuses),
             "stop_reasons": dict(self.stops),
             "failed_attempts": dict(self.failures),
@@ -260,7 +272,22 @@ class Aggregates:
         return self.by_agent[name]
 
 
+def _mean(numbers: Values) -> float:
+    values, scale = _scaled(numbers)
+    return fmean(values) * scale
+
+
 def _statistics(numbers: Values) -> dict[str, float]:
-    values = array("d", iter(numbers))
+    values, scale = _scaled(numbers)
     found = {"mean": fmean(values), "min": min(values), "max": max(values), "median": median(values)}
-    return {**found, "std": stdev(values)} if len(values) > 1 else found
+    if len(values) > 1:
+        found["std"] = stdev(values)
+    return {name: value * scale for name, value in found.items() if math.isfinite(value * scale)}
+
+
+def _scaled(numbers: Values) -> tuple[array[float], float]:
+    """The numbers divided by a scale so that their sum does not overflow, and the scale."""
+    values = array("d", iter(numbers))
+    if max(max(values), -min(values)) <= HUGE:
+        return values, 1.0
+    return array("d", (value / SCALE for value in values)), SCALE

@@ -126,13 +126,13 @@ def _holds(path: Path) -> bool:
 
 def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     """Name, value, remark."""
-    rewards, means = tally.rewards, {name: sum(values) / len(values) for name, values in tally.numbers.items()}
+    rewards, means = tally.rewards, tally.means
     unscored = f"{tally.scores.unscored_share:.1%} unscored"
     yield "mean reward", _number(rewards.mean), ", ".join(filter(None, (_interval(rewards.interval), unscored)))
     for name, item in tally.scores.named():
         fewer = f" over {item.tasks} tasks" if item.tasks < rewards.tasks else ""
         yield name, _number(item.mean), _interval(item.interval) + fewer
-    for name, value in sorted(means.items()):
+    for name, value in means.items():
         if name.startswith(PART):
             yield name.removeprefix(PART), _number(value), "part of the reward"
     yield "output tokens", _number(means.get("output_tokens"), 1), _length(tally)

@@ -516,6 +516,25 @@ def test_a_dataset_has_the_exact_calls_and_tools_of_each_row() -> None:
     assert len(mixed.to_dataset()) == 2
 
 
+def test_metrics_of_a_rows_own_fields_do_not_mix_with_those_of_rollouts() -> None:
+    rows = [_rollout(1.0, task_index=index, turns=100, seconds="long", level=3) for index in range(2)]
+    for row in rows:
+        row["ng"] = {"turns": 2}
+    [of_agent] = ngym.Rollouts(rows).metrics()
+    metrics = of_agent["agent_metrics"]
+    assert (metrics["mean/turns"], metrics["mean/row.turns"], metrics["mean/level"]) == (2, 100, 3)
+    assert of_agent["ng"]["means"]["turns"] == 2 and "mean/row.seconds" not in metrics
+
+
+def test_metrics_of_huge_numbers_are_finite() -> None:
+    rows = [_rollout(1.0, big=big, level=level) for big, level in ((1.7e308, 1), (1.7e308, 10**400), (-1.7e308, 3))]
+    [of_agent] = ngym.Rollouts(rows).metrics()
+    metrics = of_agent["agent_metrics"]
+    assert metrics["mean/big"] == of_agent["ng"]["means"]["big"] == pytest.approx(1.7e308 / 3)
+    assert (metrics["median/big"], metrics["min/big"], metrics["mean/level"]) == (1.7e308, -1.7e308, 2)
+    assert "std/big" not in metrics and metrics["std/level"] == pytest.approx(2**0.5)
+
+
 def test_training_metrics_have_a_row_for_each_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "eval/x/avg@4": 1.0}]
