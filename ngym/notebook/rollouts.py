@@ -421,7 +421,8 @@ def load_rollouts(*sources: str | Path) -> Rollouts:
     Raises:
         UsageError: a file does not exist, or its first row is not a rollout.
     """
-    paths = [path for source in sources for path in _files(str(source))]
+    found = [path for source in sources for path in _files(str(source))]
+    paths = list({path.resolve(): path for path in reversed(found)}.values())[::-1]  # the first path of each file
     if not paths:
         raise UsageError("load_rollouts: name a file that ng_collect_rollouts wrote")
     for path in paths:

@@ -535,6 +535,14 @@ def test_metrics_of_huge_numbers_are_finite() -> None:
     assert "std/big" not in metrics and metrics["std/level"] == pytest.approx(2**0.5)
 
 
+def test_a_file_that_several_patterns_match_is_loaded_once(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(orjson.dumps(_rollout(1.0, name)) + b"\n")
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "b.jsonl")
+    loaded = ngym.load_rollouts(tmp_path / "b.jsonl", f"{tmp_path}/*.jsonl", tmp_path / "a.jsonl")
+    assert len(loaded) == 2 and [path.name for path in loaded.paths] == ["b.jsonl", "a.jsonl"]
+
+
 def test_training_metrics_have_a_row_for_each_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "eval/x/avg@4": 1.0}]
