@@ -3,35 +3,60 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from ngym.errors import UsageError
 from ngym.option_names import python_option_names
 
-INPUT = "tasks.jsonl"  # the file of an input that is given as rows
+INPUT = "input.jsonl"  # the file of an input that is given as rows
 
 
 @contextmanager
-def as_arguments(folder: Path | None = None) -> Iterator[None]:
+def as_arguments(folder: Path | None = None, name: str = "input") -> Iterator[None]:
     """Errors of this block name arguments of the Python API instead of options of a command.
 
     folder: has the rows of an input that is not a file (INPUT); they are `row N of input`, from 0.
+    name: of the argument with that input.
     """
     try:
         with python_option_names():
             yield
     except UsageError as error:
         if folder is not None:
-            error.args = (_with_row_numbers(str(error), folder / INPUT),)
+            error.args = (_with_row_numbers(str(error), folder / INPUT, name),)
         raise
 
 
-def _with_row_numbers(message: str, file: Path) -> str:
+def _with_row_numbers(message: str, file: Path, name: str) -> str:
     path = re.escape(str(file))
-    message = re.sub(rf"{path}:(\d+)", lambda line: f"row {int(line[1]) - 1} of input", message)
-    return re.sub(path, "input", message)
+    message = re.sub(rf"{path}:(\d+)", lambda line: f"row {int(line[1]) - 1} of {name}", message)
+    return re.sub(path, name, message)
+
+
+def row_as_json(row: Mapping[str, Any], number: int) -> bytes:
+    """The JSON text of a row, whose values may be numpy's.
+
+    Raises:
+        UsageError: a field has no JSON form; the message has its name and the row's number.
+    """
+    try:
+        return _as_json(dict(row))
+    except TypeError as error:
+        for name, value in row.items():
+            try:
+                _as_json({name: value})
+            except TypeError as of_field:
+                raise UsageError(f"row {number}: {name!r} cannot be written as JSON: {of_field}") from None
+        raise UsageError(f"row {number} cannot be written as JSON: {error}") from None
+
+
+def _as_json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def at_least_one(**given: int | None) -> None:

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.collection_session import CollectionSession, Discovered
 from ngym.collect.plan import CollectionPlan, replaced_note
@@ -21,7 +19,7 @@ from ngym.collect.run_record import CollectionSettings
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
-from ngym.notebook.arguments import INPUT, as_arguments, at_least_one
+from ngym.notebook.arguments import INPUT, as_arguments, at_least_one, row_as_json
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import Folder, Rollouts, rollouts_of
 from ngym.notebook.services import RunningServices, ServiceTarget
@@ -245,7 +243,4 @@ def _line(row: Any, number: int) -> bytes:
         raise UsageError(
             f'row {number} must be an object such as {{"responses_create_params": {{"input": "..."}}}}, not {row!r:.60}'
         )
-    try:
-        return orjson.dumps(dict(row), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-    except TypeError as error:
-        raise UsageError(f"row {number} cannot be written as JSON: {error}") from None
+    return row_as_json(row, number) + b"\n"

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
-
 from ngym.errors import UsageError
 from ngym.export.exporter import export
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.rollout_selection import ExportCounts
-from ngym.notebook.arguments import as_arguments
+from ngym.notebook.arguments import INPUT, as_arguments, row_as_json
 from ngym.notebook.frames import Table
 from ngym.notebook.rollouts import FileRows, Folder, Rollouts
 from ngym.option_names import python_option_names
@@ -84,7 +82,7 @@ def export_rollouts(
         UsageError: the options contradict each other, or the source has rows that are not rollouts.
     """
     folder = Folder()
-    with as_arguments():
+    with as_arguments(folder.path, "source"):
         options = Options(
             format=format,
             inputs=_inputs(source, folder),
@@ -109,8 +107,8 @@ def _inputs(source: Source, folder: Folder) -> tuple[Path, ...]:
         return (Path(source),)
     if not isinstance(source, Rollouts):
         return tuple(map(Path, source))
-    path = folder.path / "rollouts.jsonl"
+    path = folder.path / INPUT
     with path.open("wb") as file:
-        for row in source:
-            file.write(orjson.dumps({"_ng_task_index": 0, **row}) + b"\n")
+        for number, row in enumerate(source):
+            file.write(row_as_json(row, number) + b"\n")
     return (path,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -87,8 +88,8 @@ class Table:
     def to_dataset(self, *, parsed: bool = False) -> datasets.Dataset:
         """parsed: lists and objects are such when a row is read, with the keys of their own row; else JSON text."""
         made: Any = library("datasets")
-        json = made.Json() if parsed else made.Value(DATASETS["json"])
-        types = {kind: json if kind == "json" else made.Value(name) for kind, name in DATASETS.items()}
+        parts = made.Json() if parsed else made.Value(DATASETS["json"])
+        types = {kind: parts if kind == "json" else made.Value(name) for kind, name in DATASETS.items()}
         features = made.Features({column.name: types[column.kind] for column in self.columns})
         columns = {column.name: _flat(column) for column in self.columns}
         found: datasets.Dataset = made.Dataset.from_dict(columns, features=features)
@@ -123,10 +124,10 @@ def _kind(values: Iterable[Any]) -> Kind:
     types = {type(value) for value in values if value is not None}
     if types == {bool}:
         return "bool"
-    if types == {int}:
-        return "int" if all(value is None or abs(value) <= LARGEST for value in values) else "str"
     if types and types <= {int, float}:
-        return "float"
+        if any(isinstance(value, int) and abs(value) > LARGEST for value in values):
+            return "str"
+        return "int" if types == {int} else "float"
     return "json" if types and types <= {dict, list} else "str"
 
 
@@ -137,7 +138,10 @@ def _flat(column: Column) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    return orjson.dumps(value).decode()
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    except TypeError:  # integers beyond 64 bits
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def slim(row: Json) -> Json:

@@ -169,8 +169,10 @@ class Rollouts(Sequence[Json]):
         with k scored rollouts.
 
         Raises:
-            UsageError: k is less than 1, no task has k scored rollouts, or a row names no task.
+            UsageError: k is not a whole number of at least 1, no task has k scored rollouts, or a row names no task.
         """
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise UsageError(f"pass_at({k!r}): k must be a whole number")
         if k < 1:
             raise UsageError(f"pass_at({k}): k must be at least 1")
         groups = [[float(reward >= solved_at) for reward in group.rewards] for group in self.groups()]

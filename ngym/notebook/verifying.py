@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+import orjson
+
 from ngym.collect.collection_session import ConnectedServices
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
 from ngym.files.task_rows import assistant_message
 from ngym.grading import reverify
 from ngym.grading.group_rewards import judged
-from ngym.notebook.arguments import as_arguments, at_least_one
+from ngym.notebook.arguments import as_arguments, at_least_one, row_as_json
 from ngym.notebook.collecting import rows_of
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
@@ -187,7 +189,7 @@ def _rows(given: Any, answer: str | None) -> list[Json]:
     for number, each in enumerate(rows_of(given)):
         if not isinstance(each, Mapping):
             raise UsageError(f"row {number} must be a rollout's row or a task, not {each!r:.60}")
-        row = dict(each)
+        row: Json = orjson.loads(row_as_json(each, number))
         if answer is not None:
             row["response"] = {"status": "completed", "output": [assistant_message(answer)]}
         if not isinstance(row.get("response"), dict):

@@ -535,6 +535,40 @@ def test_metrics_of_huge_numbers_are_finite() -> None:
     assert "std/big" not in metrics and metrics["std/level"] == pytest.approx(2**0.5)
 
 
+def test_numbers_that_only_python_has_are_exact_or_refused_in_one_line() -> None:
+    numpy = library("numpy")
+    rows = ngym.Rollouts([_rollout(1.0, big=10**30, mixed=0.5), _rollout(0.0, big={"in": 10**30}, mixed=10**400)])
+    for table in (rows.to_pandas(full=True), rows.to_polars(full=True), rows.to_dataset(full=True)):
+        assert [str(value) for value in table["big"]] == [f"{10**30}", f'{{"in":{10**30}}}']
+        assert list(table["mixed"]) == ["0.5", f"{10**400}"]
+    with pytest.raises(
+        ngym.UsageError, match=r"^row 0: 'big' cannot be written as JSON: Integer exceeds 64-bit range$"
+    ):
+        ngym.export_rollouts(rows, "kto")
+    with pytest.raises(ngym.UsageError, match=r"^row 0: 'big' cannot be written as JSON"):
+        ngym.verify(rows, server="counter", progress=False)
+    scored = ngym.Rollouts([_rollout(numpy.float64(1.0), level=numpy.int64(3), share=numpy.float32(0.5))])
+    [exported] = ngym.export_rollouts(scored, "rollouts")
+    assert (exported["reward"], exported["level"], exported["share"]) == (1.0, 3, 0.5)
+    assert len(scored.to_polars()) == 1
+    with pytest.raises(ngym.UsageError, match=r"^pass_at\(1\.5\): k must be a whole number$"):
+        rows.pass_at(1.5)  # type: ignore[arg-type]
+
+
+def test_rollouts_that_name_no_task_are_not_exported() -> None:
+    rows = [_rollout(reward, text) for reward, text in ((1.0, "a"), (0.0, "b"))]
+    for row in rows:
+        del row["_ng_task_index"]
+    with pytest.raises(ngym.UsageError, match=r"^row 0 of source: '_ng_task_index' must be a whole number, not None"):
+        ngym.export_rollouts(ngym.Rollouts(rows), "preferences")
+
+
+def test_a_filtered_copy_needs_no_output() -> None:
+    rows = ngym.Rollouts([_rollout(reward) for reward in (1.0, 0.0)])
+    exported = ngym.export_rollouts(rows, "rollouts", min_reward=0.5)
+    assert list(exported) == [rows[0]] and len(rows) == 2
+
+
 def test_a_file_that_several_patterns_match_is_loaded_once(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes(orjson.dumps(_rollout(1.0, name)) + b"\n")
