@@ -107,7 +107,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     for i in range(n, k - 1, -1):
         total += weight * ranked[i - 1]
         weight *= (i - k) / (i - 1) if i > 1 else 0.0
-    return total
+    return min(max(total, ranked[k - 1]), ranked[-1])  # within the possible values in spite of rounding
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval | None:

@@ -19,6 +19,13 @@ def test_pass_at_k_is_the_unbiased_estimate(successes: int) -> None:
         assert best_at_k(rewards, k) == pytest.approx(1 - math.comb(8 - successes, k) / math.comb(8, k))
 
 
+def test_best_at_k_of_equal_rewards_is_that_reward() -> None:
+    for n in range(1, 65):
+        for k in range(1, n + 1):
+            assert best_at_k([0.1] * n, k) == 0.1
+            assert best_at_k([0.0] * (k - 1) + [1.0] * (n - k + 1), k) == 1.0
+
+
 def test_best_at_k_of_graded_rewards_is_the_mean_over_all_choices() -> None:
     rewards = [0.25, -1.0, 0.5, 0.5, 3.0]
     for k in range(1, 6):
