@@ -25,6 +25,7 @@ from ngym.schema import Json, agent_name, trace_of, value_of
 SLACK = 1024  # slots for missing keys, plus MISSING for each existing one
 MISSING = 4
 NONE = -1
+ROUNDING = 1e-6  # relative to the largest reward; float32 rounds at 6e-8
 LEVEL = 0.95
 RESAMPLES = 1000
 FEW_VALUES = 1024
@@ -90,6 +91,11 @@ class BestOfK:
     mean: float
     interval: Interval | None
     tasks: int
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether all rewards are equal up to rounding, so that their comparison has no learning signal."""
+    return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
@@ -512,7 +518,7 @@ class Task:
     @property
     def has_learning_signal(self) -> bool:
         """Whether a group of these has a learning signal: two rewards that differ."""
-        return len(set(self.rewards)) > 1
+        return len(self.rewards) > 1 and not all_equal(self.rewards)
 
     def verdict(self, solved_at: float) -> TaskOutcome:
         if not self.rewards:

@@ -23,7 +23,7 @@ from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, open_rows, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
 from ngym.schema import Json, agent_name, is_failed_attempt, row_problem, trace_of
-from ngym.stats import Interval, Rewards, best_at_k
+from ngym.stats import Interval, Rewards, all_equal, best_at_k
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -289,7 +289,7 @@ class TaskGroup(NamedTuple):
     @property
     def has_learning_signal(self) -> bool:
         """Whether the rewards differ: equal rewards have no learning signal for algorithms that compare them."""
-        return len(set(self.rewards)) > 1
+        return len(self.rewards) > 1 and not all_equal(self.rewards)
 
 
 def _fact(row: Json) -> Fact:

@@ -134,6 +134,8 @@ def test_rollouts_are_a_sequence_with_numbers(rollouts: ngym.Rollouts) -> None:
     assert (len(idle), idle.mean_reward, len(idle.groups())) == (2, 0.0, 1)
     groups = {group.task_index: group for group in rollouts.groups()}
     assert sorted(groups) == [0, 1, 2, 3] and groups[3].rewards == [0.0, 0.0] and not groups[0].has_learning_signal
+    rounded = ngym.Rollouts([_rollout(0.1 + 0.2), _rollout(0.3)])
+    assert not rounded.groups()[0].has_learning_signal
     assert rollouts.pass_at(2) == 0.75
     with pytest.raises(
         ngym.UsageError, match=r"pass_at\(3\): no task has 3 scored rollouts; the most that one has is 2"

@@ -28,7 +28,7 @@ def written(folder: Path, *rewards: list[float | None]) -> str:
 
 
 def test_each_task_is_listed_with_its_pass_rate_and_learning_signal(tmp_path: Path) -> None:
-    source = written(tmp_path, [1.0, 1.0], [0.0, 0.0], [1.0, 0.0, None, 0.0], [None], [0.2, 0.4])
+    source = written(tmp_path, [1.0, 1.0], [0.0, 0.0], [1.0, 0.0, None, 0.0], [None], [0.2, 0.4], [0.1 + 0.2, 0.3])
     result = CliRunner().invoke(main, [source, "--output", str(tmp_path / "tasks.jsonl")])
     assert result.exit_code == 0, result.output
     tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
@@ -38,10 +38,11 @@ def test_each_task_is_listed_with_its_pass_rate_and_learning_signal(tmp_path: Pa
         ("mixed", 1 / 3, True),
         ("unscored", None, False),
         ("never", 0.0, True),
+        ("never", 0.0, False),  # equal up to rounding
     ]
     assert (tasks[2]["rollouts"], tasks[2]["unscored"], tasks[2]["task_id"]) == (4, 1, "t2")
-    assert "a: 5 tasks, 9 scored rollouts, mean pass rate 0.333" in result.output
-    assert "no signal        3   60.0%" in result.output
+    assert "a: 6 tasks, 11 scored rollouts, mean pass rate 0.267" in result.output
+    assert "no signal        4   66.7%" in result.output
 
 
 def test_a_task_that_training_drew_several_times_is_one_task(tmp_path: Path) -> None:

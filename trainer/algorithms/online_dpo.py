@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from ngym.stats import all_equal
+
 from ..data.samples import RolloutSample, Sample, grouped, trainable_rollouts
 from ..engine.engine import score
-from ..losses.advantages import all_equal
 from ..model.chunked_logprobs import RequestedScores
 from ..model.packing import Packed
 from ..recipe.algorithms import OnlineDpoOptions

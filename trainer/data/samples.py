@@ -22,8 +22,7 @@ from ngym.convert import extra_body
 from ngym.errors import BadRequest, UsageError
 from ngym.files import jsonl
 from ngym.schema import Json, agent_name, is_failed_attempt, row_problem
-
-from ..losses.advantages import all_equal
+from ngym.stats import all_equal
 
 # name -> the values that leave the model's distribution unchanged
 NEUTRAL: dict[str, tuple[Any, ...]] = {

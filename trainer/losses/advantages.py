@@ -14,11 +14,11 @@ from statistics import fmean
 
 from ngym.config.import_path import imported_function
 from ngym.errors import UsageError
+from ngym.stats import all_equal
 
 from ..recipe.extensions import AdvantageEstimator
 from ..recipe.objective import Advantage
 
-ROUNDING = 1e-6  # relative to the largest reward; float32 rounds at 6e-8
 Reward = float | None
 
 
@@ -96,11 +96,6 @@ def subtract_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float)
     """Rewards minus coef x each rollout's KL summed over its tokens (RLOO), before the baseline is subtracted."""
     pairs = zip(rewards_B, kl_B, strict=True)
     return [None if reward is None else reward - coef * kl for reward, kl in pairs]
-
-
-def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether all rewards are equal up to rounding."""
-    return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
 
 
 def _scored(rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[list[tuple[int, float]]]:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .advantages import ROUNDING
+from ngym.stats import ROUNDING
 
 SMALLEST_VARIANCE = 1e-8
 
