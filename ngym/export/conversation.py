@@ -211,6 +211,7 @@ def _essence(message: Json, ordinals: dict[Any, int]) -> Json:
 
 
 SPEAKERS = {"system": "system", "user": "human"}
+ALTERNATING = (("human", "observation"), ("gpt", "function_call"))  # after a system prompt, in turn
 
 
 class Shapes:
@@ -267,7 +268,8 @@ def sharegpt(said: Conversation) -> Json:
     calls, and their results, are one JSON list; reasoning is between think tags; the tools are a JSON string.
 
     Raises:
-        Unsayable: text next to a tool call, arguments that are not an object, or content that is not text.
+        Unsayable: text next to a tool call, arguments that are not an object, content that is not text, or turns that
+            do not alternate, because LLaMA-Factory skips such a row.
     """
     turns: list[Json] = []
     results: list[str] = []
@@ -281,7 +283,17 @@ def sharegpt(said: Conversation) -> Json:
         results = []
         turns.append(_turn(message))
     turns += _observation(results)
+    _check_alternation([turn["from"] for turn in turns])
     return {"conversations": turns} | ({"tools": _text(said.tools)} if said.tools else {})
+
+
+def _check_alternation(speakers: list[str]) -> None:
+    after_system = speakers[1:] if speakers[0] == "system" else speakers
+    for index, speaker in enumerate(after_system):
+        expected = ALTERNATING[index % 2]
+        if speaker not in expected:
+            before = f"after {after_system[index - 1]}" if index else "at the beginning"
+            raise Unsayable(f"{speaker} {before}, where ShareGPT has {' or '.join(expected)}")
 
 
 def check_prompt(said: Conversation) -> None:

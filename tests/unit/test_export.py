@@ -378,6 +378,26 @@ def test_sharegpt_has_tools_and_thoughts_as_llama_factory_wants_them(tmp_path: P
     assert json.loads(written["tools"])[0]["function"]["name"] == "add"
 
 
+def test_sharegpt_has_no_rows_that_llama_factory_skips(tmp_path: Path):
+    user, system, assistant = ({"role": role, "content": "x"} for role in ("user", "system", "assistant"))
+    rows = [
+        rollout(1, "A", input=[user, user]),
+        rollout(1, "A", input=[user, system, user]),
+        rollout(1, "A", input=[assistant, user]),
+        rollout(1, "A", "B"),
+        rollout(1, called("a", "{}"), answered("a", "0"), user, "A"),
+    ]
+    written, tally = exported(tmp_path, "sharegpt", *rows, rollout(1, "A", input=[system, user]))
+    assert len(written) == 1 and [place.partition(": ")[2] for place in tally.unsayable] == [
+        "human after human, where ShareGPT has gpt or function_call",
+        "system after human, where ShareGPT has gpt or function_call",
+        "gpt at the beginning, where ShareGPT has human or observation",
+        "gpt after gpt, where ShareGPT has human or observation",
+        "human after observation, where ShareGPT has gpt or function_call",
+    ]
+    assert len(exported(tmp_path, "demonstrations", *rows)[0]) == 5
+
+
 def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: Path):
     search = {"type": "web_search_call", "id": "ws", "status": "completed"}
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}
