@@ -28,7 +28,7 @@ from .data import file_batches
 from .data.samples import Batch, Sample
 from .engine import sanity_checks
 from .engine.engine import Engine, Update
-from .losses.policy_loss import Totals, detached, measured
+from .losses.policy_loss import Mean, Totals, detached, logged, measured
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
 from .recipe.recipe import DataOptions, Recipe, read_launch
@@ -82,7 +82,7 @@ def train(
         with tracing.span("train step") as span:
             for samples in batch.updates:
                 step = take_step(engine, algorithm, samples, budget, lr_multiplier(number - 1))
-                if guard.passes(number, samples, step.means["loss"], step.update):
+                if guard.passes(number, samples, step.means.get("loss", 0.0), step.update):
                     taken.append(step)
             values = _values(batch, taken, guard.skipped, time.monotonic() - began)
             values |= engine.scaling() | engine.peak_memory()
@@ -139,15 +139,17 @@ def _means(engine: Engine, micro_batches: Sequence[tuple[float, Totals]]) -> dic
             sums[name][1] += counted * mean.count
     names = sorted(sums)
     added = engine.all_reduce([value for name in names for value in sums[name]])
-    return {name: total / max(count, 1.0) for name, total, count in zip(names, added[::2], added[1::2], strict=True)}
+    return logged(
+        {name: Mean(*pair) for name, pair in zip(names, zip(added[::2], added[1::2], strict=True), strict=True)}
+    )
 
 
 def _values(batch: Batch, taken: Sequence[Step], skipped: int, seconds: float) -> dict[str, float]:
     """The metrics of a batch: means over its optimizer steps."""
     samples = [sample for update in batch.updates for sample in update]
-    names = taken[0].means if taken else ()
-    means = {name: fmean(step.means[name] for step in taken) for name in names}
-    means |= {name: taken[0].means[name] for name in names if name in BEFORE_TRAINING}
+    names = dict.fromkeys(name for step in taken for name in step.means)
+    means = {name: fmean(step.means[name] for step in taken if name in step.means) for name in names}
+    means |= {name: value for step in taken[:1] for name, value in step.means.items() if name in BEFORE_TRAINING}
     if taken:
         means |= {"lr": taken[-1].update.lr, "grad_norm": fmean(step.update.grad_norm for step in taken)}
         of_critic = [norm for step in taken if (norm := step.update.critic_grad_norm) is not None]

@@ -18,7 +18,10 @@ from ngym.errors import UsageError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import kto
 from ngym.trainer.data import chat_dataset
+from ngym.trainer.data.samples import Batch
 from ngym.trainer.engine import engine
+from ngym.trainer.engine.sanity_checks import NanGuard
+from ngym.trainer.evaluation.heldout_loss import HeldOutData
 from ngym.trainer.model import attention
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms, recipe
@@ -102,6 +105,25 @@ def test_the_first_loss_is_a_half_and_training_separates_the_labels(
     assert means[0]["loss"] == pytest.approx(0.5, abs=1e-6) and means[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert means[-1]["rewards/chosen"] > means[-1]["rewards/rejected"] + 1
     assert means[-1]["loss"] < 0.35 and all(each["kl"] >= 0 for each in means)
+
+
+def test_a_step_without_desirable_answers_has_no_reward_of_them(
+    start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    trained = learner(start, tokenizer)
+    kto_ = algorithm(trained)
+    path = write(tmp_path / "kto.jsonl", *(row(number, label=number > 3) for number in range(6)))
+    samples = kto_.prepare(kto_.samples(path, tokenizer), trained, 100_000)
+    batch = Batch([samples[:2], samples[2:4], samples[3:]])
+    reported: list[dict[str, float]] = []
+    guard = NanGuard(None, 1)
+    loop.train(
+        trained, kto_, [Batch([samples[:4]]), batch], 100_000, lambda _: 1.0, guard, lambda _, r: reported.append(r)
+    )
+    assert "rewards/chosen" not in reported[0] and reported[0]["rewards/rejected"] == pytest.approx(0, abs=1e-6)
+    assert {"rewards/chosen", "rewards/rejected", "loss"} <= set(reported[1])
+    held_out = HeldOutData(samples[:4], kto_, trained, 100_000, 10, lambda *_: None).means()
+    assert "rewards/chosen" not in held_out and "rewards/rejected" in held_out
 
 
 def test_z_is_the_mean_gain_of_the_mismatched_answers_of_the_whole_step(

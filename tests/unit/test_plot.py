@@ -326,12 +326,13 @@ def test_text_needs_no_matplotlib(written: Written) -> None:
 
 def bins(*, of: float) -> Entry:
     """An evaluation of a reward model; the bin from 0.8 on has no row."""
-    each = {"0.6": (0.65, of, 0.25), "0.9": (0.95, 0.9, 0.75), "0.8": (0.0, 0.0, 0.0)}
+    each = {"0.6": (0.65, of, 0.25), "0.9": (0.95, 0.9, 0.75), "0.8": (None, None, 0.0)}
     parts = ("confidence", "accuracy", "share")
     return {
         f"val/calibration/{low}/{part}": value
         for low, values in each.items()
         for part, value in zip(parts, values, strict=True)
+        if value is not None
     }
 
 

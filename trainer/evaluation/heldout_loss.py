@@ -19,6 +19,7 @@ from ..algorithms import Algorithm
 from ..algorithms.sft import Sft
 from ..data.samples import Batch, Sample
 from ..engine.sanity_checks import NOT_SAVED, NotFinite
+from ..losses.policy_loss import Mean, logged
 from ..model.packing import pack
 from ..model.policy import dropout_off
 
@@ -93,7 +94,7 @@ class HeldOutData:
             raise HeldOutNotFinite(step, values["val/loss"])
 
     def means(self) -> dict[str, float]:
-        """Each metric of the algorithm, as a mean over the samples of all ranks."""
+        """Each metric of the algorithm, as a mean over the samples of all ranks; a mean of nothing is left out."""
         sums: defaultdict[str, float] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
         with torch.no_grad(), dropout_off(self._engine.policy):
@@ -101,7 +102,7 @@ class HeldOutData:
                 self._add(self._samples[start : start + PLANNED_AT_ONCE], sums, counts)
         names = sorted(sums)  # the same on every rank
         totals = self._engine.all_reduce([*(sums[name] for name in names), *(counts[name] for name in names)])
-        means = {name: totals[place] / max(totals[len(names) + place], 1.0) for place, name in enumerate(names)}
+        means = logged({name: Mean(totals[place], totals[len(names) + place]) for place, name in enumerate(names)})
         return self._algorithm.step_loss(self._samples[:1]).derived(means, bins=True)
 
     def _add(self, samples: Sequence[Sample], sums: dict[str, float], counts: dict[str, float]) -> None:

@@ -77,6 +77,13 @@ class Mean:
     count: float
 
 
+def logged(means: Mapping[str, Mean]) -> dict[str, float]:
+    """The values of these metrics. A metric without a count is a sum; the mean of nothing is left out."""
+    return {
+        name: mean.total / max(mean.count, 1.0) for name, mean in means.items() if mean.count > 0 or mean.total != 0
+    }
+
+
 class Loss(NamedTuple):
     """sum: the scalar to minimize, not yet divided. totals: of the metrics, by name."""
 

@@ -90,7 +90,7 @@ def derived(means: dict[str, float], *, bins: bool) -> dict[str, float]:
     x, y, xx, yy, xy = (means[f"{MOMENTS}{name}"] for name in ("x", "y", "xx", "yy", "xy"))
     spread = math.sqrt(max(0.0, xx - x * x) * max(0.0, yy - y * y))
     parts = ("share", "accuracy", "confidence")
-    of_bins = [[means[f"{CALIBRATION}{low}/{part}"] for part in parts] for low in BINS]
+    of_bins = [[means.get(f"{CALIBRATION}{low}/{part}", 0.0) for part in parts] for low in BINS]
     error = sum(share * abs(accuracy - confidence) for share, accuracy, confidence in of_bins)
     hidden = (MOMENTS,) if bins else (MOMENTS, CALIBRATION)
     kept = {name: value for name, value in means.items() if not name.startswith(hidden)}
