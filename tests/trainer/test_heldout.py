@@ -147,6 +147,30 @@ def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
     assert "val/perplexity" not in values and "rewards/accuracies" in line
 
 
+def test_a_long_file_is_one_step_whatever_its_order(
+    learner: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heldout_loss, "PLANNED_AT_ONCE", 2)
+
+    def answer(words: int) -> list[Values]:
+        return [{"role": "assistant", "content": " ".join(["No."] * words)}]
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}?"}], "chosen": answer(2 + n * n), "rejected": answer(1)}
+        for n in range(6)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    algorithm = dpo.Dpo(algorithms.CpoOptions(name="cpo"))
+    pairs = algorithm.prepare(algorithm.samples(path, tokenizer), learner, 1000)
+    in_order, shuffled = ([pairs[index] for index in places] for places in (range(6), (5, 0, 4, 1, 3, 2)))
+    one, other = (measuring(learner, some, algorithm)[0].means()["sft_loss"] for some in (in_order, shuffled))
+    tokens = [pair.chosen_tokens for pair in pairs]
+    alone = [measuring(learner, [pair], algorithm)[0].means()["sft_loss"] for pair in pairs]
+    by_token = sum(map(float.__mul__, alone, map(float, tokens))) / sum(tokens)
+    assert one == pytest.approx(by_token, rel=1e-6) and other == pytest.approx(by_token, rel=1e-6)
+
+
 def test_ng_train_measures_the_same_on_two_ranks_as_on_one(
     learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from ngym.trainer.data import chat_dataset
 from ngym.trainer.data.samples import Batch
 from ngym.trainer.engine import engine
 from ngym.trainer.engine.sanity_checks import NanGuard
+from ngym.trainer.evaluation import heldout_loss
 from ngym.trainer.evaluation.heldout_loss import HeldOutData
 from ngym.trainer.model import attention
 from ngym.trainer.model import policy as model
@@ -127,10 +128,11 @@ def test_a_step_without_desirable_answers_has_no_reward_of_them(
 
 
 def test_z_is_the_mean_gain_of_the_mismatched_answers_of_the_whole_step(
-    start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(heldout_loss, "PLANNED_AT_ONCE", 2)
     trained = learner(start, tokenizer)
-    kto_ = algorithm(trained)
+    kto_ = algorithm(trained, beta=1.0)
     path = write(tmp_path / "kto.jsonl", *(row(number, label=True) for number in range(6)))
     samples: Any = kto_.prepare(kto_.samples(path, tokenizer), trained, 100_000)
     for _ in range(3):  # answers of the same form: their likelihood grows after other prompts, too
@@ -145,7 +147,10 @@ def test_z_is_the_mean_gain_of_the_mismatched_answers_of_the_whole_step(
         gains.append(logprobs.gather(1, ids[0, begin:end, None]).sum().item() - sample.mismatched_reference)
     trained.policy.network.set_attn_implementation(attention.NAME)
     assert (expected := sum(gains) / 6) > 1
-    assert loop.take_step(trained, kto_, samples, 70, 1.0).means["kl"] == pytest.approx(expected, rel=1e-4)
+    held_out = HeldOutData(samples, kto_, trained, 70, 10, lambda *_: None).means()
+    means = loop.take_step(trained, kto_, samples, 70, 1.0).means
+    assert means["kl"] == pytest.approx(expected, rel=1e-4)
+    assert (held_out["kl"], held_out["loss"]) == pytest.approx((means["kl"], means["loss"]), rel=1e-4)
 
 
 def test_two_ranks_and_small_micro_batches_learn_what_one_learns(

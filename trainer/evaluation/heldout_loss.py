@@ -1,6 +1,7 @@
 """Evaluation on a held-out file: the algorithm's own loss and metrics on it, without a training step.
 
-val/loss              as in training; for sft the mean of -log p over all tokens, with val/perplexity = exp of it
+val/loss              as in training, with all samples as one step: KTO's z is the mean over the whole file;
+                      for sft the mean of -log p over all tokens, with val/perplexity = exp of it
 val/rewards/...       for dpo: accuracies, margins ... against the starting policy; for reward_model: of its scores
 val/calibration/...   for reward_model: accuracy and confidence by bins of confidence
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..algorithms import Algorithm
+from ..algorithms import Algorithm, StepLoss
 from ..algorithms.sft import Sft
 from ..data.samples import Batch, Sample
 from ..engine.sanity_checks import NOT_SAVED, NotFinite
@@ -98,16 +99,18 @@ class HeldOutData:
         sums: defaultdict[str, float] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
         with torch.no_grad(), dropout_off(self._engine.policy):
+            step_loss = self._algorithm.step_loss(self._samples)  # of all samples: weights and z depend on them
             for start in range(0, len(self._samples), PLANNED_AT_ONCE):
-                self._add(self._samples[start : start + PLANNED_AT_ONCE], sums, counts)
+                self._add(step_loss, self._samples[start : start + PLANNED_AT_ONCE], sums, counts)
         names = sorted(sums)  # the same on every rank
         totals = self._engine.all_reduce([*(sums[name] for name in names), *(counts[name] for name in names)])
         means = logged({name: Mean(totals[place], totals[len(names) + place]) for place, name in enumerate(names)})
-        return self._algorithm.step_loss(self._samples[:1]).derived(means, bins=True)
+        return step_loss.derived(means, bins=True)
 
-    def _add(self, samples: Sequence[Sample], sums: dict[str, float], counts: dict[str, float]) -> None:
+    def _add(
+        self, step_loss: StepLoss, samples: Sequence[Sample], sums: dict[str, float], counts: dict[str, float]
+    ) -> None:
         engine, algorithm = self._engine, self._algorithm
-        step_loss = algorithm.step_loss(samples)
         for mine in engine.micro_batches(samples, self._budget):
             # a rank without work computes something with count 0: the ranks' collectives must match
             packed = pack(mine or samples[:1], engine.device)
