@@ -17,6 +17,7 @@ from statistics import fmean
 from ngym.files.jsonl import read
 from ngym.schema import Json
 
+LINES = ("012", "345", "678", "036", "147", "258", "048", "246")  # of tic-tac-toe: squares by place
 Measure = Callable[[Json], float | bool | None]
 """Of one rollout; None: it does not count."""
 
@@ -41,6 +42,35 @@ def moves(row: Json) -> list[str]:
     """The texts of the policy's messages."""
     said = [item for item in row["response"]["output"] if item.get("role") == "assistant"]
     return ["".join(part.get("text", "") for part in item["content"]) for item in said]
+
+
+def boards(row: Json) -> list[str]:
+    """The nine squares of tic-tac-toe before each move: X, O, or a free square's number."""
+    shown = [str(item["content"]) for item in row["response"]["output"] if item.get("role") == "user"]
+    return ["".join("".join(board.split("\n\n")[-1].splitlines()[-3:]).split()) for board in shown]
+
+
+def illegal(row: Json) -> float:
+    """The share of the moves that are not a free square."""
+    asked = zip(boards(row), moves(row), strict=False)
+    return fmean(move.strip() not in re.findall(r"\d", board) for board, move in asked)
+
+
+def completing(board: str, mark: str) -> set[str]:
+    """The free squares that give this mark three in a line."""
+    return {
+        square
+        for line in LINES
+        for square in board
+        if square.isdigit() and sorted(board[int(i)] for i in line) == sorted(mark * 2 + square)
+    }
+
+
+def completed(row: Json, mark: str) -> float | None:
+    """The share of the squares that complete a line of this mark that the policy takes."""
+    asked = [(completing(board, mark), move.strip()) for board, move in zip(boards(row), moves(row), strict=False)]
+    taken = [move in squares for squares, move in asked if squares]
+    return fmean(taken) if taken else None
 
 
 def text(row: Json) -> str:
@@ -157,7 +187,14 @@ HABITS: dict[str, dict[str, Measure]] = {
         "words, of the reference's": length,
     },
     "blackjack": {"first move: another card": lambda row: "hit" in moves(row)[0]},
-    "tic_tac_toe": {"won": right, "drawn": lambda row: row["reward"] == 0.5, "moves": lambda row: len(moves(row))},
+    "tic_tac_toe": {
+        "won": right,
+        "drawn": lambda row: row["reward"] == 0.5,
+        "moves": lambda row: len(moves(row)),
+        "moves: illegal": illegal,
+        "takes a winning square": lambda row: completed(row, "X"),
+        "blocks": lambda row: completed(row, "O"),
+    },
 }
 
 
