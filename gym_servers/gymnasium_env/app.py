@@ -250,7 +250,7 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
 async def replayed(task: Task) -> Episode:
     """Replay a stored rollout from its seed."""
     episode = await asyncio.to_thread(begun, task)
-    for turn in turns_of(task.response.get("output") or []):
+    for turn in turns_of(task.response):
         if not episode.over:
             said = task.model_copy(update={"response": {"output": turn}}).text
             await asyncio.to_thread(episode.say, move(said).strip())

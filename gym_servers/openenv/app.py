@@ -280,7 +280,7 @@ async def replay(task: Task, session: Session) -> None:
             if call.name in names and call.arguments is not None:
                 await called(call.name, call.arguments, session)
         return
-    for turn in turns_of(task.response.get("output") or []):
+    for turn in turns_of(task.response):
         if session["episode"].done:
             break
         await step(task.model_copy(update={"response": {"output": turn}}), session)

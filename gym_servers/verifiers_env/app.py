@@ -340,7 +340,7 @@ class Bridge:
     async def _played(self, data: Json, response: Json, session: Session) -> Trace:
         if "game" not in session:
             await self.reset(data, session)
-            for turn in turns_of(response.get("output") or []):
+            for turn in turns_of(response):
                 if await session["game"].say({**response, "output": turn}) is None:
                     break
         game: Game = session["game"]

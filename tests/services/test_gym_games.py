@@ -202,6 +202,49 @@ async def test_the_agents_trajectory_alone_is_worth_the_same():
     assert (scored["reward"], again["reward"], again["steps"]) == (1.0, 1.0, 2)
 
 
+def seen(text):
+    return {"type": "message", "role": "user", "content": text}
+
+
+@pytest.mark.parametrize("starts_with_the_board", [False, True])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        pytest.param([["Let me think.", guess] for guess in ("crane", "slate", SECRET)], id="two messages in a turn"),
+        pytest.param([[], [], []], id="turns without output"),
+        pytest.param([["crane"], [], [SECRET]], id="one turn without output"),
+    ],
+)
+async def test_a_stored_game_has_the_steps_and_the_reward_of_the_played_one(turns, starts_with_the_board):
+    async with playing() as peers:
+        session = peers["games"].session()
+        board = (await session.post("/reset", WORDLE))["observation"]
+        output = [seen(board)] if starts_with_the_board else []
+        for texts in turns:
+            told = await session.post("/step", rollout(WORDLE, *map(says, texts)))
+            output += [*map(says, texts), seen(told["observation"])]
+        if starts_with_the_board:
+            output.pop()  # agents/gymnasium ends with the last turn
+        live = await session.post("/verify", rollout(WORDLE, *output))
+        stored = await peers["games"].post("/verify", rollout(WORDLE, *output))
+    assert [stored[key] for key in ("reward", "steps", "over")] == [live[key] for key in ("reward", "steps", "over")]
+    assert live["steps"] == 3
+
+
+async def test_a_last_turn_that_was_cut_off_is_not_a_step_of_a_stored_game():
+    cut_off = rollout(WORDLE, seen("Wordle."), says("crane"), seen("YY---"), says(SECRET))
+    cut_off["response"]["status"] = "incomplete"
+    async with playing() as peers:
+        stored = await peers["games"].post("/verify", cut_off)
+    assert (stored["reward"], stored["steps"]) == (0.0, 1)
+
+
+async def test_without_observations_each_message_of_a_stored_game_is_a_turn():
+    async with playing() as peers:
+        stored = await peers["games"].post("/verify", rollout(WORDLE, says("crane"), says(SECRET)))
+    assert (stored["reward"], stored["steps"]) == (1.0, 2)
+
+
 async def test_the_agent_stops_at_its_limit():
     scored = await play([{"text": "zzzzz"}], WORDLE, max_steps=3)
     assert (scored["reward"], scored["ng"]["stop_reason"], scored["ng"]["turns"]) == (0.0, "max_steps", 3)

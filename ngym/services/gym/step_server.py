@@ -159,21 +159,40 @@ def _play(what: str, session: Session) -> Iterator[None]:
 async def _replayed(task: VerifyRequest, reset: Reset, step: Advance) -> Session:
     session = Session()
     await _begin(task, session, reset)
-    for turn in turns_of(task.response.get("output") or []):
+    for turn in turns_of(task.response):
         if session["over"]:
             break
         await _advance(task.model_copy(update={"response": {"output": turn}}), session, step)
     return session
 
 
-def turns_of(output: list[Json]) -> list[list[Json]]:
-    """The trajectory's items, turn by turn: a user item ends a turn, and a second message begins the next."""
+def turns_of(response: Json) -> list[list[Json]]:
+    """The items of a trajectory, turn by turn, without a last turn that was cut off, which was not stepped.
+
+    User items separate turns, which may be empty. Without any, as where all observations are empty, a second message
+    begins the next turn.
+    """
+    output = response.get("output") or []
     turns: list[list[Json]] = [[]]
     for item in output:
         if item.get("role") == "user":
             turns.append([])
-        elif item.get("role") == "assistant" and any(earlier.get("role") == "assistant" for earlier in turns[-1]):
-            turns.append([item])
         else:
             turns[-1].append(item)
+    begins_with_user = bool(output) and output[0].get("role") == "user"
+    if begins_with_user:
+        turns.pop(0)
+    if len(turns) == 1:
+        turns = _by_message(turns[0])
+    elif not begins_with_user and not turns[-1]:  # after the last observation
+        turns.pop()
+    return turns[:-1] if response.get("status") == "incomplete" else turns
+
+
+def _by_message(items: list[Json]) -> list[list[Json]]:
+    turns: list[list[Json]] = [[]]
+    for item in items:
+        if item.get("role") == "assistant" and any(earlier.get("role") == "assistant" for earlier in turns[-1]):
+            turns.append([])
+        turns[-1].append(item)
     return [turn for turn in turns if turn]
