@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -155,6 +156,8 @@ class JudgeTask(VerifyRequest):
             raise ValueError("mode rubric needs a rubric of at least one criterion")
         if len({criterion.text for criterion in self.rubric}) < len(self.rubric):
             raise ValueError("rubric has a criterion twice; give it twice the weight instead")
+        if not math.isfinite(sum(criterion.weight for criterion in self.rubric)):
+            raise ValueError("the weights of the rubric are too large: their sum is not finite")
         if self.mode == "pairwise" and len(self.references) != 1:
             raise ValueError("mode pairwise needs exactly one text in references")
         if self.mode == "ranking" and not 1 <= len(self.references) <= 15:
@@ -193,11 +196,14 @@ async def by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Pe
     row = {**task.row, "$prompt": prompt_of(task.responses_create_params.get("input"))}
     material = {name: field(row, path) for name, path in form.material.items()}
     listed = [task.row] if form.each is None else field(task.row, form.each)
-    items = json.loads(listed) if isinstance(listed, str) else listed
+    try:
+        items = json.loads(listed) if isinstance(listed, str) else listed
+    except (ValueError, RecursionError):
+        return unverifiable(f"the row's field {form.each!r}, which the stanza's `form` names, is text that is not JSON")
     if not isinstance(items, list) or not items or None in material.values():
         missing = [path for name, path in form.material.items() if material[name] is None] or [str(form.each)]
         return unverifiable(f"the row has no field {missing[0]!r}, which the stanza's `form` names")
-    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in material.items()}
+    shown = {name: as_text(value) for name, value in material.items()}
     criteria = [{} if form.each is None else {"criterion": text_of(item, form.text)} for item in items]
     words = list(form.verdicts)
     verdicts = await asyncio.gather(
@@ -218,7 +224,7 @@ async def by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Pe
         if verdict.value is None:
             return verdict.failure()
         value = form.verdicts[verdict.value]
-        flipped = form.flip and str(field(item if isinstance(item, dict) else {}, form.flip)) == form.flip_if
+        flipped = form.flip and as_text(field(item if isinstance(item, dict) else {}, form.flip)) == form.flip_if
         worth.append(1 - value if flipped else value)
     fields = {
         "reward": sum(worth) / len(worth),
@@ -239,6 +245,11 @@ def prompt_of(asked: Any) -> str:
 
 def unverifiable(reason: str) -> dict[str, Any]:
     return {"reward": None, "outcome": "unverifiable", "reason": reason}
+
+
+def as_text(value: Any) -> str:
+    """A text as it is, any other value as JSON: `true`, not `True`."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def text_of(item: Any, key: str | None) -> str:

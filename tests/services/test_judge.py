@@ -139,6 +139,7 @@ async def test_a_judge_that_is_down_is_a_null():
     [
         ({"mode": "rubric"}, "at least one criterion"),
         ({"mode": "rubric", "rubric": [{"text": "It is short."}] * 2}, "has a criterion twice"),
+        ({"mode": "rubric", "rubric": [{"text": t, "weight": 1e308} for t in "ab"]}, "their sum is not finite"),
         ({"mode": "pairwise", "references": ["a", "b"]}, "exactly one text"),
         ({"mode": "ranking"}, "1 to 15 texts"),
     ],
@@ -146,6 +147,38 @@ async def test_a_judge_that_is_down_is_a_null():
 async def test_a_row_without_what_its_mode_needs_is_refused(row, told):
     with pytest.raises(ServiceError, match=told):
         await scored(fair, **row)
+
+
+FORM = {
+    "instructions": "Is it met?",
+    "material": {"question": "question"},
+    "verdicts": {"yes": 1.0, "no": 0.0},
+    "each": "items",
+    "text": "text",
+    "flip": "negated",
+    "flip_if": "true",
+}
+
+
+async def by_form(items: Any) -> dict[str, Any]:
+    request = {"responses_create_params": {"input": "q"}, "question": "Decline.", "items": items}
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": POLITE}]}]
+    services = {"gym": load(ROOT / "gym_servers" / "judge" / "app.py").app, "model": judge(lambda *_: "yes")}
+    async with house({"gym": {"judge": "model", "form": FORM}}, **services) as peers:
+        answer: dict[str, Any] = await peers["gym"].post("/verify", {**request, "response": {"output": output}})
+        return answer
+
+
+@pytest.mark.parametrize(("negated", "reward"), [(True, 0.0), ("true", 0.0), (False, 1.0), ("True", 1.0), (None, 1.0)])
+async def test_a_form_flips_the_reward_of_an_item_by_its_json_value(negated, reward):
+    assert (await by_form([{"text": "It is rude.", "negated": negated}]))["reward"] == reward
+
+
+@pytest.mark.parametrize("items", ["not JSON", "[" * 100_000])
+async def test_items_that_are_text_but_not_json_have_no_reward(items):
+    answer = await by_form(items)
+    assert (answer["reward"], answer["outcome"]) == (None, "unverifiable")
+    assert "'items'" in answer["reason"]
 
 
 async def test_a_fair_judge_ranks_the_shipped_groups_by_their_planted_defects():
