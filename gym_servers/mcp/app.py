@@ -462,6 +462,11 @@ class Task(VerifyRequest):
     def _says_what_is_right(self) -> Self:
         if self.expected_answer is None and self.expected_tool_calls is None:
             raise ValueError("needs expected_answer or expected_tool_calls, or your own `verify` in the stanza")
+        if isinstance(self.expected_answer, str) and not self.expected_answer.strip():
+            raise ValueError("expected_answer is empty")
+        offered = app.state.callable.keys()
+        if unknown := sorted({call.name for call in self.expected_tool_calls or ()} - offered):
+            raise ValueError(f"expected_tool_calls: the MCP server has no tool {unknown[0]!r}")
         return self
 
 
@@ -476,6 +481,8 @@ def _is(text: str, expected: str | float) -> bool:
     try:
         wanted = Decimal(str(expected))
     except InvalidOperation:
+        wanted = None
+    if wanted is None or not wanted.is_finite():  # `Infinity` and `NaN` are words
         return exact(short(text) or "", [str(expected)])
     found = number(text)
     return found is not None and same_number(found, wanted)

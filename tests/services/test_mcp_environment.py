@@ -245,13 +245,45 @@ async def test_a_verify_of_the_users_own_sees_the_row_and_the_server(tmp_path):
     await until_no_server_is_alive()
 
 
+def with_tools(*names):
+    """The service with tools that only have names."""
+    module = service()
+    module.app.state.callable.update(dict.fromkeys(names))
+    return module
+
+
+@pytest.mark.parametrize("expected", ["Infinity", "-inf", "NaN", "sNaN", "Nan"])
+async def test_an_expected_answer_that_decimal_reads_as_a_special_value_is_a_word(expected):
+    module = service()
+    rewards = []
+    for text in (expected, "5", "0"):
+        task = module.Task.model_validate(rollout({**ROW, "expected_answer": expected}, says(text)))
+        rewards.append((await module.verify(task))["reward"])
+    assert rewards == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"expected_answer": ""}, "expected_answer is empty"),
+        ({"expected_answer": " "}, "expected_answer is empty"),
+        ({"expected_tool_calls": [{"name": "nope"}]}, "the MCP server has no tool 'nope'"),
+    ],
+)
+async def test_a_row_with_an_empty_answer_or_an_unknown_tool_is_refused_at_seeding(fields, reason):
+    async with bridged(SHOP) as peer:
+        with pytest.raises(ServiceError, match=reason) as refused:
+            await peer.session().post("/seed_session", {**ROW, **fields})
+    assert refused.value.status == 422 and "\n" not in refused.value.detail
+
+
 async def test_answers_and_calls_are_compared_as_json():
     put = {"name": "put", "arguments": {"ware": "pear", "pieces": 2, "gift": True}}
     row = {**ROW, "expected_answer": 96, "expected_tool_calls": [{**put, "arguments": json.dumps(put["arguments"])}]}
     right = ("put", {"pieces": 2.0, "gift": True, "ware": "pear"})
     other = ("put", {"pieces": 2, "gift": 1, "ware": "pear"})
     looked = ("price", {"ware": "pear"})
-    module = service()
+    module = with_tools("put", "price")
     for made, text, reward in (
         ([right], "It costs 96.", 1.0),
         ([looked, right, looked], "96.0", 1.0),
@@ -273,7 +305,7 @@ async def test_answers_and_calls_are_compared_as_json():
 
 
 async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_their_digits():
-    task, large = service().Task, 2**70
+    module, large = with_tools("digits"), 2**70
     for given, made, reward in (
         (f'{{"n": {large}}}', large, 1.0),
         (f'{{"n": {large}}}', large + 1, 0.0),
@@ -284,8 +316,8 @@ async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_th
         ({"n": float(large)}, 2 * large, 0.0),
     ):
         row = {**ROW, "expected_answer": None, "expected_tool_calls": [{"name": "digits", "arguments": given}]}
-        one = task.model_validate(rollout(row, *calls(("digits", {"n": made}))))
-        assert (await service().verify(one))["reward"] == reward, (given, made)
+        one = module.Task.model_validate(rollout(row, *calls(("digits", {"n": made}))))
+        assert (await module.verify(one))["reward"] == reward, (given, made)
 
 
 async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
