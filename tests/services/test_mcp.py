@@ -205,9 +205,20 @@ async def test_a_page_of_elsewhere_may_not_call_and_there_is_nothing_to_stream()
         url = url_of(peers, "counter")
         ping = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
         assert (await http.post(url, json=ping, headers={"origin": "https://evil.example"})).status_code == 403
+        assert (await http.post(url, json=ping, headers={"origin": "http://[abc"})).status_code == 403
         assert (await http.post(url, json=ping, headers={"origin": "http://localhost:6274"})).status_code == 200
         assert (await http.get(url, headers={"accept": "text/event-stream"})).status_code == 405
         assert (await http.post(url, content=b"{", headers={"content-type": "application/json"})).status_code == 400
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "9" * 500, '"\\ud800"', "{"])
+async def test_a_call_whose_body_is_not_json_is_refused_with_a_parse_error_and_begins_no_session(value):
+    call = '{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add", "arguments": {"amount": %s}}}'
+    headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+    async with serving("counter") as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
+        refused = await http.post(url_of(peers, "counter"), content=call % value, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, -32700)
+    assert SESSION_HEADER not in refused.headers
 
 
 def test_a_gym_server_costs_no_import_of_the_sdk_before_it_is_asked():

@@ -36,7 +36,7 @@ PATH = "/mcp"
 MCP_SESSION_HEADER = "mcp-session-id"
 BEGIN_A_SESSION = ("initialize", "tools/call")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-INVALID_REQUEST = -32600  # JSON-RPC
+INVALID_REQUEST, PARSE_ERROR = -32600, -32700  # JSON-RPC
 INSTALLED = importlib.util.find_spec("mcp") is not None
 
 
@@ -84,15 +84,17 @@ class McpRoute:
             # refuse pages of other hosts: a page elsewhere must not drive a server that its reader's browser can
             # reach
             origin = request.headers.get("origin")
-            if origin is not None and urlsplit(origin).hostname not in LOOPBACK:
+            if origin is not None and not _is_here(origin):
                 raise ServiceError(f"a page of {origin} may not call this server", status=403)
             body = await request.body()
             method = await off_loop(request, _method, body)
             session = _session(request, method)
             manager = await self._ready(scope["app"])
+        except orjson.JSONDecodeError as error:
+            await _refusal(PARSE_ERROR, f"the body is not JSON: {error}", 400)(scope, receive, send)
+            return
         except ServiceError as error:
-            refusal = {"jsonrpc": "2.0", "id": None, "error": {"code": INVALID_REQUEST, "message": error.detail}}
-            await JsonResponse(refusal, error.status)(scope, receive, send)
+            await _refusal(INVALID_REQUEST, error.detail, error.status)(scope, receive, send)
             return
         request.state.session = session
         headers = {MCP_SESSION_HEADER: session.id} if session is not None and method == "initialize" else {}
@@ -121,14 +123,27 @@ class McpRoute:
         return manager
 
 
+def _is_here(origin: str) -> bool:
+    try:
+        return urlsplit(origin).hostname in LOOPBACK
+    except ValueError:
+        return False
+
+
+def _refusal(code: int, message: str, status: int) -> JsonResponse:
+    return JsonResponse({"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": message}}, status)
+
+
 def _method(body: bytes) -> str | None:
-    """The JSON-RPC method. BadRequest if the SDK would need too long to parse the body."""
+    """The JSON-RPC method.
+
+    Raises:
+        BadRequest: the SDK would need too long to parse the body.
+        orjson.JSONDecodeError: it is not JSON, or, as with NaN, only the SDK would read it: its call would have no session.
+    """
     if not is_light(body, CALL_WEIGHT):
         raise BadRequest(f"the JSON has too many values: its weight is more than {CALL_WEIGHT:,}", status=413)
-    try:
-        message: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None  # the SDK reports it to the caller
+    message: Any = orjson.loads(body)
     return message.get("method") if isinstance(message, dict) else None
 
 
