@@ -31,9 +31,10 @@ from ngym.client import Reply
 from ngym.collect.collection_session import discover
 from ngym.config.service_config import load_config
 from ngym.convert import items_from_messages, messages_from_items
-from ngym.errors import ServiceError, UsageError
+from ngym.errors import BadRequest, ServiceError, UsageError
 from ngym.files.jsonl import checked
 from ngym.net.auth import RUN_TOKEN, token_from
+from ngym.net.json_limits import serialized
 from ngym.peers import Peer, Peers, PeerSession, ToolErrors
 from ngym.schema import Json
 from ngym.services.agents.rollout_context import MAX_TOOL_ERROR_CHARS
@@ -86,7 +87,10 @@ class Episode:
         try:
             if self._gym.has_steps:
                 return self._step(arguments)
-            return self._request(f"/{tool}", arguments).decode("utf-8", "replace")
+            raw = json.dumps(arguments).encode()  # what is not strict JSON is for the server to refuse
+            return self._request(f"/{tool}", raw).decode("utf-8", "replace")
+        except RecursionError:
+            return "Error: the arguments are nested too deeply"
         except ServiceError as error:
             if error.is_for_the_model:
                 return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS]
@@ -96,7 +100,8 @@ class Episode:
     def _step(self, arguments: Json) -> str:
         if self._over:
             return EPISODE_OVER
-        move = items_from_messages([{"role": "assistant", "content": str(arguments.get("text", ""))}])
+        text = str(arguments.get("text", "")).encode("utf-8", "replace").decode()  # JSON has no lone surrogates
+        move = items_from_messages([{"role": "assistant", "content": text}])
         came = self._post("/step", {**self._row, "response": {"output": move}})
         self._over = came["terminated"] or came["truncated"]
         return f"{came['observation']}\n{EPISODE_OVER}" if self._over else str(came["observation"])
@@ -104,9 +109,9 @@ class Episode:
     async def _verified(self, completion: list[Json] | str) -> float | None:
         """The reward; None if the completion could not be scored."""
         if self._failure is None and self._session is not None:
-            body = {**self._row, "response": {"output": _items(completion)}}
             try:
-                reward: float | None = (await self._session.post("/verify", body))["reward"]
+                raw = _verify_body(self._row, completion)
+                reward: float | None = (await self._session.post("/verify", raw))["reward"]
                 return reward
             except ServiceError as error:
                 self._failure = error
@@ -115,7 +120,7 @@ class Episode:
     def _post(self, path: str, body: Json) -> Any:
         return json.loads(self._request(path, body))
 
-    def _request(self, path: str, body: Json) -> bytes:
+    def _request(self, path: str, body: Json | bytes) -> bytes:
         assert self._session is not None
         reply: Reply = self._gym.call(self._session.request, path, body)
         return reply.body
@@ -265,6 +270,14 @@ def _prompt(row: Json) -> list[Json]:
     return messages
 
 
+def _verify_body(row: Json, completion: list[Json] | str) -> bytes:
+    """The body of /verify. Raises BadRequest if the completion cannot be written as the items of a response."""
+    try:
+        return serialized({**row, "response": {"output": _items(completion)}})
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"the completion cannot be scored: {type(error).__name__}: {error}") from error
+
+
 def _items(completion: list[Json] | str) -> list[Json]:
     """TRL's completion as the items of a response. Its calls have no ids; results follow in the order of the calls."""
     if isinstance(completion, str):
@@ -273,6 +286,8 @@ def _items(completion: list[Json] | str) -> list[Json]:
     open_ids: list[str] = []
     for number, message in enumerate(completion):
         if message["role"] == "tool":
+            if not open_ids:
+                raise ValueError(f"message {number} is a tool's result without a call")
             messages.append({**message, "tool_call_id": open_ids.pop(0)})
             continue
         calls = [_with_id(call, f"call_{number}_{index}") for index, call in enumerate(message.get("tool_calls") or ())]

@@ -154,6 +154,43 @@ def test_an_environment_that_breaks_is_not_a_reward_of_0() -> None:
         assert gym.verify([said("done")] * 3, [broken, right, lost]) == [None, 1.0, None]
 
 
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+CALLED = said("done", ("add", {"amount": 5}, "5"))
+ODD: dict[str, list[dict[str, Any]] | str] = {
+    "two results of one call": [*CALLED[:2], *CALLED[1:]],
+    "a result without a call": CALLED[1:],
+    "a call without a name": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}],
+    "a lone surrogate": "\ud800",
+    "deep arguments": said("done", ("add", {"amount": nested(100_000)}, "5")),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_a_completion_that_cannot_be_written_costs_only_its_own_reward(odd: list[dict[str, Any]] | str) -> None:
+    with served(counter()) as gym:
+        episodes = [begun(gym), begun(gym)]
+        for episode in episodes:
+            episode.add(amount=5)
+        assert gym.verify([odd, CALLED], episodes) == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    "amount", ["\ud800", 10**40, float("nan"), nested(100_000)], ids=["surrogate", "int", "nan", "deep"]
+)
+def test_arguments_that_are_not_strict_json_are_an_error_that_the_model_reads(amount: Any) -> None:
+    with served(counter()) as gym:
+        episode = begun(gym)
+        assert episode.add(amount=amount).startswith("Error: ")
+        episode.add(amount=5)
+        assert gym.verify([said("done")], [episode]) == [1.0]
+
+
 def test_with_tool_errors_show_a_crash_is_shown_to_the_model_and_scored() -> None:
     with served(counter(), "show") as gym:
         episode = begun(gym)
@@ -230,7 +267,7 @@ def test_a_game_is_played_by_a_tool_and_its_observations_follow_the_prompt() -> 
     with served(step_server(task=Task, reset=reset, step=step)) as gym:
         episode = gym.environment()
         assert episode.reset(row=json.dumps(row())) == "Guess my number."
-        assert episode.move(text="4") == "No."
+        assert episode.move(text="4") == episode.move(text="\ud800") == "No."
         assert episode.move(text="5") == "Right.\nThe episode is over."
         assert episode.move(text="6") == "The episode is over."
         assert gym.verify([said("done")], [episode]) == [1.0]
