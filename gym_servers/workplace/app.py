@@ -20,13 +20,16 @@ class Task(VerifyRequest):
 
     @field_validator("actions")
     @classmethod
-    def _can_be_done(cls, actions: list[tuple[str, dict[str, Any]]], info: ValidationInfo) -> Any:
-        state = office(info.data.get("office", 0))
+    def _are_a_job(cls, actions: list[tuple[str, dict[str, Any]]], info: ValidationInfo) -> Any:
+        seed = info.data.get("office", 0)
+        state = office(seed)
         for place, (tool, arguments) in enumerate(actions):
             try:
                 act(state, tool, arguments)
             except (ToolError, ValidationError) as error:
                 raise ValueError(f"actions[{place}], {tool}: {_reason(error)}") from None
+        if differences(office(seed), state, office(seed)) == ([], []):
+            raise ValueError("the office is the same after the actions, so that any answer would be right")
         return actions
 
 

@@ -53,8 +53,14 @@ async def test_a_stored_rollout_is_scored_by_making_its_calls_again():
 async def test_a_row_whose_job_cannot_be_done_is_refused_at_both_doors():
     impossible = {"office": 1, "actions": [["move_event", {"event": "e999", "date": "2027-03-16", "start": "10:00"}]]}
     misspelled = {"office": 1, "actions": [["cancel_evnt", {}]]}
+    tasks = module("workplace").office(3).tasks
+    done = next(key for key, task in tasks.items() if task["status"] == "done")
+    closed = {"office": 3, "actions": [["close_task", {"task": done}]]}
+    nothing = "the office is the same after the actions"
+    refusals = [(impossible, "actions[0], move_event: there is no"), (misspelled, "cancel_evnt")]
+    refusals += [({"office": 1, "actions": []}, nothing), (closed, nothing)]
     async with serving("workplace") as peers:
-        for job, told in ((impossible, "actions[0], move_event: there is no"), (misspelled, "cancel_evnt")):
+        for job, told in refusals:
             row = {"responses_create_params": {"input": "a job"}, **job}
             for send in ("/seed_session", "/verify"):
                 with pytest.raises(ServiceError) as refused:
