@@ -8,9 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import canonical, without_reasoning
@@ -153,6 +153,14 @@ class Task(VerifyRequest):
     expected_answer: ReferenceText
     support: list[ReferenceText] = Field(min_length=1, description="The documents that together prove the answer.")
 
+    @model_validator(mode="after")
+    def _can_be_answered(self) -> Self:
+        if not _plain(self.expected_answer):
+            raise ValueError("expected_answer is empty")
+        if unknown := sorted(set(self.support) - library(self.library).documents.keys()):
+            raise ValueError(f"support: library {self.library} has no document {unknown[0][:40]!r}")
+        return self
+
 
 async def search(body: Search, session: Session) -> list[dict[str, str]]:
     """The documents that fit a query best: id, title, beginning."""
@@ -189,8 +197,9 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
     answered = ANSWER_LINE.findall(text)
     answer = CITATION.sub("", answered[-1]) if answered else None
     right = answer is not None and _same(answer, task.expected_answer)
-    good = set(cited) & opened & set(task.support)  # unopened documents do not count
-    f1 = 2 * len(good) / (len(cited) + len(task.support))
+    support = set(task.support)
+    good = set(cited) & opened & support  # unopened documents do not count
+    f1 = 2 * len(good) / (len(cited) + len(support))
     parts = {"answer": ANSWER * right, "support": SUPPORT * f1 * right}
     claims, unsupported = _claims(text, library(task.library))
     return {
@@ -206,8 +215,11 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
 
 def _same(answer: str, expected: str) -> bool:
     """Equality without case, marks and a leading article; `the river Ane` is `Ane`."""
-    plain = [re.sub(r"^(?:(?:the|a|an) )?(?:river )?", "", canonical(text).strip(" -")) for text in (answer, expected)]
-    return plain[0] == plain[1]
+    return _plain(answer) == _plain(expected)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"^(?:(?:the|a|an) )?(?:river )?", "", canonical(text).strip(" -"))
 
 
 def _claims(text: str, known: Library) -> tuple[int, int]:

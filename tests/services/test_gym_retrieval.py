@@ -149,3 +149,26 @@ async def test_search_and_open_work_over_the_wire_and_belong_to_the_session():
             "/verify", rollout(row, says(f"{cite(row['support'][:1])}\nAnswer: {row['expected_answer']}"))
         )
     assert answer["cited_unopened"] == []
+
+
+async def test_a_document_that_the_row_names_twice_counts_once(scored):
+    row = one(hops=1)
+    text = f"{cite(row['support'])} Answer\nAnswer: {row['expected_answer']}"
+    answer = await scored({**row, "support": row["support"] * 2}, text, *row["support"])
+    assert answer["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"expected_answer": ""}, "expected_answer is empty"),
+        ({"expected_answer": " - "}, "expected_answer is empty"),
+        ({"support": ["d000"]}, "has no document 'd000'"),
+    ],
+)
+async def test_a_row_that_cannot_be_answered_is_refused(fields, reason):
+    async with serving(NAME) as peers:
+        for path in ("/seed_session", "/verify"):
+            with pytest.raises(ServiceError, match=reason) as refused:
+                await peers[NAME].session().post(path, rollout({**one(), **fields}))
+            assert refused.value.status == 422
