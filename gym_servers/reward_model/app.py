@@ -30,7 +30,7 @@ class RewardModelOptions(ServiceOptions):
         default=None, description="A gym server whose /verify scores the same row without a session: the second part."
     )
     beside_weight: float = Field(default=0.0, ge=0, description="Weight of that reward; 0: it is only monitored.")
-    gate: bool = Field(default=False, description="No reward for the score while the reward of `beside` is 0.")
+    gate: bool = Field(default=False, description="No reward for the score while the reward of `beside` is 0 or less.")
     timeout_s: float = Field(default=120.0, gt=0, description="For one score.")
     shaping: Shaping = Shaping()
 

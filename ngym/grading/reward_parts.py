@@ -23,10 +23,12 @@ def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float], *,
     Args:
         parts: name -> 0 to 1, or None if it could not be measured.
         weights: name -> weight; a part without one is not reported, a weight of 0 reports it without a reward.
-        gate: a part that must be above 0 for any other to count (no reward for a quick wrong answer).
+        gate: a part that must be above 0 for any other to count (no reward for a quick wrong answer). If it could not
+            be measured, the reward is None, whatever its weight.
     """
-    missing = [name for name, weight in weights.items() if weight and parts[name] is None]
-    shut = gate is not None and parts[gate] is not None and not parts[gate]
+    missing = [name for name, weight in weights.items() if (weight or name == gate) and parts[name] is None]
+    opening = None if gate is None else parts[gate]
+    shut = opening is not None and opening <= 0
     components: dict[str, float | None] = {}
     for name, weight in weights.items():
         value = parts[name]

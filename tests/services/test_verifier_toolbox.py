@@ -130,8 +130,17 @@ def test_weighted_parts_sum_to_the_reward_and_an_unmeasured_part_is_not_a_zero()
 def test_nothing_is_paid_beside_a_gate_that_is_shut():
     outcome = weighted({"correct": 0.0, "efficiency": 1.0}, {"correct": 0.7, "efficiency": 0.3}, gate="correct")
     assert outcome["reward"] == 0.0
+    below = weighted({"model": 0.9, "program": -1.0}, {"model": 1.0, "program": 0.0}, gate="program")
+    assert below["reward"] == 0.0
+    assert below["reward_components"]["model"] == 0.0
     assert efficiency(2, 1) == 1.0
     assert efficiency(2, 4) == 0.5
+
+
+def test_a_gate_that_was_not_measured_leaves_no_reward_whatever_its_weight():
+    for weight in (0.0, 1.0):
+        outcome = weighted({"model": 0.9, "program": None}, {"model": 1.0, "program": weight}, gate="program")
+        assert outcome["reward"] is None
 
 
 def _response(text="hello", tokens=None, calls=0):
