@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import canonical, without_reasoning
@@ -138,6 +138,7 @@ def library(seed: int) -> Library:
 
 ANSWER, SUPPORT = 0.6, 0.4
 HITS, SNIPPET = 5, 60
+SEED = TypeAdapter(int)  # a session has the row as it was sent: 5.0 and "5.0" are the library 5
 
 
 class Search(BaseModel):
@@ -186,7 +187,7 @@ def index(seed: int) -> Index:
 def _seed(session: Session) -> int:
     if "task" not in session:
         raise ServiceError("POST /seed_session first: the library belongs to a rollout's session", status=409)
-    return int(session["task"]["library"])
+    return SEED.validate_python(session["task"]["library"])
 
 
 async def verify(task: Task, session: Session) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, TypeAdapter, field_validator
 
 from ngym import Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import number, same_number
@@ -137,6 +137,7 @@ def world(seed: int) -> World:
 
 
 CORRECT, EFFICIENT = 0.6, 0.4
+SEED = TypeAdapter(int)  # a session has the row as it was sent: 5.0 and "5" are the world 5
 
 
 class Name(BaseModel):
@@ -180,7 +181,9 @@ class Task(VerifyRequest):
 def _look(tool: str, body: BaseModel, session: Session) -> Any:
     arguments = body.model_dump()
     session.setdefault("calls", []).append(Call(tool, arguments))
-    seen = world(session["task"]["world"]).call(tool, arguments[TOOLS[tool]]) if "task" in session else None
+    seen = None
+    if "task" in session:
+        seen = world(SEED.validate_python(session["task"]["world"])).call(tool, arguments[TOOLS[tool]])
     if seen is None:
         raise ToolError(f"{tool}: there is no {TOOLS[tool]} {arguments[TOOLS[tool]][:60]!r}")
     return seen.output

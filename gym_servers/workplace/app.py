@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import ValidationError, ValidationInfo, field_validator
+from pydantic import TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.rollout import calls_in
@@ -12,6 +12,7 @@ from ngym.rollout import calls_in
 from .office import TOOLS, Action, Office, act, differences, office
 
 MAX_ROWS = 2000
+SEED = TypeAdapter(int)  # a session has the row as it was sent: 5.0 and "5" are the office 5
 
 
 class Task(VerifyRequest):
@@ -55,7 +56,7 @@ def _office_of(session: Session) -> Office:
     if "task" not in session:
         raise ServiceError("POST /seed_session first: the office belongs to a rollout's session", status=409)
     if "office" not in session:
-        session["office"] = office(session["task"]["office"])
+        session["office"] = office(SEED.validate_python(session["task"]["office"]))
     state: Office = session["office"]
     if len(state.mails) + len(state.events) + len(state.tasks) > MAX_ROWS:
         raise ToolError(f"the office is full: it holds {MAX_ROWS} mails, meetings and tasks")

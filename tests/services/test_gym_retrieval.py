@@ -46,6 +46,15 @@ def test_bm25_puts_the_rare_word_first_and_leaves_out_what_does_not_fit():
     assert index.best("", 3) == []
 
 
+async def test_a_whole_number_of_another_type_is_the_same_library():
+    row = one()
+    async with serving(NAME) as peers:
+        for number in (float(row["library"]), f"{row['library']}.0"):
+            session = peers[NAME].session()
+            await session.post("/seed_session", {**row, "library": number})
+            assert (await session.post("/open_document", {"doc_id": row["support"][0]}))["text"]
+
+
 def one(hops=2):
     return next(row for row in rows(NAME, "train") if len(row["support"]) == hops)
 

@@ -80,6 +80,19 @@ def shop_task(minimal):
     return next(row for row in rows("tool_minimal", "train") if row["minimal_calls"] == minimal)
 
 
+async def test_a_whole_number_of_another_type_is_the_same_world():
+    row = shop_task(2)
+    name = next(iter(module("tool_minimal").world(row["world"]).wares.values())).name
+    async with serving("tool_minimal") as peers:
+
+        async def found(world):
+            session = peers["tool_minimal"].session()
+            await session.post("/seed_session", {**row, "world": world})
+            return await session.post("/find_ware", {"name": name})
+
+        assert await found(float(row["world"])) == await found(f"{row['world']}.0") == await found(row["world"])
+
+
 async def test_a_known_answer_that_was_not_looked_up_earns_nothing(scored):
     row = shop_task(2)
     guess = await scored("tool_minimal", row, says(row["expected_answer"]))

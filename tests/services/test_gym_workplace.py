@@ -37,6 +37,17 @@ async def test_sixty_four_sessions_of_one_task_do_not_see_each_other():
         assert await asyncio.gather(*map(work, range(64))) == [0.0, 1.0] * 32
 
 
+async def test_a_whole_number_of_another_type_is_the_same_office():
+    row = rows("workplace", "train")[0]
+    async with serving("workplace") as peers:
+        for number in (float(row["office"]), str(row["office"]), f"{row['office']}.0"):
+            session, written = peers["workplace"].session(), {**row, "office": number}
+            await session.post("/seed_session", written)
+            for tool, arguments in row["actions"]:
+                await session.post(f"/{tool}", arguments)
+            assert (await session.post("/verify", rollout(written, says("Done."))))["reward"] == 1.0
+
+
 async def test_a_stored_rollout_is_scored_by_making_its_calls_again():
     async with serving("workplace") as peers:
         for row in rows("workplace", "validation"):
