@@ -17,6 +17,8 @@ from .checker import CHECKS
 
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "followed", deadline_s=5.0, memory_mib=512)
 
+READINGS = ("strict", "loose")
+
 
 class FollowingOptions(ServiceOptions):
     reading: Literal["strict", "loose"] = Field(
@@ -68,7 +70,10 @@ class FollowingTask(VerifyRequest):
 async def verify(task: FollowingTask, options: FollowingOptions) -> dict[str, Any]:
     checked = await pool.run(without_reasoning(task.text), task.instructions)
     if checked.kind != "ok":
-        return shaped(checked.failure(), task.response, options.shaping)
+        failure = checked.failure()
+        if failure["reward"] is not None:
+            failure |= {f"followed_{reading}": [False] * len(task.instructions) for reading in READINGS}
+        return shaped(failure, task.response, options.shaping)
     scores = {reading: score(found, task.grading_mode) for reading, found in checked.value.items()}
     paid = weighted(scores, {reading: float(reading == options.reading) for reading in scores})
     outcome = "followed" if scores[options.reading] == 1.0 else "not_followed"
@@ -81,10 +86,13 @@ def score(found: list[bool], mode: str) -> float:
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
-    """IFEval's four accuracies (arXiv 2311.07911): prompt level and instruction level, strict and loose."""
+    """IFEval's four accuracies (arXiv 2311.07911): prompt level and instruction level, strict and loose.
+
+    Rows that were not checked, because the machine failed, do not count.
+    """
     numbers = {}
-    for reading in ("strict", "loose"):
-        found = [row[f"followed_{reading}"] for row in rows]
+    for reading in READINGS:
+        found = [row[f"followed_{reading}"] for row in rows if f"followed_{reading}" in row]
         if found:
             numbers[f"prompt_level/{reading}"] = fmean(map(all, found))
             numbers[f"instruction_level/{reading}"] = fmean(chain.from_iterable(found))

@@ -314,3 +314,16 @@ async def test_instructions_are_read_as_the_checkers_of_their_public_sets_read_t
         for name, given, text, followed in AS_THEIRS:
             row = {"instruction_id_list": [name], "kwargs": [given]}
             assert (await peers["gym"].post("/verify", rollout(text, **row)))["reward"] == float(followed), (name, text)
+
+
+async def test_an_answer_that_is_too_heavy_follows_nothing_and_the_metrics_count_it(monkeypatch):
+    monkeypatch.setattr(APP.pool, "deadline_s", 0.2)
+    row = {"verifier": {"type": "regex", "verify_regex": ["(a+)+$"]}}
+    async with serving() as peers:
+        light = await peers["gym"].post("/verify", rollout("aa", **row))
+        heavy = await peers["gym"].post("/verify", rollout("a" * 60 + "b", **row))
+    assert (heavy["reward"], heavy["outcome"]) == (0.0, "too_heavy")
+    unchecked = {"reward": None, "outcome": "infra_error"}
+    assert APP.compute_metrics([light, heavy, unchecked]) == {
+        f"{level}_level/{reading}": 0.5 for level in ("prompt", "instruction") for reading in ("strict", "loose")
+    }
