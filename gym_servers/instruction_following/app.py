@@ -74,25 +74,34 @@ async def verify(task: FollowingTask, options: FollowingOptions) -> dict[str, An
         if failure["reward"] is not None:
             failure |= {f"followed_{reading}": [False] * len(task.instructions) for reading in READINGS}
         return shaped(failure, task.response, options.shaping)
-    scores = {reading: score(found, task.grading_mode) for reading, found in checked.value.items()}
-    paid = weighted(scores, {reading: float(reading == options.reading) for reading in scores})
-    outcome = "followed" if scores[options.reading] == 1.0 else "not_followed"
-    fields = {f"followed_{reading}": found for reading, found in checked.value.items()}
-    return shaped({**paid, **fields, "outcome": outcome}, task.response, options.shaping)
+    found = {reading: checked.value[reading] for reading in READINGS}
+    scores = {reading: score(found[reading], task.grading_mode) for reading in READINGS}
+    paid = weighted(scores, {reading: float(reading == options.reading) for reading in READINGS})
+    fields: dict[str, Any] = {f"followed_{reading}": found[reading] for reading in READINGS}
+    if checked.value["errors"]:
+        crashes = "; ".join(f"{name}: {error}" for name, error in checked.value["errors"].items())
+        fields |= {"outcome": "unverifiable", "reason": f"a check crashed: {crashes}"}
+    else:
+        fields["outcome"] = "followed" if scores[options.reading] == 1.0 else "not_followed"
+    return shaped({**paid, **fields}, task.response, options.shaping)
 
 
-def score(found: list[bool], mode: str) -> float:
-    return float(all(found)) if mode == "binary" else sum(found) / len(found)
+def score(found: list[bool | None], mode: str) -> float | None:
+    """None if a check crashed: that is not a wrong answer."""
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
+        return None
+    return float(all(known)) if mode == "binary" else sum(known) / len(known)
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
     """IFEval's four accuracies (arXiv 2311.07911): prompt level and instruction level, strict and loose.
 
-    Rows that were not checked, because the machine failed, do not count.
+    Rows that were not checked, because the machine failed or a check crashed, do not count.
     """
     numbers = {}
     for reading in READINGS:
-        found = [row[f"followed_{reading}"] for row in rows if f"followed_{reading}" in row]
+        found = [each for row in rows if None not in (each := row.get(f"followed_{reading}", [None]))]
         if found:
             numbers[f"prompt_level/{reading}"] = fmean(map(all, found))
             numbers[f"instruction_level/{reading}"] = fmean(chain.from_iterable(found))

@@ -16,16 +16,30 @@ KNOWN = {**ifeval.CHECKS, **ifbench.CHECKS, **rlvr.CHECKS, **markup.CHECKS}
 CHECKS: dict[str, Check] = {name: validate_call(check) for name, check in KNOWN.items()}
 
 
-def followed(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, list[bool]]:
-    """`{"strict": [...], "loose": [...]}`, an entry for each instruction. A text without a word follows none."""
+def followed(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """`{"strict": [...], "loose": [...], "errors": {...}}`. A text without a word follows no instruction.
+
+    strict, loose: an entry for each instruction; None if its check crashed. errors: instruction -> what it raised.
+    """
     text = visible(text) if len(text) <= MAX_CHARS else ""
     readings = variants(text) if any(c.isalnum() for c in text) else []
-    strict = [any(CHECKS[name](reading, **given) for reading in readings[:1]) for name, given in instructions]
-    loose = [
-        found or any(CHECKS[name](reading, **given) for reading in readings[1:])
-        for found, (name, given) in zip(strict, instructions, strict=True)
-    ]
-    return {"strict": strict, "loose": loose}
+    strict: list[bool | None] = []
+    loose: list[bool | None] = []
+    errors = {}
+    for name, given in instructions:
+        try:
+            exactly = any(CHECKS[name](reading, **given) for reading in readings[:1])
+            nearly = exactly or any(CHECKS[name](reading, **given) for reading in readings[1:])
+        except MemoryError:  # the text is too heavy; the pool reports it
+            raise
+        except Exception as error:  # noqa: BLE001  (a fault of one check must not cost the other instructions)
+            strict.append(None)
+            loose.append(None)
+            errors[name] = f"{type(error).__name__}: {error}"
+        else:
+            strict.append(exactly)
+            loose.append(nearly)
+    return {"strict": strict, "loose": loose, "errors": errors}
 
 
 def variants(text: str) -> list[str]:

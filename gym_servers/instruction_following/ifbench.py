@@ -48,7 +48,7 @@ def punctuation(text: str) -> bool:
 
 def alphabet(text: str) -> bool:
     """Each word starts with the letter after that of the word before; a follows z. At least three words."""
-    firsts = [word[0].lower() for word in read_words(text)]
+    firsts = [word.lower()[0] for word in read_words(text)]  # not word[0].lower(): that of İ has two characters
     inside = all("a" <= first <= "z" for first in firsts)
     return inside and len(firsts) > 2 and all((ord(b) - ord(a)) % 26 == 1 for a, b in itertools.pairwise(firsts))
 

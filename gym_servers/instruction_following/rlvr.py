@@ -94,7 +94,7 @@ def start_end(text: str) -> bool:
 
 def no_adjacent_consecutive(text: str) -> bool:
     """No two words in a row start with letters that follow each other in the alphabet."""
-    firsts = [word[0].lower() for word in words(text)]
+    firsts = [word.lower()[0] for word in words(text)]  # not word[0].lower(): that of İ has two characters
     return all(ord(b) - ord(a) != 1 for a, b in itertools.pairwise(firsts))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from starting import slowness
 
 from ngym.errors import ServiceError
 from ngym.services.base.app import load
+from ngym.workers import WorkerOutcome
 
 APP = load(ROOT / "gym_servers" / "instruction_following" / "app.py")
 
@@ -306,6 +308,8 @@ AS_THEIRS: list[tuple[str, dict[str, Any], str, bool]] = [
     ("words:palindrome", {}, "level radar civic refer", False),
     ("words:palindrome", {}, "level radar civic refer kayak rotor madam tenet sagas racecar", True),
     ("words:palindrome", {"N": 2}, "mum and dad", True),
+    ("keywords:no_adjacent_consecutive", {}, "A trip: \N{LATIN CAPITAL LETTER I WITH DOT ABOVE}stanbul first.", True),
+    ("words:alphabet", {}, "Hats \N{LATIN CAPITAL LETTER I WITH DOT ABOVE}zmir jams", True),
 ]
 
 
@@ -327,3 +331,27 @@ async def test_an_answer_that_is_too_heavy_follows_nothing_and_the_metrics_count
     assert APP.compute_metrics([light, heavy, unchecked]) == {
         f"{level}_level/{reading}": 0.5 for level in ("prompt", "instruction") for reading in ("strict", "loose")
     }
+
+
+async def test_a_check_that_crashes_gives_no_reward_and_leaves_the_other_instructions(monkeypatch):
+    def crash(text: str) -> bool:
+        if text:
+            raise TypeError("ord() expected a character")
+        return False
+
+    checker = sys.modules[APP.__package__ + ".checker"]
+    monkeypatch.setitem(APP.CHECKS, "punctuation:no_comma", crash)
+    row = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+    checked = checker.followed('"Tea."', [(name, {}) for name in row["instruction_id_list"]])
+    assert (checked["strict"], checked["loose"]) == ([None, True], [None, True])
+    assert checked["errors"] == {"punctuation:no_comma": "TypeError: ord() expected a character"}
+
+    async def run(*_: Any) -> WorkerOutcome:
+        return WorkerOutcome("ok", checked)
+
+    monkeypatch.setattr(APP.pool, "run", run)
+    async with serving() as peers:
+        answer = await peers["gym"].post("/verify", rollout('"Tea."', **row, grading_mode="fraction"))
+    assert (answer["reward"], answer["outcome"]) == (None, "unverifiable")
+    assert "punctuation:no_comma: TypeError" in answer["reason"]
+    assert APP.compute_metrics([answer]) == {}
