@@ -280,12 +280,21 @@ def options(text: str, options: Text) -> bool:
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"^\W+|\W+$", "", text.casefold().translate(_STRAIGHT))
+    return _trimmed(text.casefold().translate(_STRAIGHT))
+
+
+def _trimmed(text: str) -> str:
+    """The text without the punctuation and white space at its ends."""
+    inside = re.search(r"\w(?:.*\w)?", text, re.DOTALL)
+    return inside[0] if inside else ""
+
+
+_STOPS = re.compile(r"(?<![.!?])[.!?]+(?:\s+|$)")  # not from inside a run, which would be tried from each of its marks
 
 
 def emoji(text: str) -> bool:
     """Each sentence ends with an emoji, before or after its full stop."""
-    parts = [re.sub(r"[\s*_\"')\]\ufe0f]+", "", part) for part in re.split(r"[.!?]+(?:\s+|$)", f"{text} ")]
+    parts = [re.sub(r"[\s*_\"')\]\ufe0f]+", "", part) for part in _STOPS.split(f"{text} ")]
     said = [i for i, part in enumerate(parts) if any(c.isalnum() for c in part)]
     return all(_is_emoji(parts[i][-1]) or any(_is_emoji(c) for c in "".join(parts[i + 1 : i + 2])[:1]) for i in said)
 
@@ -332,8 +341,17 @@ def no_bullets_bullets(text: str) -> bool:
 
 def output_template(text: str) -> bool:
     """The template's three labels in its order, each with text after it."""
-    labels = ("My Answer:", "My Conclusion:", "Future Outlook:")
-    return re.search(r"[\W_]*\w.*?".join(labels) + r"[\W_]*\w", text, re.DOTALL) is not None
+    end = 0
+    for label in ("My Answer:", "My Conclusion:", "Future Outlook:"):
+        start = text.find(label, end)
+        said = _LETTER.search(text, start + len(label)) if start >= 0 else None
+        if said is None:
+            return False
+        end = said.end()
+    return True
+
+
+_LETTER = re.compile(r"\w")
 
 
 def multiples(text: str) -> bool:
@@ -352,7 +370,7 @@ def mcq_count_length(text: str) -> bool:
 
 def reverse_newline(text: str) -> bool:
     """African countries from Zimbabwe back to A, a line each; two may be missing."""
-    named = [re.sub(r"^\W+|\W+$", "", line) for line in lines(_plain(text).casefold())]
+    named = [_trimmed(line) for line in lines(_plain(text).casefold())]
     start = next((i for i, line in enumerate(named) if line.startswith("zimbabwe")), len(named))
     listed = [line for line in named[start:] if line]
     known = sum(any(word in AFRICA for word in words(line)) for line in listed)
@@ -414,7 +432,7 @@ def _table(text: str, delimiter: str) -> list[list[str]]:
 def date_format_list(text: str) -> bool:
     """Dates `YYYY-MM-DD` in Napoleon's life, separated by commas."""
     try:
-        dates = [date.fromisoformat(part) for part in re.split(r"\s*,\s*", text.strip())]
+        dates = [date.fromisoformat(part.strip()) for part in text.split(",")]
     except ValueError:
         return False
     return all(date(1769, 8, 15) <= day <= date(1821, 5, 5) for day in dates)

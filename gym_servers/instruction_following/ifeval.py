@@ -116,7 +116,7 @@ def multiple_sections(text: str, section_spliter: Text, num_sections: Count) -> 
 
 def json_format(text: str) -> bool:
     """The whole text is one JSON object or array that is not empty; a code fence around it is allowed."""
-    inside = re.sub(r"^```(?:json|JSON|Json)?\s*|\s*```$", "", text.strip()).strip()
+    inside = re.sub(r"^```(?:json|JSON|Json)?|```$", "", text.strip()).strip()
     try:
         found = json.loads(inside)
     except (ValueError, RecursionError):

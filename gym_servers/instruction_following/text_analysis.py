@@ -10,7 +10,7 @@ from functools import lru_cache
 
 _WORD = re.compile(r"\w+")
 _SPOKEN = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
-_STOP = re.compile(r"[.!?\u3002\uff01\uff1f\u0964]+[\"'\u201d\u2019)\]*_]*(?:\s+|$)")
+_STOP = re.compile(r"(?<![.!?\u3002\uff01\uff1f\u0964])[.!?\u3002\uff01\uff1f\u0964]+[\"'\u201d\u2019)\]*_]*(?:\s+|$)")
 _SHORT = re.compile(
     r"(?:\b(?:mr|mrs|ms|dr|prof|sr|jr|st|vs|etc|no|vol|fig|inc|ltd|e\.g|i\.e|u\.s|a\.m|p\.m|p\.s|p\.p\.s)|(?<![^\s.(])[A-Za-z])\.$",
     re.IGNORECASE,

@@ -90,6 +90,9 @@ HOSTILE = {
     "accents": "e\u0301" * 20_000,
     "claims": '@cite index="citation_1">'.replace("@", "<") * 1_500 + "a" * 10_000,
     "claim": '@cite index="citation_1">'.replace("@", "<") + "a" * 40_000,
+    "dots": "." * 50_000 + "a",
+    "gap": "a" + " " * 50_000 + "b",
+    "labels": "My Answer:a" * 2_000 + "My Conclusion:a" * 2_000,
     "too long": "a " * 101_000,
 }
 
