@@ -23,6 +23,8 @@ from ngym.peers import Peers
 MAX_MATERIAL_CHARS = 60_000
 NO_VERDICT = "no_verdict"
 PLAIN_TEXT = "I do not know."
+SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace())  # the last is U+3000
+MARKS_BEFORE, MARKS_AFTER = f"{SPACES}*_`#>", f"{SPACES}*_`."  # around a verdict, as Markdown has them
 T = TypeVar("T")
 
 
@@ -122,8 +124,12 @@ def _shortened(text: str) -> str:
 
 def verdict_of(text: str, nonce: str) -> str | None:
     """The text after the last `VERDICT nonce:` on its own line; None if there is none, or several that differ."""
-    found = re.findall(rf"^[\s*_`#>]*VERDICT {nonce}[*_`]*:[*_`]*[ \t]*(.*?)[\s*_`.]*$", text, re.MULTILINE)
-    return found[-1] if len(set(found)) == 1 else None
+    found = set()
+    for line in text.split("\n"):
+        said = re.match(rf"VERDICT {nonce}[*_`]*:[*_`]*[ \t]*", line := line.lstrip(MARKS_BEFORE))
+        if said is not None:
+            found.add(line[said.end() :].rstrip(MARKS_AFTER))
+    return found.pop() if len(found) == 1 else None
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int | None]:

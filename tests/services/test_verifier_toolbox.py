@@ -254,3 +254,13 @@ def test_readers_of_verdicts_take_their_form_only():
     assert ranking(3)("2, 1") is None
     assert ranking(3)("1, 1, 2") is None
     assert verdict_of("VERDICT aa: x", "bb") is None
+
+
+def test_a_verdict_is_found_between_markdown_in_a_long_text():
+    noise = "\n" * 300_000 + "> ## **"
+    tail = "*. " * 100_000
+    assert verdict_of(f"{noise}VERDICT aa:** 7/10**.\u3000{tail}\n{noise}\nI said VERDICT aa: 3", "aa") == "7/10"
+    assert verdict_of(f"VERDICT aa: 7{tail}x", "aa") == f"7{tail}x"
+    assert verdict_of("VERDICT aa: 7\nVERDICT aa: 7.\n", "aa") == "7"
+    assert verdict_of("VERDICT aa: 7\n**VERDICT aa: 8**", "aa") is None
+    assert verdict_of("VERDICT aa:\n7", "aa") == ""
