@@ -64,6 +64,8 @@ class FollowingTask(VerifyRequest):
             except ValidationError as error:
                 problem = error.errors()[0]
                 raise ValueError(f"{name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+            except Exception as error:  # noqa: BLE001  (the row is the cause, as with a pattern of too large a repeat)
+                raise ValueError(f"{name} cannot be checked: {type(error).__name__}: {error}") from None
         return self
 
 

@@ -33,7 +33,16 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _inner_pattern(text: str) -> str:
+    try:
+        re.compile(f"<(?:{text})>")
+    except re.error as error:
+        raise ValueError(f"{text!r} cannot be part of a citation's pattern: {error} (for flags: '(?i:...)')") from None
+    return text
+
+
 Pattern = Annotated[str, AfterValidator(_pattern)]
+InnerPattern = Annotated[Pattern, AfterValidator(_inner_pattern)]
 
 
 def regex(text: str, verify_regex: list[Pattern], verify_min_matches: int = 1, **_: Any) -> bool:
@@ -56,7 +65,7 @@ def citation_if(
     text: str,
     grammar: Literal[tuple(STYLES)],  # type: ignore[valid-type]
     valid_id_set: list[str] = [],  # noqa: B006
-    id_regex: Pattern = "citation_[0-9]+(?::snippet_[0-9]+)?",
+    id_regex: InnerPattern = "citation_[0-9]+(?::snippet_[0-9]+)?",
     mode: Literal["cite", "no_cite"] = "cite",
     min_valid_citations: Annotated[int, Field(ge=0)] = 1,
     expected_ids: list[str] | None = None,

@@ -14,6 +14,7 @@ from .ifeval import Letter, Relation, Text, holds
 from .text_analysis import sentences, words
 
 Count = Annotated[int, Field(ge=0)]
+MAX_COPIES = 30_000  # the longest text that is checked has no room for more
 EDGES = ".,!?;:'\"()[]{}*_`\u2018\u2019\u201c\u201d"
 
 
@@ -145,7 +146,7 @@ def copying_simple(text: str, prompt_to_repeat: Text) -> bool:
     return _copied(text) == _copied(visible(prompt_to_repeat))
 
 
-def copying_multiple(text: str, prompt_to_repeat: Text, N: Annotated[int, Field(ge=1)]) -> bool:
+def copying_multiple(text: str, prompt_to_repeat: Text, N: Annotated[int, Field(ge=1, le=MAX_COPIES)]) -> bool:
     """The prompt N times, separated by six asterisks, and nothing else."""
     return [_copied(part) for part in text.split("*" * 6)] == [_copied(visible(prompt_to_repeat))] * N
 
@@ -158,7 +159,7 @@ def copy_span_idx(
     return _copied(text) in spans - {""}
 
 
-def repeat_phrase(text: str, phrase: Text, small_n: Count) -> bool:
+def repeat_phrase(text: str, phrase: Text, small_n: Annotated[int, Field(ge=0, le=MAX_COPIES)]) -> bool:
     """The phrase small_n times, each time with exactly one other word, which is not its first or last."""
     wanted, found = bare_words(phrase), bare_words(text)
     size = len(wanted)
