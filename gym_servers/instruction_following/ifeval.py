@@ -48,8 +48,9 @@ def frequency(text: str, keyword: Text, frequency: Count, relation: Relation = "
 
 def forbidden_words(text: str, forbidden_words: list[Text]) -> bool:
     plain = MARKUP.sub("", unmasked(text))
-    found = (re.search(rf"\b{re.escape(unmasked(word))}\b", plain, re.IGNORECASE) for word in forbidden_words)
-    return not any(found)
+    # not \b, which never holds at the edges of `C++` or `$5`
+    patterns = (rf"(?<!\w){re.escape(unmasked(word))}(?!\w)" for word in forbidden_words)
+    return not any(re.search(pattern, plain, re.IGNORECASE) for pattern in patterns)
 
 
 def letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relation: Relation = "at least") -> bool:

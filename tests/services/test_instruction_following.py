@@ -362,3 +362,15 @@ async def test_a_check_that_crashes_gives_no_reward_and_leaves_the_other_instruc
     assert (answer["reward"], answer["outcome"]) == (None, "unverifiable")
     assert "punctuation:no_comma: TypeError" in answer["reason"]
     assert APP.compute_metrics([answer]) == {}
+
+
+async def test_a_forbidden_word_is_found_also_if_it_begins_or_ends_with_a_sign():
+    texts = {"C++": "I use C++ daily.", "U.S.": "Here in the U.S. today", "$5": "It costs $5 now", "#tag": "My #tag."}
+    others = {"C++": "I use C++98.", "U.S.": "The U.S.A. is large.", "$5": "It costs $50.", "#tag": "My #tags."}
+    async with serving() as peers:
+        for word in texts:
+            row = {"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": [word]}]}
+            rewards = [
+                (await peers["gym"].post("/verify", rollout(said[word], **row)))["reward"] for said in (texts, others)
+            ]
+            assert rewards == [0.0, 1.0], word
