@@ -24,7 +24,7 @@ from startup import NG_RUN, measure
 from toy import Moment, watched
 from training import TINY
 
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 from trainer import new_model
 
 SERVERS = ["models/transformers", "models/vllm"]
@@ -77,5 +77,5 @@ def first_step(folder: Path, app: str, variables: Mapping[str, str]) -> Moment:
 
 
 if __name__ == "__main__":
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         main()

@@ -20,7 +20,7 @@ from pathlib import Path
 import orjson
 from lessons.problem import Lesson, Problem, chat_tools
 
-from ngym.cli.shell.walkthrough import Walk
+from ngym.cli.shell.walkthrough import Walkthrough
 from ngym.config.shipped_files import RECIPES, shipped
 from ngym.files.jsonl import read, write_rows
 from ngym.schema import Json
@@ -43,7 +43,7 @@ def main() -> None:
     folder = options.folder / f"{options.lesson}-{options.seed}"
     recipes = RECIPES
 
-    walk = Walk(of=3)
+    walk = Walkthrough(of=3)
     walk.step(f"tasks, and demonstrations by a beginner: {lesson.habit}")
     write(lesson, folder, options.seed)
     walk.step("supervised fine-tuning")

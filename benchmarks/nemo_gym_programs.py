@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 
 Row = dict[str, Any]
 BIN = Path(sys.executable).parent
@@ -291,5 +291,5 @@ def main(venv: Path) -> int:
 
 
 if __name__ == "__main__":
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         sys.exit(main(Path(sys.argv[1]).absolute()))

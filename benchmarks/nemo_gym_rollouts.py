@@ -38,7 +38,7 @@ from bare import read, reply
 from nemo_gym_programs import BIN, free_port, relay, running, stanza, write_venvs
 from peer_environments import NEMO_GYM, nemo_gym_python
 
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 
 Row = dict[str, Any]
 TASKS = 64
@@ -295,5 +295,5 @@ def measure(options: argparse.Namespace, folder: Path, sides: list[Side], meter:
 
 
 if __name__ == "__main__":
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         main()

@@ -20,7 +20,7 @@ from typing import NamedTuple, TextIO
 
 from parts import end
 
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 
 HERE = Path(__file__).parent
 POLICY = Path("runs/quickstart/sft/policy")  # of `make quickstart`
@@ -94,5 +94,5 @@ def tell(file: TextIO, line: str) -> None:
 
 
 if __name__ == "__main__":
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         sys.exit(main())

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import psutil
 from parts import end
 
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 
 # Phase -> the line of output that ends it.
 ENDS = {
@@ -106,5 +106,5 @@ def cpu_of(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         main()

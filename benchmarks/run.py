@@ -26,7 +26,7 @@ from page import picture, rendered
 from parts import end
 
 from ngym.files.atomic import write_whole
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 from ngym.schema import Json
 
 HERE = Path(__file__).parent
@@ -123,5 +123,5 @@ def write(folder: Path, results: Json) -> None:
 
 
 if __name__ == "__main__":
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         main()

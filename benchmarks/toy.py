@@ -29,7 +29,7 @@ from peer_environments import trl_python
 
 from ngym.config.shipped_files import shipped
 from ngym.runtime.cpu_threads import SLEEPING, SPINNING_BRIEFLY
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 from ngym.schema import Json
 
 GROUP, TASKS, LR = 8, 8, 1e-3
@@ -171,5 +171,5 @@ def said(steps: Sequence[Moment], goal: float) -> str:
 
 
 if __name__ == "__main__":
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         main()

@@ -25,11 +25,11 @@ import orjson
 
 from ngym.convert import content_text, without_allowed_tools
 from ngym.errors import BadRequest
-from ngym.rollout import SeenTokens, TurnEnds, begins_with, splice
+from ngym.rollout import PriorTokens, TurnEnds, begins_with, splice
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
-    from ngym.services.models.token_capture import SeenCall
+    from ngym.services.models.token_capture import PriorCall
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 PROMPTS_KEPT, KEPT_BYTES = 64, 1 << 18  # the ids of so many conversations, each of at most so much JSON
@@ -78,7 +78,7 @@ class Template:
         self._kept = lru_cache(PROMPTS_KEPT)(lambda conversation, minute: tuple(self._ids(*orjson.loads(conversation))))
         self._opens = lru_cache(PROMPTS_KEPT)(self._opens_thought)
 
-    def prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
+    def prompt(self, request: Json, seen: PriorCall | None) -> list[int]:
         """The ids of a checked Chat request, including the generation prompt.
 
         Raises:
@@ -91,7 +91,7 @@ class Template:
         rendered = self._rendered(messages, request)
         if seen is None or seen.turn_goes_on:
             return rendered
-        ids = SeenTokens(list(seen.prompt_token_ids), list(seen.generation_token_ids))
+        ids = PriorTokens(list(seen.prompt_token_ids), list(seen.generation_token_ids))
         if begins_with(rendered, ids):
             return rendered
         history = self._rendered(messages[: seen.place + 1], request)
@@ -340,7 +340,7 @@ class ChatCodec:
         self._can = can
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")  # one: tokenizers are not thread-safe
 
-    async def completion(self, request: Json, seen: SeenCall | None) -> Json:
+    async def completion(self, request: Json, seen: PriorCall | None) -> Json:
         """The Chat Completion to a checked request; its message carries the token fields.
 
         Raises:
@@ -352,7 +352,7 @@ class ChatCodec:
                 answer.add(piece)
         return answer.completion(bool(request.get("logprobs")))
 
-    async def chunks(self, request: Json, seen: SeenCall | None) -> AsyncGenerator[Json, None]:
+    async def chunks(self, request: Json, seen: PriorCall | None) -> AsyncGenerator[Json, None]:
         """Chat chunks as the tokens come; the one with the finish_reason carries the token fields, then comes usage."""
         answer = _Answer(self._model, self._template.tokenizer)
         logprobs = bool(request.get("logprobs"))
@@ -370,7 +370,7 @@ class ChatCodec:
         """The number of tokens of the prompt."""
         return len(await self._prompt(request, None))
 
-    async def _prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
+    async def _prompt(self, request: Json, seen: PriorCall | None) -> list[int]:
         """The prompt ids. A long conversation is tokenised in a thread, so that it does not block the event loop."""
         if sum(len(message.get("content") or ()) for message in request["messages"]) < LONG:
             return self._template.prompt(request, seen)
@@ -378,7 +378,7 @@ class ChatCodec:
         return await work(self._thread, self._template.prompt, request, seen)
 
     async def _pieces(
-        self, answer: _Answer, request: Json, seen: SeenCall | None, *, streamed: bool
+        self, answer: _Answer, request: Json, seen: PriorCall | None, *, streamed: bool
     ) -> AsyncGenerator[AnswerPiece, None]:
         """Yield the pieces of the answer, and add its tokens to `answer`."""
         template = self._template

@@ -157,7 +157,7 @@ class Streamed(NamedTuple):
     body: Body
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """The owner of the connections to one server."""
 
     def opened(self, connection: Connection) -> None: ...
@@ -179,7 +179,7 @@ def _header_name(name: bytes) -> str:
 class Connection(asyncio.Protocol):
     """HTTP/1.1 as far as JSON services need it: answers of any framing, at most one request at a time."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
         self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None

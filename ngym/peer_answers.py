@@ -74,7 +74,7 @@ def refusal(
 ) -> UpstreamError:
     """The error of a peer's answer, with its own message: the first problem document of the chain has the cause."""
     if session is not None and not is_own(reply, session):
-        return _stranger(service, reply, method, url, path)
+        return _proxy_error(service, reply, method, url, path)
     problem = _problem(reply)
     ours = bool(problem.get("service"))
     reason = words(problem)
@@ -129,7 +129,7 @@ def _names(reply: Reply, session: InSession) -> bool:
     return reply.headers.get(SESSION_HEADER) == session.id
 
 
-def _stranger(service: str, reply: Reply, method: str, url: str, path: str) -> UpstreamError:
+def _proxy_error(service: str, reply: Reply, method: str, url: str, path: str) -> UpstreamError:
     says = reply.body[:300].decode("utf-8", "replace") or "nothing"
     return UpstreamError(
         f"something between here and {service} answered {reply.status} to {method} {path}, as a proxy would: {says}",

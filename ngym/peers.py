@@ -52,7 +52,7 @@ FOLLOW_S = 5.0
 ToolErrors = Literal["fail", "show"]
 
 
-def spread(pause: float) -> float:
+def jittered(pause: float) -> float:
     return random.uniform(0.5, 1.0) * pause
 
 
@@ -62,7 +62,7 @@ def retry_after(reply: Reply) -> float | None:
     return float(value) if value.isascii() and value.replace(".", "", 1).isdigit() else None
 
 
-def waited(asked_s: float) -> float:
+def retry_delay(asked_s: float) -> float:
     """How long to wait after this Retry-After: plus up to a quarter, so that callers do not retry all at once."""
     return random.uniform(1.0, 1.25) * min(asked_s, MAX_RETRY_AFTER_S)
 
@@ -92,7 +92,7 @@ class PeerSession:
         """The replica of the next call."""
         return self.peer.url(self._affinity)
 
-    def expect_as(self, other: PeerSession) -> None:
+    def copy_expectations(self, other: PeerSession) -> None:
         """Expect the answers of the service to have the same headers as in another session, from the first one on."""
         self._tells, self._repeatable_s = other._tells, other._repeatable_s
 
@@ -242,7 +242,7 @@ class Peer:
                         f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
                         upstream=upstream_of(self.name, url),
                     ) from None
-                pause = self._pause(url, affinity, spread(BROKEN_S[attempt]))
+                pause = self._pause(url, affinity, jittered(BROKEN_S[attempt]))
                 if attempt:
                     await self._refreshed(ends)
             else:
@@ -266,7 +266,7 @@ class Peer:
                         # answer alive until a full garbage collection.
                         del answered
                 earlier = answered.detail
-                pause = self._pause(url, affinity, waited(retry_s) if retry_s else spread(pauses[attempt]))
+                pause = self._pause(url, affinity, retry_delay(retry_s) if retry_s else jittered(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))
 
@@ -317,7 +317,7 @@ class Peer:
     def _pause(self, url: str, affinity: SessionReplica | StickyReplica | None, pause: float) -> float:
         """Seconds until the next attempt: 0 if another replica can replace the failed one."""
         urls = self._peers.urls[self.name]
-        if not isinstance(affinity, SessionReplica) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
+        if not isinstance(affinity, SessionReplica) and len(urls) > 1 and self._replicas().has_alternative(url, urls):
             return 0.0
         return pause
 

@@ -38,11 +38,11 @@ Split = Literal["train", "validation"]
 FILE = "prepare.py"
 
 
-class Unfit(Exception):
+class Unconvertible(Exception):
     """A record cannot be converted. The message says why, with the same text for equal reasons: they are counted."""
 
 
-class Made(NamedTuple):
+class ConvertedRow(NamedTuple):
     """A row, and the set's reference answer (Responses items), if any, which the verifier must give the full reward.
 
     split: if the record defines it.
@@ -91,7 +91,7 @@ class PublicSet(BaseModel):
     rows: int | None
     note: str = ""
     parts: tuple[Part, ...] = Field(min_length=1)
-    convert: Callable[[Json], Made]
+    convert: Callable[[Json], ConvertedRow]
 
     def url(self, file: File, hub: str, github: str) -> str:
         """hub, github: the URLs of the two hosts, without a trailing slash."""
@@ -319,7 +319,7 @@ class Converted(NamedTuple):
     """A row with its split and the set's reference answer."""
 
     split: Split
-    made: Made
+    made: ConvertedRow
 
 
 def converted(
@@ -341,7 +341,7 @@ def converted(
                 break
             try:
                 made = chosen.convert(record)
-            except Unfit as error:
+            except Unconvertible as error:
                 left_out[str(error)] += 1
                 continue
             except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -465,7 +465,7 @@ async def accepted(
     return kept
 
 
-async def _problem(peer: Peer, made: Made) -> str | None:
+async def _problem(peer: Peer, made: ConvertedRow) -> str | None:
     session = peer.session()
     request = {**made.row, "response": {"output": made.answer or saying("")}}
     try:

@@ -135,7 +135,7 @@ def _added(left: Any, right: Any) -> Any:
     return None
 
 
-class SeenTokens(NamedTuple):
+class PriorTokens(NamedTuple):
     """The ids of an earlier call: its prompt [P] and the sampled ids [G]."""
 
     prompt: list[int]
@@ -149,13 +149,13 @@ class TurnEnds(NamedTuple):
     of_requests: frozenset[int] = frozenset()
 
 
-def begins_with(rendered: list[int], seen: SeenTokens) -> bool:
+def begins_with(rendered: list[int], seen: PriorTokens) -> bool:
     """Whether the rendering begins with exactly the seen ids."""
     middle, end = len(seen.prompt), len(seen.prompt) + len(seen.sampled)
     return rendered[:middle] == seen.prompt and rendered[middle:end] == seen.sampled
 
 
-def splice(rendered: list[int], history: list[int], seen: SeenTokens, ends: TurnEnds) -> list[int] | None:
+def splice(rendered: list[int], history: list[int], seen: PriorTokens, ends: TurnEnds) -> list[int] | None:
     """The seen ids, then the part of `rendered` that follows the history; None if that part is ambiguous.
 
     Args:
@@ -175,7 +175,7 @@ def splice(rendered: list[int], history: list[int], seen: SeenTokens, ends: Turn
     header = _common(opening, before[-1])  # a template may open a reasoning block that it leaves out of old answers
     if header != opening and (not known or _is_ours(known[-1], header, ends)):
         return None  # this beginning does not identify the policy's turns
-    if _story(before[:-1], header, ends) != _story(known, header, ends):
+    if _policy_turns(before[:-1], header, ends) != _policy_turns(known, header, ends):
         return None  # the caller edited the history, so the seen ids no longer match it
     places = [place for place, token in enumerate(rendered) if token in ends.any]
     if len(places) < len(before):
@@ -185,7 +185,7 @@ def splice(rendered: list[int], history: list[int], seen: SeenTokens, ends: Turn
     return seen.prompt + seen.sampled + rendered[cut + 1 if finished else cut :]
 
 
-def _story(turns: list[Turn], header: Turn, ends: TurnEnds) -> list[Turn]:
+def _policy_turns(turns: list[Turn], header: Turn, ends: TurnEnds) -> list[Turn]:
     """The turns, with OURS in place of those that the policy sampled, and OURS at the end for its answer."""
     story: list[Turn] = []
     for turn in [*(OURS if _is_ours(turn, header, ends) else turn for turn in turns), OURS]:

@@ -250,7 +250,7 @@ class Rewards:
         """The expected best of k for each displayed k, over the tasks that have k scored rollouts."""
         most = max((len(places) for _, places in self.groups()), default=0)
         found = []
-        for k in spread_of_k(most):
+        for k in displayed_ks(most):
             values = array("d", (best_at_k(rewards, k) for _, rewards in self.by_task() if len(rewards) >= k))
             found.append(BestOfK(k, fmean(values), bootstrap(values), len(values)))
         return found
@@ -272,14 +272,14 @@ def student_t(freedom: int) -> float:
     return z * (1 + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1)))
 
 
-def spread_of_k(rollouts: int) -> list[int]:
+def displayed_ks(rollouts: int) -> list[int]:
     """The displayed k for this many rollouts per task: powers of two, and the number itself."""
     if rollouts < 1:
         return []
     return sorted({1 << i for i in range(rollouts.bit_length())} | {rollouts})
 
 
-class Camp(NamedTuple):
+class AnswerGroup(NamedTuple):
     """The rollouts of one task with the same answer. mean: of their rewards."""
 
     size: int
@@ -314,9 +314,11 @@ class Votes:
         n = self.rollouts
         if not 1 <= k <= n or (n > EXACT_ROLLOUTS and k < n):
             return None
-        camps = sorted(Camp(count, total / count) for key, (count, total) in self.totals.items() if key is not None)
+        camps = sorted(
+            AnswerGroup(count, total / count) for key, (count, total) in self.totals.items() if key is not None
+        )
         count, total = self.totals.get(None, (0, 0.0))
-        silent = Camp(count, total / count if count else 0.0)
+        silent = AnswerGroup(count, total / count if count else 0.0)
         if k == n:
             most = max((camp.size for camp in camps), default=0)
             elected = [camp.mean for camp in camps if camp.size == most]
@@ -333,14 +335,14 @@ def answer_key(answer: Any) -> int | None:
 
 
 @lru_cache(maxsize=8192)  # tasks with few rollouts and 0/1 rewards often repeat
-def _expected(camps: tuple[Camp, ...], silent: Camp, k: int) -> float:
+def _expected(camps: tuple[AnswerGroup, ...], silent: AnswerGroup, k: int) -> float:
     draws = math.comb(silent.size + sum(camp.size for camp in camps), k)
     largest = min(k, max((camp.size for camp in camps), default=0))
-    won = sum(_won_with(most, camps, silent, k) for most in range(1, largest + 1))
+    won = sum(_winner_rewards(most, camps, silent, k) for most in range(1, largest + 1))
     return (won + math.comb(silent.size, k) * silent.mean) / draws
 
 
-def _won_with(most: int, camps: tuple[Camp, ...], silent: Camp, k: int) -> float:
+def _winner_rewards(most: int, camps: tuple[AnswerGroup, ...], silent: AnswerGroup, k: int) -> float:
     """The sum of the winners' mean rewards, over all draws of k whose winners have `most` votes each.
 
     ways[drawn, winners] = (number of draws, sum over them of the winners' rewards), camp after camp.
@@ -401,7 +403,7 @@ class Scores:
     def majority(self) -> list[BestOfK]:
         """The mean over tasks of the expected reward of the majority answer of k rollouts. Empty without answers."""
         most = max((len(self._voters(places)) for _, places in self.rewards.groups()), default=0)
-        at_k = {k: array("d") for k in spread_of_k(most) if k > 1}
+        at_k = {k: array("d") for k in displayed_ks(most) if k > 1}
         for _, places in self.rewards.groups() if at_k else ():
             votes = self._votes(places)
             for k, values in at_k.items():

@@ -474,7 +474,7 @@ FENCE = "---"
 FORM = "---, description, domain, kind, license (a line each, `key: value`), ---"
 
 
-class Facts(BaseModel):
+class EnvironmentInfo(BaseModel):
     """kind: `tools` calls tools, `single_turn` only answers, `steps` plays turn by turn. license: SPDX if possible."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -490,7 +490,7 @@ def readme_of(app: Path) -> Path:
     return app.with_name("README.md") if app.name == "app.py" else app.with_suffix(".md")
 
 
-def facts_in(readme: Path) -> Facts:
+def facts_in(readme: Path) -> EnvironmentInfo:
     """Read the card of a README; raises a ConfigError with file and line if it is missing or wrong."""
     shown = os.path.relpath(readme) if readme.is_relative_to(Path.cwd()) else str(readme)
     try:
@@ -500,7 +500,7 @@ def facts_in(readme: Path) -> Facts:
         raise ConfigError(f"{shown}: cannot be read ({reason}); an environment's README begins with {FORM}") from None
     if lines[:1] != [FENCE] or FENCE not in lines[1:]:
         raise ConfigError(f"{shown}:1: the facts of the environment are missing; begin the file with {FORM}")
-    return parse(Facts, _tree("\n".join(lines[1 : lines.index(FENCE, 1)]), shown))
+    return parse(EnvironmentInfo, _tree("\n".join(lines[1 : lines.index(FENCE, 1)]), shown))
 
 
 def _tree(text: str, shown: str) -> ConfigTree:

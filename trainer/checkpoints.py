@@ -60,14 +60,14 @@ class CheckpointUnusable(NgymError):
     """There is no checkpoint to resume from, or it is damaged."""
 
 
-class Written(FrozenOptions):
+class FileEntry(FrozenOptions):
     """The manifest's entry for a file."""
 
     bytes: int
     sha256: str
 
 
-WRITTEN = TypeAdapter(dict[str, Written])
+WRITTEN = TypeAdapter(dict[str, FileEntry])
 
 
 class Checkpoint(NamedTuple):

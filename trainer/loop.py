@@ -32,7 +32,7 @@ from .losses.policy_loss import Mean, Totals, detached, logged, measured
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
 from .recipe.recipe import DataOptions, Recipe, read_launch
-from .recipe.recipe_reader import of_file, of_live
+from .recipe.recipe_reader import file_run_sizes, live_run_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,7 +192,7 @@ class FileSource:
             recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say, drops_truncated=drops
         )
         self.steps = file_batches.steps(self._samples, recipe)
-        for line in of_file(recipe, self._samples, self.steps, read_launch()):
+        for line in file_run_sizes(recipe, self._samples, self.steps, read_launch()):
             say(line)
         self._held_out = _held_out(parts, say)
 
@@ -278,7 +278,7 @@ class LiveSource:
             check_transport(options.transport)
             reached = services.reached
             self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), reached.token)
-        for line in of_live(recipe, read_launch()):
+        for line in live_run_sizes(recipe, read_launch()):
             say(line)
         pushed = learner.adapter if options.transport == "lora" else learner.weights
         colocated = ColocatedPhases(learner, self._pusher) if options.colocated else None

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ngym.cluster.ray_placement import CHUNK_BYTES, RayPlacer, RayProcess, bundle, connect, in_group, of_actor, reserved
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
-from ngym.runtime.event_loop import unless
+from ngym.runtime.event_loop import run_unless_failed
 from ngym.supervise.service import ReplicaState, describe_exit
 from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 from ngym.supervise.supervisor import Supervisor
@@ -119,7 +119,7 @@ class _Run:
             number, own = signal.Signals[f"SIG{sent}"], signal.Signals[f"SIG{received}"]
             loop.add_signal_handler(own, self._stop, number)
         async with self._services() as (environment, failure):
-            code = await unless(failure(), self._until_done(environment))
+            code = await run_unless_failed(failure(), self._until_done(environment))
         if code:
             raise SystemExit(code)
         return self._recipe.output

@@ -42,7 +42,7 @@ def is_interrupted(output: Path) -> bool:
     return (output / PARTIAL).is_dir()
 
 
-def set_aside(output: Path, names: Collection[str]) -> None:
+def move_aside(output: Path, names: Collection[str]) -> None:
     """Move these files of a run into `.old.partial/`; `put_back` undoes it."""
     partial = output / PARTIAL
     for name in names:
@@ -51,7 +51,7 @@ def set_aside(output: Path, names: Collection[str]) -> None:
             (output / name).rename(partial / name)
 
 
-def put_back(output: Path) -> None:
+def restore(output: Path) -> None:
     """Undo the moves of a run that did not begin to train; files that it wrote under the same names are removed."""
     partial = output / PARTIAL
     if not partial.is_dir():
@@ -72,7 +72,7 @@ def replace(output: Path, in_use: Collection[Path] = ()) -> None:
     used = [path.resolve() for path in in_use]
     names = [name for name in FILES if not any(path.is_relative_to((output / name).resolve()) for path in used)]
     has_results = _has_row(output / METRICS) or _has_row(output / SPOOL) or (output / POLICY).exists()
-    set_aside(output, names)
+    move_aside(output, names)
     old, partial = output / OLD, output / PARTIAL
     if not partial.is_dir():
         return

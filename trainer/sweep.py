@@ -35,7 +35,7 @@ import yaml
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.files import jsonl
 from ngym.files.atomic import held_folder, write_whole
-from ngym.runtime.event_loop import await_exit, put_off
+from ngym.runtime.event_loop import await_exit, deferred_signals
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
@@ -55,7 +55,7 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 INTERRUPTED = 130
 
 
-class Ended(NamedTuple):
+class FinishedRun(NamedTuple):
     """exit_code: negative for a signal that killed it. last: the last nonempty line of its output."""
 
     exit_code: int
@@ -74,7 +74,7 @@ class TimeWarning:
         self.came = True
         self._forward()
 
-    def reaches(self, process: subprocess.Popen[bytes]) -> None:
+    def forward_to(self, process: subprocess.Popen[bytes]) -> None:
         """From now on this process gets the warning, also one that came while it started."""
         self._process = process
         if self.came:
@@ -85,7 +85,7 @@ class TimeWarning:
             self._process.send_signal(signal.SIGUSR1)  # does nothing after its end
 
 
-def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None = None) -> Ended:
+def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None = None) -> FinishedRun:
     """Run a command until it ends. Interrupted here (Ctrl-C), it is interrupted too, and its end is awaited.
 
     It runs in a separate process group, so that Ctrl-C reaches it once, through us, with all its child processes.
@@ -95,7 +95,7 @@ def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None =
     reader: threading.Thread | None = None
     last = [""]
     try:
-        with put_off():
+        with deferred_signals():
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -104,7 +104,7 @@ def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None =
                 env={**os.environ, SWEEP: str(log.parent.absolute())},
             )
             if warning is not None:
-                warning.reaches(process)
+                warning.forward_to(process)
             assert process.stdout is not None
             reader = threading.Thread(target=_copy, args=(process.stdout, log, last), daemon=True)
             reader.start()
@@ -116,7 +116,7 @@ def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None =
     finally:
         if reader is not None:
             reader.join(SHUTDOWN_S)
-    return Ended(code, last[0])
+    return FinishedRun(code, last[0])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -124,7 +124,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
     Where Ctrl-C is ignored, as for a script's `&`, the process ignores it too, and is terminated.
     """
-    with put_off():
+    with deferred_signals():
         if process.poll() is not None:
             return
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -133,7 +133,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             await_exit(process, SHUTDOWN_S)
     finally:
-        with put_off():
+        with deferred_signals():
             running = process.poll() is None
         if running:
             os.killpg(process.pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ def last_metrics(file: Path) -> dict[str, float]:
         for line in jsonl.read(file):
             # JSON has no NaN or infinity; they are stored as null
             values = {name: math.nan if value is None else value for name, value in line.row.items()}
-            found |= {name: value for name, value in values.items() if _decides(name)}
+            found |= {name: value for name, value in values.items() if _is_shown(name)}
     return found
 
 
@@ -220,7 +220,7 @@ def show(outcomes: Sequence[SweepOutcome], waiting: Sequence[str]) -> None:
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else MAX_LINE_CHARS).print(table)
 
 
-def _decides(name: str) -> bool:
+def _is_shown(name: str) -> bool:
     last = name.rpartition("/")[2].partition("@")[0]
     return name in SHOWN_METRICS or (name.startswith(("eval/", "val/")) and last not in NOT_SHOWN)
 

@@ -28,7 +28,7 @@ from .checkpoints import Checkpoints, model_digest, resumable
 from .data import file_batches
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, TrainerOptions, read_launch
-from .recipe.recipe_reader import as_yaml, impossible, of_live, read_recipe
+from .recipe.recipe_reader import as_yaml, impossible_settings, live_run_sizes, read_recipe
 from .recipe.rollout_options import RolloutOptions
 from .reporting import sinks
 from .run_folder import (
@@ -41,9 +41,9 @@ from .run_folder import (
     SKIPPED,
     contains_run,
     is_interrupted,
-    put_back,
+    move_aside,
     replace,
-    set_aside,
+    restore,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
     if launch.rank:
         _run(recipe, launch, resume, lambda: None, warnings)
     else:
-        with _claimed(recipe, as_yaml(recipe, tree), overwrite, resume) as begin:
+        with _locked_folder(recipe, as_yaml(recipe, tree), overwrite, resume) as begin:
             _run(recipe, launch, resume, begin, warnings)
     return recipe.output
 
@@ -96,7 +96,7 @@ def dry_run(
     taken = contains_run(recipe.output)
     if resume:
         resumable(recipe.output, text)
-    sizes = of_live(recipe, _launch(recipe, on_ray)) if recipe.live else []
+    sizes = live_run_sizes(recipe, _launch(recipe, on_ray)) if recipe.live else []
     if as_json:
         plan = {"output": str(recipe.output), "contains_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
         print(orjson.dumps(plan, option=orjson.OPT_INDENT_2).decode())
@@ -120,7 +120,7 @@ def checked(files: Sequence[str], overrides: Sequence[str], *, on_ray: bool = Fa
         raise UsageError(f"{there} is not a folder; {OTHERWISE}")
     if recipe.data is not None:
         file_batches.check(recipe.data, tree)
-    refused = impossible(recipe, _launch(recipe, on_ray))
+    refused = impossible_settings(recipe, _launch(recipe, on_ray))
     if refused:
         raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in refused))
     return recipe, tree
@@ -141,9 +141,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
     limit_spinning(alone=not launch.launched and not (recipe.live and recipe.live.max_lag))
     new = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
     if new is not None:
-        recipe = _to_be_saved(recipe, launch, resume)
+        recipe = _with_initial_policy(recipe, launch, resume)
     if recipe.served_base is not None and launch.rank == 0 and not resume:
-        set_aside(recipe.output, [BASE])  # an earlier run's must not be served
+        move_aside(recipe.output, [BASE])  # an earlier run's must not be served
     with ExitStack() as stack:
         if launch.rank == 0:  # so that services are stopped and the terminal is restored
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -176,7 +176,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import (
             CriticNetwork,
-            Trained,
+            TrainedNetwork,
             load_policy,
             load_reward_model,
             load_tokenizer,
@@ -197,7 +197,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
 
         loading.enter_context(memory_explained(lambda: "loading the model", TO_LOAD))
         tokenizer = load_tokenizer(recipe.model)
-        policy: Trained
+        policy: TrainedNetwork
         if isinstance(recipe.algorithm, RewardModelOptions):
             policy = load_reward_model(recipe.model, tokenizer, recipe.seed)
         else:
@@ -310,11 +310,11 @@ def _models(recipe: Recipe) -> list[str]:
     return [path for path in paths if path is not None]
 
 
-def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
+def _with_initial_policy(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
     """The recipe with the folder of its new policy in place of from_scratch: servers load a policy from a folder."""
     folder = recipe.output.resolve() / INITIAL
     if launch.rank == 0 and not resume:
-        set_aside(recipe.output, [INITIAL])  # an earlier run's must not be served
+        move_aside(recipe.output, [INITIAL])  # an earlier run's must not be served
     saved = recipe.model.model_copy(update={"path": str(folder), "from_scratch": None, "tokenizer": None})
     return recipe.model_copy(update={"model": saved})
 
@@ -397,7 +397,7 @@ def _draw(metrics: Metrics, image: Path) -> None:
 
 
 @contextmanager
-def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> Iterator[Callable[[], None]]:
+def _locked_folder(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> Iterator[Callable[[], None]]:
     """Lock the run's folder. The yielded function must be called when training begins: it writes the recipe, and moves an
     earlier run that is not resumed into `.old/`.
 
@@ -406,7 +406,7 @@ def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> It
     output = recipe.output
     if is_interrupted(output):
         with held_folder(output, OTHERWISE):
-            put_back(output)
+            restore(output)
     if resume:
         resumable(output, resolved)
     elif contains_run(output) and not overwrite:
@@ -423,7 +423,7 @@ def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> It
         try:
             yield begin
         finally:
-            put_back(output)
+            restore(output)
 
 
 def _say(text: str) -> None:

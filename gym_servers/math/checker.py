@@ -91,14 +91,14 @@ WARM_UP = (
 )
 
 
-class Marks(NamedTuple):
+class MarkedAnswer(NamedTuple):
     """text: the answer without bases. bases: of its numbers, in order. unit: the known unit after or before it."""
 
     text: str
     bases: tuple[str, ...]
     unit: str | None
 
-    def contradiction(self, expected: Marks) -> str | None:
+    def contradiction(self, expected: MarkedAnswer) -> str | None:
         """How these marks contradict the expected ones, or None."""
         if self.bases and self.bases != (expected.bases or ("10",) * len(self.bases)):
             return f"is in base {', '.join(self.bases)}"
@@ -109,7 +109,7 @@ class Marks(NamedTuple):
         return None
 
 
-def marks(text: str) -> Marks:
+def marks(text: str) -> MarkedAnswer:
     bases = []
 
     def without_base(found: re.Match[str]) -> str:
@@ -120,7 +120,7 @@ def marks(text: str) -> Marks:
         return found[1]
 
     plain = BASED.sub(without_base, text)
-    return Marks(plain, tuple(bases), unit_of(plain))
+    return MarkedAnswer(plain, tuple(bases), unit_of(plain))
 
 
 def unit_of(text: str) -> str | None:

@@ -231,9 +231,9 @@ class Connection:
         if not self._options.shared:
             self.end()
         elif self._check is None or self._check.done():
-            self._check = asyncio.create_task(self._end_unless_it_answers())
+            self._check = asyncio.create_task(self._end_if_unresponsive())
 
-    async def _end_unless_it_answers(self) -> None:
+    async def _end_if_unresponsive(self) -> None:
         before = self._answers
         try:
             async with asyncio.timeout(self._options.timeout_s):

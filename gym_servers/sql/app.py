@@ -53,7 +53,7 @@ class SqlTask(VerifyRequest):
         return {"gold": gold, "database": row.get("db_id"), **order, **row}
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if (self.setup is None) == (self.database is None):
             raise ValueError("a row needs either setup (a script) or database (a name)")
         if self.database is not None and not NAME.fullmatch(self.database):

@@ -43,7 +43,7 @@ SCRIPT_PRAGMAS = {"foreign_keys", "encoding"}
 REFUSED_FUNCTIONS = {"load_extension", "random", "randomblob", "sqlite_compileoption_get", "fts3_tokenizer"}
 
 
-class TooHeavy(Exception):
+class QueryTooExpensive(Exception):
     """More steps, rows or bytes than a query may have."""
 
 
@@ -58,7 +58,7 @@ def show(database: Database, sql: str) -> dict[str, Any]:
     try:
         with open_database(database) as connection:
             columns, rows = fetch(connection, sql)
-    except (sqlite3.Error, sqlite3.Warning, TooHeavy, MemoryError, ValueError) as error:
+    except (sqlite3.Error, sqlite3.Warning, QueryTooExpensive, MemoryError, ValueError) as error:
         return {"error": str(error) or "out of memory"}
     shown = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
     return {"columns": columns, "rows": shown, "row_count": len(rows), "truncated": len(rows) > SHOWN_ROWS}
@@ -70,7 +70,7 @@ def expect(databases: list[Database], gold: str) -> dict[str, Any]:
         for database in databases:
             with open_database(database) as connection:
                 fetch(connection, gold)
-    except (sqlite3.Error, sqlite3.Warning, TooHeavy, MemoryError, ValueError) as error:
+    except (sqlite3.Error, sqlite3.Warning, QueryTooExpensive, MemoryError, ValueError) as error:
         return {"error": str(error) or "out of memory"}
     return {}
 
@@ -83,7 +83,7 @@ def grade(databases: list[Database], gold: str, said: str, ordered: bool) -> dic
         try:
             with open_database(database) as connection:
                 got = fetch(connection, said)[1]
-        except TooHeavy as error:
+        except QueryTooExpensive as error:
             return {"outcome": "too_heavy", "reason": str(error)}
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
             return {"outcome": "sql_error", "reason": str(error) or "out of memory"}
@@ -136,7 +136,7 @@ def authorize_script(action: int, first: str | None, second: str | None, *_: obj
 
 
 def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
-    """Column names and all rows. Raises sqlite3.Error, TooHeavy or ValueError (not a query)."""
+    """Column names and all rows. Raises sqlite3.Error, QueryTooExpensive or ValueError (not a query)."""
     rows: Rows = []
     with counted(connection):
         cursor = connection.execute(sql)
@@ -145,13 +145,13 @@ def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
         for row in cursor:
             rows.append(row)
             if len(rows) > MAX_ROWS or len(rows) * len(row) > MAX_CELLS:
-                raise TooHeavy(f"more than {min(MAX_ROWS, MAX_CELLS // len(row)):,} rows")
+                raise QueryTooExpensive(f"more than {min(MAX_ROWS, MAX_CELLS // len(row)):,} rows")
     return [column[0] for column in cursor.description], rows
 
 
 @contextmanager
 def counted(connection: sqlite3.Connection) -> Iterator[None]:
-    """Raises TooHeavy after MAX_STEPS of SQLite's instructions."""
+    """Raises QueryTooExpensive after MAX_STEPS of SQLite's instructions."""
     looks = 0
 
     def look() -> bool:
@@ -164,7 +164,7 @@ def counted(connection: sqlite3.Connection) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         if str(error) == "interrupted":
-            raise TooHeavy(f"more than {MAX_STEPS:,} steps") from None
+            raise QueryTooExpensive(f"more than {MAX_STEPS:,} steps") from None
         raise
 
 

@@ -246,7 +246,7 @@ class _Interaction:
         return "\n\n".join(content_text(each.content) for each in messages)
 
 
-class Begun(NamedTuple):
+class ActiveRollout(NamedTuple):
     """A rollout under way."""
 
     trace: Trace
@@ -358,11 +358,11 @@ class Bridge:
             if call.name in names and call.arguments is not None:
                 await self.call(call.name, call.arguments, session)
 
-    async def _begun(self, data: Json, session: Session) -> Begun:
+    async def _begun(self, data: Json, session: Session) -> ActiveRollout:
         """What tools and rewards need. Created once per session, also for concurrent first calls; again after a failure."""
         if "begun" not in session:
             session["begun"] = session.spawn(self._begin(data, session))
-        task: asyncio.Task[Begun] = session["begun"]
+        task: asyncio.Task[ActiveRollout] = session["begun"]
         try:
             return await asyncio.shield(task)
         except Exception:
@@ -370,7 +370,7 @@ class Bridge:
                 del session["begun"]
             raise
 
-    async def _begin(self, data: Json, session: Session) -> Begun:
+    async def _begin(self, data: Json, session: Session) -> ActiveRollout:
         task = self.environment.task(data)
         tools = await Toolbox.open(toolsets_of(self.environment), task.data)
         try:
@@ -380,7 +380,7 @@ class Bridge:
             await tools.stack.aclose()
             raise
         session.when_over(lambda: asyncio.ensure_future(tools.stack.aclose()))
-        return Begun(trace, tools)
+        return ActiveRollout(trace, tools)
 
     async def _score(self, trace: Trace) -> None:
         await scored(self.source, trace, self.deadline_s)

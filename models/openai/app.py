@@ -23,7 +23,7 @@ from ngym.convert import (
     unfinished,
 )
 from ngym.errors import UpstreamError
-from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Upstream, answer_validation, watched
+from ngym.remote import ContextOverflow, NotSupported, RemoteOptions, Upstream, answer_validation, watched
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.server import ModelOptions
 
@@ -58,7 +58,7 @@ class Backend:
             if self._api != "chat":
                 try:
                     return self._decided("responses", await self._responses(params))
-                except NotOffered:
+                except NotSupported:
                     if self._api == "responses":
                         raise
             return self._decided("chat", await self._chat(params))
@@ -74,7 +74,7 @@ class Backend:
                         async for event in events:
                             yield self._decided("responses", event)
                     return
-                except NotOffered:
+                except NotSupported:
                     if self._api == "responses":
                         raise
             async with aclosing(self._chat_events(params)) as events:

@@ -41,7 +41,7 @@ class Azure(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _one_way(self) -> Azure:
+    def _check_one_key(self) -> Azure:
         if sum((self.entra, self.token_env is not None, bool(self.token_command))) > 1:
             raise ValueError("give one of entra, token_env and token_command")
         if self.token_env and not os.environ.get(self.token_env):

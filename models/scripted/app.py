@@ -36,7 +36,7 @@ from ngym.convert import (
 from ngym.files import jsonl
 from ngym.net.json_limits import by_size
 from ngym.services.base.options import InputFile
-from ngym.services.models.server import ModelOptions, SeenCall
+from ngym.services.models.server import ModelOptions, PriorCall
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _ASSISTANT = frozenset({"reasoning", "function_call"})
@@ -166,7 +166,7 @@ def _problem(row: dict[str, Any]) -> str | None:
     return None
 
 
-def render(request: dict[str, Any], seen: SeenCall | None = None) -> bytes:
+def render(request: dict[str, Any], seen: PriorCall | None = None) -> bytes:
     """The prompt of a request, up to the beginning of the model's answer."""
     items = request["input"]
     if isinstance(items, str):
@@ -211,7 +211,7 @@ def _answer_bytes(said: Answer) -> bytes:
     return b"".join((_thought(said.reasoning), said.text.encode(), *(_call(*call) for call in said.calls)))
 
 
-def _continued(seen: SeenCall) -> bytes:
+def _continued(seen: PriorCall) -> bytes:
     """All ids up to the end of an answer."""
     try:
         ids = bytes(seen.prompt_token_ids) + bytes(seen.generation_token_ids)

@@ -46,7 +46,7 @@ from ngym.convert import chat_chunks, chat_from_response, overflow_response
 from ngym.errors import BadRequest, ConfigError, NotFound, ServiceError, Unauthorized, UpstreamError
 from ngym.net.auth import TokenAuth
 from ngym.net.json_limits import BULK_WEIGHT
-from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Unanswered, Upstream, watched
+from ngym.remote import ContextOverflow, NotSupported, OutcomeUnknown, RemoteOptions, Upstream, watched
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
 from ngym.services.models.server import ModelOptions
@@ -169,7 +169,7 @@ class Engine:
     async def _either(self, path: str, older: str) -> Json:
         try:
             return await self._upstream.get(path)
-        except NotOffered:
+        except NotSupported:
             return await self._upstream.get(older)
 
     async def _answers(self, body: Json, streamed: bool) -> AsyncGenerator[Json, None]:
@@ -432,7 +432,7 @@ class Weights:
                 engine.sleep(MEMORY)
                 try:
                     await engine.command("/release_memory_occupation", {})
-                except Unanswered:
+                except OutcomeUnknown:
                     raise
                 except ServiceError:
                     engine.sleep(before)

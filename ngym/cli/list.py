@@ -18,7 +18,7 @@ from ngym.runtime.live_region import aligned
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
-    from ngym.validation import Facts
+    from ngym.validation import EnvironmentInfo
 
 DEFAULT = Path("global_config.yaml")
 SPLITS = ("train", "validation", "example")
@@ -28,14 +28,14 @@ Exit codes: 0  the environments are shown
 HEADER = ("NAME", "DOMAIN", "KIND", "REWARD", "TRAIN", "VALID", "EXAMPLE", "LICENSE", "")
 
 
-class Listed(NamedTuple):
+class ListedEnvironment(NamedTuple):
     """An environment. app: None for an external one. facts: None if they cannot be read; `problem` has the reason."""
 
     name: str
     app: str | None
     in_config: bool
     rows: dict[str, int]
-    facts: Facts | None
+    facts: EnvironmentInfo | None
     problem: str
     reward_range: tuple[float, float] | None = None
 
@@ -85,7 +85,7 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
     )
 
 
-def environments(configs: Sequence[Path]) -> list[Listed]:
+def environments(configs: Sequence[Path]) -> list[ListedEnvironment]:
     """The environments of the configs in their order, then the shipped ones that no stanza uses, by name."""
     from ngym.config.service_config import load_config
 
@@ -100,13 +100,13 @@ def environments(configs: Sequence[Path]) -> list[Listed]:
     return [each for each in listed if each is not None]
 
 
-def _of_stanza(config: Config, stanza: Stanza) -> Listed | None:
+def _of_stanza(config: Config, stanza: Stanza) -> ListedEnvironment | None:
     if stanza.app is None:
-        return Listed(stanza.name, None, True, {}, None, f"at {', '.join(stanza.external_urls)}")
+        return ListedEnvironment(stanza.name, None, True, {}, None, f"at {', '.join(stanza.external_urls)}")
     return _described(stanza.name, stanza.app, config.root, in_config=True)
 
 
-def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | None:
+def _described(name: str, app: str, root: Path, in_config: bool) -> ListedEnvironment | None:
     """None for a gym server with neither facts nor data, such as gym_servers/sandbox, which is not an environment."""
     from ngym.errors import ConfigError
     from ngym.validation import data_places, facts_in, readme_of
@@ -115,9 +115,9 @@ def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | Non
     rows = {split: _count(data / f"{split}.jsonl") for split in SPLITS} if data else {}
     try:
         file = app_file(app, root)
-        return Listed(name, app, in_config, rows, facts_in(readme_of(file)), "", _reward_range(file))
+        return ListedEnvironment(name, app, in_config, rows, facts_in(readme_of(file)), "", _reward_range(file))
     except ConfigError as error:
-        return Listed(name, app, in_config, rows, None, str(error)) if data else None
+        return ListedEnvironment(name, app, in_config, rows, None, str(error)) if data else None
 
 
 def _reward_range(app: Path) -> tuple[float, float] | None:
@@ -138,7 +138,7 @@ def _count(path: Path) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def _print(listed: Sequence[Listed], title: str) -> None:
+def _print(listed: Sequence[ListedEnvironment], title: str) -> None:
     if not listed:
         return
     click.echo(title)
@@ -146,7 +146,7 @@ def _print(listed: Sequence[Listed], title: str) -> None:
         click.echo(f"  {line}")
 
 
-def _row(each: Listed) -> tuple[str, ...]:
+def _row(each: ListedEnvironment) -> tuple[str, ...]:
     counts = tuple(f"{each.rows.get(split, 0):,}" if each.rows.get(split) else "-" for split in SPLITS)
     if each.facts is None:
         return (each.name, "?", "?", "?", *counts, "?", each.problem)

@@ -10,7 +10,7 @@ from statistics import fmean
 import click
 
 from ngym.cli.shell.main import command, writing
-from ngym.cli.shell.walkthrough import Walk
+from ngym.cli.shell.walkthrough import Walkthrough
 from ngym.config.shipped_files import RECIPES, shipped_path
 
 QUICKSTART = Path("runs/quickstart/sft/policy")
@@ -42,7 +42,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     Takes about three minutes on two cores. Replaces what is in the folder.
     """
     started = time.monotonic()
-    walk = Walk(STEPS)
+    walk = Walkthrough(STEPS)
     folder.mkdir(parents=True, exist_ok=True)
     data = shipped_path("data/calculator")
     config, rollouts, pairs = folder / "global_config.yaml", folder / "rollouts.jsonl", folder / "pairs.jsonl"
@@ -78,7 +78,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     )
 
 
-def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
+def _quickstarts_or_new(folder: Path, seed: int, walk: Walkthrough) -> Path:
     if QUICKSTART.is_dir():
         click.echo(f"using {QUICKSTART}")
         return QUICKSTART

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ngym.cli.shell.main import command, count, writing
-from ngym.cli.shell.walkthrough import Walk
+from ngym.cli.shell.walkthrough import Walkthrough
 from ngym.config.shipped_files import RECIPES, shipped_path
 from ngym.errors import UsageError
 from ngym.extras import version
@@ -74,8 +74,8 @@ def main(folder: Path, limit: int, repeats: int, seed: int, engine: str | None, 
     if not dry_run:
         _require_everything(needs_vllm=engine == "vllm" and not has_vllm)
     started = time.monotonic()
-    walk = Walk(STEPS, dry_run, err=as_json)
-    places = Places(folder, engine or ("vllm" if has_vllm else "transformers"))
+    walk = Walkthrough(STEPS, dry_run, err=as_json)
+    places = QuickstartPaths(folder, engine or ("vllm" if has_vllm else "transformers"))
     _walk(walk, places, limit, repeats, seed)
     if not dry_run:
         _print_result(places, time.monotonic() - started, as_json)
@@ -95,7 +95,7 @@ def _require_everything(*, needs_vllm: bool) -> None:
         )
 
 
-class Places:
+class QuickstartPaths:
     """The files that the quickstart writes. sft_policy: the folder of the SFT policy. grpo_run: that of the GRPO run."""
 
     def __init__(self, folder: Path, engine: str) -> None:
@@ -133,7 +133,7 @@ class Places:
             self.sft_policy.rename(aside)
 
 
-def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:
+def _walk(walk: Walkthrough, places: QuickstartPaths, limit: int, repeats: int, seed: int) -> None:
     from ngym.rollout import transcript
 
     recipes, folder = RECIPES, places.folder
@@ -163,7 +163,7 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
         walk.ng("train", str(recipes / "grpo.yaml"), *live, f"output={places.grpo_run}", *common)
 
 
-def _print_result(places: Places, seconds: float, as_json: bool) -> None:
+def _print_result(places: QuickstartPaths, seconds: float, as_json: bool) -> None:
     if as_json:
         run = places.grpo_run
         policies = {"before": str(places.sft_policy), "policy": str(run / "policy")}

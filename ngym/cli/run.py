@@ -220,7 +220,7 @@ def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:
 HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "APP")
 
 
-class Planned(NamedTuple):
+class PlannedService(NamedTuple):
     """A service as it would be started. app: its file; None: an external service at `urls`. port: None: a free one.
 
     python: that of the service's virtual environment; None: the one that runs ngym. resources: of each process.
@@ -288,12 +288,12 @@ def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int,
     click.echo("nothing was started", err=True)
 
 
-def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Sequence[str]] = {}) -> Planned:
+def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Sequence[str]] = {}) -> PlannedService:
     from ngym.supervise.venvs import venv_of
 
     app = app_file(stanza.app, config.root, stanza.where) if stanza.app and not stanza.external else None
     venv = venv_of(config, stanza)
-    return Planned(
+    return PlannedService(
         stanza.name,
         stanza.kind,
         app,
@@ -309,7 +309,7 @@ def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Se
     )
 
 
-def _row(each: Planned) -> tuple[str, ...]:
+def _row(each: PlannedService) -> tuple[str, ...]:
     if each.app is None:
         return (each.name, each.kind, "", " ".join(each.urls), "external: not started here")
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
@@ -319,7 +319,7 @@ def _row(each: Planned) -> tuple[str, ...]:
     return (each.name, each.kind, count, _address(each.host, each.port), app)
 
 
-def _resources(each: Planned) -> str:
+def _resources(each: PlannedService) -> str:
     """Such as `cpus 4, GPUs 0,1 | 2,3`, with the GPUs of each process."""
     parts = [f"{key} {value:g}" for key, value in each.resources.items() if key != "gpus" or not each.gpus]
     if each.gpus:

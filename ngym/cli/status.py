@@ -15,7 +15,7 @@ import click
 from ngym.cli.shell.main import command
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import RUN_TOKEN, wrong_url
-from ngym.runtime.live_region import aligned, duration, harmless
+from ngym.runtime.live_region import aligned, duration, sanitized
 from ngym.supervise.head_file import find_running, token_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
     ready = sum(server["status"] == "ready" for server in servers)
     yield f"{ready} of {len(servers)} services ready; {url}"
     yield from aligned([COLUMNS, *map(_row, servers)])
-    reasons = [f"  {server['name']}: {harmless(server['detail'])}" for server in servers if server["detail"]]
+    reasons = [f"  {server['name']}: {sanitized(server['detail'])}" for server in servers if server["detail"]]
     if reasons:
         yield ""
         yield "reasons:"

@@ -18,7 +18,7 @@ from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_options
 from ngym.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ngym.cli.environments import Say, Tried
+    from ngym.cli.environments import EnvironmentResult, Say
     from ngym.config.service_config import Config, Stanza
     from ngym.supervise.zygote_client import ZygoteClient
 
@@ -78,7 +78,7 @@ def main(
             config = load_config(configs, overrides)
         except ConfigMistakes as error:
             config = error.config
-            found = Found([str(error), *asyncio.run(mistakes_of(config, launcher, error.names))], [])
+            found = ValidationResult([str(error), *asyncio.run(mistakes_of(config, launcher, error.names))], [])
         else:
             found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, call_s, say))
     finally:
@@ -90,11 +90,11 @@ def main(
     ctx.exit(EXIT_FAILED if any(each.wrong for each in found.tried) else EXIT_DONE)
 
 
-class Found(NamedTuple):
+class ValidationResult(NamedTuple):
     """mistakes: of the config; if there are any, no environment is tested."""
 
     mistakes: list[str]
-    tried: list[Tried]
+    tried: list[EnvironmentResult]
 
     def as_json(self, config: Config) -> dict[str, object]:
         return {
@@ -110,18 +110,18 @@ class Found(NamedTuple):
 
 async def _validate(
     config: Config, launcher: ZygoteClient, names: tuple[str, ...] | None, within_s: float, call_s: float, say: Say
-) -> Found:
+) -> ValidationResult:
     """names: environments to test; empty: all that have gold answers; None: no environment."""
     # environments are tested without a model
     if mistakes := await mistakes_of(config, launcher, models=names is None):
-        return Found(mistakes, [])
+        return ValidationResult(mistakes, [])
     count = len(config.services)
     say(f"{', '.join(map(str, config.files))}: {count} service{'s' if count > 1 else ''}, all right")
     if names is None:
-        return Found([], [])
+        return ValidationResult([], [])
     from ngym.cli.environments import try_environments
 
-    return Found([], await try_environments(config, launcher, names, within_s, call_s, say))
+    return ValidationResult([], await try_environments(config, launcher, names, within_s, call_s, say))
 
 
 async def mistakes_of(

@@ -12,7 +12,7 @@ from ngym.cli.shell.main import command
 from ngym.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngym.view.app import Door
+    from ngym.view.app import ListeningSocket
     from ngym.view.runs import OpenedRuns
 
 EXIT_CODES = """\
@@ -94,30 +94,35 @@ def main(
 
 
 def _serve(shown: OpenedRuns, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
-    from ngym.view.app import door, open_browser, serve
+    from ngym.view.app import listen, open_browser, serve
 
-    entrance = door(host, port)
+    listening = listen(host, port)
 
     def ready() -> None:
-        _print_address(shown, entrance, as_json)
+        _print_address(shown, listening, as_json)
         if browse:
-            open_browser(entrance.url)
+            open_browser(listening.url)
 
-    serve(shown, entrance, title, ready)
+    serve(shown, listening, title, ready)
 
 
-def _print_address(shown: OpenedRuns, entrance: Door, as_json: bool) -> None:
+def _print_address(shown: OpenedRuns, listening: ListeningSocket, as_json: bool) -> None:
     if as_json:
         import orjson
 
-        summary = {"url": entrance.url, "address": entrance.address, "token": entrance.token, "runs": shown.as_json()}
+        summary = {
+            "url": listening.url,
+            "address": listening.address,
+            "token": listening.token,
+            "runs": shown.as_json(),
+        }
         click.echo(orjson.dumps(summary))
         return
     for run in shown.rollouts.values():
         click.echo(f"{run.id:<4} {run.path}")
     for trained in shown.training.values():
         click.echo(f"{trained.id:<4} {trained.folder}")
-    click.echo(f"{entrance.url}  (Ctrl-C ends it)")
+    click.echo(f"{listening.url}  (Ctrl-C ends it)")
 
 
 def _export(shown: OpenedRuns, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:

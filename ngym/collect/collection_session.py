@@ -23,7 +23,7 @@ from ngym.errors import UsageError
 from ngym.net.auth import RUN_TOKEN
 from ngym.option_names import option
 from ngym.peers import Peers, servers_in
-from ngym.runtime.event_loop import never, unless
+from ngym.runtime.event_loop import never_fails, run_unless_failed
 from ngym.schema import Json
 
 TIMEOUT_S = 5.0
@@ -129,7 +129,7 @@ class ConnectedServices:
     """Available services. failure: waits forever; raises when a service is given up."""
 
     peers: Peers
-    failure: Callable[[], Awaitable[None]] = never
+    failure: Callable[[], Awaitable[None]] = never_fails
 
 
 @dataclass
@@ -174,11 +174,11 @@ class CollectionSession:
         run = store.run(reached.peers, self.limits, self.gate)
         meter = ProgressMeter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
         async with self.shown(meter) as show:
-            beside = asyncio.create_task(_say_who_is_not_ready(store, reached.peers, show))
+            beside = asyncio.create_task(_report_not_ready(store, reached.peers, show))
             began = time.monotonic()
             try:
                 plan = store.todo(self.limits.max_attempts)
-                await unless(reached.failure(), self._consume(run, plan, show))
+                await run_unless_failed(reached.failure(), self._consume(run, plan, show))
             finally:
                 self.seconds = time.monotonic() - began
                 beside.cancel()
@@ -206,7 +206,7 @@ class CollectionSession:
             self.say(f"no row was written for {FLUSH_S:.0f} s; {lost}")
 
 
-async def _say_who_is_not_ready(store: CollectionFiles, peers: Peers, show: ProgressDisplay) -> None:
+async def _report_not_ready(store: CollectionFiles, peers: Peers, show: ProgressDisplay) -> None:
     """Show the services that are not ready until the first rollout ends: a model may load for minutes."""
     said = ""
     while not (store.aggregates.done or store.aggregates.given_up):

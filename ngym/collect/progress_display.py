@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 from ngym.collect.aggregate import AgentTally, Aggregates
 from ngym.collect.collection_files import CollectionPaths, Progress
 from ngym.files.jsonl import read
-from ngym.runtime.live_region import Screen, Size, bar, captured, clock, harmless, is_live, packed
+from ngym.runtime.live_region import Screen, Size, bar, captured, clock, is_live, packed, sanitized
 from ngym.schema import Json
 from ngym.stats import Interval, Subsets
 
@@ -75,7 +75,7 @@ def as_json(
         "given_up": aggregates.given_up,
         "seconds": round(seconds, 3),
         "agents": [tally.summary() for tally in aggregates.by_agent.values()],
-        "files": {name: str(path) for name, path in paths._asdict().items() if _holds(path)},
+        "files": {name: str(path) for name, path in paths._asdict().items() if _has_content(path)},
     }
 
 
@@ -86,10 +86,10 @@ def first_failures(aggregates: Aggregates, inputs: Sequence[Path]) -> Iterator[s
     """
     for agent, tally in aggregates.by_agent.items():
         for kind, message in tally.first_failures.items():
-            yield f"{agent}: first {kind}: {_placed(' '.join(message.split()), inputs)}"
+            yield f"{agent}: first {kind}: {_with_place(' '.join(message.split()), inputs)}"
 
 
-def _placed(message: str, inputs: Sequence[Path]) -> str:
+def _with_place(message: str, inputs: Sequence[Path]) -> str:
     found = _ROW.search(message)
     if found is None:
         return message
@@ -116,11 +116,11 @@ def files(paths: CollectionPaths, room: int | None = None) -> Iterator[str]:
     width = max(len(str(path)) for path in what)
     fits = room is None or width + 2 + max(map(len, what.values())) <= room
     for path, text in what.items():
-        if _holds(path):
+        if _has_content(path):
             yield from [f"{path!s:<{width}}  {text}"] if fits else [str(path), f"  {text}"]
 
 
-def _holds(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
@@ -217,14 +217,14 @@ class ProgressMeter:
         seconds = max(last.at - first.at, 1e-3)
         return (last.rollouts - first.rollouts) / seconds, (last.tokens - first.tokens) / seconds
 
-    def standing(self) -> ProgressSnapshot:
+    def snapshot(self) -> ProgressSnapshot:
         """A snapshot of the progress, which any thread may draw."""
         rollouts, _ = self.rates()
         total, complete = self.before.total, self.before.complete
         left = total - self.settled
         seconds = left / rollouts if complete and left and rollouts > 0 else None
         elapsed = time.monotonic() - self.started
-        pauses = tuple(f"paused: {harmless(reason)}; it continues by itself" for reason in self.reasons.values())
+        pauses = tuple(f"paused: {sanitized(reason)}; it continues by itself" for reason in self.reasons.values())
         return ProgressSnapshot(self.settled, total, elapsed, seconds, tuple(self._facts()), pauses, complete)
 
     def _facts(self) -> list[str]:
@@ -290,8 +290,8 @@ class ProgressDisplay(Protocol):
     """A display: `say` prints a line, `draw` shows the progress, `end` shows the final state."""
 
     def say(self, text: str) -> None: ...
-    def draw(self, standing: ProgressSnapshot) -> None: ...
-    def end(self, standing: ProgressSnapshot) -> None: ...
+    def draw(self, snapshot: ProgressSnapshot) -> None: ...
+    def end(self, snapshot: ProgressSnapshot) -> None: ...
 
 
 class _Plain:
@@ -302,18 +302,18 @@ class _Plain:
         self._last: ProgressSnapshot | None = None
 
     def say(self, text: str) -> None:
-        print(harmless(text), file=self._stream, flush=True)
+        print(sanitized(text), file=self._stream, flush=True)
 
-    def draw(self, standing: ProgressSnapshot) -> None:
+    def draw(self, snapshot: ProgressSnapshot) -> None:
         last = self._last
-        still = last is not None and (last.settled, last.pauses) == (standing.settled, standing.pauses)
-        if last is None or not still or standing.elapsed_s - last.elapsed_s >= UNCHANGED_INTERVAL_S:
-            self._last = standing
-            self.say(standing.line())
+        still = last is not None and (last.settled, last.pauses) == (snapshot.settled, snapshot.pauses)
+        if last is None or not still or snapshot.elapsed_s - last.elapsed_s >= UNCHANGED_INTERVAL_S:
+            self._last = snapshot
+            self.say(snapshot.line())
 
-    def end(self, standing: ProgressSnapshot) -> None:
-        if self._last is None or self._last.settled != standing.settled:
-            self.say(standing.line())
+    def end(self, snapshot: ProgressSnapshot) -> None:
+        if self._last is None or self._last.settled != snapshot.settled:
+            self.say(snapshot.line())
 
 
 class _Live:
@@ -323,10 +323,10 @@ class _Live:
     def say(self, text: str) -> None:
         self._screen.say(text)
 
-    def draw(self, standing: ProgressSnapshot) -> None:
-        self._screen.show(standing.picture)
+    def draw(self, snapshot: ProgressSnapshot) -> None:
+        self._screen.show(snapshot.picture)
 
-    def end(self, standing: ProgressSnapshot) -> None:
+    def end(self, snapshot: ProgressSnapshot) -> None:
         self._screen.close()
 
 
@@ -358,7 +358,7 @@ async def drawing(
             await asyncio.sleep(tick_s)
             meter.tick()
             try:
-                show.draw(meter.standing())
+                show.draw(meter.snapshot())
             except OSError:
                 lost()
                 return
@@ -370,4 +370,4 @@ async def drawing(
         ticking.cancel()
         meter.tick()
         with suppress(OSError):  # the stream is closed: `lost` was called, or the next write fails
-            show.end(meter.standing())
+            show.end(meter.snapshot())

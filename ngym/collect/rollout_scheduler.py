@@ -297,7 +297,7 @@ class RolloutScheduler:
 
     Args:
         keep: called with each outcome before it is yielded; returns when it is safe (a RowLog's append).
-        failed_before: failed attempts of this rollout in earlier sittings of the run.
+        failed_before: failed attempts of this rollout in earlier invocations of the run.
         models: the model servers that may have captured calls; None asks the head.
     """
 
@@ -323,10 +323,10 @@ class RolloutScheduler:
         self._keep = keep
         self._failed_before = failed_before
         self._outages = Outages(peers, self.gate, poll_s=limits.poll_s, give_up_s=limits.give_up_s)
-        self._pickup = CaptureClient(peers, models)
+        self._captures = CaptureClient(peers, models)
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._windows: dict[str, Window] = {}  # by agent
-        self._together = PendingGroups()
+        self._pending_groups = PendingGroups()
         self._unread = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -356,7 +356,7 @@ class RolloutScheduler:
     async def _dispatch(self, plan: Plan) -> None:
         try:
             await self._outages.begin()
-            await self._pickup.begin()
+            await self._captures.begin()
             async with asyncio.TaskGroup() as group:
                 async for planned in _each(plan):
                     await self._slots.acquire()
@@ -377,9 +377,9 @@ class RolloutScheduler:
             self.in_flight -= 1
             self._slots.release()
             self._window(planned.agent).leave()
-        if not self._together.keeps(planned, outcome):
+        if not self._pending_groups.keeps(planned, outcome):
             await self._deliver(outcome)
-        if group := self._together.completed(planned):
+        if group := self._pending_groups.completed(planned):
             await asyncio.gather(*map(self._deliver, await self._judged(planned.agent, group)))
 
     async def _judged(self, agent: str, group: list[Rollout]) -> list[Rollout]:
@@ -458,7 +458,7 @@ class RolloutScheduler:
             if waiting.isdecimal() and len(waiting) < 10:
                 self._window(planned.agent).record_queue(int(waiting))
             answer = json_of(reply, planned.agent, "/run")
-            await self._pickup.complete(planned.agent, rollout_id, answer, began)
+            await self._captures.complete(planned.agent, rollout_id, answer, began)
             with Boundary("agent_error", f"{planned.agent} answered /run with an invalid record"):
                 return rollout_row(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:

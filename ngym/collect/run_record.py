@@ -89,7 +89,7 @@ class RunRecord:
     def new(cls, path: Path) -> RunRecord:
         """The record of a run that begins; nothing is written yet."""
         run_id = f"{datetime.now(UTC):%Y%m%dt%H%M%S}-{os.urandom(3).hex()}"  # sorts by time
-        return cls(path, {"schema_version": SCHEMA_VERSION, "run_id": run_id, "sittings": []})
+        return cls(path, {"schema_version": SCHEMA_VERSION, "run_id": run_id, "invocations": []})
 
     @classmethod
     def resumed(cls, path: Path, source: CollectionSettings, output: Path) -> RunRecord:
@@ -128,7 +128,7 @@ class RunRecord:
             "config": source.config(),
             "versions": {"ngym": version("ngym"), "python": platform.python_version()},
         }
-        self._content["sittings"].append({"started_at": _now(), "pid": os.getpid(), "command": command})
+        self._content["invocations"].append({"started_at": _now(), "pid": os.getpid(), "command": command})
         self._save()
 
     def learn(self, rollouts: int, input_digest: str | None) -> None:
@@ -140,7 +140,7 @@ class RunRecord:
 
     def end(self, status: str) -> None:
         """Record how the session ended."""
-        self._content["sittings"][-1] |= {"ended_at": _now(), "status": status}
+        self._content["invocations"][-1] |= {"ended_at": _now(), "status": status}
         self._save()
 
     def _save(self) -> None:
@@ -154,7 +154,7 @@ def remedy() -> str:
 def _read(path: Path, output: Path) -> Json:
     try:
         content = orjson.loads(path.read_bytes())
-        if {"run_id", "digests", "config", "sittings"} <= content.keys():
+        if {"run_id", "digests", "config", "invocations"} <= content.keys():
             return dict(content)
         problem = "is not a run's record"
     except FileNotFoundError:

@@ -118,7 +118,7 @@ def messages_from_items(
     """
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    walk = _Walk(style, tokens, [instructions] if instructions else [])
+    walk = _MessageBuilder(style, tokens, [instructions] if instructions else [])
     for index, item in enumerate(items):
         walk.take(item, f"input[{index}]")
     walk.end_turn()
@@ -169,7 +169,7 @@ class _Turn:
         return message | self.tokens if self.tokens else message
 
 
-class _Walk:
+class _MessageBuilder:
     """Builds messages from items; holds the unfinished assistant turn and the leading system texts."""
 
     def __init__(self, style: ReasoningStyle, tokens: bool, system: list[str]) -> None:

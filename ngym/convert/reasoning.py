@@ -160,7 +160,7 @@ class ThinkSplitter:
 
     def _in_block(self) -> Iterator[SplitText]:
         end = self._held.find(CLOSE)
-        known = end if end >= 0 else len(self._held) - _overhang(self._held, CLOSE)
+        known = end if end >= 0 else len(self._held) - _marker_prefix_length(self._held, CLOSE)
         if known:
             yield SplitText("reasoning", self._release(known))
         if end >= 0:
@@ -192,7 +192,7 @@ class ThinkSplitter:
             self._state = "after"
 
 
-def _overhang(text: str, tag: str) -> int:
+def _marker_prefix_length(text: str, tag: str) -> int:
     """The number of last characters of the text that may begin the tag."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
@@ -237,7 +237,7 @@ class ChunkReader:
         self._opener: str | None = None
         self._thinking = False
         self._signed = self._reasoned = False
-        self._calls: dict[int | None, _Begun] = {}
+        self._calls: dict[int | None, _OpenToolCall] = {}
         self._begun = 0
         self._tokens: Json = {}
         self._prompt: list[int] | None = None
@@ -366,7 +366,7 @@ class ChunkReader:
         index, call_id, function = call.get("index"), call.get("id") or "", call.get("function") or {}
         begun = self._calls.get(index)
         if begun is None or (call_id and begun.call_id and call_id != begun.call_id):
-            begun = self._calls[index] = _Begun(self._begun)
+            begun = self._calls[index] = _OpenToolCall(self._begun)
             self._begun += 1
         begun.call_id = begun.call_id or call_id
         begun.waiting += function.get("arguments") or ""
@@ -384,7 +384,7 @@ class ChunkReader:
 
 
 @dataclass(slots=True)
-class _Begun:
+class _OpenToolCall:
     """A tool call that has begun."""
 
     place: int

@@ -449,20 +449,20 @@ class ResponseStream:
     def _piece(self, piece: ReasoningPiece) -> Iterator[Json]:
         match piece.kind:
             case "text" | "refusal":
-                yield from self._say(piece)
+                yield from self._text_events(piece)
             case "reasoning" if self._open:
                 yield from self._numbered(self._open.more("reasoning_text", piece.text))
             case "arguments":
                 yield from self._numbered(self._calls[piece.call].more("arguments", piece.text))
             case "think" | "redacted":
-                yield from self._think(piece)
+                yield from self._thought_events(piece)
             case "thought" if self._open:
                 self._open.item |= _marks(piece.more)
                 yield from self._close()
             case "call":
                 yield from self._call(piece)
 
-    def _say(self, piece: ReasoningPiece) -> Iterator[Json]:
+    def _text_events(self, piece: ReasoningPiece) -> Iterator[Json]:
         kind = "refusal" if piece.kind == "refusal" else "output_text"
         opened = self._open
         if opened is None or opened.item["type"] != "message":
@@ -477,7 +477,7 @@ class ResponseStream:
         yield from self._numbered(opened.part(kind))
         return opened
 
-    def _think(self, piece: ReasoningPiece) -> Iterator[Json]:
+    def _thought_events(self, piece: ReasoningPiece) -> Iterator[Json]:
         item = reasoning_item(Block(""), f"rs_{self._stem}_{self._thoughts}")
         item["content"] = []
         self._thoughts += 1

@@ -102,7 +102,7 @@ def _ending(trace: Json, response: Json) -> Ending:
     return "cut" if trace.get("status") == "truncated" else "whole"
 
 
-class Unsayable(Exception):
+class NotRepresentable(Exception):
     """The format cannot represent a conversation; the message says why."""
 
 
@@ -124,21 +124,21 @@ def conversation(params: Json, response: Json, *, reasoning: bool) -> Conversati
         reasoning: keep it in `reasoning_content`; if False, text between leading think tags is also removed.
 
     Raises:
-        Unsayable: no prompt, no text of the policy, or an item without a Chat form.
+        NotRepresentable: no prompt, no text of the policy, or an item without a Chat form.
     """
     # the Response echoes what an agent or a gym server added (a system prompt, its own tools)
     given = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
     asked = _chat({**given, "input": params.get("input")}, "responses_create_params.input")
     output = response.get("output")
     if not isinstance(output, list):
-        raise Unsayable("response.output is not a list of items")
+        raise NotRepresentable("response.output is not a list of items")
     said = _chat({"input": output}, "response.output")
     turns = [index for index, message in enumerate(said["messages"]) if message["role"] == "assistant"]
     if not turns:
-        raise Unsayable("the policy said nothing")
+        raise NotRepresentable("the policy said nothing")
     before = asked["messages"] + said["messages"][: turns[0]]
     if not before:
-        raise Unsayable("there is no prompt")
+        raise NotRepresentable("there is no prompt")
     prompt, completion = (
         [_for_templates(message, reasoning) for message in messages]
         for messages in (before, said["messages"][turns[0] : turns[-1] + 1])
@@ -153,7 +153,7 @@ def fingerprint(*messages: Json) -> bytes:
     try:
         written = orjson.dumps([[[[said]]]], option=orjson.OPT_SORT_KEYS)  # as deep as in a row of the output
     except TypeError as error:
-        raise Unsayable(f"it cannot be written as JSON: {error}") from None
+        raise NotRepresentable(f"it cannot be written as JSON: {error}") from None
     return hashlib.blake2b(written, digest_size=16).digest()
 
 
@@ -161,7 +161,7 @@ def _chat(params: Json, place: str) -> Json:
     try:
         return chat_request(check_create_params(params))
     except BadRequest as error:
-        raise Unsayable(re.sub(r"\binput\b(?=[\[' ])", place, error.detail, count=1)) from None
+        raise NotRepresentable(re.sub(r"\binput\b(?=[\[' ])", place, error.detail, count=1)) from None
 
 
 def _for_templates(message: Json, reasoning: bool) -> Json:
@@ -214,7 +214,7 @@ SPEAKERS = {"system": "system", "user": "human"}
 ALTERNATING = (("human", "observation"), ("gpt", "function_call"))  # after a system prompt, in turn
 
 
-class Shapes:
+class ShapeNumbers:
     """Assigns numbers to shapes, in order of appearance."""
 
     def __init__(self) -> None:
@@ -268,14 +268,14 @@ def sharegpt(said: Conversation) -> Json:
     calls, and their results, are one JSON list; reasoning is between think tags; the tools are a JSON string.
 
     Raises:
-        Unsayable: text next to a tool call, arguments that are not an object, content that is not text, or turns that
+        NotRepresentable: text next to a tool call, arguments that are not an object, content that is not text, or turns that
             do not alternate, because LLaMA-Factory skips such a row.
     """
     turns: list[Json] = []
     results: list[str] = []
     for message in said.prompt + said.completion:
         if not isinstance(message["content"], str):
-            raise Unsayable(f"a {message['role']} message has more than text, which ShareGPT cannot represent")
+            raise NotRepresentable(f"a {message['role']} message has more than text, which ShareGPT cannot represent")
         if message["role"] == "tool":
             results.append(message["content"])
             continue
@@ -293,14 +293,14 @@ def _check_alternation(speakers: list[str]) -> None:
         expected = ALTERNATING[index % 2]
         if speaker not in expected:
             before = f"after {after_system[index - 1]}" if index else "at the beginning"
-            raise Unsayable(f"{speaker} {before}, where ShareGPT has {' or '.join(expected)}")
+            raise NotRepresentable(f"{speaker} {before}, where ShareGPT has {' or '.join(expected)}")
 
 
 def check_prompt(said: Conversation) -> None:
-    """Raise Unsayable for a prompt that is not valid without its completion, as pairs and KTO need."""
+    """Raise NotRepresentable for a prompt that is not valid without its completion, as pairs and KTO need."""
     role = said.prompt[-1]["role"]
     if role == "system":
-        raise Unsayable("the prompt ends with a system message; it must end with a message of a user or a tool")
+        raise NotRepresentable("the prompt ends with a system message; it must end with a message of a user or a tool")
 
 
 def _tools(said: Conversation) -> Json:
@@ -316,10 +316,10 @@ def _turn(message: Json) -> Json:
     if "tool_calls" not in message:
         return {"from": "gpt", "value": before + message["content"]}
     if message["content"].strip():
-        raise Unsayable("text next to a tool call, which ShareGPT cannot represent")
+        raise NotRepresentable("text next to a tool call, which ShareGPT cannot represent")
     functions = [call["function"] for call in message["tool_calls"]]
     if not all(isinstance(function["arguments"], dict) for function in functions):
-        raise Unsayable("a call whose arguments are not a JSON object, which ShareGPT cannot represent")
+        raise NotRepresentable("a call whose arguments are not a JSON object, which ShareGPT cannot represent")
     return {"from": "function_call", "value": before + _text(functions[0] if len(functions) == 1 else functions)}
 
 

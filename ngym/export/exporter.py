@@ -17,9 +17,9 @@ from ngym.errors import UsageError
 from ngym.export.conversation import (
     Conversation,
     NoRollout,
+    NotRepresentable,
     ScoredRollout,
-    Shapes,
-    Unsayable,
+    ShapeNumbers,
     check_prompt,
     conversation,
     demonstration,
@@ -188,7 +188,7 @@ class Scan:
         self.tick = tick
         self._tasks: dict[tuple[str, int, bytes], int] = {}
         self._conversations: set[bytes] = set()
-        self._shapes = Shapes()
+        self._shapes = ShapeNumbers()
 
     def candidates(self) -> list[Candidate]:
         """The candidates, in the order of the inputs and their lines.
@@ -234,8 +234,8 @@ class Scan:
             return reason
         try:
             return self._candidate(LinePosition(number, line.start, line.end), rollout, line.row)
-        except Unsayable as error:
-            self.tally.cannot_say(f"{path}:{line.number}: {error}")
+        except NotRepresentable as error:
+            self.tally.count_not_representable(f"{path}:{line.number}: {error}")
             return None
 
     def _unfit(self, rollout: ScoredRollout) -> Reason | None:
@@ -252,13 +252,13 @@ class Scan:
         return Reason.LOW if options.imitated and not good else None
 
     def _candidate(self, place: LinePosition, rollout: ScoredRollout, row: Json) -> Candidate | Reason:
-        """The candidate, or DUPLICATE. Raises Unsayable."""
+        """The candidate, or DUPLICATE. Raises NotRepresentable."""
         if self.options.format == "rollouts":  # copied unchanged: needs only an identity
             if self.options.dedupe and self._seen(_identity(rollout)):
                 return Reason.DUPLICATE
             return Candidate(place, self._task(rollout), rollout.reward, True, b"", self._shapes.number(row))
         whole = rollout.ending == "whole" or self.options.keep_truncated
-        said = self._sayable(rollout)
+        said = self._representable(rollout)
         prompt = fingerprint(*said.prompt, *said.tools)
         if self.options.dedupe and self._seen(prompt + fingerprint(*said.completion)):
             return Reason.DUPLICATE
@@ -271,8 +271,8 @@ class Scan:
             shape=self._shapes.number([said.prompt, said.completion, said.tools]),
         )
 
-    def _sayable(self, rollout: ScoredRollout) -> Conversation:
-        """The conversation; raises Unsayable if Chat or the format cannot represent it."""
+    def _representable(self, rollout: ScoredRollout) -> Conversation:
+        """The conversation; raises NotRepresentable if Chat or the format cannot represent it."""
         said = conversation(rollout.params, rollout.response, reasoning=self.options.keep_reasoning)
         if self.options.format == "sharegpt":
             sharegpt(said)
@@ -293,6 +293,6 @@ class Scan:
 def _identity(rollout: ScoredRollout) -> bytes:
     try:
         said = conversation(rollout.params, rollout.response, reasoning=True)
-    except Unsayable:
+    except NotRepresentable:
         return fingerprint(rollout.params, rollout.response)
     return fingerprint(*said.prompt, *said.tools, *said.completion)

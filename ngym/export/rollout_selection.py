@@ -21,7 +21,7 @@ from ngym.export.options import Options, Strategy
 from ngym.option_names import option
 from ngym.schema import Json
 
-SHOWN_UNSAYABLE = 5
+SHOWN_NOT_REPRESENTABLE = 5
 
 
 class LinePosition(NamedTuple):
@@ -37,7 +37,7 @@ class Candidate:
     """A rollout that the format may use.
 
     task: the number of its group. exemplary: may be imitated (else it can only be a bad example).
-    words: fingerprint of the policy's text, over all turns. shape: the number of its columns' types (formats.Shapes).
+    words: fingerprint of the policy's text, over all turns. shape: the number of its columns' types (conversation.ShapeNumbers).
     """
 
     place: LinePosition
@@ -87,7 +87,7 @@ class Reason(Enum):
     CUT = "cut"
     TRUNCATED = "truncated"
     LOW = "low"
-    UNSAYABLE = "unsayable"
+    NOT_REPRESENTABLE = "unsayable"
     DUPLICATE = "duplicate"
     NOT_BEST = "not_best"
     ALONE = "alone"
@@ -108,7 +108,7 @@ def _reason_texts() -> dict[Reason, str]:
         Reason.CUT: "cut off in mid-turn (token limit or context)",
         Reason.TRUNCATED: f"stopped by the step limit ({option('keep_truncated', True)} keeps them)",
         Reason.LOW: f"reward under {option('min_reward')}",
-        Reason.UNSAYABLE: "the format cannot represent it",
+        Reason.NOT_REPRESENTABLE: "the format cannot represent it",
         Reason.DUPLICATE: f"the same conversation again ({option('dedupe', True)})",
         Reason.NOT_BEST: f"worse than others of the same task ({option('best')})",
         Reason.ALONE: "the only one of its task",
@@ -138,9 +138,9 @@ class ExportCounts:
     def drop(self, reason: Reason, count: int = 1) -> None:
         self.dropped[reason] += count
 
-    def cannot_say(self, where: str) -> None:
-        self.drop(Reason.UNSAYABLE)
-        if len(self.unsayable) < SHOWN_UNSAYABLE:
+    def count_not_representable(self, where: str) -> None:
+        self.drop(Reason.NOT_REPRESENTABLE)
+        if len(self.unsayable) < SHOWN_NOT_REPRESENTABLE:
             self.unsayable.append(where)
 
     def count(self, rows: Sequence[Row]) -> None:
@@ -175,7 +175,7 @@ TOLERANCE = 1e-9  # 0.7 - 0.2 is a margin of 0.5
 
 
 @dataclass(frozen=True)
-class Fit:
+class PairCriterion:
     """Whether two candidates may be a pair. margin: the least difference of their rewards; 0: any difference."""
 
     margin: float
@@ -187,7 +187,7 @@ class Fit:
         return apart and chosen.exemplary and chosen.words != rejected.words
 
 
-Pairing = Callable[[Sequence[Candidate], Fit], Iterator[Pair]]
+Pairing = Callable[[Sequence[Candidate], PairCriterion], Iterator[Pair]]
 
 
 def ranked(group: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
@@ -196,7 +196,7 @@ def ranked(group: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
     return sorted(shuffled, key=lambda candidate: -candidate.reward)
 
 
-def _best_worst(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
+def _best_worst(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pair]:
     free = list(group)
     while free:
         chosen = free.pop(0)
@@ -206,13 +206,13 @@ def _best_worst(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
             yield Pair(chosen, rejected)
 
 
-def _best_rest(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
+def _best_rest(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pair]:
     best = next((candidate for candidate in group if candidate.exemplary), None)
     if best is not None:
         yield from (Pair(best, other) for other in reversed(group) if fits(best, other))
 
 
-def _adjacent(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
+def _adjacent(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pair]:
     at = 0
     while at < len(group):
         below = next((other for other in range(at + 1, len(group)) if fits(group[at], group[other])), None)
@@ -221,7 +221,7 @@ def _adjacent(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
         at = at + 1 if below is None else below
 
 
-def _all(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
+def _all(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pair]:
     pairs = [Pair(chosen, other) for other in reversed(group) for chosen in group if fits(chosen, other)]
     yield from sorted(pairs, key=lambda pair: -pair.margin)
 
@@ -250,7 +250,7 @@ def _pairs(candidates: Sequence[Candidate], options: Options, tally: ExportCount
         "adjacent": _adjacent,
         "all": _all,
     }
-    fits, pair_up = Fit(options.margin or 0.0), pairings[options.strategy]
+    fits, pair_up = PairCriterion(options.margin or 0.0), pairings[options.strategy]
     rows: list[Row] = []
     for group in _groups(candidates):
         best_first = ranked(group, rng)
@@ -263,7 +263,7 @@ def _pairs(candidates: Sequence[Candidate], options: Options, tally: ExportCount
     return rows
 
 
-def _why_unpaired(candidate: Candidate, group: Sequence[Candidate], fits: Fit) -> Reason:
+def _why_unpaired(candidate: Candidate, group: Sequence[Candidate], fits: PairCriterion) -> Reason:
     if len(group) == 1:
         return Reason.ALONE
     if any(fits(candidate, other) or fits(other, candidate) for other in group):

@@ -20,7 +20,7 @@ from ngym.rollout import calls_in
 from ngym.schema import Json, is_pending
 
 
-class Again(NamedTuple):
+class ReverifiedRollout(NamedTuple):
     """A rollout with its old and its new reward. failure: why there is no new one; the row is then unchanged."""
 
     row: Json
@@ -29,9 +29,11 @@ class Again(NamedTuple):
     failure: str | None = None
 
 
-async def reverified(rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_once: int) -> AsyncIterator[Again]:
+async def reverified(
+    rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_once: int
+) -> AsyncIterator[ReverifiedRollout]:
     """Each row's new reward, in the order of the rows. gym_of: row -> its gym server."""
-    under_way: deque[asyncio.Task[Again]] = deque()
+    under_way: deque[asyncio.Task[ReverifiedRollout]] = deque()
     try:
         for row in rows:
             under_way.append(asyncio.create_task(_again(row, gym_of(row))))
@@ -57,17 +59,19 @@ async def verified(row: Json, gym: Peer) -> Json:
     return scored
 
 
-async def _again(row: Json, gym: Peer) -> Again:
+async def _again(row: Json, gym: Peer) -> ReverifiedRollout:
     before: float | None = row.get("reward")
     try:
         scored = await verified(row, gym)
     except ServiceError as error:
         # gym servers begin with the row's number in the input of the collection, which has other rows than this file
         named = f"row {row.get('_ng_task_index')}: "
-        return Again(row, before, None, error.detail.removeprefix(named).removeprefix("the row: "))
+        return ReverifiedRollout(row, before, None, error.detail.removeprefix(named).removeprefix("the row: "))
     if is_pending(scored):
-        return Again(row, before, None, "its reward comes from a comparison with the other rollouts of its task")
-    return Again(rescored(row, scored), before, scored.get("reward"))
+        return ReverifiedRollout(
+            row, before, None, "its reward comes from a comparison with the other rollouts of its task"
+        )
+    return ReverifiedRollout(rescored(row, scored), before, scored.get("reward"))
 
 
 async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> None:

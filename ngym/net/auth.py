@@ -3,7 +3,7 @@
 The run's token opens every route except GET /health, which needs none; routes such as the weights need the admin token.
 A browser asks for it at /docs, and sends it as the password of HTTP Basic authentication. No other route accepts that:
 a browser adds it by itself, also to requests that another site makes it send.
-An open run listens on loopback, where a browser lets every web page send requests; `Visitors` refuses those.
+An open run listens on loopback, where a browser lets every web page send requests; `OriginCheck` refuses those.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class TokenAuthMiddleware:
             await refuse(send, Unauthorized(REFUSAL), self._service, CHALLENGES if is_document else CHALLENGES[1:])
 
 
-class Visitors:
+class OriginCheck:
     """Distinguishes programs of this machine from web pages.
 
     A browser names the site (Sec-Fetch-Site) or the origin (Origin) of a request. With DNS rebinding, a page has the
@@ -206,7 +206,7 @@ class Visitors:
                 f"no server here is called {named!r}: use {' or '.join(LOOPBACK[:2])}, a name in the config's urls, or lock the run "
                 "with NGYM_TOKEN (docs/security.md)"
             )
-        if self._is_visit(scope["method"], shown[b"sec-fetch-mode"]):
+        if self._is_link(scope["method"], shown[b"sec-fetch-mode"]):
             return None
         sites, origins = shown[b"sec-fetch-site"], [value.decode("latin-1").lower() for value in shown[b"origin"]]
         if not all(site in _PAGE_OF_OURS for site in sites) or not all(
@@ -229,21 +229,21 @@ class Visitors:
         return not hosts or host == hosts[0] or not is_loopback(host.rpartition(":")[0] or host)
 
     @staticmethod
-    def _is_visit(method: str, modes: list[bytes]) -> bool:
+    def _is_link(method: str, modes: list[bytes]) -> bool:
         """Whether a user follows a link: the linking page neither reads the answer nor sends a body."""
         return method in ("GET", "HEAD") and modes == [b"navigate"]
 
 
-class Guarded:
+class LocalOnlyMiddleware:
     """An ASGI application that only answers programs of this machine and its own web pages."""
 
-    def __init__(self, app: ASGIApp, visitors: Visitors, service: str) -> None:
+    def __init__(self, app: ASGIApp, origin_check: OriginCheck, service: str) -> None:
         self._app = app
-        self._visitors = visitors
+        self._origin_check = origin_check
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._visitors.problem(scope) if scope["type"] == "http" else None
+        problem = self._origin_check.problem(scope) if scope["type"] == "http" else None
         if problem is None:
             await self._app(scope, receive, send)
         else:

@@ -373,9 +373,9 @@ class Connection(HttpToolsProtocol):
         if self._unread_s > WRITE_TIMEOUT_S:
             self.transport.abort()
         elif self._awaits == "head":
-            self._second_of_a_head()
+            self._tick_head()
         elif self._awaits == "body":
-            self._second_of_a_body()
+            self._tick_body()
         elif self._awaits == "end":
             if self._seconds > LINGER_S:
                 self.transport.close()
@@ -389,22 +389,22 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         HttpToolsProtocol.shutdown(self)
 
-    def _second_of_a_head(self) -> None:
+    def _tick_head(self) -> None:
         answered = self.cycle is None or self.cycle.response_complete
         if answered and self._seconds > HEAD_S:
             self._refuse(408, f"the head of the request did not come within {HEAD_S} s")
 
-    def _second_of_a_body(self) -> None:
+    def _tick_body(self) -> None:
         if self.cycle.response_complete:
             self._unwanted_s += 1
             if self._unwanted_s > LINGER_S:
                 self.transport.close()
-        elif self._bytes >= BODY_BYTES or self._waits_for_us():
+        elif self._bytes >= BODY_BYTES or self._is_waiting_for_us():
             self._seconds = self._bytes = 0
         elif self._seconds > BODY_S:
             self._refuse(408, f"of the body less than {BODY_BYTES >> 10} KiB came in {BODY_S} s")
 
-    def _waits_for_us(self) -> bool:
+    def _is_waiting_for_us(self) -> bool:
         return self.flow.read_paused or self.cycle.waiting_for_100_continue or LIMITS_OWN_BODY in self.scope
 
     def _refuse(self, status: int, detail: str) -> None:
@@ -454,7 +454,7 @@ def server_config(app: Any, **own: Any) -> uvicorn.Config:
         http=Connection,
         ws="none",
         loop="none",
-        limit_concurrency=room(),
+        limit_concurrency=max_connections(),
         access_log=False,
         timeout_keep_alive=KEEPALIVE_S,
         server_header=False,
@@ -492,7 +492,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def room() -> int:
+def max_connections() -> int:
     """The number of connections that this process can hold; each may need a second, outgoing one."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (files - RESERVED_DESCRIPTORS) // 2)

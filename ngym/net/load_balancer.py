@@ -93,16 +93,16 @@ class Replicas:
 
     def __init__(self) -> None:
         self.in_flight: Counter[str] = Counter()
-        self._rests_until: dict[str, float] = {}
+        self._paused_until: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
 
     def any(self, urls: Sequence[str]) -> str:
         """A random replica that is up."""
-        return random.choice(self._up(urls))
+        return random.choice(self._available(urls))
 
     def of(self, conversation: StickyReplica, urls: Sequence[str]) -> str:
         """The replica of the conversation; a new one, which it then keeps, if that is gone or failed recently."""
-        up = self._up(urls)
+        up = self._available(urls)
         if conversation.url is not None and conversation.url in up:
             return conversation.url
         most = math.ceil(SLACK * (1 + sum(self.in_flight[url] for url in up)) / len(up))
@@ -114,26 +114,28 @@ class Replicas:
         """Record that a replica could not be reached or cannot serve: it is paused for a while."""
         rest_s = min(MAX_REST_S, REST_S * 2 ** self._failures[url])
         self._failures[url] += 1
-        self._rests_until[url] = time.monotonic() + rest_s
+        self._paused_until[url] = time.monotonic() + rest_s
 
     def answered(self, url: str) -> None:
         self._failures.pop(url, None)
-        self._rests_until.pop(url, None)
+        self._paused_until.pop(url, None)
 
-    def has_stand_in(self, url: str, urls: Sequence[str]) -> bool:
+    def has_alternative(self, url: str, urls: Sequence[str]) -> bool:
         """Whether this replica failed recently and another did not."""
         now = time.monotonic()
-        return self._rests(url, now) and not all(self._rests(other, now) for other in urls)
+        return self._is_paused(url, now) and not all(self._is_paused(other, now) for other in urls)
 
-    def _up(self, urls: Sequence[str]) -> Sequence[str]:
+    def _available(self, urls: Sequence[str]) -> Sequence[str]:
         """The replicas that are not paused; if all are, the one whose pause ends first."""
-        if not self._rests_until:
+        if not self._paused_until:
             return urls
         now = time.monotonic()
-        return [url for url in urls if not self._rests(url, now)] or [min(urls, key=lambda url: self._rests_until[url])]
+        return [url for url in urls if not self._is_paused(url, now)] or [
+            min(urls, key=lambda url: self._paused_until[url])
+        ]
 
-    def _rests(self, url: str, now: float) -> bool:
-        return self._rests_until.get(url, now) > now
+    def _is_paused(self, url: str, now: float) -> bool:
+        return self._paused_until.get(url, now) > now
 
 
 def rendezvous(key: str, urls: Sequence[str]) -> str:

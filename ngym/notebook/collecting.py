@@ -20,7 +20,7 @@ from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
 from ngym.notebook.arguments import INPUT, as_arguments, at_least_one, row_as_json
-from ngym.notebook.progress import Watch
+from ngym.notebook.progress import CallDisplay
 from ngym.notebook.rollouts import Folder, Rollouts, rollouts_of
 from ngym.notebook.services import RunningServices, ServiceTarget
 from ngym.runtime.event_loop import raise_file_limit
@@ -88,7 +88,7 @@ def collect_rollouts(
     with as_arguments():
         call = _Call(locals())
     with as_arguments(call.folder.path):
-        return call.place.run(call.collected(), call.watch, progress)
+        return call.place.run(call.collected(), call.display, progress)
 
 
 async def collect_rollouts_async(
@@ -118,7 +118,7 @@ async def collect_rollouts_async(
     with as_arguments():
         call = _Call(locals())
     with as_arguments(call.folder.path):
-        return await call.place.run_async(call.collected(), call.watch, progress)
+        return await call.place.run_async(call.collected(), call.display, progress)
 
 
 class _Call:
@@ -142,7 +142,7 @@ class _Call:
         self.folder = Folder()
         self._output = Path(given["output"] or self.folder.path / "out.jsonl")
         self._done = 0
-        self.watch = Watch()
+        self.display = CallDisplay()
         self.place = ServiceTarget(given["config"], given["overrides"], given["head"])
 
     async def collected(self) -> Rollouts:
@@ -162,7 +162,7 @@ class _Call:
             store.close()
         given_up = sum(tally.given_up.total() for tally in store.aggregates.by_agent.values())
         if given_up:
-            self.watch.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; see .failures")
+            self.display.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; see .failures")
         return rollouts_of([self._output], self.folder)
 
     def _print_stopped(self, done: int) -> None:
@@ -172,7 +172,7 @@ class _Call:
         again = "resume=True continues" if self._given["output"] else "the file exists until this process ends"
         if self._given["output"] is None:
             _STOPPED.append(self.folder)
-        self.watch.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
+        self.display.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
 
     async def _collect(self, store: CollectionFiles, known: Discovered, gate: Gate) -> None:
         config = self.place.config
@@ -185,16 +185,16 @@ class _Call:
             starts=config is not None,
         )
         if self._recipe.agent is not None and store.progress.replaced:
-            self.watch.say(replaced_note(self._recipe.agent, store.progress.replaced))
+            self.display.say(replaced_note(self._recipe.agent, store.progress.replaced))
         if not store.progress.left:
             store.finish("done")
             return
         needed = config.only(store.progress.agents) if config is not None else None
         tracing.begin(config.tracing if config else tracing_of(known.services), services.OWNER)
-        shown = partial(drawing, show=self.watch, tick_s=SAMPLE_S)
+        shown = partial(drawing, show=self.display, tick_s=SAMPLE_S)
         try:
-            session = CollectionSession(store, self._limits, gate, shown, self.watch.say)
-            await session.collect(self.place.reached(known, needed, self.watch))
+            session = CollectionSession(store, self._limits, gate, shown, self.display.say)
+            await session.collect(self.place.reached(known, needed, self.display))
         finally:
             tracing.end()
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 from ngym.collect.progress_display import ProgressSnapshot
-from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
+from ngym.runtime.live_region import Picture, Screen, Size, is_live, sanitized
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.status_display import Board, status_line
 
@@ -30,13 +30,13 @@ class Progress(Protocol):
 def progress(wanted: bool) -> Progress:
     """The display for the environment of this process: notebook, terminal or log."""
     if not wanted:
-        return Silent()
+        return NoDisplay()
     if (display := _notebook_display()) is not None:
-        return BelowTheCell(display)
-    return OnTerminal(sys.stderr) if is_live(sys.stderr) else InLines(sys.stderr)
+        return NotebookDisplay(display)
+    return TerminalDisplay(sys.stderr) if is_live(sys.stderr) else LineDisplay(sys.stderr)
 
 
-class Silent:
+class NoDisplay:
     """Shows nothing."""
 
     def say(self, text: str) -> None: ...
@@ -44,7 +44,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-class OnTerminal:
+class TerminalDisplay:
     """Shows progress at the bottom of a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -60,7 +60,7 @@ class OnTerminal:
         self._screen.close()
 
 
-class InLines:
+class LineDisplay:
     """Prints a line every few seconds, for logs."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -70,7 +70,7 @@ class InLines:
         self._now: Callable[[], str] = lambda: ""
 
     def say(self, text: str) -> None:
-        print(harmless(text), file=self._stream, flush=True)
+        print(sanitized(text), file=self._stream, flush=True)
 
     def draw(self, picture: Picture, line: Callable[[], str]) -> None:
         self._now = line
@@ -85,7 +85,7 @@ class InLines:
             self.say(last)
 
 
-class BelowTheCell:
+class NotebookDisplay:
     """One output of the running cell, which is updated in place; printed lines stay in it."""
 
     def __init__(self, display: Any) -> None:
@@ -95,7 +95,7 @@ class BelowTheCell:
         self._shown = ""
 
     def say(self, text: str) -> None:
-        self._said.append(harmless(text))
+        self._said.append(sanitized(text))
         self._show([])
 
     def draw(self, picture: Picture, line: Callable[[], str]) -> None:
@@ -128,7 +128,7 @@ def _notebook_display() -> Any:
     return display
 
 
-class Watch:
+class CallDisplay:
     """The display of a call. hurry: kills services that are stopping; call it on the loop."""
 
     def __init__(self) -> None:
@@ -147,29 +147,29 @@ class Watch:
     def say(self, text: str) -> None:
         self._said.append(text)
 
-    def draw(self, standing: ProgressSnapshot) -> None:
+    def draw(self, snapshot: ProgressSnapshot) -> None:
         """Show the progress of a collection from now on; another thread may draw it."""
         self._starts = False
-        self._now = standing.picture, standing.line
+        self._now = snapshot.picture, snapshot.line
 
-    def end(self, standing: ProgressSnapshot) -> None:
-        self.draw(standing)
+    def end(self, snapshot: ProgressSnapshot) -> None:
+        self.draw(snapshot)
 
     @contextmanager
-    def display(self, wanted: bool) -> Iterator[Callable[[], None]]:
+    def opened(self, wanted: bool) -> Iterator[Callable[[], None]]:
         """Show the progress during the block; yields a function to call a few times a second. Printed lines stay."""
         shown = progress(wanted)
 
-        def said() -> None:
+        def print_lines() -> None:
             while self._said:
                 shown.say(self._said.popleft())
 
         def tick() -> None:
-            said()
+            print_lines()
             shown.draw(*self._now)
 
         try:
             yield tick
         finally:
-            said()
+            print_lines()
             shown.close()

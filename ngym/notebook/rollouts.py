@@ -45,7 +45,7 @@ class Folder:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
-class Fact(NamedTuple):
+class RolloutSummary(NamedTuple):
     """The facts of a rollout that stay in memory. Rows of other tools may not name their task."""
 
     agent: str
@@ -63,7 +63,7 @@ class Fact(NamedTuple):
         return self.agent, self.task_id or self.task_index
 
 
-class Stored:
+class StoredRows:
     """The rows of a Rollouts and of its selections. folder: kept alive as long as they are."""
 
     def __init__(self, rows: Sequence[Json], paths: tuple[Path, ...] = (), folder: object = None) -> None:
@@ -72,7 +72,7 @@ class Stored:
         self._folder = folder
 
     @cached_property
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[RolloutSummary]:
         return [_fact(row) for row in self.rows]
 
 
@@ -85,14 +85,14 @@ class Rollouts(Sequence[Json]):
     """
 
     def __init__(self, rows: Sequence[Json], *, paths: Sequence[Path] = (), folder: object = None) -> None:
-        self._choose(Stored(rows, tuple(paths), folder), None)
+        self._choose(StoredRows(rows, tuple(paths), folder), None)
 
-    def _choose(self, stored: Stored, places: Sequence[int] | None) -> None:
+    def _choose(self, stored: StoredRows, places: Sequence[int] | None) -> None:
         self._stored = stored
         self._places = places
 
     @classmethod
-    def _of(cls, stored: Stored, places: Sequence[int]) -> Rollouts:
+    def _of(cls, stored: StoredRows, places: Sequence[int]) -> Rollouts:
         rollouts = cls.__new__(cls)
         rollouts._choose(stored, places)
         return rollouts
@@ -211,7 +211,7 @@ class Rollouts(Sequence[Json]):
         Raises:
             UsageError: a row names no task.
         """
-        places: dict[Fact, list[int]] = {}
+        places: dict[RolloutSummary, list[int]] = {}
         for place, fact in zip(self._all, self._facts, strict=True):
             if not fact.names_task:
                 raise UsageError(NO_TASK)
@@ -263,7 +263,7 @@ class Rollouts(Sequence[Json]):
         return range(len(self._stored.rows)) if self._places is None else self._places
 
     @property
-    def _facts(self) -> list[Fact]:
+    def _facts(self) -> list[RolloutSummary]:
         facts = self._stored.facts
         return facts if self._places is None else [facts[place] for place in self._places]
 
@@ -292,17 +292,17 @@ class TaskGroup(NamedTuple):
         return len(self.rewards) > 1 and not all_equal(self.rewards)
 
 
-def _fact(row: Json) -> Fact:
+def _fact(row: Json) -> RolloutSummary:
     agent = agent_name(row) or ""
     if problem := row_problem(row):
         raise UsageError(f"task {row.get('_ng_task_index')}: {problem}")
     try:
-        return Fact(agent, trace_of(row).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
+        return RolloutSummary(agent, trace_of(row).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
     except KeyError:
         raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is not a rollout") from None
 
 
-def _scored(facts: Sequence[Fact], places: Sequence[int]) -> list[float]:
+def _scored(facts: Sequence[RolloutSummary], places: Sequence[int]) -> list[float]:
     return [reward for place in places if (reward := facts[place].reward) is not None]
 
 

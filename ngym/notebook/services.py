@@ -18,7 +18,7 @@ from ngym.errors import NgymError, UsageError
 from ngym.net.auth import wrong_url
 from ngym.notebook.arguments import as_arguments
 from ngym.notebook.frames import table
-from ngym.notebook.progress import Watch
+from ngym.notebook.progress import CallDisplay
 from ngym.peers import Peers
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.service import ReplicaState
@@ -35,7 +35,7 @@ COLUMNS = ("name", "kind", "status", "url", "restarts")
 class RunningServices:
     """The result of `ngym.run`. Services stop at the end of a `with` block, by `stop`, and with the last reference."""
 
-    def __init__(self, life: _Life) -> None:
+    def __init__(self, life: _ServicesLifetime) -> None:
         self._life = life
         self._finalizer = weakref.finalize(self, life.background.end)
 
@@ -79,13 +79,13 @@ class RunningServices:
         return table(COLUMNS, rows, repr(self)[1:-1])
 
 
-class _Life:
+class _ServicesLifetime:
     """The lifetime of services on a background loop."""
 
-    def __init__(self, config: Config, launcher: ZygoteClient, watch: Watch) -> None:
+    def __init__(self, config: Config, launcher: ZygoteClient, display: CallDisplay) -> None:
         self.config = config
         self.background = Background("ngym services")
-        self.supervisor = Supervisor(config, watch.service, launcher)
+        self.supervisor = Supervisor(config, display.service, launcher)
         self._begun = asyncio.Event()
 
     async def ready(self) -> None:
@@ -139,7 +139,7 @@ class ServiceTarget:
         if self._launcher is not None:
             self._launcher.close()
 
-    def run(self, work: Coroutine[Any, Any, Result], watch: Watch, progress: bool) -> Result:
+    def run(self, work: Coroutine[Any, Any, Result], display: CallDisplay, progress: bool) -> Result:
         """Run a coroutine on the loop of the services, and show its progress meanwhile.
 
         Raises:
@@ -147,21 +147,21 @@ class ServiceTarget:
         """
         begun, end = self._begin(work)
         try:
-            with watch.display(progress) as tick:
-                return begun.result(tick, lambda: watch.hurry())
+            with display.opened(progress) as tick:
+                return begun.result(tick, lambda: display.hurry())
         finally:
             end()
 
-    async def run_async(self, work: Coroutine[Any, Any, Result], watch: Watch, progress: bool) -> Result:
+    async def run_async(self, work: Coroutine[Any, Any, Result], display: CallDisplay, progress: bool) -> Result:
         """As `run`, without blocking the caller's loop."""
         begun, end = self._begin(work)
         try:
-            with watch.display(progress) as tick:
-                return await begun.awaited(tick, lambda: watch.hurry())
+            with display.opened(progress) as tick:
+                return await begun.awaited(tick, lambda: display.hurry())
         finally:
             await asyncio.to_thread(end)
 
-    def _begin(self, work: Coroutine[Any, Any, Result]) -> tuple[Work[Result], Callable[[], None]]:
+    def _begin(self, work: Coroutine[Any, Any, Result]) -> tuple[BackgroundTask[Result], Callable[[], None]]:
         """The coroutine on the loop of the services, and a function to call at the end."""
         if self._life is not None:
             if not self._life.background.lives:
@@ -185,7 +185,9 @@ class ServiceTarget:
         return await discover(url, token_of(url, Path.cwd()))
 
     @asynccontextmanager
-    async def reached(self, known: Discovered, needed: Config | None, watch: Watch) -> AsyncIterator[ConnectedServices]:
+    async def reached(
+        self, known: Discovered, needed: Config | None, display: CallDisplay
+    ) -> AsyncIterator[ConnectedServices]:
         """The services during the block. needed: the part of the config to start."""
         if self._life is not None:
             async with self._life.supervisor.peers(OWNER) as peers:
@@ -195,8 +197,8 @@ class ServiceTarget:
             async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
                 yield ConnectedServices(peers)
         else:
-            supervisor = Supervisor(needed, watch.service, self._launcher)
-            watch.hurry = supervisor.hurry
+            supervisor = Supervisor(needed, display.service, self._launcher)
+            display.hurry = supervisor.hurry
             async with supervisor, supervisor.peers(OWNER) as peers:
                 yield ConnectedServices(peers, supervisor.failure)
 
@@ -217,9 +219,9 @@ def run(*config: str | Path, only: str | Sequence[str] = (), progress: bool = Tr
         ConfigError: the config is wrong. ServiceFailed: a service does not start; the message has the last lines of its
         log.
     """
-    life, watch = _begun(config, only)
+    life, display = _begun(config, only)
     try:
-        with watch.display(progress) as tick:
+        with display.opened(progress) as tick:
             life.background.begin(life.ready()).result(tick, life.supervisor.hurry)
     except BaseException:
         life.background.close()
@@ -229,9 +231,9 @@ def run(*config: str | Path, only: str | Sequence[str] = (), progress: bool = Tr
 
 async def run_async(*config: str | Path, only: str | Sequence[str] = (), progress: bool = True) -> RunningServices:
     """`run` for a coroutine: `services = await ngym.run_async(...)`, or `async with await ngym.run_async(...) as services`."""
-    life, watch = _begun(config, only)
+    life, display = _begun(config, only)
     try:
-        with watch.display(progress) as tick:
+        with display.opened(progress) as tick:
             await life.background.begin(life.ready()).awaited(tick, life.supervisor.hurry)
     except BaseException:
         await asyncio.to_thread(life.background.close)
@@ -239,7 +241,7 @@ async def run_async(*config: str | Path, only: str | Sequence[str] = (), progres
     return RunningServices(life)
 
 
-def _begun(words: Sequence[str | Path], only: str | Sequence[str]) -> tuple[_Life, Watch]:
+def _begun(words: Sequence[str | Path], only: str | Sequence[str]) -> tuple[_ServicesLifetime, CallDisplay]:
     for word in words:
         if not isinstance(word, str | Path):
             raise UsageError(f"run takes config files and key=value overrides, not {word!r:.60}")
@@ -249,9 +251,9 @@ def _begun(words: Sequence[str | Path], only: str | Sequence[str]) -> tuple[_Lif
         overrides = [word for word in words if isinstance(word, str) and "=" in word]
         with as_arguments():
             config = load_config(files or [Path(DEFAULT_CONFIG)], overrides)
-        watch = Watch()
+        display = CallDisplay()
         names = [only] if isinstance(only, str) else only
-        return _Life(config.only(names) if names else config, launcher, watch), watch
+        return _ServicesLifetime(config.only(names) if names else config, launcher, display), display
     except BaseException:
         launcher.close()
         raise
@@ -274,9 +276,9 @@ class Background:
         self._thread.start()
         self._begun.wait()
 
-    def begin(self, work: Coroutine[Any, Any, Result]) -> Work[Result]:
+    def begin(self, work: Coroutine[Any, Any, Result]) -> BackgroundTask[Result]:
         """Start a coroutine on the loop."""
-        return Work(self._loop, work)
+        return BackgroundTask(self._loop, work)
 
     @property
     def lives(self) -> bool:
@@ -304,7 +306,7 @@ class Background:
         await self._end.wait()
 
 
-class Work(Generic[Result]):
+class BackgroundTask(Generic[Result]):
     """A coroutine on a background loop, and two ways to wait for it: blocking, and awaited on another loop.
 
     While waiting, they call `tick` a few times a second, in the waiting thread. If the wait is interrupted (Ctrl-C, a

@@ -18,11 +18,11 @@ from ngym.grading import reverify
 from ngym.grading.group_rewards import judged
 from ngym.notebook.arguments import as_arguments, at_least_one, row_as_json
 from ngym.notebook.collecting import rows_of
-from ngym.notebook.progress import Watch
+from ngym.notebook.progress import CallDisplay
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
 from ngym.peers import Peers
-from ngym.runtime.event_loop import unless
+from ngym.runtime.event_loop import run_unless_failed
 from ngym.schema import Json, agent_name, is_pending, row_problem, trace_of
 from ngym.stats import parts_of
 from ngym.validation import config_for_scoring
@@ -100,7 +100,7 @@ def verify(
     at_least_one(concurrency=concurrency)
     with as_arguments():
         call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
-    found = call.place.run(call.verdicts(), call.watch, progress)
+    found = call.place.run(call.verdicts(), call.display, progress)
     return found[0] if isinstance(rows, Mapping) else found
 
 
@@ -120,7 +120,7 @@ async def verify_async(
     at_least_one(concurrency=concurrency)
     with as_arguments():
         call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
-    return await call.place.run_async(call.verdicts(), call.watch, progress)
+    return await call.place.run_async(call.verdicts(), call.display, progress)
 
 
 class _Call:
@@ -129,7 +129,7 @@ class _Call:
     def __init__(
         self, rows: list[Json], place: ServiceTarget, server: str | None, models: bool, concurrency: int
     ) -> None:
-        self.watch = Watch()
+        self.display = CallDisplay()
         self.place = place
         self._rows = rows
         self._server = server
@@ -141,8 +141,8 @@ class _Call:
         config = self.place.config
         gyms = [self._gym(row, known.services, known.urls or known.services) for row in self._rows]
         services = config_for_scoring(config, set(gyms), self._models, REMEDY) if config is not None else None
-        async with self.place.reached(known, services, self.watch) as reached:
-            return await unless(reached.failure(), self._verified(gyms, reached))
+        async with self.place.reached(known, services, self.display) as reached:
+            return await run_unless_failed(reached.failure(), self._verified(gyms, reached))
 
     async def _verified(self, gyms: Sequence[str], reached: ConnectedServices) -> list[VerifyResult]:
         asked = [self._one(row, gym, reached.peers) for row, gym in zip(self._rows, gyms, strict=True)]

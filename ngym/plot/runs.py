@@ -89,7 +89,7 @@ class History:
         if step is None:
             return
         elapsed = _number(entry.get(ELAPSED))
-        self._go_on(step, elapsed)
+        self._detect_restart(step, elapsed)
         if not self.steps or step > self.steps[-1]:
             self.steps.append(step)
             self._seconds.append(self._before + self._elapsed)
@@ -133,7 +133,7 @@ class History:
         column = self._columns.get(name, _Column())
         return dict(zip(column.rows, column.values, strict=True))
 
-    def _go_on(self, step: float, elapsed: float | None) -> None:
+    def _detect_restart(self, step: float, elapsed: float | None) -> None:
         """Detect a restart of the run at this entry."""
         back = bool(self.steps) and step < self.steps[-1]
         if back:

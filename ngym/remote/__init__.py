@@ -7,12 +7,21 @@ one account of tokens and money. The back end defines paths and bodies, and inte
 from ngym.remote.upstream import (
     ContextOverflow,
     Headers,
-    NotOffered,
+    NotSupported,
+    OutcomeUnknown,
     RemoteOptions,
-    Site,
-    Unanswered,
+    RequestTarget,
     Upstream,
     watched,
 )
 
-__all__ = ["ContextOverflow", "Headers", "NotOffered", "RemoteOptions", "Site", "Unanswered", "Upstream", "watched"]
+__all__ = [
+    "ContextOverflow",
+    "Headers",
+    "NotSupported",
+    "OutcomeUnknown",
+    "RemoteOptions",
+    "RequestTarget",
+    "Upstream",
+    "watched",
+]

@@ -46,7 +46,7 @@ class _Call(TypedDict, total=False):
     function: _Function | None
 
 
-class _Said(TypedDict, total=False):
+class _AssistantText(TypedDict, total=False):
     content: str | None
     refusal: str | None
     reasoning: str | None
@@ -64,7 +64,7 @@ class _WholeCall(TypedDict, total=False):
     function: Required[_WholeFunction]
 
 
-class _SaidWhole(_Said, total=False):
+class _AssistantMessage(_AssistantText, total=False):
     tool_calls: list[_WholeCall] | None  # type: ignore[misc]  # narrower: only chunks may have partial calls
 
 
@@ -84,11 +84,11 @@ class _Choice(TypedDict, total=False):
 
 
 class _Whole(_Choice, total=False):
-    message: Required[_SaidWhole]
+    message: Required[_AssistantMessage]
 
 
 class _Part(_Choice, total=False):
-    delta: _Said | None
+    delta: _AssistantText | None
 
 
 class _Head(TypedDict, total=False):

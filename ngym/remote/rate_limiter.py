@@ -26,7 +26,7 @@ FIRST_PAUSE_S = 0.05  # after a refusal without a time; doubled with each consec
 MAX_PAUSE_S = 30.0
 
 
-class UsedUp(ServiceError):
+class QuotaExhausted(ServiceError):
     """The cap of a key is reached, or its account has no credit. It is a 402, because clients retry a 429."""
 
     status = 402
@@ -34,7 +34,7 @@ class UsedUp(ServiceError):
 
 
 @dataclass(slots=True)
-class Used:
+class TokenUsage:
     """Tokens of one answer, or the sum of all."""
 
     input: int = 0
@@ -79,28 +79,28 @@ class Caps:
     max_spend: float | None = None
     price_input: float = 0.0
     price_output: float = 0.0
-    used: Used = field(default_factory=Used)
+    used: TokenUsage = field(default_factory=TokenUsage)
 
     @property
     def spend(self) -> float:
         return (self.used.input * self.price_input + self.used.output * self.price_output) / 1e6
 
     def check(self) -> None:
-        """Raise UsedUp once a cap is reached; the message has the option to raise."""
+        """Raise QuotaExhausted once a cap is reached; the message has the option to raise."""
         tokens = self.used.input + self.used.output
         if self.max_tokens is not None and tokens >= self.max_tokens:
             raise _reached(f"{tokens} tokens used of max_tokens_total {self.max_tokens}", "max_tokens_total")
         if self.max_spend is not None and self.spend >= self.max_spend:
             raise _reached(f"{self.spend:.4g} spent of max_spend {self.max_spend:g}", "max_spend")
 
-    def add(self, used: Used) -> None:
+    def add(self, used: TokenUsage) -> None:
         self.used.input += used.input
         self.used.output += used.output
 
 
-def _reached(what: str, option: str) -> UsedUp:
+def _reached(what: str, option: str) -> QuotaExhausted:
     detail = f"{what}: no more requests for this key; raise {option} in the stanza (a restart counts from 0)"
-    return UsedUp(detail, failure="model_error")
+    return QuotaExhausted(detail, failure="model_error")
 
 
 @dataclass
@@ -141,7 +141,7 @@ class ConcurrencyLimiter:
         """Seconds until requests may be started again."""
         return max(0.0, self._resume_at - asyncio.get_running_loop().time())
 
-    async def enter(self, remaining_s: float | None, patience_s: float) -> Turn:
+    async def enter(self, remaining_s: float | None, patience_s: float) -> RequestSlot:
         """Wait for a turn; report the result with its methods, then call `leave`.
 
         Args:
@@ -157,11 +157,11 @@ class ConcurrencyLimiter:
             raise self._too_long()
         if not self._waiting and self._may_start(now):
             self._start(now)
-            return Turn(self, now)
+            return RequestSlot(self, now)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._patience[waiter] = patience_s
-        self._let_in()
+        self._admit()
         try:
             async with asyncio.timeout(remaining_s):
                 await waiter
@@ -171,11 +171,11 @@ class ConcurrencyLimiter:
             raise
         finally:
             del self._patience[waiter]
-        return Turn(self, asyncio.get_running_loop().time())
+        return RequestSlot(self, asyncio.get_running_loop().time())
 
     def leave(self) -> None:
         self.in_flight -= 1
-        self._let_in()
+        self._admit()
 
     def answered(self, started: float) -> None:
         """Record an answer to a request that started at `started` (loop time)."""
@@ -221,7 +221,7 @@ class ConcurrencyLimiter:
         if self._ceiling is not None:
             self._next_start = now + min(self._latency_s / self.limit, MAX_GAP_S)
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         """Start as many waiters as allowed, in order; if they only wait for a time, set a timer."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
@@ -237,10 +237,10 @@ class ConcurrencyLimiter:
             if self._timer is not None:
                 self._timer.cancel()
             when = max(self._resume_at, self._next_start)
-            self._timer = loop.call_at(when, self._let_in)
+            self._timer = loop.call_at(when, self._admit)
 
 
-class Turn(NamedTuple):
+class RequestSlot(NamedTuple):
     """The slot of one request in flight. started: in loop time."""
 
     pace: ConcurrencyLimiter

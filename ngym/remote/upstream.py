@@ -29,7 +29,7 @@ from ngym.net.auth import wrong_url
 from ngym.net.json_limits import serialized
 from ngym.net.load_balancer import RetryBudget
 from ngym.peer_answers import is_context_overflow, words
-from ngym.remote.rate_limiter import Caps, ConcurrencyLimiter, Turn, Used, UsedUp
+from ngym.remote.rate_limiter import Caps, ConcurrencyLimiter, QuotaExhausted, RequestSlot, TokenUsage
 from ngym.schema import Json
 
 MAX_WAIT_S = 3600.0  # then a request finds out whether the endpoint is open again
@@ -60,18 +60,18 @@ def wait_s(headers: Mapping[str, str], now: float | None = None) -> float | None
     if milliseconds is not None:
         return _bounded(milliseconds / 1000)
     if "retry-after" in headers:
-        waited = _moment(headers["retry-after"], now)
+        waited = _seconds_until(headers["retry-after"], now)
         if waited is not None:
             return _bounded(waited)
     resets = []
     for name, value in headers.items():
         if _REMAINING.fullmatch(name) and _number(value) == 0:
-            waited = _moment(headers.get(name.replace("remaining", "reset"), ""), now)
+            waited = _seconds_until(headers.get(name.replace("remaining", "reset"), ""), now)
             resets += [] if waited is None else [waited]
     return _bounded(max(resets)) if resets else None
 
 
-def _moment(text: str, now: float) -> float | None:
+def _seconds_until(text: str, now: float) -> float | None:
     """Seconds from now: from a number, a duration such as 6m0.5s, a date, or a point in time."""
     text = text.strip()
     number = _number(text)
@@ -102,7 +102,7 @@ def _bounded(seconds: float) -> float:
     return min(max(seconds, 0.0), MAX_WAIT_S)
 
 
-class NotOffered(UpstreamError):
+class NotSupported(UpstreamError):
     """The API does not have this path (or, with 404, perhaps not this model)."""
 
 
@@ -110,11 +110,11 @@ class ContextOverflow(BadRequest):
     """The input does not fit the model's context."""
 
 
-class Unanswered(UpstreamError):
+class OutcomeUnknown(UpstreamError):
     """The request was sent, but no answer came: it may or may not be processed."""
 
 
-class Site(NamedTuple):
+class RequestTarget(NamedTuple):
     """The target of a request, for error messages: the URL, the model's name, the variable with the key.
 
     service: the model server that sends it. A run waits for a service that cannot work, and knows those of its config.
@@ -132,24 +132,24 @@ class Site(NamedTuple):
         detail = f"{self.url} cannot be reached: {why}; is base_url right, and the endpoint up?"
         return Unreachable(detail, upstream={**self.peer(), "service": self.service})
 
-    def too_slow(self, timeout_s: float) -> PeerTimeout:
+    def timed_out(self, timeout_s: float) -> PeerTimeout:
         detail = f"{self.url} did not answer within {timeout_s:g} s (timeout_s) or the caller's deadline"
         return PeerTimeout(detail, upstream=self.peer())
 
-    def unanswered(self, why: object) -> Unanswered:
+    def outcome_unknown(self, why: object) -> OutcomeUnknown:
         detail = f"{self.url} gave no answer ({why}): the request may or may not have been processed"
-        return Unanswered(detail, failure="model_error", upstream=self.peer())
+        return OutcomeUnknown(detail, failure="model_error", upstream=self.peer())
 
-    def broke_off(self, why: object) -> UpstreamError:
+    def stream_broken(self, why: object) -> UpstreamError:
         detail = f"{self.url}: the stream broke off: {why}"
         return UpstreamError(detail, failure="model_error", upstream=self.peer(200), retryable=True)
 
-    def nonsense(self, what: str, *, retryable: bool | None = None) -> UpstreamError:
+    def invalid_answer(self, what: str, *, retryable: bool | None = None) -> UpstreamError:
         peer = self.peer(200)
         return UpstreamError(f"{self.url} {what}", failure="model_error", upstream=peer, retryable=retryable)
 
 
-def problem(site: Site, status: int, body: bytes) -> ServiceError:
+def problem(site: RequestTarget, status: int, body: bytes) -> ServiceError:
     """The error of a refusal. The message for a refused key is left out: it may quote the key."""
     message, code = words(_json(body))
     url, peer = site.url, site.peer(status)
@@ -159,9 +159,9 @@ def problem(site: Site, status: int, body: bytes) -> ServiceError:
         return UpstreamError(detail, failure="model_error", upstream=peer, retryable=False)
     if status in _NO_SUCH_PATH:
         detail = f"{url} answered {status} for model {site.model!r}: {message}"
-        return NotOffered(detail, failure="model_error", upstream=peer)
+        return NotSupported(detail, failure="model_error", upstream=peer)
     if status == 402 or code in _PAID_OUT:
-        return UsedUp(f"{url}: the account has no credit left: {message}", failure="model_error", upstream=peer)
+        return QuotaExhausted(f"{url}: the account has no credit left: {message}", failure="model_error", upstream=peer)
     if status in (429, 529):
         return Overloaded(f"{url} is still over its limit: {message}", failure="model_error", upstream=peer)
     if is_context_overflow(status, code, message):
@@ -171,7 +171,7 @@ def problem(site: Site, status: int, body: bytes) -> ServiceError:
     return UpstreamError(f"{url} answered {status}: {message}", failure="model_error", upstream=peer, retryable=True)
 
 
-def problem_in_stream(site: Site, event: Json) -> ServiceError | None:
+def problem_in_stream(site: RequestTarget, event: Json) -> ServiceError | None:
     """The error in an event of a stream, in OpenAI's or Anthropic's shape; None for other events."""
     if "error" not in event and event.get("type") != "error":
         return None
@@ -324,7 +324,7 @@ class Upstream:
         self._model = model
         self._headers = headers
         self._address = address or (lambda path: options.base_url.rstrip("/") + path)
-        self._sites: dict[str, Site] = {}  # by path
+        self._sites: dict[str, RequestTarget] = {}  # by path
         self._client = Client({"content-type": "application/json", "user-agent": "ngym"}, options.proxy_for_https())
 
     async def close(self) -> None:
@@ -353,8 +353,8 @@ class Upstream:
         """Send JSON to a path and return the JSON of the answer; without a body it is a GET.
 
         Raises:
-            NotOffered: 404 or 405. ContextOverflow: the input is too long. BadRequest: any other fault of the request.
-            Overloaded: still refused for the rate after all retries. UsedUp: a cap is reached, or the credit is used
+            NotSupported: 404 or 405. ContextOverflow: the input is too long. BadRequest: any other fault of the request.
+            Overloaded: still refused for the rate after all retries. QuotaExhausted: a cap is reached, or the credit is used
             up.
             Unreachable, PeerTimeout, UpstreamError: as their names say.
         """
@@ -363,14 +363,14 @@ class Upstream:
             parsed = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             if raw.lstrip()[:1] == b"{":  # cut off, or with text that is not UTF-8
-                raise self._site(path).nonsense(f"answered with broken JSON: {error}", retryable=True) from None
+                raise self._site(path).invalid_answer(f"answered with broken JSON: {error}", retryable=True) from None
             parsed = None
         if not isinstance(parsed, dict):
             detail = "answered with no JSON object; check the end of base_url (often /v1)"
-            raise self._site(path).nonsense(detail)
+            raise self._site(path).invalid_answer(detail)
         if "output" not in parsed and (failure := problem_in_stream(self._site(path), parsed)) is not None:
             raise failure  # gateways send the error of their provider with a 200
-        used = Used()
+        used = TokenUsage()
         used.take(parsed)
         self.caps.add(used)
         return parsed
@@ -378,7 +378,7 @@ class Upstream:
     async def send(self, path: str, body: Json | None, *, once: bool = False) -> bytes:
         """As `post`, for answers of any kind.
 
-        once: never process the request twice: it is only retried if it was certainly not processed, else Unanswered is
+        once: never process the request twice: it is only retried if it was certainly not processed, else OutcomeUnknown is
         raised.
         """
         site, raw, attempt = self._site(path), None if body is None else serialized(body), 0
@@ -403,11 +403,11 @@ class Upstream:
             as `post` before the first event; later UpstreamError, Overloaded or ContextOverflow if an event is an error
             or not JSON, or the stream breaks off.
         """
-        site, used = self._site(path), Used()
+        site, used = self._site(path), TokenUsage()
         try:
             async with self._opened(site, serialized(body)) as answer:
                 if "text/event-stream" not in answer.headers.get("content-type", ""):
-                    raise site.nonsense("did not answer with a stream, which was requested")
+                    raise site.invalid_answer("did not answer with a stream, which was requested")
                 data = EventData()
                 try:
                     async for part in answer.body:
@@ -415,31 +415,31 @@ class Upstream:
                             if event != DONE:
                                 yield self._event(event, site, used)
                 except TimeoutError:
-                    raise site.too_slow(self._options.timeout_s) from None
+                    raise site.timed_out(self._options.timeout_s) from None
                 except (ConnectionError, ValueError) as error:
-                    raise site.broke_off(error) from None
+                    raise site.stream_broken(error) from None
         finally:
             self.caps.add(used)
 
-    def _event(self, data: bytes, site: Site, used: Used) -> Json:
+    def _event(self, data: bytes, site: RequestTarget, used: TokenUsage) -> Json:
         event = orjson.loads(data)
         if not isinstance(event, dict):
-            raise site.broke_off("an event that is not a JSON object")
+            raise site.stream_broken("an event that is not a JSON object")
         if (failure := problem_in_stream(site, event)) is not None:
             raise failure
         used.take(event)
         return event
 
-    def _site(self, path: str) -> Site:
+    def _site(self, path: str) -> RequestTarget:
         site = self._sites.get(path)
         if site is None:
-            site = Site(self._address(path), self._model, self._options.api_key_env, self._service)
+            site = RequestTarget(self._address(path), self._model, self._options.api_key_env, self._service)
             if len(self._sites) < MAX_SITES:
                 self._sites[path] = site
         return site
 
     @asynccontextmanager
-    async def _opened(self, site: Site, raw: bytes) -> AsyncIterator[Streamed]:
+    async def _opened(self, site: RequestTarget, raw: bytes) -> AsyncIterator[Streamed]:
         """A 2xx answer whose body is not read, with retries; its slot in flight is held until it is read."""
         self.budget.request()
         attempt = 0
@@ -458,15 +458,17 @@ class Upstream:
             attempt += 1
             await self._pause(attempt, answer, False)
 
-    async def _turn(self, site: Site) -> Turn:
+    async def _turn(self, site: RequestTarget) -> RequestSlot:
         """Wait for a slot in flight; `pace.leave` must follow."""
         remaining = request_context.current.get().remaining_s()
         try:
             return await self.pace.enter(remaining, self._options.timeout_s)
         except TimeoutError:
-            raise site.too_slow(self._options.timeout_s) from None
+            raise site.timed_out(self._options.timeout_s) from None
 
-    async def _whole(self, turn: Turn, site: Site, raw: bytes | None, once: bool) -> bytes | ServiceError:
+    async def _whole(
+        self, turn: RequestSlot, site: RequestTarget, raw: bytes | None, once: bool
+    ) -> bytes | ServiceError:
         """The body of a 2xx answer, or a problem, which the caller raises unless it retries."""
         method = "GET" if raw is None else "POST"
         try:
@@ -478,7 +480,9 @@ class Upstream:
             return reply.body
         return _problem(turn, site, reply.status, reply.headers, reply.body)
 
-    async def _begun(self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes) -> Streamed | ServiceError:
+    async def _begun(
+        self, held: AsyncExitStack, turn: RequestSlot, site: RequestTarget, raw: bytes
+    ) -> Streamed | ServiceError:
         """As `_whole`, for a streamed body."""
         try:
             headers = {**await self._headers(), **request_context.trace_headers()}
@@ -495,14 +499,14 @@ class Upstream:
         remaining = request_context.current.get().remaining_s()
         return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
 
-    def _unanswered(self, site: Site, error: OSError, once: bool) -> ServiceError:
+    def _unanswered(self, site: RequestTarget, error: OSError, once: bool) -> ServiceError:
         """The problem of a request without an answer; raised if it must not be sent again."""
         if once and not isinstance(error, ConnectionRefusedError):
-            raise site.unanswered(error) from None
+            raise site.outcome_unknown(error) from None
         if isinstance(error, TimeoutError):
-            raise site.too_slow(self._options.timeout_s) from None
+            raise site.timed_out(self._options.timeout_s) from None
         if isinstance(error, AnswerTooLong):
-            raise site.nonsense(f"cannot be used: {error}") from None
+            raise site.invalid_answer(f"cannot be used: {error}") from None
         return site.cannot_be_reached(error)
 
     async def _pause(self, attempt: int, failure: ServiceError, once: bool) -> None:
@@ -521,7 +525,9 @@ class Upstream:
         return failure.retryable and (_refused(failure) or self.budget.retry())
 
 
-def _problem(turn: Turn, site: Site, status: int, headers: Mapping[str, str], body: bytes) -> ServiceError:
+def _problem(
+    turn: RequestSlot, site: RequestTarget, status: int, headers: Mapping[str, str], body: bytes
+) -> ServiceError:
     """The problem of a refusal; one for the rate slows down all callers."""
     if 300 <= status < 400:
         place = shorten(headers.get("location") or "no place", MAX_PLACE)

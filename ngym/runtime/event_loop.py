@@ -27,10 +27,10 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def as_ctrl_c() -> Iterator[None]:
+def signals_as_keyboard_interrupt() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in this block, once; ignored signals stay ignored.
 
-    After that the process is about to end (`end_by_itself`). An event loop's own handlers replace these while it runs.
+    After that the process is about to end (`end_after_signal`). An event loop's own handlers replace these while it runs.
     In a thread it does nothing.
     """
     came = False
@@ -38,7 +38,7 @@ def as_ctrl_c() -> Iterator[None]:
     def interrupt(number: int, _: FrameType | None) -> NoReturn:
         nonlocal came
         came = True
-        end_by_itself()
+        end_after_signal()
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -58,7 +58,7 @@ def as_ctrl_c() -> Iterator[None]:
 def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
     """The running event loop calls back for each SIGINT, SIGTERM and SIGHUP in this block; ignored ones stay ignored.
 
-    After a signal the process is about to end (`end_by_itself`); otherwise the previous handlers are restored. Those of
+    After a signal the process is about to end (`end_after_signal`); otherwise the previous handlers are restored. Those of
     `loop.add_signal_handler` would be gone after the loop closes, and the signals would kill the process.
     """
     loop = asyncio.get_running_loop()
@@ -78,13 +78,13 @@ def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         if came:
-            end_by_itself()
+            end_after_signal()
         else:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-def end_by_itself() -> None:
+def end_after_signal() -> None:
     """For a process that a signal has interrupted and that is about to end with exit code 130.
 
     The next SIGINT, SIGTERM or SIGHUP has no effect, and one after that ends it at once: an exception that a handler
@@ -110,7 +110,7 @@ def ignore_interrupts() -> None:
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP that come in this block are handled at its end; ignored signals stay ignored.
 
     A signal mask would also block them in child processes that start here. In a thread, where Python runs no handlers,
@@ -152,7 +152,7 @@ def await_exit(process: subprocess.Popen[bytes], timeout_s: float | None = None)
         except ChildProcessError:  # reaped elsewhere
             ended = True
         if ended:
-            with put_off():
+            with deferred_signals():
                 return process.wait()
         if ends is not None and time.monotonic() > ends:
             raise subprocess.TimeoutExpired(process.args, timeout_s or 0.0)
@@ -160,7 +160,7 @@ def await_exit(process: subprocess.Popen[bytes], timeout_s: float | None = None)
     return process.returncode
 
 
-async def unless(failure: Awaitable[None], work: Coroutine[Any, Any, Result]) -> Result:
+async def run_unless_failed(failure: Awaitable[None], work: Coroutine[Any, Any, Result]) -> Result:
     """Run the work until it is done or `failure` raises; returns the result of the work and cancels the other task.
 
     Args:
@@ -178,7 +178,7 @@ async def unless(failure: Awaitable[None], work: Coroutine[Any, Any, Result]) ->
         await asyncio.gather(working, failing, return_exceptions=True)
 
 
-async def never() -> None:
+async def never_fails() -> None:
     """A failure that never happens."""
     await asyncio.Event().wait()
 
@@ -207,7 +207,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process now, after its exit handlers.
 
     Python would first destroy everything that it has imported, object by object: 1.4 CPU seconds with DeepSpeed, 3 with

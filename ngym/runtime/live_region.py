@@ -50,7 +50,7 @@ def is_live(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown")
 
 
-def harmless(text: str) -> str:
+def sanitized(text: str) -> str:
     """Untrusted text with the same lines, without colours and with all other control characters escaped."""
     return printable(COLOUR.sub("", text.replace("\r\n", "\n").expandtabs()))
 
@@ -144,7 +144,7 @@ class Screen:
     def say(self, text: str) -> None:
         """Print above the region. The text may be untrusted: its control characters are escaped."""
         with self._lock:
-            said = "".join(f"{line}\n" for line in harmless(text).split("\n"))
+            said = "".join(f"{line}\n" for line in sanitized(text).split("\n"))
             self._send(f"\r{ERASE_BELOW}{said}{self._frame(self._lines(self.size))}")
 
     def keep(self) -> None:
@@ -166,7 +166,7 @@ class Screen:
 
     def _rendered(self, line: Text, width: int) -> str:
         if not line.plain.isprintable():
-            line = type(line)(harmless(line.plain).replace("\n", " "))
+            line = type(line)(sanitized(line.plain).replace("\n", " "))
         with self._console.capture() as capture:
             self._console.print(line, width=width, no_wrap=True, overflow="ellipsis", end="")
         return capture.get().rstrip("\n")
@@ -186,7 +186,7 @@ class Screen:
         self._stream.flush()
 
 
-class _Above(io.TextIOBase):
+class _StreamAboveRegion(io.TextIOBase):
     """A stream whose lines go above the region; of a line that is overwritten (a bar), only the last state."""
 
     def __init__(self, screen: Screen) -> None:
@@ -213,7 +213,7 @@ class _Above(io.TextIOBase):
 def captured(screen: Screen) -> Iterator[None]:
     """Print what goes to a terminal during the block above the region."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr") if getattr(sys, name).isatty()}
-    streams = {name: _Above(screen) for name in before}
+    streams = {name: _StreamAboveRegion(screen) for name in before}
     for name, stream in streams.items():
         setattr(sys, name, stream)
     try:
@@ -259,7 +259,7 @@ def _piped(screen: Screen) -> Iterator[None]:
 
 
 def _pump(fd: int, screen: Screen) -> None:
-    above = _Above(screen)
+    above = _StreamAboveRegion(screen)
     characters = codecs.getincrementaldecoder("utf-8")("replace")
     with os.fdopen(fd, "rb", buffering=0) as pipe:
         while chunk := pipe.read(1 << 16):

@@ -347,8 +347,8 @@ class LocalSandbox(Sandbox):
         self._wanted = TIERS if tier == "auto" else (tier,)
         self._preload = [name for name in preload if importlib.util.find_spec(name)]
         self._starting = asyncio.Lock()
-        self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
-        self._places = [_Place(number) for number in range(self.slots)]
+        self._free: asyncio.LifoQueue[_ZygoteSlot] = asyncio.LifoQueue()
+        self._places = [_ZygoteSlot(number) for number in range(self.slots)]
         self._closed = False
         for place in reversed(self._places):
             self._free.put_nowait(place)
@@ -397,7 +397,7 @@ class LocalSandbox(Sandbox):
             await place.drop()
             self._free.put_nowait(place)
 
-    async def _run(self, place: _Place, program: Program, limits: Limits) -> Result:
+    async def _run(self, place: _ZygoteSlot, program: Program, limits: Limits) -> Result:
         assert self.tier is not None
         try:
             for _ in range(2):  # a lost zygote is not this program's fault: retry once
@@ -447,7 +447,7 @@ class LocalSandbox(Sandbox):
         )
 
 
-class _Place:
+class _ZygoteSlot:
     """A slot for a zygote, which starts when first needed."""
 
     def __init__(self, number: int) -> None:

@@ -59,7 +59,7 @@ class CustomOptions(BaseModel):
         return self.model_extra or {}
 
     @model_validator(mode="after")
-    def _constructor_takes_them(self, info: ValidationInfo) -> Self:
+    def _check_constructor_arguments(self, info: ValidationInfo) -> Self:
         """Import the class. A relative file is searched next to the config, which `parse_options` passes as `root`."""
         root = (info.context or {}).get("root", Path())
         try:

@@ -26,7 +26,15 @@ from starlette.routing import Route
 from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.net.api_docs import api_docs_routes
-from ngym.net.auth import ADMIN_TOKEN, Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of, wrong_url
+from ngym.net.auth import (
+    ADMIN_TOKEN,
+    LocalOnlyMiddleware,
+    OriginCheck,
+    TokenAuth,
+    TokenAuthMiddleware,
+    hosts_of,
+    wrong_url,
+)
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
 from ngym.supervise import metrics_scraper
@@ -179,7 +187,7 @@ class Head:
             )
         else:
             urls = chain([self.url], *(stanza.external_urls for stanza in supervisor.config.services.values()))
-            app = Guarded(_with_page(app), Visitors(hosts_of(urls)), "the head")
+            app = LocalOnlyMiddleware(_with_page(app), OriginCheck(hosts_of(urls)), "the head")
         files = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key} if tls else {}
         self._server = Server(server_config(app, lifespan="off", log_config=None, **files))
         self._task: asyncio.Task[None] | None = None
@@ -254,7 +262,7 @@ def uptime_seconds(started: datetime | None) -> float:
 def _app(supervisor: SupervisedRun) -> Starlette:
     config = supervisor.config
 
-    looks = metrics_scraper.Looks(supervisor.run_token)
+    snapshots = metrics_scraper.MetricsSnapshots(supervisor.run_token)
     admin = TokenAuth([supervisor.admin_token])
 
     def _check_admin(request: Request, what: str) -> None:
@@ -266,7 +274,7 @@ def _app(supervisor: SupervisedRun) -> Starlette:
 
     async def show_status(request: Request) -> Response:
         records = servers(supervisor.states)
-        measured = await looks.now(records)
+        measured = await snapshots.now(records)
         shown = [{**record, "metrics": measured.get(record["name"])} for record in records]
         for record in shown:
             record["labels"] = [state.label for state in supervisor.states if state.name == record["name"]]

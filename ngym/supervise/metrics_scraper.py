@@ -76,7 +76,7 @@ class Scrape:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class ServiceMetrics:
     """A service's current numbers. p50_s, p95_s: over the interval's requests, or over all since its start if there
     were none.
 
@@ -148,7 +148,7 @@ def together(replicas: Iterable[Scrape]) -> Scrape:
     return first
 
 
-def numbers(before: Scrape, now: Scrape) -> Numbers:
+def numbers(before: Scrape, now: Scrape) -> ServiceMetrics:
     """The numbers between two scrapes; a service that restarted in between has counted from 0."""
     seconds = max(now.at - before.at, 1e-9)
     if now.statuses.total() < before.statuses.total():
@@ -156,7 +156,7 @@ def numbers(before: Scrape, now: Scrape) -> Numbers:
     recent = _combined(now.buckets, before.buckets, -1)
     buckets = recent if any(recent.values()) else now.buckets
     is_model = now.waiting is not None
-    return Numbers(
+    return ServiceMetrics(
         requests=now.statuses.total(),
         requests_per_s=(now.statuses.total() - before.statuses.total()) / seconds,
         p50_s=quantile(0.5, buckets),
@@ -297,7 +297,7 @@ async def load_of(urls: Sequence[str], changing: int, token: str | None) -> Repl
     )
 
 
-class Looks:
+class MetricsSnapshots:
     """The metrics of all services since the last look. Looks of several clients within RETRY_INTERVAL_S share one answer."""
 
     def __init__(self, token: str | None) -> None:

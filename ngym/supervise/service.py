@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.runtime.live_region import harmless
+from ngym.runtime.live_region import sanitized
 from ngym.schema import Kind
 from ngym.supervise.head_file import health
 from ngym.supervise.venvs import Venv, find_uv, make
@@ -62,7 +62,7 @@ class ServiceLog:
 
     def tail(self, count: int) -> list[str]:
         """The last lines of the current process, oldest first, with control characters made visible for display."""
-        return list(map(harmless, list(self._lines)[-count:]))
+        return list(map(sanitized, list(self._lines)[-count:]))
 
     @property
     def reason(self) -> str:
@@ -271,7 +271,7 @@ class PolledReplica:
         write it.
         """
         if "detail" in changes:
-            changes["detail"] = harmless(changes["detail"])
+            changes["detail"] = sanitized(changes["detail"])
         state = replace(self.state, **changes)
         if state != self.state:
             self.state = state
@@ -347,7 +347,7 @@ class CrashCounter:
         self.short = 1 if ready_s is not None and ready_s >= STABLE_S else self.short + 1
         self.recent.append(time.monotonic())
 
-    def too_many(self, limit: int) -> str | None:
+    def give_up_reason(self, limit: int) -> str | None:
         """Why the service should be given up, or None."""
         if limit == 0:
             return "died, and ngym.max_restarts is 0"
@@ -462,7 +462,7 @@ class ServiceProcess(PolledReplica):
     async def _restarting(self) -> None:
         python = await self._own_python()
         for restarts in itertools.count():
-            code, ready_s = await self._live(restarts, python)
+            code, ready_s = await self._run_once(restarts, python)
             await self._log.drained()
             if code in (EXIT_CONFIG, EXIT_REFUSED):
                 self.change(status="failed", detail="cannot be started as it is", pid=None)
@@ -472,7 +472,7 @@ class ServiceProcess(PolledReplica):
                 )
             self._deaths.count(ready_s)
             how = ": ".join(filter(None, (describe_exit(code), self._log.reason)))
-            if why := self._deaths.too_many(self._limits.max_deaths):
+            if why := self._deaths.give_up_reason(self._limits.max_deaths):
                 self.change(status="failed", detail=how, pid=None)
                 if self._log.reason:
                     raise ServiceFailed(f"service {self.state.label!r} {why} ({how}); its log is {self._log.path}")
@@ -492,7 +492,7 @@ class ServiceProcess(PolledReplica):
             self.change(status="failed", detail="its packages cannot be installed")
             raise ServiceRefused(str(error)) from error
 
-    async def _live(self, restarts: int, python: Path | None) -> tuple[int, float | None]:
+    async def _run_once(self, restarts: int, python: Path | None) -> tuple[int, float | None]:
         """Run the process once: returns its exit code, and the seconds since it was first ready; None: never ready."""
         self.ready.clear()
         self.ready_at = None

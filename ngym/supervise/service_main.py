@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ngym.errors import UsageError
-from ngym.runtime.event_loop import leave
+from ngym.runtime.event_loop import exit_process
 
 RUNNER = "ngym.services.base.runner"  # a program that this process executes, not a library
 EXIT_USAGE = 2  # of our commands
@@ -44,7 +44,7 @@ def perform(job: ServiceJob) -> NoReturn:
     runner = importlib.import_module(RUNNER)
     spec, action = runner.spec_from(job.request["spec"]), job.request["action"]
     code = _check(runner, spec) if action == "check" else runner.run(spec, job.sockets)
-    leave(EXIT_USAGE if action == "serve" and code in (runner.EXIT_CONFIG, runner.EXIT_REFUSED) else code)
+    exit_process(EXIT_USAGE if action == "serve" and code in (runner.EXIT_CONFIG, runner.EXIT_REFUSED) else code)
 
 
 def _become(python: str, job: ServiceJob) -> NoReturn:
@@ -61,7 +61,7 @@ def _become(python: str, job: ServiceJob) -> NoReturn:
             print(
                 f"{python}: cannot be run ({error.strerror}); start again to recreate the environment", file=sys.stderr
             )
-            leave(int(importlib.import_module(RUNNER).EXIT_CONFIG))
+            exit_process(int(importlib.import_module(RUNNER).EXIT_CONFIG))
 
 
 def own_environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ngym.runtime.live_region import Picture, Screen, Size, captured, duration, harmless, is_live
+from ngym.runtime.live_region import Picture, Screen, Size, captured, duration, is_live, sanitized
 from ngym.supervise.service import ReplicaState
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Board:
     def line(self) -> str:
         """`2 of 3 services ready, 12 s; waiting for policy (loading the weights)`."""
         waiting, line = self.waiting(), self._count()
-        names = [state.label + (f" ({harmless(state.detail)})" if state.detail else "") for state in waiting]
+        names = [state.label + (f" ({sanitized(state.detail)})" if state.detail else "") for state in waiting]
         if not names:
             return line
         return f"{line}; waiting for {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else "")
@@ -106,10 +106,10 @@ class Board:
         rate = (f"{seen.requests_per_s:,.1f} req/s" if seen.requests_per_s else "idle") if seen and ready else ""
         errors = f"{seen.errors:,} error{'s' * (seen.errors != 1)}" if seen and seen.errors else ""
         return Row(
-            harmless(state.label),
+            sanitized(state.label),
             word,
             STYLES.get(state.status, BUSY),
-            state.url if ready and not state.detail else harmless(state.detail),
+            state.url if ready and not state.detail else sanitized(state.detail),
             rate,
             ", ".join(filter(None, (again, errors))),
         )
@@ -227,7 +227,7 @@ class PlainLines:
 
     def event(self, state: ReplicaState) -> None:
         self._board.event(state)
-        text = harmless(state.detail) or (state.url if state.status == "ready" else "")
+        text = sanitized(state.detail) or (state.url if state.status == "ready" else "")
         self._print(f"{state.label:<24} {state.status:<10} {text}".rstrip())
 
     def say(self, kind: str, text: str, **details: Any) -> None:

@@ -134,11 +134,11 @@ class Supervisor:
         state = ReplicaState(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=held)
         guest = PolledReplica(state, self._changed, self.run_token, is_guest=True)
         self._watched.append(guest)
-        self._guests.add(task := asyncio.create_task(self._accompany(guest)))
+        self._guests.add(task := asyncio.create_task(self._watch_guest(guest)))
         task.add_done_callback(self._guests.discard)
         return state
 
-    async def _accompany(self, guest: PolledReplica) -> None:
+    async def _watch_guest(self, guest: PolledReplica) -> None:
         """Watch a guest until it was not ready for several polls."""
         watch, missed = asyncio.create_task(guest.watch()), 0
         try:
@@ -349,9 +349,11 @@ class Supervisor:
         limits = RestartLimits(timeout, settings.max_restarts)
         log = self._head_file.logs / f"{state.label}.log"
         venv = venv_of(self.config, stanza)
-        return ServiceProcess(state, self._changed, place, spec, log, limits, redact, venv, spares, self._gave_up)
+        return ServiceProcess(
+            state, self._changed, place, spec, log, limits, redact, venv, spares, self._report_lost_dependency
+        )
 
-    def _gave_up(self, lost: ReplicaState) -> None:
+    def _report_lost_dependency(self, lost: ReplicaState) -> None:
         """Report that the services whose options name this one are not ready, if none of its replicas is left."""
         if any(state.status != "failed" for state in self.states if state.name == lost.name):
             return

@@ -250,7 +250,7 @@ def _digest(app_file: Path) -> str:
 
 def main() -> None:
     """Import the app, then fork a zygote for each command; in a child of that one, run its service."""
-    from ngym.runtime.event_loop import leave
+    from ngym.runtime.event_loop import exit_process
     from ngym.supervise.service_main import perform
     from ngym.supervise.service_zygote import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, Zygote, prctl
 
@@ -270,7 +270,7 @@ def main() -> None:
         if not module.is_preloaded_for(spec["options"], Path(spec["root"])):
             job.request["python"] = sys.executable
         perform(job)
-    leave(0)
+    exit_process(0)
 
 
 def preload(app_file: Path) -> ModuleType:

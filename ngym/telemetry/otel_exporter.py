@@ -41,7 +41,7 @@ EXPORTER_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "op
 _own: ContextVar[request_context.TraceIds | None] = ContextVar("ngym_own_ids", default=None)
 
 
-class Telling:
+class SpanExporter:
     """Exports the spans of one process to the collector."""
 
     def __init__(self, destination: tracing.Destination, service: str, replica: int) -> None:
@@ -66,7 +66,7 @@ class Telling:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("ngym", version("ngym"))
         for name in EXPORTER_LOGGERS:
-            logging.getLogger(name).addFilter(_NowAndThen())
+            logging.getLogger(name).addFilter(_RateLimitFilter())
 
     def start(self, name: str, kind: tracing.SpanKind, is_rollout: bool) -> tracing.Span:
         """Start a span now. Its parent: the caller's span, else the rollout's own span, else none."""
@@ -147,7 +147,7 @@ class _Ids(RandomIdGenerator):
         return super().generate_span_id() if own is None else int(own.span, 16)
 
 
-class _NowAndThen(logging.Filter):
+class _RateLimitFilter(logging.Filter):
     """At most one line in LOG_INTERVAL_S."""
 
     def __init__(self) -> None:

@@ -82,8 +82,8 @@ def begin(destination: Destination | None, service: str, replica: int = 0) -> No
     except ImportError as error:
         log.warning("no traces from here: %s cannot be imported; install the extra ngym[otel]", error.name)
         return
-    telling = exporter.Telling(destination, service, replica)
-    _start, _end = telling.start, telling.end
+    span_exporter = exporter.SpanExporter(destination, service, replica)
+    _start, _end = span_exporter.start, span_exporter.end
 
 
 def end() -> None:

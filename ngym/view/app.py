@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
-from ngym.net.auth import RUN_TOKEN, TokenAuth, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
+from ngym.net.auth import RUN_TOKEN, OriginCheck, TokenAuth, hosts_of, is_loopback, new_token, refuse, token_from
 from ngym.schema import Json
 from ngym.view import html_report, training
 from ngym.view.growing_index import row_seq
@@ -65,13 +65,13 @@ class AccessGuard:
     """An ASGI application behind the checks. The page itself has no secrets and is open: it brings the token to /api.
 
     Args:
-        hosts: what a Host header may name beside loopback (`ngym.net.auth.Visitors`). None: anything, from any page.
+        hosts: what a Host header may name beside loopback (`ngym.net.auth.OriginCheck`). None: anything, from any page.
         lock: what opens /api; None: it is open.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, lock: TokenAuth | None) -> None:
         self._app = app
-        self._visitors = None if hosts is None else Visitors(hosts)
+        self._origin_check = None if hosts is None else OriginCheck(hosts)
         self._lock = lock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +92,7 @@ class AccessGuard:
         await refuse(guarded, problem, SERVICE)
 
     def _problem(self, scope: Scope) -> ServiceError | None:
-        if self._visitors is not None and (problem := self._visitors.problem(scope)):
+        if self._origin_check is not None and (problem := self._origin_check.problem(scope)):
             return problem
         if scope["path"].startswith("/api") and self._lock is not None and not self._lock.accepts(scope["headers"]):
             return Unauthorized(LOCKED)
@@ -102,7 +102,7 @@ class AccessGuard:
 STATIC = Path(__file__).parent / "static"
 
 
-class Wrong(ServiceError):
+class InvalidParameter(ServiceError):
     """A parameter of the address says nothing."""
 
     status = 400
@@ -239,14 +239,14 @@ def _table(request: Request) -> tuple[str, str, int, int]:
     asked = request.query_params
     limit = _whole("limit", asked.get("limit", str(DEFAULT_ROWS)))
     if limit > MAX_ROWS:
-        raise Wrong(f"limit={limit}: a page has at most {MAX_ROWS:,} rows; ask for the next with offset")
+        raise InvalidParameter(f"limit={limit}: a page has at most {MAX_ROWS:,} rows; ask for the next with offset")
     return asked.get("q", ""), asked.get("sort", ""), _whole("offset", asked.get("offset", "0")), limit
 
 
 def _whole(name: str, text: str) -> int:
     digits = text.removeprefix("-") if name == "task" else text
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
-        raise Wrong(f"{name}={text!r:.40} is not a whole number")
+        raise InvalidParameter(f"{name}={text!r:.40} is not a whole number")
     return int(text)
 
 
@@ -283,7 +283,7 @@ HOST_REMEDY = "name an address of this machine with --host, or 0.0.0.0 for all t
 
 
 @dataclass(frozen=True)
-class Door:
+class ListeningSocket:
     """An open socket, and what a browser is given to find it. token: None on loopback without NGYM_TOKEN."""
 
     socket: socket.socket
@@ -302,7 +302,7 @@ class Door:
         return f"{self.address}#token={quote(self.token, safe='')}" if self.token else self.address
 
 
-def door(host: str, port: int | None) -> Door:
+def listen(host: str, port: int | None) -> ListeningSocket:
     """Listen. Off loopback a token is needed: NGYM_TOKEN, or one that is made.
 
     Args:
@@ -315,7 +315,7 @@ def door(host: str, port: int | None) -> Door:
     ports = range(PORT, PORT + TRIED_PORTS) if port is None else [port]
     for number in ports:
         try:
-            return Door(_listening(host, number), token)
+            return ListeningSocket(_listening(host, number), token)
         except OSError as error:
             problem = error
             if error.errno != errno.EADDRINUSE:
@@ -324,13 +324,13 @@ def door(host: str, port: int | None) -> Door:
     raise UsageError(f"port {ports[0]} on {host}: {problem.strerror or problem}; {remedy}")
 
 
-def serve(shown: OpenedRuns, entrance: Door, title: str, ready: Callable[[], None]) -> None:
+def serve(shown: OpenedRuns, listening: ListeningSocket, title: str, ready: Callable[[], None]) -> None:
     """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
-    lock = TokenAuth([entrance.token]) if entrance.token else None
+    lock = TokenAuth([listening.token]) if listening.token else None
     # A token is not a cookie, so a page of another name has none to send along.
-    hosts = None if lock else frozenset(hosts_of([entrance.address]))
+    hosts = None if lock else frozenset(hosts_of([listening.address]))
     app = application(shown, hosts=hosts, lock=lock, title=title)
-    asyncio.run(_served(app, entrance.socket, ready))
+    asyncio.run(_served(app, listening.socket, ready))
 
 
 async def _served(app: ASGIApp, listener: socket.socket, ready: Callable[[], None]) -> None:

@@ -367,7 +367,7 @@ def scan(job: ScanJob) -> ScannedBatch:
     # One buffer, read line by line: large blocks of their own would cost more in fresh memory than their parsing does.
     with open(job.path, "rb", buffering=BUFFER_BYTES) as file:
         place = _first_line(file, job)
-        found = _Found(ScannedBatch(place))
+        found = _BatchBuilder(ScannedBatch(place))
         while place < job.end:
             text = file.readline(min(MAX_LINE_BYTES, job.size - place))
             if not text or not found.add(text, place):
@@ -397,7 +397,7 @@ def _next_line(file: BinaryIO, place: int, size: int) -> int:
     return place
 
 
-class _Found:
+class _BatchBuilder:
     """A batch while it is made."""
 
     def __init__(self, batch: ScannedBatch) -> None:

@@ -287,7 +287,7 @@ def _quoted(text: str) -> str:
 UNKNOWN, ABSENT, PRESENT = 0, 1, 2
 
 
-class Found(NamedTuple):
+class QueryResult(NamedTuple):
     """The rows so far, in the order that was asked for. scanned: the share of the candidates that was looked at."""
 
     rows: list[int]
@@ -306,7 +306,7 @@ class Search:
         self._unknown: Sequence[int] = ()  # of what was asked, in the order of the file
         self._looked_at = 0  # of these
 
-    def among(self, candidates: Sequence[int], sought: Sequence[TextCondition], epoch: int) -> Found:
+    def among(self, candidates: Sequence[int], sought: Sequence[TextCondition], epoch: int) -> QueryResult:
         """The candidates (rows by seq) that have, or have not, these texts, as far as a moment is enough to tell.
 
         Args:
@@ -325,7 +325,7 @@ class Search:
         self._looked_at += self._look([text for text, _ in texts], self._unknown[self._looked_at :])
         left = len(self._unknown) - self._looked_at
         rows = [seq for seq in candidates if all(text.verdict(seq) == wanted for text, wanted in texts)]
-        return Found(rows, 1 - left / len(candidates) if left else 1.0)
+        return QueryResult(rows, 1 - left / len(candidates) if left else 1.0)
 
     def _text(self, text: str) -> _Text:
         if text not in self._texts:

@@ -141,7 +141,7 @@ def report(
     shown: OpenedRuns, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
 ) -> tuple[bytes, ReportData]:
     """The report as a page; the arguments and errors are those of `export`."""
-    room = Room(MAX_BYTES)
+    budget = ByteBudget(MAX_BYTES)
     packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
     of = full = listed = 0
     for run in shown.rollouts.values():
@@ -155,7 +155,7 @@ def report(
     for id, run in shown.rollouts.items():
         chosen = _chosen(run, q, rows, contrasts[id])
         rollouts = {
-            row: orjson.Fragment(line) for row in chosen if (line := room.browser_json(run.index.line(row_seq(row))))
+            row: orjson.Fragment(line) for row in chosen if (line := budget.browser_json(run.index.line(row_seq(row))))
         }
         table = _listed(run, q, chosen)
         full, listed = full + len(rollouts), listed + len(table)
@@ -163,7 +163,7 @@ def report(
     packed["runs"] = shown.as_json()
     packed["training"] = _training(shown)
     page = _page(packed, title)
-    return page, ReportData(full, listed, of, room.refused, len(page))
+    return page, ReportData(full, listed, of, budget.refused, len(page))
 
 
 def single(run: RolloutRun, row: str, title: str) -> bytes:
@@ -172,7 +172,7 @@ def single(run: RolloutRun, row: str, title: str) -> bytes:
     Raises:
         NotFound: there is no such row. UsageError: it does not fit, or is not JSON.
     """
-    line = Room(MAX_BYTES).browser_json(run.index.line(row_seq(row)))
+    line = ByteBudget(MAX_BYTES).browser_json(run.index.line(row_seq(row)))
     if line is None:
         raise UsageError(f"row {row} of {run.name} is not JSON, or has more than {MAX_BYTES >> 20} MiB")
     facts = {
@@ -193,7 +193,7 @@ def _page(packed: Json, title: str) -> bytes:
     return bundle(STATIC, orjson.dumps(packed, option=orjson.OPT_NON_STR_KEYS), title)
 
 
-class Room:
+class ByteBudget:
     """A byte budget for the rollouts of all runs. refused: those that did not fit, or are not JSON."""
 
     def __init__(self, bytes: int) -> None:

@@ -44,7 +44,7 @@ from ngym.services.base.request_bodies import json_body, validated
 from ngym.weight_push.stage import (
     AdapterFiles,
     AdapterShape,
-    Announced,
+    AnnouncedTensor,
     Shapes,
     Stage,
     check_adapter,
@@ -195,7 +195,7 @@ class Body(BaseModel):
 
 class Begin(Body):
     version: int = Field(ge=1)
-    tensors: list[Announced]
+    tensors: list[AnnouncedTensor]
     adapter: AdapterShape | None = None
     transfer: bool = False
 
@@ -216,7 +216,7 @@ class Received(Body):
     info: dict[str, Any]
 
 
-class Rest(Body):
+class SleepBody(Body):
     level: Literal[1, 2] = 1
 
 
@@ -234,7 +234,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/weights/transfer/connect": Received,
     "/weights/transfer/start": Commit,
     "/weights/transfer/update": Received,
-    "/weights/sleep": Rest,
+    "/weights/sleep": SleepBody,
     "/weights/wake": Wake,
     "/weights/proof": Prove,
 }
@@ -274,7 +274,7 @@ class Sleep:
         engine = self._engine
         if engine.sleep_problem is not None:
             raise ServiceError(engine.sleep_problem, status=409)
-        body: Rest = validated(Rest, await json_body(request), "a sleep")
+        body: SleepBody = validated(SleepBody, await json_body(request), "a sleep")
         async with self._one_at_a_time:
             if not engine.asleep:
                 await engine.pause_for_push("wait", self._patience_s)
@@ -401,10 +401,10 @@ class WeightPush:
             )
         stage = None if body.transfer else Stage(body.tensors, self._engine.dtype)
         push = self._current = Push(body.version, stage, body.adapter)
-        self._lend(push)
+        self._renew_lease(push)
         return JsonResponse({"push": push.id, "lease_s": self._options.lease_s}, status_code=201)
 
-    def _check_adapter(self, adapter: AdapterShape, announced: list[Announced]) -> None:
+    def _check_adapter(self, adapter: AdapterShape, announced: list[AnnouncedTensor]) -> None:
         if self._adapters is None:
             raise _conflict("this server does not accept adapters; models/vllm does with lora_rank in its stanza")
         largest, base = self._adapters.most_rank, self._adapters.engine.base_version
@@ -524,9 +524,9 @@ class WeightPush:
             except BaseException:
                 self._end(push)
                 raise
-            self._lend(push)
+            self._renew_lease(push)
 
-    def _lend(self, push: Push) -> None:
+    def _renew_lease(self, push: Push) -> None:
         if self._current is push:
             push.lease = asyncio.get_running_loop().call_later(self._options.lease_s, self._end, push)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ngym.errors import BadRequest
-from ngym.weight_push.stage import DTYPES, PREFIX, SHARED_MEMORY, Announced, PrivateFolder
+from ngym.weight_push.stage import DTYPES, PREFIX, SHARED_MEMORY, AnnouncedTensor, PrivateFolder
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FOLDER = re.compile(re.escape(PREFIX) + r"\w+")
@@ -66,7 +66,7 @@ class SharedFile(Body):
     offset: Count
 
 
-class SharedTensor(Announced):
+class SharedTensor(AnnouncedTensor):
     """A tensor of the trainer. stride, start: its elements in its storage, as in torch.as_strided."""
 
     stride: tuple[Count, ...]
@@ -78,7 +78,7 @@ class SharedTensors(Body):
     tensors: list[SharedTensor] = Field(max_length=MAX_AT_ONCE)
 
 
-class Lent(NamedTuple):
+class SharedForReader(NamedTuple):
     """What was shared, for one reader. kept: must stay alive until the reader has copied the tensors."""
 
     tensors: list[SharedTensor]
@@ -90,12 +90,12 @@ def device_id(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
-def share(tensors: Mapping[str, Tensor]) -> Lent:
+def share(tensors: Mapping[str, Tensor]) -> SharedForReader:
     """Share tensors, which are all on the GPU or all on the CPU, with one other process."""
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return _shared_file(tensors)
     kept = [tensor.detach().contiguous() for tensor in tensors.values()]
-    return Lent([_exported(name, one) for name, one in zip(tensors, kept, strict=True)], kept)
+    return SharedForReader([_exported(name, one) for name, one in zip(tensors, kept, strict=True)], kept)
 
 
 def _exported(name: str, tensor: Tensor) -> SharedTensor:
@@ -115,7 +115,7 @@ def _exported(name: str, tensor: Tensor) -> SharedTensor:
     )
 
 
-def _shared_file(tensors: Mapping[str, Tensor]) -> Lent:
+def _shared_file(tensors: Mapping[str, Tensor]) -> SharedForReader:
     places, size = [], 0
     for tensor in tensors.values():
         places.append(size)
@@ -129,7 +129,7 @@ def _shared_file(tensors: Mapping[str, Tensor]) -> Lent:
         memory = SharedFile(folder=folder.path.name, offset=place)
         layout = {"shape": tuple(whole.shape), "stride": whole.stride(), "start": 0}
         found.append(SharedTensor(name=name, dtype=NAMES[whole.dtype], memory=memory, **layout))
-    return Lent(found, folder)
+    return SharedForReader(found, folder)
 
 
 def opened(shared: SharedTensor, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ PEFT_ENDS = (".lora_A.weight", ".lora_B.weight")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Announced(BaseModel):
+class AnnouncedTensor(BaseModel):
     """One tensor of a push, announced before its bytes are sent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,12 +65,12 @@ def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_announced(announced: list[Announced], ours: Shapes) -> None:
+def check_announced(announced: list[AnnouncedTensor], ours: Shapes) -> None:
     """Raise BadRequest unless these are the names and shapes of our checkpoint."""
     _compare("the weights of this model", _by_name(announced), ours, "is not a tensor of this model")
 
 
-def check_adapter(announced: list[Announced], rank: int, matrices: Shapes) -> None:
+def check_adapter(announced: list[AnnouncedTensor], rank: int, matrices: Shapes) -> None:
     """Raise BadRequest unless these are A [rank, in] and B [out, rank] of some of these matrices [out, in]."""
     theirs = _by_name(announced)
     layers = {name.removeprefix(PEFT_PREFIX).removesuffix(end) for name in theirs for end in PEFT_ENDS}
@@ -87,7 +87,7 @@ def check_adapter(announced: list[Announced], rank: int, matrices: Shapes) -> No
     _compare(what, theirs, expected, "belongs to no matrix that an adapter may change")
 
 
-def _by_name(announced: list[Announced]) -> dict[str, tuple[int, ...]]:
+def _by_name(announced: list[AnnouncedTensor]) -> dict[str, tuple[int, ...]]:
     theirs = {tensor.name: tensor.shape for tensor in announced}
     if len(theirs) < len(announced):
         raise BadRequest("field 'tensors': a name occurs twice; announce each tensor once")
@@ -134,7 +134,7 @@ class Stage:
         remove: deletes the files; may be called more than once.
     """
 
-    def __init__(self, announced: list[Announced], dtype: torch.dtype) -> None:
+    def __init__(self, announced: list[AnnouncedTensor], dtype: torch.dtype) -> None:
         self._waiting = {tensor.name: tensor for tensor in announced}
         self._limit = torch.finfo(dtype).max
         self._files = 0

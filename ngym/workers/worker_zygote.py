@@ -102,9 +102,9 @@ def _serve_control(control: socket.socket, function: Function, memory_bytes: int
             _send(control, {"pid": pid})
         else:
             workers.discard(request["bury"])
-            _send(control, _bury(request["bury"]))
+            _send(control, _kill_and_reap(request["bury"]))
     for pid in workers:
-        _bury(pid)
+        _kill_and_reap(pid)
 
 
 def _fork(control: socket.socket, connection: socket.socket, function: Function, memory_bytes: int) -> int:
@@ -118,7 +118,7 @@ def _fork(control: socket.socket, connection: socket.socket, function: Function,
     return pid
 
 
-def _bury(pid: int) -> dict[str, Any]:
+def _kill_and_reap(pid: int) -> dict[str, Any]:
     """End a worker and reap it: its exit code, or minus the signal that ended it (ours or an earlier one)."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ import yaml
 
 from ngym.config.service_config import Config, load_config
 from ngym.errors import UsageError
-from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, TokenAuth, Visitors, hosts_of, is_loopback
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, LocalOnlyMiddleware, OriginCheck, TokenAuth, hosts_of, is_loopback
 from ngym.peers import Peers
 from ngym.supervise.head_file import find_running
 from ngym.supervise.supervisor import Supervisor
@@ -305,7 +305,9 @@ async def test_a_guard_works_before_any_asgi_application() -> None:
     async def app(scope: object, receive: object, send: object) -> None:
         raise AssertionError("this was not to be called")
 
-    transport = httpx.ASGITransport(Guarded(app, Visitors(hosts_of(["http://[::1]:1", "https://box/"])), "box"))
+    transport = httpx.ASGITransport(
+        LocalOnlyMiddleware(app, OriginCheck(hosts_of(["http://[::1]:1", "https://box/"])), "box")
+    )
     async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
         assert (await client.post("/run")).status_code == 421
         with pytest.raises(AssertionError, match="not to be called"):

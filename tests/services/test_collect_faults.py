@@ -235,10 +235,10 @@ async def test_signals_during_the_exit_of_an_interrupted_command_do_not_change_i
 
 INTERRUPTED = """
 import os, signal
-from ngym.runtime.event_loop import as_ctrl_c
+from ngym.runtime.event_loop import signals_as_keyboard_interrupt
 
 try:
-    with as_ctrl_c():
+    with signals_as_keyboard_interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
         print("not reached")
 except KeyboardInterrupt:

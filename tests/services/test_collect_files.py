@@ -114,7 +114,7 @@ async def test_the_files_of_a_collection(tmp_path: Path, tasks: Path) -> None:
     record = json.loads((tmp_path / "out_run.json").read_text())
     assert record["run_id"] == rows(tmp_path / "out.jsonl")[0]["ng"]["run_id"]
     assert record["config"]["params"] == params and record["rollouts"] == 6
-    assert record["sittings"][0]["status"] == "done" and record["sittings"][0]["command"] == ["test", "--x"]
+    assert record["invocations"][0]["status"] == "done" and record["invocations"][0]["command"] == ["test", "--x"]
     [aggregate] = json.loads((tmp_path / "out_aggregate_metrics.json").read_text())
     assert aggregate["agent_ref"]["name"] == "agent"
     assert aggregate["key_metrics"] == {
@@ -338,7 +338,7 @@ async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) ->
     assert (second.run_id, second.progress.done) == (first.run_id, first.aggregates.done)
     assert second.aggregates.by_agent["agent"].rewards.mean == 0.5
     record = json.loads(tasks.with_name("out_run.json").read_text())
-    assert [session["status"] for session in record["sittings"]] == ["interrupted", "done"]
+    assert [session["status"] for session in record["invocations"]] == ["interrupted", "done"]
 
 
 async def test_a_resumed_run_that_is_done_does_nothing(tasks: Path) -> None:

@@ -22,7 +22,7 @@ from shipped import says, serving
 from ngym.cli.rollouts.prepare import main
 from ngym.errors import ConfigError, UsageError
 from ngym.files.jsonl import checked
-from ngym.prepare import DownloadFailed, Unfit, accepted, converted, distinct, fetch, find_sets, joined, records
+from ngym.prepare import DownloadFailed, Unconvertible, accepted, converted, distinct, fetch, find_sets, joined, records
 from ngym.validation import facts_in
 
 SETS = find_sets([ROOT])
@@ -587,7 +587,7 @@ def test_a_json_array_and_lines_of_json_are_read_alike(tmp_path: Path) -> None:
 
 
 def test_a_record_that_lacks_what_a_converter_needs_says_so() -> None:
-    with pytest.raises(Unfit, match="no answer after ####"):
+    with pytest.raises(Unconvertible, match="no answer after ####"):
         SETS["gsm8k"].convert({"question": "How many?", "answer": "Nobody knows."})
 
 

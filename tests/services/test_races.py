@@ -356,5 +356,5 @@ def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
 
 def test_a_signal_as_a_step_of_a_walk_starts_ends_the_step(told_as_it_starts: None) -> None:
     with pytest.raises(SystemExit):
-        walkthrough.Walk(1).python(*SLEEP[1:])
+        walkthrough.Walkthrough(1).python(*SLEEP[1:])
     assert not running(sleeping())

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.net import request_context
 from ngym.net.load_balancer import RetryBudget
-from ngym.remote import ContextOverflow, RemoteOptions, Unanswered, Upstream
-from ngym.remote.rate_limiter import Caps, Used, UsedUp
+from ngym.remote import ContextOverflow, OutcomeUnknown, RemoteOptions, Upstream
+from ngym.remote.rate_limiter import Caps, QuotaExhausted, TokenUsage
 from ngym.remote.upstream import MAX_WAIT_S, EventData, wait_s
 from ngym.services import ServiceOptions
 
@@ -186,31 +186,33 @@ async def test_a_cap_on_tokens_and_on_money_ends_it_with_what_to_raise():
     async with upstream(answer, max_tokens_total=250) as one:
         for _ in range(3):
             await one.post("/x", {})
-        with pytest.raises(UsedUp, match=r"300 tokens used of max_tokens_total 250.*raise max_tokens_total") as told:
+        with pytest.raises(
+            QuotaExhausted, match=r"300 tokens used of max_tokens_total 250.*raise max_tokens_total"
+        ) as told:
             await one.post("/x", {})
     assert (told.value.status, told.value.retryable) == (402, False)
     async with upstream(answer, max_spend=1e-3, price_input=10, price_output=20) as one:
         await one.post("/x", {})
         assert one.caps.spend == pytest.approx((70 * 10 + 30 * 20) / 1e6)
-        with pytest.raises(UsedUp, match="raise max_spend"):
+        with pytest.raises(QuotaExhausted, match="raise max_spend"):
             await one.post("/x", {})
     with pytest.raises(ValidationError, match="max_spend needs price_input and price_output"):
         RemoteOptions(base_url="http://x", max_spend=1)
 
 
 def test_usage_is_found_wherever_an_api_puts_it():
-    def used(*events: Json) -> Used:
-        one = Used()
+    def used(*events: Json) -> TokenUsage:
+        one = TokenUsage()
         for event in events:
             one.take(event)
         return one
 
-    assert used({"usage": USAGE}) == Used(70, 30)
-    assert used({"usage": None}, {"choices": [], "usage": USAGE}) == Used(70, 30)
-    assert used({"response": {"usage": {"input_tokens": 3, "output_tokens": 4}}}) == Used(3, 4)
+    assert used({"usage": USAGE}) == TokenUsage(70, 30)
+    assert used({"usage": None}, {"choices": [], "usage": USAGE}) == TokenUsage(70, 30)
+    assert used({"response": {"usage": {"input_tokens": 3, "output_tokens": 4}}}) == TokenUsage(3, 4)
     start = {"message": {"usage": {"input_tokens": 5, "cache_read_input_tokens": 6, "output_tokens": 1}}}
-    assert used(start, {"usage": {"output_tokens": 9}}) == Used(11, 9)
-    assert Caps(price_input=1, price_output=2, used=Used(10**6, 10**6)).spend == 3
+    assert used(start, {"usage": {"output_tokens": 9}}) == TokenUsage(11, 9)
+    assert Caps(price_input=1, price_output=2, used=TokenUsage(10**6, 10**6)).spend == 3
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ async def test_a_stream_comes_event_by_event_and_its_usage_counts():
 
     async with upstream(answer, max_tokens_total=100) as one:
         assert [event async for event in one.stream("/x", {})] == [{"a": 1}, {"usage": USAGE}]
-        with pytest.raises(UsedUp, match="max_tokens_total"):
+        with pytest.raises(QuotaExhausted, match="max_tokens_total"):
             await anext(one.stream("/x", {}))
 
 
@@ -350,7 +352,7 @@ async def test_what_must_not_be_done_twice_is_sent_again_only_where_it_was_not_b
         return sse({"a": 1}, RuntimeError("the stub breaks"))
 
     async with upstream(answer, max_retries=3) as one:
-        with pytest.raises(Unanswered, match="the request may or may not have been processed"):
+        with pytest.raises(OutcomeUnknown, match="the request may or may not have been processed"):
             await one.send("/x", {}, once=True)
     assert asked == 2
 
@@ -417,7 +419,7 @@ async def test_credit_that_is_used_up_is_not_asked_for_again():
         return JSONResponse({"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}, 429)
 
     async with upstream(answer) as one:
-        with pytest.raises(UsedUp, match="no credit left: You exceeded your quota") as told:
+        with pytest.raises(QuotaExhausted, match="no credit left: You exceeded your quota") as told:
             await one.post("/x", {})
     assert asked == 1
     assert not told.value.retryable

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from ngym.net.connection_limits import Connection, Server, room
+from ngym.net.connection_limits import Connection, Server, max_connections
 from ngym.peers import Peers
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.runner import Watchdog
@@ -50,7 +50,7 @@ async def house(
         config = uvicorn.Config(
             app,
             http=Connection,
-            limit_concurrency=room(),
+            limit_concurrency=max_connections(),
             log_level="warning",
             lifespan="on",
             ws="none",

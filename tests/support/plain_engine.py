@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ngym.trainer.data.samples import Sample
 from ngym.trainer.engine.engine import Update
 from ngym.trainer.model.chunked_logprobs import RequestedScores, Scores
-from ngym.trainer.model.packing import Packed, plan
+from ngym.trainer.model.packing import MicroBatch, plan
 
 Shared = TypeVar("Shared")
 
@@ -30,15 +30,15 @@ class PlainEngine:
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         return plan(samples, budget)
 
-    def scores(self, packed: Packed, asks: RequestedScores) -> Scores:
+    def scores(self, packed: MicroBatch, asks: RequestedScores) -> Scores:
         scores: Scores = self.policy(packed, asks)
         return scores
 
-    def logprobs(self, packed: Packed, temperature: float | None = None) -> Tensor:
+    def logprobs(self, packed: MicroBatch, temperature: float | None = None) -> Tensor:
         scores: Scores = self.policy(packed, RequestedScores(), temperature)
         return scores.logprobs_N
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: MicroBatch) -> Tensor:
         values_N = self.scores(packed, RequestedScores(logprobs=False, values=True)).values_N
         assert values_N is not None
         return values_N

@@ -20,7 +20,7 @@ import httpx
 from forked import MODEL_SERVER, FdAtStart, Forked
 from machine import PATIENCE_S, wait_until
 
-from ngym.runtime.event_loop import leave
+from ngym.runtime.event_loop import exit_process
 from ngym.services.base.runner import ServiceSpec, run
 
 # In tokens. One answer of so many takes half a minute where tokens come fast: it ends when a test ends it.
@@ -29,9 +29,9 @@ ENDLESS = CONTEXT - 100
 LOADED_S = 5 * PATIENCE_S  # two of them, on an overloaded machine
 SERVE = """
 import json, socket, sys
-from ngym.runtime.event_loop import leave
+from ngym.runtime.event_loop import exit_process
 from ngym.services.base.runner import ServiceSpec, run
-leave(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
+exit_process(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
 """
 TEMPLATE = r"""{%- for m in messages -%}
 <|im_start|>{{ m.role if m.role != 'tool' else 'user' }}
@@ -156,7 +156,7 @@ def start(
 
 def _serve(listener: int, spec: dict[str, Any]) -> None:
     """SERVE, in a forked process."""
-    leave(run(ServiceSpec(**spec), [socket.socket(fileno=listener)]))
+    exit_process(run(ServiceSpec(**spec), [socket.socket(fileno=listener)]))
 
 
 class Servers:

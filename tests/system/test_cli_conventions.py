@@ -351,11 +351,11 @@ finally:
 WALK = """
 import sys
 from ngym.cli.shell.main import command
-from ngym.cli.shell.walkthrough import Walk
+from ngym.cli.shell.walkthrough import Walkthrough
 
 @command("ng_x")
 def main():
-    walk = Walk(2)
+    walk = Walkthrough(2)
     walk.python("step.py", sys.argv[1])
     walk.python("step.py", sys.argv[1])
 
@@ -425,11 +425,11 @@ BESIDE = """
 import sys
 from pathlib import Path
 from ngym.cli.shell.main import command
-from ngym.cli.shell.walkthrough import Walk
+from ngym.cli.shell.walkthrough import Walkthrough
 
 @command("ng_x")
 def main():
-    walk = Walk(1)
+    walk = Walkthrough(1)
     with walk.background(Path("log"), "run", "--config", sys.argv[1]):
         walk.python("step.py", "0")
 

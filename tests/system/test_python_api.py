@@ -28,7 +28,7 @@ from stub_agents import head, scored, task, text_item
 import ngym
 import ngym.notebook
 from ngym.notebook.frames import library
-from ngym.notebook.progress import BelowTheCell
+from ngym.notebook.progress import NotebookDisplay
 from ngym.notebook.rollouts import FileRows
 from ngym.notebook.services import Background, RunningServices
 from ngym.schema import Json
@@ -612,7 +612,7 @@ def test_a_cells_output_is_replaced_and_escaped() -> None:
 
     from rich.text import Text
 
-    cell = BelowTheCell(display)
+    cell = NotebookDisplay(display)
     cell.draw(lambda size: [Text("1/2")], lambda: "1/2")
     cell.draw(lambda size: [Text("1/2")], lambda: "1/2")
     cell.say(HOSTILE)

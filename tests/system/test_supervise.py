@@ -538,12 +538,12 @@ def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_w
         deaths.count(1.5)
         pauses.append(deaths.backoff_s)
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    assert deaths.too_many(5) is None, "it was ready each time"
+    assert deaths.give_up_reason(5) is None, "it was ready each time"
     deaths.count(STABLE_S)
     assert deaths.backoff_s == 0.2
     for _ in range(5):
         deaths.count(None)
-    assert deaths.too_many(5) == "died 5 times in a row without having been ready"
+    assert deaths.give_up_reason(5) == "died 5 times in a row without having been ready"
 
 
 async def test_each_process_sees_its_own_gpus_and_cores_and_what_does_not_fit_starts_nothing(

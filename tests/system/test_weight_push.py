@@ -714,7 +714,7 @@ def test_a_stage_that_a_killed_server_left_behind_is_swept_away_and_no_other(sta
 
 
 def test_a_push_that_fits_nowhere_is_refused_with_the_room_there_is(staging: Any) -> None:
-    huge = staging.Announced(name="x", shape=(1 << 30, 1 << 20), dtype="F32")
+    huge = staging.AnnouncedTensor(name="x", shape=(1 << 30, 1 << 20), dtype="F32")
     with pytest.raises(ServiceError, match=r"a push needs 4294967297 MiB, but there are only \d+ MiB in /"):
         staging.Stage([huge], torch.float32)
 
@@ -768,7 +768,7 @@ def test_files_of_another_user_neither_claim_space_nor_lock(
 @pytest.mark.parametrize("value", [65_500.0, 1e5])
 def test_a_value_that_the_engines_dtype_cannot_hold_is_refused(staging: Any, value: float) -> None:
     tensor = torch.tensor([1.0, value])
-    stage = staging.Stage([staging.Announced(name="x", shape=(2,), dtype="F32")], torch.float16)
+    stage = staging.Stage([staging.AnnouncedTensor(name="x", shape=(2,), dtype="F32")], torch.float16)
     content = save({"x": tensor})
     stage.next_file().write_bytes(content)
     try:

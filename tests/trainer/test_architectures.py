@@ -168,7 +168,7 @@ def test_fused_functions_have_the_outputs_and_gradients_of_their_formulas(dtype:
             )
 
 
-def of_lengths(*lengths: int) -> packing.Packed:
+def of_lengths(*lengths: int) -> packing.MicroBatch:
     rng = random.Random(sum(lengths))
     segments = [samples.Segment([rng.randrange(1, 96) for _ in range(n)], [(2, n)]) for n in lengths]
     return packing.pack([samples.Sample((segment,)) for segment in segments], CPU)

@@ -15,7 +15,7 @@ from stub_agents import problem, scored, serving
 
 from ngym.errors import UsageError
 from ngym.peers import Peers
-from ngym.runtime.event_loop import never
+from ngym.runtime.event_loop import never_fails
 from ngym.schema import Json
 from ngym.trainer.evaluation import live_eval
 from ngym.trainer.online import services
@@ -51,7 +51,7 @@ def reached(solver: Solver) -> Iterator[Any]:
         async with serving(solver.sums) as sums, serving(solver.proofs) as proofs:
             peers = Peers({"sums": [sums], "proofs": [proofs]}, owner="the test")
             try:
-                yield services.ReadyServices(peers, "", never)
+                yield services.ReadyServices(peers, "", never_fails)
             finally:
                 await peers.close()
 

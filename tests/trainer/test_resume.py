@@ -487,13 +487,13 @@ def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
         "_ng_train": {"task": "t", "oldest": 0},
     }
     path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "ng": {"rollout_id": "b"}})[:-5], "utf-8")
-    opened = spool.Spool(path, lambda number: True)
+    opened = spool.RolloutFiles(path, lambda number: True)
     assert len(opened) == 1 and list(opened.rows(3, "other")) == []
     with pytest.raises(Exception, match="is being written by"):
-        spool.Spool(path, lambda number: True)
+        spool.RolloutFiles(path, lambda number: True)
     with pytest.raises(UsageError, match="start again with --overwrite"):
         (tmp_path / "other.jsonl").write_text("{}\n", "utf-8")
-        spool.Spool(tmp_path / "other.jsonl", lambda number: True)
+        spool.RolloutFiles(tmp_path / "other.jsonl", lambda number: True)
 
 
 # The order of tasks

@@ -164,7 +164,7 @@ def test_a_sink_that_hangs_holds_nothing_up_and_its_losses_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = Stuck()
-    courier = sinks.Courier("stuck", stuck, waiting=5)
+    courier = sinks.SinkThread("stuck", stuck, waiting=5)
     said = run(tmp_path, sinks.Sinks([courier], close_s=0.1), capsys, steps=300)
     assert stuck.begun.wait(60) and stuck.abandoned
     assert said.count("logging.stuck: entries are lost: it accepted no entry while 5 arrived") == 1
@@ -198,7 +198,7 @@ def test_a_sink_that_raises_gets_the_next_entry_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moody = Moody()
-    said = run(tmp_path, sinks.Sinks([sinks.Courier("moody", moody)], close_s=60), capsys, steps=6)
+    said = run(tmp_path, sinks.Sinks([sinks.SinkThread("moody", moody)], close_s=60), capsys, steps=6)
     assert moody.taken == [0, 2, 4, 6] and moody.closed
     assert said.count("logging.moody: entries are lost: ConnectionError: server says 503; training continues") == 1
     assert "logging.moody: 3 of 7 entries were not written" in said
@@ -207,7 +207,7 @@ def test_a_sink_that_raises_gets_the_next_entry_all_the_same(
 def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
     program = (
         "from ngym.trainer.reporting import sinks; from test_sinks import Stuck\n"
-        "kept = sinks.Sinks([sinks.Courier('stuck', Stuck())], 0.1)\n"
+        "kept = sinks.Sinks([sinks.SinkThread('stuck', Stuck())], 0.1)\n"
         "print(list(kept.put(1, {})), list(kept.close()))"
     )
     done = subprocess.run(
@@ -226,7 +226,7 @@ def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
 def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remote = sinks.SubprocessSink("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
     remote.abandon()
-    said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
+    said = run(tmp_path, sinks.Sinks([sinks.SinkThread("mlflow", remote)], close_s=60), capsys)
     assert said.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in said
 
 
@@ -236,7 +236,7 @@ def test_what_goes_wrong_in_the_process_of_a_sink_is_said(
     (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     remote = sinks.SubprocessSink("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
-    said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
+    said = run(tmp_path, sinks.Sinks([sinks.SinkThread("mlflow", remote)], close_s=60), capsys)
     assert said.count("logging.mlflow: entries are lost: ModuleNotFoundError: No module named 'mlflow'; training") == 1
     assert remote._process.returncode is not None, "the process is gone"
 

@@ -365,10 +365,10 @@ def test_what_a_killed_overwrite_has_moved_is_put_back_at_the_next_start(tmp_pat
         (tmp_path / name / "of").write_text("the earlier run")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "policy").mkdir()
-    run_folder.set_aside(tmp_path, ["initial", "checkpoints", "metrics.jsonl"])
+    run_folder.move_aside(tmp_path, ["initial", "checkpoints", "metrics.jsonl"])
     (tmp_path / "initial").mkdir()
     (tmp_path / "initial" / "of").write_text("the new run")
-    run_folder.put_back(tmp_path)
+    run_folder.restore(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "initial", "metrics.jsonl", "policy"]
     assert (tmp_path / "initial" / "of").read_text() == "the earlier run"
 

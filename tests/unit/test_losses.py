@@ -58,7 +58,7 @@ class Stepped:
 def make(options: dict[str, Any]) -> Any:
     """An objective; the advantages are given here, so what it says of them is not looked at."""
     made = objective.Objective.model_validate(options)
-    assert objective.refusals(made) == []
+    assert objective.invalid_settings(made) == []
     return made
 
 
@@ -272,7 +272,7 @@ def test_named_preference_losses_and_their_gradients_are_trls_to_1e_6(batch: Any
         loss = preference_loss.kto_loss(options.beta, rows.sum(flat) - reference_R, labels_R, weights_R, kl)
         divisor = 2 * len(batch["logprobs"])
     else:
-        assert options.refusals() == []
+        assert options.invalid_settings() == []
         divisor, reference_R = len(batch["logprobs"]), reference_R * (not options.reference_free)
         tokens = sum(len(chosen) for chosen, _ in batch["logprobs"])
         weight_P = torch.full((divisor,), divisor / tokens) if options.sft_aggregation == "token" else None
@@ -687,15 +687,15 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
 def test_a_combination_that_makes_no_sense_is_refused_with_the_reason(
     options: dict[str, Any], key: str, said: str
 ) -> None:
-    found = objective.refusals(objective.Objective.model_validate(options))
+    found = objective.invalid_settings(objective.Objective.model_validate(options))
     assert [refusal.key for refusal in found] == [key]
     assert said in found[0].reason
 
 
 def test_label_smoothing_is_for_the_sigmoid_loss_alone() -> None:
-    (refusal,) = objective.preference_refusals(objective.Preference(loss="ipo", label_smoothing=0.1))
+    (refusal,) = objective.invalid_preferences(objective.Preference(loss="ipo", label_smoothing=0.1))
     assert refusal.key == "label_smoothing"
-    assert objective.preference_refusals(objective.Preference(label_smoothing=0.1)) == []
+    assert objective.invalid_preferences(objective.Preference(label_smoothing=0.1)) == []
 
 
 def test_a_tensor_that_the_objective_asks_for_must_be_there() -> None:

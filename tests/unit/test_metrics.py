@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from ngym.stats import Rewards, best_at_k, bootstrap, spread_of_k, student_t
+from ngym.stats import Rewards, best_at_k, bootstrap, displayed_ks, student_t
 
 
 @pytest.mark.parametrize("successes", range(9))
@@ -47,7 +47,14 @@ def test_best_at_k_needs_k_rollouts() -> None:
 
 
 def test_the_ks_worth_showing() -> None:
-    assert [spread_of_k(n) for n in (0, 1, 2, 3, 8, 10)] == [[], [1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 10]]
+    assert [displayed_ks(n) for n in (0, 1, 2, 3, 8, 10)] == [
+        [],
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4, 8],
+        [1, 2, 4, 8, 10],
+    ]
 
 
 def test_students_t() -> None:

@@ -145,7 +145,7 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None
 
 
 def test_the_sizes_of_a_run_on_a_file_are_reported() -> None:
-    said = recipe_reader.of_file(
+    said = recipe_reader.file_run_sizes(
         recipe("sft.yaml", "batch_size=4", "epochs=2", "micro_batch_tokens=10", "schedule.warmup_steps=0"),
         lengths(5, 5, 5, 5, 5, 15),
         4,
@@ -162,7 +162,7 @@ def test_the_sizes_of_a_run_on_a_file_are_reported() -> None:
 
 
 def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_reported() -> None:
-    said = recipe_reader.of_file(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
+    said = recipe_reader.file_run_sizes(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
     assert said[1:2] + said[3:] == [
         "step         32 samples",
         "run          3 steps (max_steps, of 5): 96 samples, about 960 tokens",
@@ -173,7 +173,7 @@ def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_reported() -
 
 def test_the_sizes_of_a_live_run_are_reported() -> None:
     words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
-    said = recipe_reader.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
+    said = recipe_reader.live_run_sizes(recipe("grpo.yaml", POLICY, *words), launch(3))
     assert said == [
         "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimizer steps of 28, 9 or 10 on each of 3 ranks",
         "micro-batch  at most 4,096 tokens on a rank, as many as the rollouts need",
@@ -191,7 +191,7 @@ def test_the_sizes_of_a_live_run_are_reported() -> None:
     ],
 )
 def test_sizes_that_cannot_work_are_refused(words: list[str], ranks: int, key: str, reason: str) -> None:
-    ((found, why),) = recipe_reader.impossible(recipe(*words), launch(ranks))
+    ((found, why),) = recipe_reader.impossible_settings(recipe(*words), launch(ranks))
     assert found == key and reason in why
 
 

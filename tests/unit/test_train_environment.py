@@ -10,7 +10,7 @@ from ngym.cli import init
 from ngym.cli.init import project
 from ngym.cli.train import main, of_environment
 from ngym.supervise.placement import Machine
-from ngym.trainer.online.services import beside_trainer, config_for
+from ngym.trainer.online.services import config_for, place_beside_trainer
 
 MODEL = "model.path=Qwen/Qwen3-0.6B"
 MEMORY = "gpu_memory_utilization"
@@ -122,14 +122,14 @@ def test_ng_init_names_the_files_that_it_wrote_or_would_write(tmp_path: Path, mo
 def test_vllm_leaves_memory_for_a_trainer_on_the_only_gpu(here: Path) -> None:
     said: list[str] = []
     config = config_for(here / "global_config.yaml", "policy", "models/vllm", ["model=tiny"])
-    shared = beside_trainer(config, "policy", 1, said.append, Machine(("3",), 8, 64))
+    shared = place_beside_trainer(config, "policy", 1, said.append, Machine(("3",), 8, 64))
     assert shared.stanza("policy").options == {"model": "tiny", "bundle_tokens": "auto", "engine": {MEMORY: 0.4}}
     assert said == [SHARED.format(0.4)]
-    again = beside_trainer(config, "policy", 8, said.append, Machine(("3", "4"), 8, 64))
+    again = place_beside_trainer(config, "policy", 8, said.append, Machine(("3", "4"), 8, 64))
     assert again == shared and len(said) == 2
     options = ["engine.weight_transfer_config.backend=ipc"]
     config = config_for(here / "global_config.yaml", "policy", "models/vllm", options)
-    within = beside_trainer(config, "policy", 1, said.append, Machine(("3", "4"), 8, 64)).stanza("policy")
+    within = place_beside_trainer(config, "policy", 1, said.append, Machine(("3", "4"), 8, 64)).stanza("policy")
     assert within.resources is None and within.options["engine"][MEMORY] == 0.4
 
 
@@ -150,7 +150,7 @@ def test_vllm_gets_gpus_that_no_rank_uses_if_there_are_enough(
     file = here / "policy.yaml"
     file.write_text(f"policy: {{kind: model, app: models/vllm, model: tiny, replicas: {replicas}}}\n")
     config = config_for(file, "policy", None, [f"engine.tensor_parallel_size={parallel}"])
-    placed = beside_trainer(config, "policy", ranks, said.append, Machine(tuple("0123"), 8, 64)).stanza("policy")
+    placed = place_beside_trainer(config, "policy", ranks, said.append, Machine(tuple("0123"), 8, 64)).stanza("policy")
     assert (placed.resources.gpus if placed.resources else None) == gpus
     assert (MEMORY in placed.options["engine"]) == (gpus is None)
     assert said == [told]
@@ -162,7 +162,7 @@ def test_a_judge_gets_the_gpu_that_does_not_suffice_for_the_policy_too(here: Pat
     stanza = "{kind: model, app: models/vllm, model: tiny}"
     file.write_text(f"policy: {stanza}\njudge: {stanza}\n")
     config = config_for(file, "policy", None, [])
-    placed = beside_trainer(config, "policy", 1, said.append, Machine(("0", "1"), 8, 64))
+    placed = place_beside_trainer(config, "policy", 1, said.append, Machine(("0", "1"), 8, 64))
     assert placed.stanza("policy").resources is None and placed.stanza("policy").options["engine"] == {MEMORY: 0.4}
     assert placed.stanza("judge").resources.gpus == 1 and "engine" not in placed.stanza("judge").options
     assert said == [SHARED.format(0.4)]
@@ -181,5 +181,5 @@ def test_a_stanza_that_decides_or_needs_no_gpu_is_kept(here: Path) -> None:
     ):
         file.write_text(f"policy: {{kind: model, app: {app}, model: tiny, {more}}}\n")
         config = config_for(file, "policy", None, [])
-        assert beside_trainer(config, "policy", 1, said.append, gpus) == config
+        assert place_beside_trainer(config, "policy", 1, said.append, gpus) == config
     assert not said

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..engine.engine import Engine
-    from ..model.packing import Packed
+    from ..model.packing import MicroBatch
     from ..recipe.recipe import Recipe
 
 __all__ = ["Algorithm", "Loss", "Setup", "StepLoss"]
@@ -50,7 +50,7 @@ class StepLoss(NamedTuple):
     """
 
     divisor: float
-    loss: Callable[[Scores, Packed], Loss]
+    loss: Callable[[Scores, MicroBatch], Loss]
     derived: Derived = as_measured
 
 

@@ -26,7 +26,7 @@ from ..engine.engine import score
 from ..losses.policy_loss import Loss, TokenRows
 from ..losses.preference_loss import preference_loss
 from ..model.chunked_logprobs import RequestedScores, Scores
-from ..model.packing import Packed
+from ..model.packing import MicroBatch
 from ..recipe.algorithms import PreferenceOptions
 from ..recipe.objective import Preference
 from . import Setup, StepLoss
@@ -80,7 +80,7 @@ class Dpo:
         by_token = self._options.sft_aggregation == "token"
         return StepLoss(len(pairs), partial(self._loss, sft_weight=token_weight if by_token else None))
 
-    def _loss(self, scores: Scores, packed: Packed, sft_weight: float | None) -> Loss:
+    def _loss(self, scores: Scores, packed: MicroBatch, sft_weight: float | None) -> Loss:
         pairs = cast(Sequence[PairSample], packed.samples)
         # the log p of a long answer is large and the gain small: float32 would lose it
         logprobs_N, rows = scores.logprobs_N.double(), rows_of(packed)
@@ -98,7 +98,7 @@ def create(setup: Setup) -> Dpo:
     return Dpo(setup.recipe.algorithm)
 
 
-def rows_of(packed: Packed) -> TokenRows:
+def rows_of(packed: MicroBatch) -> TokenRows:
     """The two rows of each pair of a micro-batch, chosen before rejected."""
     segments = cast(Sequence[Side], packed.segments)
     rejected_S = torch.tensor([not segment.chosen for segment in segments], device=packed.sample_S.device)

@@ -23,7 +23,7 @@ from ..engine.engine import score
 from ..losses.policy_loss import Loss, TokenRows
 from ..losses.preference_loss import kto_loss
 from ..model.chunked_logprobs import RequestedScores, Scores
-from ..model.packing import Packed
+from ..model.packing import MicroBatch
 from ..recipe.algorithms import KtoOptions
 from . import Setup, StepLoss
 
@@ -79,7 +79,7 @@ class Kto:
         gains = [sum_ - each.mismatched_reference for sum_, each in zip(now, labeled, strict=True)]
         return StepLoss(len(labeled), partial(self._loss, kl=max(0.0, math.fsum(gains) / len(gains))))
 
-    def _loss(self, scores: Scores, packed: Packed, kl: float) -> Loss:
+    def _loss(self, scores: Scores, packed: MicroBatch, kl: float) -> Loss:
         labeled, options = cast(Sequence[LabeledSample], packed.samples), self._options
         logprobs_N = scores.logprobs_N.double()
         reference_R = logprobs_N.new_tensor([each.reference for each in labeled])

@@ -19,7 +19,7 @@ from ngym.stats import all_equal
 from ..data.samples import RolloutSample, Sample, grouped, trainable_rollouts
 from ..engine.engine import score
 from ..model.chunked_logprobs import RequestedScores
-from ..model.packing import Packed
+from ..model.packing import MicroBatch
 from ..recipe.algorithms import OnlineDpoOptions
 from . import Setup, StepLoss
 from .dpo import Dpo, PairSample, Side, with_reference
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class OnlineDpo:
     """reference: logprobs [N] of a micro-batch under the policy at the start; None for a loss without a reference."""
 
-    def __init__(self, options: OnlineDpoOptions, reference: Callable[[Packed], Tensor] | None) -> None:
+    def __init__(self, options: OnlineDpoOptions, reference: Callable[[MicroBatch], Tensor] | None) -> None:
         self._options = options
         self._dpo = Dpo(options.preference)
         self._reference = reference

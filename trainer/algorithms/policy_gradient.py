@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ngym.errors import UsageError
 
-from ..data.samples import RolloutSample, Sample, SampledSegment, filled, grouped, trainable_rollouts
+from ..data.samples import RolloutSample, Sample, SampledSegment, grouped, trainable_rollouts, with_values
 from ..engine.engine import score
 from ..losses.advantages import (
     advantages,
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..engine.engine import Engine
-    from ..model.packing import Packed
+    from ..model.packing import MicroBatch
 
 
 def with_advantages(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with `advantages`; with estimator gae, which reads their `values`, also with `returns`."""
-    rollouts = _rewarded(options, rollouts)
-    return rollouts if options.teacher is None else _taught(options.teacher, rollouts)
+    rollouts = _with_reward_advantages(options, rollouts)
+    return rollouts if options.teacher is None else _with_teacher_advantages(options.teacher, rollouts)
 
 
-def _taught(options: Teacher, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
+def _with_teacher_advantages(options: Teacher, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with the teacher's part of their advantages: of each token, minus a sample of the reverse KL. A
     divergence of whole distributions has no part in them.
     """
@@ -68,10 +68,10 @@ def _taught(options: Teacher, rollouts: Sequence[RolloutSample]) -> list[Rollout
         return [options.reward_coef * advantage + options.coef * (teacher - said) for advantage, teacher, said in parts]
 
     by_rollout = [[of_segment(segment) for segment in rollout.segments] for rollout in rollouts]
-    return filled(rollouts, "advantages", by_rollout)
+    return with_values(rollouts, "advantages", by_rollout)
 
 
-def _rewarded(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
+def _with_reward_advantages(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with the advantages of their rewards."""
     objective, lengths = options.objective, [rollout.trained for rollout in rollouts]
     advantage = objective.advantage
@@ -83,18 +83,18 @@ def _rewarded(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample])
             [[value] * segment.trained for segment in rollout.segments]
             for rollout, value in zip(rollouts, values_B, strict=True)
         ]
-        return filled(rollouts, "advantages", on_all)
+        return with_values(rollouts, "advantages", on_all)
     rewards_N = token_rewards(values_B, lengths, kl_N, coef)
     if advantage.estimator == "gae":
         said = [value for rollout in rollouts for segment in rollout.segments for value in segment.values or ()]
         estimates = gae(rewards_N, torch.tensor(said), lengths, advantage.gamma, advantage.lam)
-        rollouts = filled(rollouts, "returns", _by_segment(rollouts, estimates.returns_N))
+        rollouts = with_values(rollouts, "returns", _by_segment(rollouts, estimates.returns_N))
         advantages_N = estimates.advantages_N
     else:
         advantages_N = returns_to_go(rewards_N, lengths, advantage.gamma)
     if advantage.whiten:
         advantages_N = whiten(advantages_N, Moments.of(advantages_N))
-    return filled(rollouts, "advantages", _by_segment(rollouts, advantages_N))
+    return with_values(rollouts, "advantages", _by_segment(rollouts, advantages_N))
 
 
 def has_learning_signal(options: PolicyGradientOptions, group: Sequence[RolloutSample]) -> bool:
@@ -148,7 +148,7 @@ def create(setup: Setup) -> PolicyGradient:
     return PolicyGradient(options, updates, reference, teacher)
 
 
-def initial_policy(setup: Setup, temperature: float) -> Callable[[Packed], Tensor]:
+def initial_policy(setup: Setup, temperature: float) -> Callable[[MicroBatch], Tensor]:
     """Logprobs [N] of a micro-batch under the policy at the start of the run: without its adapter, or a second network."""
     recipe, engine, tokenizer = setup
     if recipe.model.lora is not None:
@@ -157,7 +157,7 @@ def initial_policy(setup: Setup, temperature: float) -> Callable[[Packed], Tenso
     return first.eval().requires_grad_(False).logprobs
 
 
-class Counted(NamedTuple):
+class TokenWeights(NamedTuple):
     """A rollout's weights in the optimizer step: of each of its tokens, and in the divisor."""
 
     token: float
@@ -178,7 +178,7 @@ class PolicyGradient:
         self,
         options: PolicyGradientOptions,
         updates: int | None,
-        reference: Callable[[Packed], Tensor] | None,
+        reference: Callable[[MicroBatch], Tensor] | None,
         teacher: Teachers | None = None,
     ) -> None:
         self._options = options
@@ -214,20 +214,20 @@ class PolicyGradient:
                 f"algorithm.advantage.components: {self._options.advantage.components} needs reward_components, which none "
                 f"of these {len(rollouts):,} rollouts has; return them from verify, or use sum"
             )
-        rollouts = self._teaching(rollouts)
+        rollouts = self._with_learning_signal(rollouts)
         if not rollouts:
             return []
-        asked: dict[str, Callable[[Packed], Tensor]] = {}
-        if self._asks_trainer:
+        asked: dict[str, Callable[[MicroBatch], Tensor]] = {}
+        if self._needs_trainer_logprobs:
             asked["old"] = engine.logprobs
         if self._reference is not None:
             asked["reference"] = self._reference
         if self.asks.values:
             asked["values"] = engine.values
         for name, of_packed in asked.items():
-            rollouts = filled(rollouts, name, score(rollouts, of_packed, engine, budget))
+            rollouts = with_values(rollouts, name, score(rollouts, of_packed, engine, budget))
         if self._teacher is not None:
-            rollouts = filled(rollouts, "teacher", self._teacher.scores(rollouts, engine, budget))
+            rollouts = with_values(rollouts, "teacher", self._teacher.scores(rollouts, engine, budget))
         rollouts = with_advantages(self._options, rollouts)
         dropped = self._options.shaping.drop_truncated
         return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]
@@ -241,12 +241,12 @@ class PolicyGradient:
             tasks_B=[rollout.group for rollout in rollouts],
         )
         counted = {
-            id(rollout): Counted(token, share)
+            id(rollout): TokenWeights(token, share)
             for rollout, token, share in zip(rollouts, weights.token_B, weights.share_B, strict=True)
         }
-        explained = 0.0 if self._objective.critic is None else _explained(rollouts)
+        explained = 0.0 if self._objective.critic is None else _explained_variance(rollouts)
 
-        def loss(scores: Scores, packed: Packed) -> Loss:
+        def loss(scores: Scores, packed: MicroBatch) -> Loss:
             micro = _MicroBatch(packed, [counted[id(sample)] for sample in packed.samples], scores.logprobs_N)
             return self._loss(scores, micro, explained)
 
@@ -309,26 +309,26 @@ class PolicyGradient:
         }
         return Loss(both, totals)
 
-    def sampler_N(self, packed: Packed) -> Tensor:
+    def sampler_N(self, packed: MicroBatch) -> Tensor:
         """The sampler's logprobs of a micro-batch's tokens."""
         segments = cast(Sequence[SampledSegment], packed.segments)
         said = [value for segment in segments for value in segment.sampler]
         return on_device(torch.tensor(said), packed.token_ids_T.device)
 
     @property
-    def _asks_trainer(self) -> bool:
+    def _needs_trainer_logprobs(self) -> bool:
         """Whether the loss needs the trainer's logprobs from before the first of several updates."""
         objective = self._objective
         return self._updates != 1 and (objective.loss.anchor == "trainer" or objective.correction.kind != "none")
 
-    def _teaching(self, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
+    def _with_learning_signal(self, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
         groups = grouped(rollout for rollout in rollouts if rollout.trained)
         if self._options.shaping.skip_equal_groups:
             groups = [group for group in groups if has_learning_signal(self._options, group)]
         return [rollout for group in groups for rollout in group]
 
 
-def _explained(rollouts: Sequence[RolloutSample]) -> float:
+def _explained_variance(rollouts: Sequence[RolloutSample]) -> float:
     """The share of the returns' variance that the critic explained before this optimizer step."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     values_N = torch.tensor([value for segment in segments for value in segment.values or ()])
@@ -339,7 +339,7 @@ def _explained(rollouts: Sequence[RolloutSample]) -> float:
 class _MicroBatch:
     """The rollouts of a micro-batch, flat. like: a tensor with the device and dtype to use."""
 
-    def __init__(self, packed: Packed, counted: Sequence[Counted], like: Tensor) -> None:
+    def __init__(self, packed: MicroBatch, counted: Sequence[TokenWeights], like: Tensor) -> None:
         self.rows = TokenRows(packed.sample_N, len(packed.samples))
         self._like = like
         self.weight_R = self._tensor([each.token for each in counted])

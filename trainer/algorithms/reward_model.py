@@ -25,7 +25,7 @@ from ..data.samples import Sample, Segment
 from ..losses.policy_loss import Loss, TokenRows
 from ..losses.reward_loss import derived, label_loss, moments, pair_loss
 from ..model.chunked_logprobs import RequestedScores, Scores
-from ..model.packing import Packed
+from ..model.packing import MicroBatch
 from ..recipe.algorithms import RewardModelOptions
 from . import Setup, StepLoss
 
@@ -75,7 +75,7 @@ class RewardModelTraining:
         count = len(samples) if pairs else sum(len(sample.segments) for sample in samples)
         return StepLoss(count, self._loss, derived)
 
-    def _loss(self, scores: Scores, packed: Packed) -> Loss:
+    def _loss(self, scores: Scores, packed: MicroBatch) -> Loss:
         assert scores.values_N is not None
         values_N, segments = scores.values_N.double(), cast(Sequence[JudgedSegment], packed.segments)
         labels_N = torch.tensor([segment.label for segment in segments], device=values_N.device)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..engine.engine import Engine
-    from ..model.packing import Packed
+    from ..model.packing import MicroBatch
 
 
 class Sft:
@@ -33,7 +33,7 @@ class Sft:
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         return StepLoss(sum(sample.trained for sample in samples), self.loss)
 
-    def loss(self, scores: Scores, packed: Packed) -> Loss:
+    def loss(self, scores: Scores, packed: MicroBatch) -> Loss:
         return nll_loss(scores.logprobs_N)
 
 

@@ -33,7 +33,7 @@ from ngym.net.tls import client_context
 
 from ..data.samples import RolloutSample, Sample, SampledSegment, Segment
 from ..engine.engine import Engine, score
-from ..model.packing import Packed, pack
+from ..model.packing import MicroBatch, pack
 from ..model.policy import ModelRefused, Policy, load_policy, load_tokenizer
 from ..model.teacher_divergence import Distributions, TopK
 from ..recipe.objective import PLACEHOLDER, Teacher, TeacherShare, TeacherSource
@@ -57,10 +57,10 @@ CACHED_ANSWERS = 4096  # answers for segments that are scored again
 class OpenTeacher(Protocol):
     """A validated teacher."""
 
-    def logprobs(self, packed: Packed) -> Tensor:
+    def logprobs(self, packed: MicroBatch) -> Tensor:
         """Its log-probabilities of the trained tokens, [N], without a gradient."""
 
-    def distributions(self, packed: Packed) -> Distributions:
+    def distributions(self, packed: MicroBatch) -> Distributions:
         """Its distributions of them."""
 
 
@@ -98,7 +98,7 @@ class Teachers:
             for of_segments, weight in zip(sums, weights, strict=True)
         ]
 
-    def distributions(self, packed: Packed) -> Distributions:
+    def distributions(self, packed: MicroBatch) -> Distributions:
         """Those of the only teacher."""
         [(_, teacher, _)] = self._each
         return teacher.distributions(packed)
@@ -231,12 +231,12 @@ class CurrentPolicy:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def logprobs(self, packed: Packed) -> Tensor:
+    def logprobs(self, packed: MicroBatch) -> Tensor:
         assert isinstance(self._engine.policy, Policy)
         check_context(packed, self._engine.policy, "algorithm.teacher.hint: the policy")
         return self._engine.logprobs(packed)
 
-    def distributions(self, packed: Packed) -> Distributions:
+    def distributions(self, packed: MicroBatch) -> Distributions:
         raise UsageError("algorithm.teacher.beta: not with current_policy")
 
 
@@ -248,18 +248,18 @@ class Checkpoint:
         self._key = key
 
     @torch.no_grad()
-    def logprobs(self, packed: Packed) -> Tensor:
+    def logprobs(self, packed: MicroBatch) -> Tensor:
         return self._fitting(packed).logprobs(packed)
 
-    def distributions(self, packed: Packed) -> Distributions:
+    def distributions(self, packed: MicroBatch) -> Distributions:
         return self._fitting(packed).distributions(packed)
 
-    def _fitting(self, packed: Packed) -> Policy:
+    def _fitting(self, packed: MicroBatch) -> Policy:
         check_context(packed, self._policy, self._key)
         return self._policy
 
 
-def check_context(packed: Packed, policy: Policy, key: str) -> None:
+def check_context(packed: MicroBatch, policy: Policy, key: str) -> None:
     """
     Raises:
         UsageError: a segment is longer than the network's context. key: of the recipe, for its message.
@@ -285,11 +285,11 @@ class Server:
         self._top_k = top_k
         self._kept: OrderedDict[bytes, list[Any]] = OrderedDict()
 
-    def logprobs(self, packed: Packed) -> Tensor:
+    def logprobs(self, packed: MicroBatch) -> Tensor:
         said = [place[0] for of_segment in self._places(packed) for place in of_segment]
         return torch.tensor(said, device=packed.token_ids_T.device)
 
-    def distributions(self, packed: Packed) -> Distributions:
+    def distributions(self, packed: MicroBatch) -> Distributions:
         device = packed.token_ids_T.device
         places = [place for of_segment in self._places(packed) for place in of_segment]
         logprobs_NK = torch.full((len(places), self._top_k), -torch.inf, device=device)
@@ -308,7 +308,7 @@ class Server:
         """Forget the answers that were kept."""
         self._kept.clear()
 
-    def _places(self, packed: Packed) -> list[list[TokenLogprobs]]:
+    def _places(self, packed: MicroBatch) -> list[list[TokenLogprobs]]:
         """Of each segment, its trained places."""
         digests = [_digest(segment) for segment in packed.segments]
         new = {digest: one for digest, one in zip(digests, packed.segments, strict=True) if digest not in self._kept}

@@ -127,7 +127,7 @@ class RolloutSample(Sample):
 
 
 @dataclass
-class Read:
+class ReadRollouts:
     """The usable rollouts, and the counts of the others.
 
     first_failure: the service, class and message of the first failed one; "" if none failed. fields: of the tasks, that
@@ -141,13 +141,13 @@ class Read:
     fields: frozenset[str] = frozenset()
 
 
-def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = frozenset()) -> Read:
+def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = frozenset()) -> ReadRollouts:
     """The rollouts of a JSONL file. fields: of their tasks, that samples keep; `a.b` is a member of a field.
 
     Raises:
         UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
     """
-    read, seen = Read(fields=fields), set[str]()
+    read, seen = ReadRollouts(fields=fields), set[str]()
 
     def wrong(row: Json) -> str | None:
         if said := problem(row, temperature, fields):
@@ -159,7 +159,7 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
         return None
 
     for line in jsonl.checked(path, wrong):
-        take(line.row, read)
+        add_row(line.row, read)
     return read
 
 
@@ -179,7 +179,7 @@ def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -
     return kept
 
 
-def take(row: Json, read: Read) -> None:
+def add_row(row: Json, read: ReadRollouts) -> None:
     """Add a row without problems to the result."""
     if is_failed_attempt(row):
         read.failed += 1
@@ -203,7 +203,7 @@ def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset())
         return unreadable
     if row["reward"] is None:
         return None
-    if bent := bent_sampling(row.get("responses_create_params") or {}, temperature):
+    if bent := distorted_sampling(row.get("responses_create_params") or {}, temperature):
         return bent
     segments = row["ng"].get("segments")
     if not segments:
@@ -225,7 +225,7 @@ def task_field(row: Json, name: str) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def bent_sampling(params: Json, temperature: float) -> str | None:
+def distorted_sampling(params: Json, temperature: float) -> str | None:
     """Why rollouts with these Responses create params are not samples of the policy at this temperature, or None."""
     try:
         settings = {**params, **extra_body(params)}
@@ -294,7 +294,7 @@ def _rollout(row: Json, fields: frozenset[str]) -> RolloutSample:
     )
 
 
-def filled(
+def with_values(
     rollouts: Sequence[RolloutSample], name: str, values: Sequence[Sequence[list[float]]]
 ) -> list[RolloutSample]:
     """The rollouts with this field of their segments. values: by rollout, by segment, by token."""
@@ -316,7 +316,7 @@ def grouped(rollouts: Iterable[RolloutSample]) -> list[list[RolloutSample]]:
     return list(groups.values())
 
 
-def described(read: Read) -> dict[str, float]:
+def described(read: ReadRollouts) -> dict[str, float]:
     """Metrics of the collected rollouts."""
     rollouts = read.rollouts
     left_out: dict[str, float] = {

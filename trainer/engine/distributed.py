@@ -146,7 +146,7 @@ class Heartbeat:
         store: TCPStore | None = self._store
         while not self._parted.wait(HEARTBEAT_CHECK_S):
             try:
-                store = store or _met_again()
+                store = store or _reconnected()
                 store.set(_key(self._rank), str(self._looks))
                 signs = store.multi_get(list(map(_key, self._others)))
             except RuntimeError:  # the store died with its rank and heartbeats grow old, or it is unreachable
@@ -204,7 +204,7 @@ def _in_time(ask: Callable[[], Result], within_s: float) -> Result:
         raise RuntimeError("nothing answers there") from None
 
 
-def _met_again() -> TCPStore:
+def _reconnected() -> TCPStore:
     """A new connection to the store. RuntimeError: it cannot be reached."""
     store = TCPStore(*_address(), is_master=False, timeout=timedelta(seconds=HEARTBEAT_CHECK_S), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=STORE_S))

@@ -34,11 +34,11 @@ from ngym.schema import Json
 from ..data.samples import Sample
 from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.layers import check_rounding, checkpoint_layers, compile_layers
-from ..model.packing import Packed, pack, plan
+from ..model.packing import MicroBatch, pack, plan
 from ..model.policy import (
     CheckpointTensor,
     Policy,
-    Trained,
+    TrainedNetwork,
     adapter_off,
     adapter_tensors,
     checkpoint_tensors,
@@ -64,7 +64,7 @@ Shared = TypeVar("Shared")
 
 
 def score(
-    samples: Sequence[Sample], logprobs: Callable[[Packed], Tensor], engine: Engine, budget: int
+    samples: Sequence[Sample], logprobs: Callable[[MicroBatch], Tensor], engine: Engine, budget: int
 ) -> list[list[list[float]]]:
     """Values by sample, by segment, by trained token, without dropout. Every rank calls it.
 
@@ -77,7 +77,7 @@ def score(
 
 
 def _score(
-    samples: Sequence[Sample], logprobs: Callable[[Packed], Tensor], engine: Engine, budget: int
+    samples: Sequence[Sample], logprobs: Callable[[MicroBatch], Tensor], engine: Engine, budget: int
 ) -> list[list[list[float]]]:
     places: dict[int, int] = {}
     count = 0
@@ -193,7 +193,9 @@ class Update(NamedTuple):
 class Engine:
     """A policy or reward model under training, on one rank of several."""
 
-    def __init__(self, policy: Trained, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions) -> None:
+    def __init__(
+        self, policy: TrainedNetwork, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions
+    ) -> None:
         deepspeed = imported()
         deepspeed.init_distributed(verbose=False)
         self.policy = policy
@@ -276,31 +278,31 @@ class Engine:
             self.rank // self._together :: learners
         ]
 
-    def scores(self, packed: Packed, asks: RequestedScores) -> Scores:
+    def scores(self, packed: MicroBatch, asks: RequestedScores) -> Scores:
         """The requested outputs for the trained tokens, at the training temperature."""
         return self._forward(packed, asks)
 
-    def logprobs(self, packed: Packed, temperature: float | None = None) -> Tensor:
+    def logprobs(self, packed: MicroBatch, temperature: float | None = None) -> Tensor:
         """Log p of the trained tokens, [N]; under torch.no_grad() without a graph.
 
         temperature: None for the training temperature.
         """
         return self._forward(packed, RequestedScores(), temperature).logprobs_N
 
-    def _forward(self, packed: Packed, *asked: Any) -> Scores:
+    def _forward(self, packed: MicroBatch, *asked: Any) -> Scores:
         count, longest = len(packed.samples), max(sample.tokens for sample in packed.samples)
         tokens = len(packed.token_ids_T)
         self._computed = f"a micro-batch of {tokens:,} tokens (samples: {count}, the longest of {longest:,})"
         scores: Scores = self._deepspeed(packed, *asked)
         return scores
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: MicroBatch) -> Tensor:
         """The critic's values of the trained tokens, or the scores of a reward model, [N]."""
         values_N = self.scores(packed, RequestedScores(logprobs=False, values=True)).values_N
         assert values_N is not None
         return values_N
 
-    def base_logprobs(self, packed: Packed) -> Tensor:
+    def base_logprobs(self, packed: MicroBatch) -> Tensor:
         """Log p under the network without its adapter, which is the network before training."""
         with adapter_off(self.policy.network):
             return self.logprobs(packed)

@@ -30,7 +30,7 @@ from ngym.errors import NgymError
 from ngym.files.atomic import write_whole
 
 from ..data.samples import Batch, Sample
-from ..model.packing import Packed, pack
+from ..model.packing import MicroBatch, pack
 from ..model.policy import RewardModel
 from .engine import Engine, Update
 
@@ -53,7 +53,11 @@ class CheckFailed(NgymError):
 
 
 def checked(
-    batches: Iterable[Batch], engine: Engine, budget: int, sampler_N: Callable[[Packed], Tensor] | None, bound: float
+    batches: Iterable[Batch],
+    engine: Engine,
+    budget: int,
+    sampler_N: Callable[[MicroBatch], Tensor] | None,
+    bound: float,
 ) -> Iterator[Batch]:
     """The batches; the first one that trains something is checked before and after. Every rank iterates.
 
@@ -103,7 +107,7 @@ def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> N
 
 
 def _is_the_sampler(
-    engine: Engine, samples: Sequence[Sample], budget: int, sampler_N: Callable[[Packed], Tensor], bound: float
+    engine: Engine, samples: Sequence[Sample], budget: int, sampler_N: Callable[[MicroBatch], Tensor], bound: float
 ) -> None:
     total = count = 0.0
     for mine in engine.micro_batches(samples, budget):

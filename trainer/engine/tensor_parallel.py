@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from ngym.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..model.policy import Trained
+    from ..model.policy import TrainedNetwork
 
 
 SHARD = "ngym_shard"
@@ -50,12 +50,12 @@ def tensor_parallel_settings(ranks: int) -> dict[str, Any]:
     return {"autotp_size": ranks, "vocab_parallel_lm_head": False, "partition_config": cut}
 
 
-def parameter_shapes(policy: Trained) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(policy: TrainedNetwork) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters, for `mark_shards` to compare after DeepSpeed has cut them."""
     return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
 
 
-def mark_shards(policy: Trained, before: Mapping[str, tuple[int, ...]], group: distributed.ProcessGroup) -> None:
+def mark_shards(policy: TrainedNetwork, before: Mapping[str, tuple[int, ...]], group: distributed.ProcessGroup) -> None:
     """Record on each parameter whose shape has changed how it was cut.
 
     Raises:

@@ -101,7 +101,7 @@ class AttemptTally:
         return ", ".join(parts)
 
 
-class HeldOut(NamedTuple):
+class HeldOutFile(NamedTuple):
     """A held-out file. params: of every attempt."""
 
     options: HeldOutOptions
@@ -245,7 +245,7 @@ class HeldOutRollouts:
             self._failed.close()
 
 
-def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[HeldOut]:
+def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[HeldOutFile]:
     """
     Raises:
         UsageError: rows that are not tasks of their agent.
@@ -255,7 +255,7 @@ def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[
         longest = each.max_output_tokens or rollouts.max_output_tokens
         params = {} if longest is None else {"max_output_tokens": longest}
         tasks = TaskFile(Path(each.tasks), partial(task_problem, agent=each.agent), options.limit)
-        found.append(HeldOut(each, tasks, params))
+        found.append(HeldOutFile(each, tasks, params))
     return found
 
 

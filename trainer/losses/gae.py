@@ -47,7 +47,7 @@ def gae(rewards_N: Tensor, values_N: Tensor, lengths_B: Sequence[int], gamma: fl
     values_N: the critic's value of the state in which each token was chosen.
     """
     grid = _Grid.of(lengths_B, rewards_N.device)
-    rewards_TB, values_TB = grid.lay(rewards_N), grid.lay(values_N)
+    rewards_TB, values_TB = grid.scatter(rewards_N), grid.scatter(values_N)
     advantages_TB = torch.zeros_like(rewards_TB)
     advantage = next_value = rewards_TB.new_zeros(rewards_TB.shape[1])
     for t in reversed(range(len(rewards_TB))):
@@ -55,7 +55,7 @@ def gae(rewards_N: Tensor, values_N: Tensor, lengths_B: Sequence[int], gamma: fl
         advantage = delta + gamma * lam * advantage
         advantages_TB[t] = advantage
         next_value = values_TB[t]
-    advantages_N = grid.pick(advantages_TB)
+    advantages_N = grid.gather(advantages_TB)
     return Estimates(advantages_N, advantages_N + values_N)
 
 
@@ -113,10 +113,10 @@ class _Grid:
         ends_N = lengths.cumsum(0)[rollout_N]
         return cls(torch.arange(len(rollout_N), device=device) - ends_N + longest, rollout_N, longest, len(lengths_B))
 
-    def lay(self, values_N: Tensor) -> Tensor:
+    def scatter(self, values_N: Tensor) -> Tensor:
         values_TB = values_N.new_zeros(self.longest, self.rollouts)
         values_TB[self.time_N, self.rollout_N] = values_N
         return values_TB
 
-    def pick(self, values_TB: Tensor) -> Tensor:
+    def gather(self, values_TB: Tensor) -> Tensor:
         return values_TB[self.time_N, self.rollout_N]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import teacher_divergence
-from .packing import Packed
+from .packing import MicroBatch
 from .sequence_parallel import SequenceParallelGroup
 
 # With less, chunks have so few rows that adding up the head's gradient costs more than computing it.
@@ -38,7 +38,7 @@ def logits_limit(device: torch.device, *, compiled: bool) -> int:
     return limit
 
 
-def states(decoder: nn.Module, packed: Packed, group: SequenceParallelGroup | None = None) -> Tensor:
+def states(decoder: nn.Module, packed: MicroBatch, group: SequenceParallelGroup | None = None) -> Tensor:
     """The last hidden states one place before each trained token, [N, H].
 
     decoder: a Hugging Face model without its head, with the attention of attention.py.

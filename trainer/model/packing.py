@@ -30,7 +30,7 @@ ATTENTION_SHARE = 2  # padded attention keeps keys and values of each sequence
 
 
 @dataclass(frozen=True)
-class Packed:
+class MicroBatch:
     """One micro-batch.
 
     samples: as given. segments: theirs, in the order of the tensors. token_ids_T, positions_T: int64.
@@ -104,7 +104,7 @@ def _cut(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[li
     return pieces
 
 
-def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
+def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     """Concatenate the segments of a micro-batch, with those that share a prefix next to each other."""
     owned = [(segment, owner) for owner, sample in enumerate(samples) for segment in sample.segments]
     owned.sort(key=lambda pair: pair[0].token_ids)
@@ -123,7 +123,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
         own = torch.arange(first, first + length - shared)
         rows.append(torch.cat((rows[-1][:shared], own)) if shared else own)
     sample_S = torch.tensor([owner for _, owner in owned])
-    return Packed(
+    return MicroBatch(
         samples=tuple(samples),
         segments=segments,
         token_ids_T=on_device(torch.tensor(token_ids), device),

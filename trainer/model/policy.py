@@ -38,7 +38,7 @@ from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import RequestedScores, Scorer, Scores, logits_limit, states
 from .layers import fuse_layers
-from .packing import Packed, pack
+from .packing import MicroBatch, pack
 from .sequence_parallel import SequenceParallelGroup
 from .teacher_divergence import DivergenceScorer
 
@@ -235,7 +235,7 @@ class CriticNetwork(nn.Module):
         nn.init.zeros_(self.head.weight)
         self.lr = lr
 
-    def forward(self, packed: Packed, group: SequenceParallelGroup | None = None) -> Tensor:
+    def forward(self, packed: MicroBatch, group: SequenceParallelGroup | None = None) -> Tensor:
         """The value of the state in which each trained token was chosen, float32 [N]."""
         values_N: Tensor = self.head(states(self.backbone, packed, group)).squeeze(1).float()
         return values_N if group is None else group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
@@ -258,7 +258,7 @@ def unused_dropout(network: PreTrainedModel) -> dict[str, float]:
     return {key: value for key, value in known.items() if "drop" in key and isinstance(value, float) and value > 0}
 
 
-class Trained(nn.Module):
+class TrainedNetwork(nn.Module):
     """A network under training: a policy or a reward model.
 
     critic: None if values of a policy are not needed. group: the ranks that compute each micro-batch together; None:
@@ -292,14 +292,14 @@ class Trained(nn.Module):
                 raise ConfigError(f"{key}: {ranks} ranks cannot share {what}; set it to a divisor of that")
 
 
-class RewardModel(Trained):
+class RewardModel(TrainedNetwork):
     """A decoder with a scalar head, as transformers' AutoModelForSequenceClassification with one label.
 
     Its outputs are `values_N`: the score after the token before each trained place. The place of a whole conversation
     is one past its last token.
     """
 
-    def forward(self, packed: Packed, asks: RequestedScores, temperature: float | None = None) -> Scores:
+    def forward(self, packed: MicroBatch, asks: RequestedScores, temperature: float | None = None) -> Scores:
         """The score at each trained place, float32."""
         values_N: Tensor = self.network.score(states(self.network.get_decoder(), packed, self.group)).squeeze(1).float()
         if self.group is not None:
@@ -307,7 +307,7 @@ class RewardModel(Trained):
         return Scores(torch.empty(0), values_N=values_N)
 
 
-class Policy(Trained):
+class Policy(TrainedNetwork):
     """A causal language model that returns logprobs and other requested values of the trained tokens.
 
     temperature: divides the logits, as when its rollouts were sampled. scale: factor of the head's outputs before that,
@@ -323,7 +323,7 @@ class Policy(Trained):
         self.logits_bytes: int | None = None
 
     def forward(
-        self, packed: Packed, asks: RequestedScores = JUST_LOGPROBS, temperature: float | None = None
+        self, packed: MicroBatch, asks: RequestedScores = JUST_LOGPROBS, temperature: float | None = None
     ) -> Scores:
         """The outputs for each trained token, given the tokens before it in its sequence."""
         scores = Scores(torch.empty(0))
@@ -363,19 +363,19 @@ class Policy(Trained):
             scores = scores._replace(values_N=self.critic(packed, self.group))
         return scores
 
-    def logprobs(self, packed: Packed) -> Tensor:
+    def logprobs(self, packed: MicroBatch) -> Tensor:
         """Log p of each trained token, [N]."""
         scores: Scores = self(packed)
         return scores.logprobs_N
 
     @torch.no_grad()
-    def distributions(self, packed: Packed) -> Whole:
+    def distributions(self, packed: MicroBatch) -> FullDistributions:
         """The whole distribution of each trained token, without a gradient."""
         head = self.network.get_output_embeddings()
-        return Whole(states(self.network.get_decoder(), packed), head, self.temperature / self.scale)
+        return FullDistributions(states(self.network.get_decoder(), packed), head, self.temperature / self.scale)
 
 
-class Whole(NamedTuple):
+class FullDistributions(NamedTuple):
     """Distributions over the whole vocabulary, computed when asked for."""
 
     hidden_NH: Tensor

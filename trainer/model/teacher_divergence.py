@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .packing import Packed
+from .packing import MicroBatch
 
 MIN_PROBABILITY = 1e-9  # of the other tokens' probability: rounding can leave less than none
 IMPOSSIBLE = -1e4  # the logprob of a token that cannot occur: exp of it is 0, and no difference is inf - inf
@@ -35,7 +35,7 @@ class Distributions(Protocol):
 
 
 class Teacher(Protocol):
-    def __call__(self, packed: Packed) -> Distributions: ...
+    def __call__(self, packed: MicroBatch) -> Distributions: ...
 
 
 class TeacherDivergence(NamedTuple):

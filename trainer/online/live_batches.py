@@ -21,7 +21,7 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 from ..algorithms import Algorithm
-from ..data.samples import Batch, Read, RolloutSample, Sample, described, problem, take
+from ..data.samples import Batch, ReadRollouts, RolloutSample, Sample, add_row, described, problem
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
@@ -29,7 +29,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.rollout_options import ADVANTAGES, SPOOL, SPOOL_FAILURES
 from ..seeds import seeded_random
 from ..weights.weight_sync import WeightSync
-from .rollout_stream import RolloutStream, Taken
+from .rollout_stream import RolloutStream, StepRollouts
 from .services import Services
 from .task_sampler import TaskSource
 
@@ -181,7 +181,7 @@ class LiveBatches:
         if self._services is not None and self._stream is not None:
             self._services.call(_on_loop(partial(tell, self._stream, self._weight_sync.version, step)))
 
-    def _collected(self, step: int) -> tuple[Read, dict[str, float]]:
+    def _collected(self, step: int) -> tuple[ReadRollouts, dict[str, float]]:
         """The rollouts of this step, on every rank."""
         while True:
             taken = self._services.call(self._stream.take()) if self._services and self._stream else None
@@ -202,13 +202,13 @@ async def _on_loop(call: Callable[[], Result]) -> Result:
     return call()
 
 
-def _read(taken: Taken, temperature: float, fields: frozenset[str]) -> tuple[Read, dict[str, float]]:
+def _read(taken: StepRollouts, temperature: float, fields: frozenset[str]) -> tuple[ReadRollouts, dict[str, float]]:
     """The rollouts, and metrics that only the rows contain. Raises UsageError: a row cannot be trained."""
-    read = Read(fields=fields)
+    read = ReadRollouts(fields=fields)
     for row in taken.rows:
         if wrong := problem(row, temperature, fields):
             raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
-        take(row, read)
+        add_row(row, read)
     values: dict[str, float] = {"stale_dropped": taken.stale, "num_equal_groups": taken.equal, **taken.metrics}
     if taken.lags:
         values |= {"lag": max(taken.lags), "lag/mean": fmean(taken.lags)}

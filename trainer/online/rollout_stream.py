@@ -58,7 +58,7 @@ class RowPosition(NamedTuple):
     end: int
 
 
-class Spool:
+class RolloutFiles:
     """The three files of a run, open for writing; on an event loop.
 
     Args:
@@ -121,7 +121,7 @@ class Spool:
         await log.append(orjson.dumps(row))
 
     def _write(self, writes: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        writing = asyncio.create_task(writes, name="spool")
+        writing = asyncio.create_task(writes, name="rollout files")
         self._writing.add(writing)
         writing.add_done_callback(self._written)
         return writing
@@ -195,7 +195,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepRollouts:
     """The input of a step. rows: of all attempts, including failed ones, in the order of the tasks.
 
     lags: for each row, how many batches its oldest weights are behind the trainer. stale: rollouts that were collected
@@ -234,7 +234,7 @@ class RolloutStream:
     Args:
         temperature: of all attempts.
         steps: number of batches in all; nothing is collected for later ones.
-        file: the spool.
+        file: of the rollouts.
         has_learning_signal: whether a group has a learning signal, for dynamic sampling.
     """
 
@@ -281,7 +281,7 @@ class RolloutStream:
         """Begin, or continue from a state; returns how many earlier rollouts are available.
 
         Raises:
-            UsageError, FileLocked: the spool cannot be used.
+            UsageError, FileLocked: the files cannot be used.
         """
         groups = []
         if state is not None:
@@ -289,9 +289,9 @@ class RolloutStream:
             self._step, self._admitted, self._left_out = state["step"], state["admitted"], state["left_out"]
             groups = [Group(self._tasks.again(*each["task"]), each["step"]) for each in state["groups"]]
         numbers = {group.task.number for group in groups}
-        self._spool = Spool(self._file, lambda number: number in numbers or number >= self._admitted)
-        self._tasks.repeat(self._spool.drawn)
-        at_hand = len(self._spool)
+        self._files = RolloutFiles(self._file, lambda number: number in numbers or number >= self._admitted)
+        self._tasks.repeat(self._files.drawn)
+        at_hand = len(self._files)
         for group in groups:
             self._begin(group)
         self._collecting = asyncio.create_task(self._collect(), name="collect for training")
@@ -331,7 +331,7 @@ class RolloutStream:
         self._joining = True
         self._changed.set()
 
-    async def take(self) -> Taken | None:
+    async def take(self) -> StepRollouts | None:
         """The groups of the next batch; None if a service serves other weights, which must be pushed again first, or
         waits for them.
 
@@ -339,7 +339,7 @@ class RolloutStream:
             UsageError, ServiceGone, DiskFull, WriteFailed: the collection cannot continue.
         """
         while not (self._again or self._joining):
-            self._spool.check()
+            self._files.check()
             for judging in self._judging:
                 if judging.done():
                     judging.result()
@@ -364,7 +364,7 @@ class RolloutStream:
         for task in self._judging:
             task.cancel()
         await asyncio.gather(*self._judging, return_exceptions=True)
-        await self._spool.close()
+        await self._files.close()
 
     def _admit(self) -> None:
         options = self._options
@@ -372,14 +372,14 @@ class RolloutStream:
         count = ahead * options.tasks_per_step + self._left_out - self._admitted
         self._admitted += max(0, count)
         for task in self._tasks.take(max(0, count)):
-            self._spool.record(task)
+            self._files.record(task)
             self._begin(Group(task, self._step))
 
     def _begin(self, group: Group) -> None:
         """Request the group's attempts, except those collected before a resumption."""
         self._groups[group.task.number] = group
         size = self._options.group_size
-        rows = list(self._spool.rows(group.task.number, group.task.key))
+        rows = list(self._files.rows(group.task.number, group.task.key))
         made = {row["_ng_rollout_index"] for row in rows}
         group.rows = [row for row in rows if self._lag(row) <= self._options.max_lag][:size]
         group.asked = max([size, *(index + 1 for index in made)])
@@ -428,7 +428,7 @@ class RolloutStream:
         if is_pending(outcome.row):
             return  # _judge stores it with its reward; after a crash before that, the group is collected again
         if not isinstance(outcome, FailedAttempt) or outcome.final:
-            self._spool.keep(outcome.row)
+            self._files.keep(outcome.row)
 
     def _place(self, outcome: Outcome) -> None:
         group = self._groups[outcome.key.task_index]
@@ -453,7 +453,7 @@ class RolloutStream:
         pending = [row for row in group.rows if is_pending(row)]
         scored = await judged(self._peers[pending[0]["agent_ref"]["name"]].post, pending)
         for row in scored:
-            self._spool.keep(row)
+            self._files.keep(row)
         group.rows = [row for row in group.rows if not is_pending(row)] + scored
         group.running -= 1
         self._finish(group)
@@ -484,7 +484,7 @@ class RolloutStream:
             self._admit()
         self._changed.set()
 
-    def _hand_over(self, chosen: Sequence[Group]) -> Taken:
+    def _hand_over(self, chosen: Sequence[Group]) -> StepRollouts:
         rows: list[Json] = []
         rewards: dict[str, list[float]] = {}
         for group in sorted(chosen, key=lambda group: group.task.number):
@@ -495,7 +495,7 @@ class RolloutStream:
         metrics = self._tasks.metrics()
         if self._tasks.is_several:
             metrics |= {f"reward/{name}/mean": fmean(values) for name, values in rewards.items() if values}
-        taken = Taken(rows, [self._lag(row) for row in rows], self._stale, self._equal, metrics)
+        taken = StepRollouts(rows, [self._lag(row) for row in rows], self._stale, self._equal, metrics)
         self._stale = self._equal = 0
         return taken
 

@@ -28,7 +28,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.peers import Peers
 from ngym.runtime import event_loop
-from ngym.runtime.event_loop import never, unless
+from ngym.runtime.event_loop import never_fails, run_unless_failed
 from ngym.supervise.head_file import RunningHead, find_running
 from ngym.supervise.placement import MEMORY_SHARE, LocalPlacer, Machine, gpu_slices, this_machine, with_own_gpus
 from ngym.supervise.service import ReplicaState
@@ -79,7 +79,7 @@ class Services:
     def __enter__(self) -> Self:
         try:
             self._life = self._thread.submit(lambda: event_loop.run(self._live()))
-            self._life.add_done_callback(self._nothing_comes)
+            self._life.add_done_callback(self._release_waiters)
         except BaseException:  # such as a signal
             self.__exit__()
             raise
@@ -92,7 +92,7 @@ class Services:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         self._thread.shutdown()
 
-    def _nothing_comes(self, _: object) -> None:
+    def _release_waiters(self, _: object) -> None:
         """Also covers a failure to create the event loop."""
         self._begun.set()
         self._known.set()
@@ -115,7 +115,7 @@ class Services:
         """
         reached = self.reached
         assert self._task is not None
-        future = asyncio.run_coroutine_threadsafe(unless(reached.failure(), work), self._task.get_loop())
+        future = asyncio.run_coroutine_threadsafe(run_unless_failed(reached.failure(), work), self._task.get_loop())
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -249,7 +249,7 @@ def _bundling(config: Config, policy: str) -> Config:
     return config.changed(policy, options={**stanza.options, "bundle_tokens": "auto"})
 
 
-def beside_trainer(
+def place_beside_trainer(
     config: Config, policy: str, ranks: int, say: Callable[[str], None], machine: Machine | None = None
 ) -> Config:
     """The config for a trainer on this machine: each process of models/vllm gets GPUs that no rank uses, if there are
@@ -308,7 +308,7 @@ async def started(
     try:
         config = config_for_agents(config_for(file, policy, app, options), agents, policy)
         tracing.begin(config.tracing, OWNER)
-        config = beside_trainer(config, policy, ranks, say)
+        config = place_beside_trainer(config, policy, ranks, say)
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), engine=LocalPlacer(launcher, ranks=ranks)) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")
@@ -337,7 +337,7 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
     tracing.begin(tracing_of(known.services), OWNER)
     peers = Peers(known.urls, known.head_url, run.run_token, owner=OWNER, others=known.others)
     try:
-        yield ReadyServices(peers, run.admin_token, never)
+        yield ReadyServices(peers, run.admin_token, never_fails)
     finally:
         await peers.close()
 

@@ -3,7 +3,7 @@
     environments --weights--> whose turn --an epoch's order, or the curriculum--> which task --> its row
 
 The next draw depends on the seed, the state and the learned rewards. Which rewards are known at a draw depends on
-timing, so draws are recorded (`Spool` in rollout_stream.py), and a resumed run repeats the recorded ones (`repeat`).
+timing, so draws are recorded (`RolloutFiles` in rollout_stream.py), and a resumed run repeats the recorded ones (`repeat`).
 
 A curriculum draws tasks that are always or never solved less often. For each task, m is the running mean of its groups' mean rewards x in [0, 1], and w its weight in the draw:
 
@@ -35,7 +35,7 @@ from ngym.files import jsonl
 from ngym.files.atomic import file_digest
 from ngym.schema import Json
 
-from ..data.samples import bent_sampling, missing_field
+from ..data.samples import distorted_sampling, missing_field
 from ..recipe.rollout_options import CurriculumOptions, EnvironmentOptions, RolloutOptions
 from ..seeds import seeded_random
 
@@ -478,7 +478,7 @@ class _Environment:
         if wrong := task_problem(row, self._options.agent):
             return wrong
         # the recipe's temperature overrides the row's
-        bent = bent_sampling({**row["responses_create_params"], "temperature": 1.0}, 1.0)
+        bent = distorted_sampling({**row["responses_create_params"], "temperature": 1.0}, 1.0)
         return bent or missing_field(row, self._fields)
 
 

@@ -47,6 +47,7 @@ from .objective import (
     Correction,
     Critic,
     FrozenOptions,
+    InvalidSetting,
     Kl,
     LabelSmoothing,
     LengthNormalised,
@@ -57,15 +58,14 @@ from .objective import (
     Positive,
     Preference,
     ReferenceFree,
-    Refusal,
     SftAggregation,
     SftWeight,
     Supervision,
     TargetMargin,
     Teacher,
     Weighted,
-    preference_refusals,
-    refusals,
+    invalid_preferences,
+    invalid_settings,
 )
 
 
@@ -102,7 +102,7 @@ class AlgorithmOptions(FrozenOptions):
         module = importlib.import_module(f"..algorithms.{self.implementation}", __package__)
         return module.create(setup)
 
-    def refusals(self) -> list[Refusal]:
+    def invalid_settings(self) -> list[InvalidSetting]:
         """Every invalid combination, with its key below `algorithm` and the reason."""
         return []
 
@@ -125,8 +125,8 @@ class PreferenceOptions(Preference, AlgorithmOptions):
 
     implementation = "dpo"
 
-    def refusals(self) -> list[Refusal]:
-        return preference_refusals(self)
+    def invalid_settings(self) -> list[InvalidSetting]:
+        return invalid_preferences(self)
 
 
 class DpoOptions(PreferenceOptions):
@@ -207,10 +207,10 @@ class RewardModelOptions(AlgorithmOptions):
         default=0.0, description="Weight of the squared sum of a pair's scores: keeps scores near 0."
     )
 
-    def refusals(self) -> list[Refusal]:
+    def invalid_settings(self) -> list[InvalidSetting]:
         coefs = {"margin_coef": self.margin_coef, "center_coef": self.center_coef}
         reason = f"labels have no pairs, which it belongs to; set 0, or supervision pairs, not {self.supervision}"
-        return [Refusal(key, reason) for key, coef in coefs.items() if coef and self.supervision != "pairs"]
+        return [InvalidSetting(key, reason) for key, coef in coefs.items() if coef and self.supervision != "pairs"]
 
 
 class SoftOverlong(FrozenOptions):
@@ -265,29 +265,29 @@ class PolicyGradientOptions(AlgorithmOptions):
         """The fields of tasks that the algorithm reads."""
         return frozenset() if self.teacher is None else self.teacher.task_fields
 
-    def refusals(self) -> list[Refusal]:
+    def invalid_settings(self) -> list[InvalidSetting]:
         estimator = self.advantage.estimator
-        found = refusals(self.objective)
+        found = invalid_settings(self.objective)
         if self.shaping.skip_equal_groups and estimator in UNCOMPARED:
             reason = f"estimator {estimator} also learns from groups of equal rewards; set it to false"
-            found.append(Refusal("shaping.skip_equal_groups", reason))
+            found.append(InvalidSetting("shaping.skip_equal_groups", reason))
         if self.shaping.soft_overlong is not None and self.advantage.components != "sum":
             reason = "normalise_then_sum uses the components of the reward, which have no length penalty; use sum"
-            found.append(Refusal("advantage.components", reason))
+            found.append(InvalidSetting("advantage.components", reason))
         return [*found, *self._of_teacher(self.teacher)] if self.teacher else found
 
-    def _of_teacher(self, teacher: Teacher) -> Iterator[Refusal]:
+    def _of_teacher(self, teacher: Teacher) -> Iterator[InvalidSetting]:
         if self.shaping.skip_equal_groups:
             reason = "a teacher's scores are a learning signal in groups of equal rewards, too; set it to false"
-            yield Refusal("shaping.skip_equal_groups", reason)
+            yield InvalidSetting("shaping.skip_equal_groups", reason)
         if self.loss.ratio != "token" and teacher.beta is None:
             reason = "a teacher makes advantages differ within a rollout; use ratio token"
-            yield Refusal("loss.ratio", reason)
+            yield InvalidSetting("loss.ratio", reason)
         if any(each.url for each in teacher.sources) and self.temperature != 1:
-            yield Refusal("temperature", "a teacher's server returns log-probabilities at temperature 1; set 1")
+            yield InvalidSetting("temperature", "a teacher's server returns log-probabilities at temperature 1; set 1")
         if teacher.beta is not None and (teacher.several or teacher.hint):
             reason = "whole distributions are those of one teacher, without a hint; set it to null"
-            yield Refusal("teacher.beta", reason)
+            yield InvalidSetting("teacher.beta", reason)
 
 
 class GrpoOptions(PolicyGradientOptions):
@@ -376,9 +376,9 @@ class DistillationOptions(PolicyGradientOptions):
     advantage: Advantage = Advantage(estimator="group_mean")
     shaping: Shaping = Shaping(skip_equal_groups=False)
 
-    def refusals(self) -> list[Refusal]:
-        missing = [Refusal("teacher", "name one: teacher.path=FOLDER or teacher.url=http://...")]
-        return super().refusals() + (missing if self.teacher is None else [])
+    def invalid_settings(self) -> list[InvalidSetting]:
+        missing = [InvalidSetting("teacher", "name one: teacher.path=FOLDER or teacher.url=http://...")]
+        return super().invalid_settings() + (missing if self.teacher is None else [])
 
 
 class OnlineDpoOptions(PolicyGradientOptions):
@@ -388,12 +388,12 @@ class OnlineDpoOptions(PolicyGradientOptions):
     name: Literal["online_dpo"] = "online_dpo"
     preference: Preference = Preference()
 
-    def refusals(self) -> list[Refusal]:
-        found = [Refusal(f"preference.{key}", reason) for key, reason in preference_refusals(self.preference)]
+    def invalid_settings(self) -> list[InvalidSetting]:
+        found = [InvalidSetting(f"preference.{key}", reason) for key, reason in invalid_preferences(self.preference)]
         unused = ("advantage", "loss", "kl", "correction", "critic", "teacher", "shaping", "max_mismatch")
         default = type(self)()
         return found + [
-            Refusal(key, "online_dpo learns from pairs and does not use it; remove it")
+            InvalidSetting(key, "online_dpo learns from pairs and does not use it; remove it")
             for key in unused
             if getattr(self, key) != getattr(default, key)
         ]

@@ -69,7 +69,7 @@ class PolicyServer(Protocol):
         """Name a file, relative to the server's `weights_root`."""
 
 
-class OnAll(Protocol):
+class CallReplicas(Protocol):
     """Calls a function with each replica, concurrently; raises an error only after all have answered."""
 
     def __call__(self, replicas: Sequence[Server], call: Callable[[Server], Result]) -> list[Result]: ...
@@ -92,7 +92,7 @@ class PushTransport(ABC):
         self.folder = folder
 
     @abstractmethod
-    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: OnAll) -> None:
+    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: CallReplicas) -> None:
         """Bring one file to every replica, then hand it over with `replica.send` or `replica.name`.
 
         The servers check the digest, and nothing changes there before all files have arrived. Raise

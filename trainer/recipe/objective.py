@@ -32,13 +32,13 @@ from ngym.files.hub_download import HUB, local_copy
 from .extensions import Estimator
 
 
-def _no_bool(value: Any) -> Any:
+def _refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("expected a number")  # noqa: TRY004
     return value
 
 
-Positive = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
+Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a command
@@ -244,7 +244,7 @@ class TeacherSource(FrozenOptions):
         return (self.path is not None) + (self.url is not None) + self.current_policy
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if self._origins != 1:
             raise ValueError("name a teacher: either path or url, or set current_policy")
         if self.current_policy and self.hint is None:
@@ -286,9 +286,9 @@ class Teacher(TeacherSource):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if not self.several:
-            return super()._one_source()  # type: ignore[operator, no-any-return]
+            return super()._check_one_source()  # type: ignore[operator, no-any-return]
         if self._origins or self.hint is not None:
             raise ValueError("several: give path, url, current_policy and hint there, or one teacher here")
         return self
@@ -355,107 +355,107 @@ class Preference(FrozenOptions):
     sft_aggregation: SftAggregation = "pair"
 
 
-class Refusal(NamedTuple):
+class InvalidSetting(NamedTuple):
     """key: the dotted key at fault. reason: why, and what to do."""
 
     key: str
     reason: str
 
 
-def refusals(objective: Objective) -> list[Refusal]:
+def invalid_settings(objective: Objective) -> list[InvalidSetting]:
     """Every invalid combination; empty if the objective can be trained."""
-    parts = (_of_ratio, _of_aggregation, _of_advantage, _of_correction)
+    parts = (_check_ratio, _check_aggregation, _check_advantage, _check_correction)
     return [refusal for part in parts for refusal in part(objective)]
 
 
-def preference_refusals(preference: Preference) -> list[Refusal]:
+def invalid_preferences(preference: Preference) -> list[InvalidSetting]:
     """Every invalid combination; empty if the loss of pairs can be trained."""
-    return list(_of_pairs(preference))
+    return list(_check_pairs(preference))
 
 
-def _of_pairs(preference: Preference) -> Iterator[Refusal]:
+def _check_pairs(preference: Preference) -> Iterator[InvalidSetting]:
     loss = preference.loss
     if preference.label_smoothing > 0 and loss not in ("sigmoid", "robust"):
-        yield Refusal(
+        yield InvalidSetting(
             "label_smoothing", f"the {loss} loss has no label smoothing; use loss sigmoid or robust, or set 0"
         )
     if preference.target_margin > 0 and loss != "sigmoid":
-        yield Refusal("target_margin", f"the {loss} loss has no target margin; use loss sigmoid, or set 0")
+        yield InvalidSetting("target_margin", f"the {loss} loss has no target margin; use loss sigmoid, or set 0")
     if loss == "odds_ratio" and not (preference.reference_free and preference.length_normalised):
         key = "length_normalised" if preference.reference_free else "reference_free"
-        yield Refusal(key, "odds are those of an answer's mean probability, without a reference; set it to true")
+        yield InvalidSetting(key, "odds are those of an answer's mean probability, without a reference; set it to true")
 
 
-def _of_ratio(objective: Objective) -> Iterator[Refusal]:
+def _check_ratio(objective: Objective) -> Iterator[InvalidSetting]:
     loss, kl = objective.loss, objective.kl
     if loss.ratio != "token" and loss.surrogate != "clipped":
-        yield Refusal("loss.ratio", f"{loss.surrogate} weighs tokens one by one; use ratio token")
+        yield InvalidSetting("loss.ratio", f"{loss.surrogate} weighs tokens one by one; use ratio token")
     if loss.ratio != "token" and (why := _differ_by_token(objective)):
-        yield Refusal("loss.ratio", f"{why} makes advantages differ within a rollout; use ratio token")
+        yield InvalidSetting("loss.ratio", f"{why} makes advantages differ within a rollout; use ratio token")
     if loss.surrogate == "reinforce" and loss.anchor == "sampler":
-        yield Refusal("loss.anchor", "reinforce has no ratio; use surrogate clipped, or a correction")
+        yield InvalidSetting("loss.anchor", "reinforce has no ratio; use surrogate clipped, or a correction")
     if loss.dual_clip is not None and loss.surrogate != "clipped":
-        yield Refusal("loss.dual_clip", f"{loss.surrogate} does not clip its objective; remove dual_clip")
+        yield InvalidSetting("loss.dual_clip", f"{loss.surrogate} does not clip its objective; remove dual_clip")
     elif loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
         reason = f"{loss.dual_clip:g} takes effect before 1 + clip_high = {1 + loss.clip_high:g}; use more, such as 3"
-        yield Refusal("loss.dual_clip", reason)
+        yield InvalidSetting("loss.dual_clip", reason)
     if loss.surrogate != "sapo" and (loss.tau_positive, loss.tau_negative) != (1.0, 1.05):
         key = "loss.tau_positive" if loss.tau_positive != 1.0 else "loss.tau_negative"
-        yield Refusal(key, f"{loss.surrogate} has no gate; remove it, or use surrogate sapo")
+        yield InvalidSetting(key, f"{loss.surrogate} has no gate; remove it, or use surrogate sapo")
     if kl.coef > 0 and (kl.where, kl.estimator, kl.gradient) == ("loss", "k1", "pathwise"):
         reason = "the pathwise gradient of k1 is zero on average, so it has no effect; use gradient exact"
-        yield Refusal("kl.gradient", reason)
+        yield InvalidSetting("kl.gradient", reason)
 
 
-def _of_aggregation(objective: Objective) -> Iterator[Refusal]:
+def _check_aggregation(objective: Objective) -> Iterator[InvalidSetting]:
     loss = objective.loss
     if loss.ratio != "token" and loss.aggregation != "sequence":
         reason = f"with one ratio a rollout, {loss.aggregation} would weigh rollouts by length"
-        yield Refusal("loss.aggregation", f"{reason}; use aggregation sequence")
+        yield InvalidSetting("loss.aggregation", f"{reason}; use aggregation sequence")
     if loss.aggregation == "fixed" and loss.fixed_length is None:
         reason = "aggregation fixed divides by it; set the maximum number of tokens that a rollout may sample"
-        yield Refusal("loss.fixed_length", reason)
+        yield InvalidSetting("loss.fixed_length", reason)
     if loss.aggregation != "fixed" and loss.fixed_length is not None:
         reason = f"aggregation {loss.aggregation} does not use it; remove it, or use aggregation fixed"
-        yield Refusal("loss.fixed_length", reason)
+        yield InvalidSetting("loss.fixed_length", reason)
 
 
-def _of_advantage(objective: Objective) -> Iterator[Refusal]:
+def _check_advantage(objective: Objective) -> Iterator[InvalidSetting]:
     advantage = objective.advantage
     name = advantage.estimator
     if advantage.whiten and name in _UNDIVIDED:
         reason = f"{name} already divides by a deviation; use estimator {_UNDIVIDED[name]}, or no whiten"
-        yield Refusal("advantage.whiten", reason)
+        yield InvalidSetting("advantage.whiten", reason)
     if advantage.components != "sum" and name != "group_std":
         reason = f"it normalises each reward within its group, {name} does not; use estimator group_std"
-        yield Refusal("advantage.components", reason)
+        yield InvalidSetting("advantage.components", reason)
     if advantage.gamma < 1 and name not in UNCOMPARED:
         reason = f"{name} compares whole rollouts; a discount needs estimator reward or gae, set 1"
-        yield Refusal("advantage.gamma", reason)
+        yield InvalidSetting("advantage.gamma", reason)
     if advantage.lam < 1 and name != "gae":
-        yield Refusal("advantage.lam", f"{name} has no values to bootstrap from; set 1, or use estimator gae")
+        yield InvalidSetting("advantage.lam", f"{name} has no values to bootstrap from; set 1, or use estimator gae")
     if name == "gae" and objective.critic is None:
-        yield Refusal("critic", "estimator gae needs values; add `critic: {}`")
+        yield InvalidSetting("critic", "estimator gae needs values; add `critic: {}`")
     if name != "gae" and objective.critic is not None:
-        yield Refusal("critic", f"{name} does not use it; remove it, or use advantage.estimator gae")
+        yield InvalidSetting("critic", f"{name} does not use it; remove it, or use advantage.estimator gae")
 
 
-def _of_correction(objective: Objective) -> Iterator[Refusal]:
+def _check_correction(objective: Objective) -> Iterator[InvalidSetting]:
     correction = objective.correction
     if correction.kind == "none":
         if correction.low is not None or correction.high is not None:
             reason = "bounds without a kind; name one: token, sequence, icepop, sequence_mask, product_mask"
-            yield Refusal("correction.kind", reason)
+            yield InvalidSetting("correction.kind", reason)
         return
     low, high = correction.bounds
     if objective.loss.anchor == "sampler":
         reason = "with loss.anchor sampler the ratio has this correction in it already; use none, or anchor trainer"
-        yield Refusal("correction.kind", reason)
+        yield InvalidSetting("correction.kind", reason)
     if low > high:
-        yield Refusal("correction.low", f"{low:g} is above high {high:g}")
+        yield InvalidSetting("correction.low", f"{low:g} is above high {high:g}")
     elif correction.kind in ("icepop", "sequence_mask", "product_mask") and not low <= 1 <= high:
         reason = f"[{low:g}, {high:g}] drops tokens that trainer and sampler agree on; it must hold 1"
-        yield Refusal("correction.low" if low > 1 else "correction.high", reason)
+        yield InvalidSetting("correction.low" if low > 1 else "correction.high", reason)
 
 
 def _differ_by_token(objective: Objective) -> str:

@@ -70,7 +70,7 @@ class SinkOptions(FrozenOptions):
     options: dict[str, Any] = Field(default={}, description="Keyword arguments of its constructor.")
 
     @model_validator(mode="after")
-    def _constructor_takes_them(self) -> Self:
+    def _check_constructor_arguments(self) -> Self:
         try:
             check_arguments(self.sink, imported_class(self.sink, MetricSink), self.options, own=("output", "recipe"))
         except ValueError as error:
@@ -93,12 +93,12 @@ class LoggingOptions(FrozenOptions):
     @field_validator("tensorboard")
     @classmethod
     def _has_tensorboard(cls, value: bool | Path) -> bool | Path:
-        return _with_package(value, "tensorboard")
+        return _require_package(value, "tensorboard")
 
     @field_validator("wandb")
     @classmethod
     def _has_wandb(cls, value: WandbOptions | None) -> WandbOptions | None:
-        return _with_package(value, "wandb")
+        return _require_package(value, "wandb")
 
     @field_validator("mlflow")
     @classmethod
@@ -108,10 +108,10 @@ class LoggingOptions(FrozenOptions):
                 f"uri {value.uri!r} is a database, which the package mlflow-skinny cannot open; `pip install mlflow`, "
                 "or give the address of a server"
             )
-        return _with_package(value, "mlflow")
+        return _require_package(value, "mlflow")
 
 
-def _with_package(value: Value, package: str) -> Value:
+def _require_package(value: Value, package: str) -> Value:
     if value and find_spec(package) is None:
         raise ValueError(f"the package {package} is not installed; `pip install {package}`, or remove this")
     return value
@@ -170,21 +170,21 @@ class ModelOptions(FrozenOptions):
 
     @field_validator("from_scratch")
     @classmethod
-    def _one_origin(cls, value: Qwen3Shape | None, info: ValidationInfo) -> Qwen3Shape | None:
+    def _check_one_source(cls, value: Qwen3Shape | None, info: ValidationInfo) -> Qwen3Shape | None:
         if value is not None and info.data.get("path") is not None:
             raise ValueError("model.path is given too; keep one of the two")
         return value
 
     @field_validator("lora")
     @classmethod
-    def _beside_learned_weights(cls, value: LoraOptions | None, info: ValidationInfo) -> LoraOptions | None:
+    def _check_lora_base(cls, value: LoraOptions | None, info: ValidationInfo) -> LoraOptions | None:
         if value is not None and info.data.get("from_scratch") is not None:
             raise ValueError("an adapter needs trained base weights; name them with model.path")
         return value
 
     @field_validator("tokenizer")
     @classmethod
-    def _some_origin(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_model_named(cls, value: str | None, info: ValidationInfo) -> str | None:
         if "path" not in info.data or "from_scratch" not in info.data:
             return value  # reported elsewhere
         if info.data["path"] is None and info.data["from_scratch"] is None:
@@ -207,7 +207,7 @@ class OffloadOptions(FrozenOptions):
 
     @field_validator("parameters")
     @classmethod
-    def _optimizer_too(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_parameter_offload(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("optimizer") is None:
             raise ValueError("the optimizer's states are several times larger; set engine.offload.optimizer too")
         return value
@@ -250,7 +250,7 @@ class EngineOptions(FrozenOptions):
 
     @field_validator("precision")
     @classmethod
-    def _master_weights(cls, value: str, info: ValidationInfo) -> str:
+    def _check_master_weights(cls, value: str, info: ValidationInfo) -> str:
         if value != "fp32" and info.data.get("zero_stage") == 0:
             raise ValueError(f"the float32 master weights of {value} need ZeRO; set engine.zero_stage to 1, 2 or 3")
         return value
@@ -267,7 +267,7 @@ class EngineOptions(FrozenOptions):
 
     @field_validator("tensor_parallel")
     @classmethod
-    def _one_way_to_share(cls, value: int, info: ValidationInfo) -> int:
+    def _check_tensor_parallel(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and info.data.get("zero_stage") not in (1, 2):
             raise ValueError("it trains with ZeRO 1 and 2 only; set engine.zero_stage to 1 or 2")
         if value > 1 and info.data.get("sequence_parallel", 1) > 1:
@@ -280,7 +280,7 @@ class EngineOptions(FrozenOptions):
 
     @field_validator("compile")
     @classmethod
-    def _whole_layers(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_checkpointing_compile(cls, value: bool, info: ValidationInfo) -> bool:
         again = info.data.get("activation_checkpointing")
         if isinstance(again, float) and not value:
             raise ValueError(
@@ -292,7 +292,7 @@ class EngineOptions(FrozenOptions):
 
     @field_validator("offload")
     @classmethod
-    def _of_zero(cls, value: OffloadOptions, info: ValidationInfo) -> OffloadOptions:
+    def _check_offload(cls, value: OffloadOptions, info: ValidationInfo) -> OffloadOptions:
         stage = info.data.get("zero_stage")
         if value.optimizer is not None and stage == 0:
             raise ValueError("offloading needs ZeRO; set engine.zero_stage to 1, 2 or 3")
@@ -314,7 +314,7 @@ class DataOptions(FrozenOptions):
 
     @field_validator("made_by")
     @classmethod
-    def _script_exists(cls, made_by: tuple[str, ...]) -> tuple[str, ...]:
+    def _resolve_script(cls, made_by: tuple[str, ...]) -> tuple[str, ...]:
         return (existing(made_by[0]), *made_by[1:]) if made_by else made_by
 
 
@@ -353,7 +353,7 @@ class OptimizerOptions(FrozenOptions):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _by_other_names(cls, value: Any) -> Any:
+    def _normalize_name(cls, value: Any) -> Any:
         return OPTIMIZERS.get(value.lower(), value) if isinstance(value, str) else value
 
     @field_validator("name")
@@ -365,7 +365,7 @@ class OptimizerOptions(FrozenOptions):
 
     @field_validator("momentum")
     @classmethod
-    def _of_sgd(cls, value: float, info: ValidationInfo) -> float:
+    def _check_momentum(cls, value: float, info: ValidationInfo) -> float:
         if value and info.data.get("name", "sgd") != "sgd":
             raise ValueError(f"{info.data['name']} does not use it; use betas or muon_momentum, or optimizer.name=sgd")
         return value
@@ -383,7 +383,7 @@ class ScheduleOptions(FrozenOptions):
 
     @field_validator("warmup_ratio")
     @classmethod
-    def _one_warm_up(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _check_warmup(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("warmup_steps"):
             raise ValueError(f"schedule.warmup_steps is {info.data['warmup_steps']}; set one of the two to null")
         return value
@@ -473,7 +473,7 @@ class Recipe(FrozenOptions):
 
     @field_validator("epochs", "batch_size")
     @classmethod
-    def _of_a_file(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_not_live(cls, value: int | None, info: ValidationInfo) -> int | None:
         """Refuse the keys of a file in a live run, which has other keys for the same and would ignore these."""
         algorithm = info.data.get("algorithm")
         live = isinstance(algorithm, PolicyGradientOptions) and info.data.get("data", ...) is None
@@ -487,7 +487,7 @@ class Recipe(FrozenOptions):
 
     @field_validator("rollouts")
     @classmethod
-    def _something_to_learn_from(cls, value: RolloutOptions | None, info: ValidationInfo) -> RolloutOptions | None:
+    def _check_training_data(cls, value: RolloutOptions | None, info: ValidationInfo) -> RolloutOptions | None:
         algorithm = info.data.get("algorithm")
         if algorithm is None or "data" not in info.data:
             return value  # reported elsewhere
@@ -505,7 +505,7 @@ class Recipe(FrozenOptions):
 
     @field_validator("evaluation")
     @classmethod
-    def _can_be_evaluated(cls, value: EvaluationOptions | None, info: ValidationInfo) -> EvaluationOptions | None:
+    def _check_evaluation(cls, value: EvaluationOptions | None, info: ValidationInfo) -> EvaluationOptions | None:
         known = info.data
         if value is None or not {"algorithm", "data", "rollouts"} <= known.keys():
             return value  # reported elsewhere
@@ -518,7 +518,7 @@ class Recipe(FrozenOptions):
 
     @field_validator("engine")
     @classmethod
-    def _muon_sees_matrices(cls, value: EngineOptions, info: ValidationInfo) -> EngineOptions:
+    def _check_muon_unsharded(cls, value: EngineOptions, info: ValidationInfo) -> EngineOptions:
         optimizer = info.data.get("optimizer")
         if optimizer is not None and optimizer.name == "muon" and value.zero_stage > 0:
             raise ValueError(

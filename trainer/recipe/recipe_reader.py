@@ -17,7 +17,7 @@ from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, holds_classifier
 from ngym.telemetry.log_format import redacted
 
 from .algorithms import OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
-from .objective import UNCOMPARED, Refusal, find_path
+from .objective import UNCOMPARED, InvalidSetting, find_path
 from .other_names import OTHER_NAMES
 from .recipe import Launch, Recipe
 
@@ -33,7 +33,7 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
     """
     tree = load_tree([_recipe_file(name) for name in files], overrides, named=("algorithm",))
     recipe = parse(Recipe, tree, other_names=OTHER_NAMES)
-    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals(recipe)]
+    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in invalid_settings(recipe)]
     if refused:
         raise ConfigError("\n".join(refused))
     if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.live and recipe.live.max_lag:
@@ -41,14 +41,22 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
     return recipe, tree
 
 
-def refusals(recipe: Recipe) -> list[Refusal]:
+def invalid_settings(recipe: Recipe) -> list[InvalidSetting]:
     """All invalid combinations of a recipe."""
-    found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
-    parts = (_of_files, _of_reward_models, _of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
+    found = [InvalidSetting(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.invalid_settings()]
+    parts = (
+        _check_files,
+        _check_reward_models,
+        _check_teacher,
+        _check_single_attempts,
+        _check_adapters,
+        _check_heads,
+        _check_shared_gpus,
+    )
     return [*found, *(refusal for part in parts for refusal in part(recipe))]
 
 
-def _of_files(recipe: Recipe) -> Iterator[Refusal]:
+def _check_files(recipe: Recipe) -> Iterator[InvalidSetting]:
     """Refuse what a finished file makes a constant: its rollouts are of the policy with which the run begins."""
     if recipe.data is None or not isinstance(recipe.algorithm, PolicyGradientOptions):
         return
@@ -58,14 +66,14 @@ def _of_files(recipe: Recipe) -> Iterator[Refusal]:
         reason = (
             "in a file, the rollouts are of the reference itself, so a KL in the reward is 0; use loss, or kl.coef 0"
         )
-        yield Refusal("algorithm.kl.where", reason)
+        yield InvalidSetting("algorithm.kl.where", reason)
     teachers = algorithm.teacher.sources if algorithm.teacher else ()
     if any(each.current_policy for each in teachers):
         reason = "from a file, the teacher would stay the policy at the start; name that policy with path"
-        yield Refusal("algorithm.teacher.current_policy", reason)
+        yield InvalidSetting("algorithm.teacher.current_policy", reason)
 
 
-def _of_reward_models(recipe: Recipe) -> Iterator[Refusal]:
+def _check_reward_models(recipe: Recipe) -> Iterator[InvalidSetting]:
     """Refuse a folder with a reward model as policy or teacher. Models of the Hub are checked when they are loaded."""
     if isinstance(recipe.algorithm, RewardModelOptions):
         return
@@ -74,10 +82,10 @@ def _of_reward_models(recipe: Recipe) -> Iterator[Refusal]:
     paths += [("algorithm.teacher.path", one.path) for one in (teacher.sources if teacher else ())]
     for key, path in paths:
         if path is not None and holds_classifier(path):
-            yield Refusal(key, f"{path}: {CLASSIFIER_PROBLEM}")
+            yield InvalidSetting(key, f"{path}: {CLASSIFIER_PROBLEM}")
 
 
-def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
+def _check_single_attempts(recipe: Recipe) -> Iterator[InvalidSetting]:
     if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, PolicyGradientOptions):
         return
     advantage, teacher = recipe.algorithm.advantage, recipe.algorithm.teacher
@@ -85,86 +93,92 @@ def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
         return
     if advantage.imported and recipe.algorithm.shaping.skip_equal_groups:
         reason = "every group of one is a group of equal rewards, and would be left out; set it to false"
-        yield Refusal("algorithm.shaping.skip_equal_groups", reason)
+        yield InvalidSetting("algorithm.shaping.skip_equal_groups", reason)
     elif advantage.estimator not in UNCOMPARED and not advantage.imported:
         remedy = f"set at least 2, or advantage.estimator {' or '.join(UNCOMPARED)}"
-        yield Refusal("rollouts.group_size", f"{advantage.estimator} compares the attempts at a task: {remedy}")
+        yield InvalidSetting("rollouts.group_size", f"{advantage.estimator} compares the attempts at a task: {remedy}")
     elif recipe.live.dynamic_sampling > 1:
         reason = "a group of one has no other attempts to compare, so every group would be left out; set it to 1"
-        yield Refusal("rollouts.dynamic_sampling", reason)
+        yield InvalidSetting("rollouts.dynamic_sampling", reason)
 
 
-def _of_teacher(recipe: Recipe) -> Iterator[Refusal]:
+def _check_teacher(recipe: Recipe) -> Iterator[InvalidSetting]:
     if not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
         return
     if recipe.algorithm.teacher.beta is not None and recipe.engine.together > 1:
         key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
-        yield Refusal(key, "whole distributions are not shared between ranks; set it to 1, or teacher.beta to null")
+        yield InvalidSetting(
+            key, "whole distributions are not shared between ranks; set it to 1, or teacher.beta to null"
+        )
     if recipe.live is None:
         return
     agents = {each.agent for each in recipe.live.sources}
     taught = {name for share in recipe.algorithm.teacher.sources for name in share.agents or agents}
     for name in sorted(taught - agents):
-        yield Refusal("algorithm.teacher.several", f"no tasks are for an agent {name!r}{did_you_mean(name, agents)}")
+        yield InvalidSetting(
+            "algorithm.teacher.several", f"no tasks are for an agent {name!r}{did_you_mean(name, agents)}"
+        )
     for name in sorted(agents - taught):
-        yield Refusal("algorithm.teacher.several", f"no teacher scores the rollouts of {name!r}; add it to agents")
+        yield InvalidSetting(
+            "algorithm.teacher.several", f"no teacher scores the rollouts of {name!r}; add it to agents"
+        )
     if recipe.live.dynamic_sampling > 1:
         reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
-        yield Refusal("rollouts.dynamic_sampling", reason)
+        yield InvalidSetting("rollouts.dynamic_sampling", reason)
     if recipe.live.colocated and any(each.path for each in recipe.algorithm.teacher.sources):
         reason = "a teacher would stay on the GPU while colocated servers sample; use teacher.url"
-        yield Refusal("algorithm.teacher.path", reason)
+        yield InvalidSetting("algorithm.teacher.path", reason)
 
 
-def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:
+def _check_adapters(recipe: Recipe) -> Iterator[InvalidSetting]:
     lora = recipe.model.lora
     if lora is None:
         if recipe.rollouts is not None and recipe.rollouts.transport == "lora":
             reason = "lora sends an adapter, but the recipe trains no adapter; set model.lora, or http"
-            yield Refusal("rollouts.transport", reason)
+            yield InvalidSetting("rollouts.transport", reason)
         return
     if lora.dropout > 0 and isinstance(recipe.algorithm, PolicyGradientOptions):
         reason = "the ratio to the policy that sampled must come from the weights alone; set it to 0"
-        yield Refusal("model.lora.dropout", reason)
+        yield InvalidSetting("model.lora.dropout", reason)
     if recipe.engine.tensor_parallel > 1:
-        yield Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
+        yield InvalidSetting("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
     if lora.base_4bit is None:
         return
     if recipe.engine.offload.parameters is not None:
-        yield Refusal(
+        yield InvalidSetting(
             "engine.offload.parameters", "a 4-bit base (model.lora.base_4bit) stays on the GPU; set it to null"
         )
     if recipe.engine.zero_stage == 3:
         reason = "ZeRO 3 would cut the packed weights of model.lora.base_4bit; set it to 0, 1 or 2"
-        yield Refusal("engine.zero_stage", reason)
+        yield InvalidSetting("engine.zero_stage", reason)
     if recipe.served_base is not None and recipe.live is not None and recipe.live.config is None:
         reason = "the running services do not serve the dequantized model.lora.base_4bit, to which the adapter belongs; set http"
-        yield Refusal("rollouts.transport", reason)
+        yield InvalidSetting("rollouts.transport", reason)
     if recipe.live is not None and recipe.live.colocated:
         reason = "a 4-bit base (model.lora.base_4bit) is made on the GPU before servers sleep; set it to false"
-        yield Refusal("rollouts.colocated", reason)
+        yield InvalidSetting("rollouts.colocated", reason)
 
 
-def _of_heads(recipe: Recipe) -> Iterator[Refusal]:
+def _check_heads(recipe: Recipe) -> Iterator[InvalidSetting]:
     if isinstance(recipe.algorithm, RewardModelOptions) and recipe.engine.tensor_parallel > 1:
-        yield Refusal("engine.tensor_parallel", "the head of a reward model is not cut; set it to 1")
+        yield InvalidSetting("engine.tensor_parallel", "the head of a reward model is not cut; set it to 1")
 
 
-def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
+def _check_shared_gpus(recipe: Recipe) -> Iterator[InvalidSetting]:
     if recipe.live is None or not recipe.live.colocated:
         return
     algorithm = recipe.algorithm
     if recipe.live.max_lag > 0:
-        yield Refusal("rollouts.max_lag", "colocated servers sleep while the trainer works; set it to 0")
+        yield InvalidSetting("rollouts.max_lag", "colocated servers sleep while the trainer works; set it to 0")
     if recipe.engine.zero_stage not in (1, 2):
         reason = "DeepSpeed moves the states of ZeRO 1 and 2 out of the GPU for colocated servers; set it to 1 or 2"
-        yield Refusal("engine.zero_stage", reason)
+        yield InvalidSetting("engine.zero_stage", reason)
     if recipe.engine.offload.optimizer is not None:
         reason = "rollouts.colocated moves the states for the time of sampling; keep one of the two"
-        yield Refusal("engine.offload.optimizer", reason)
+        yield InvalidSetting("engine.offload.optimizer", reason)
     if isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coef > 0 and recipe.model.lora is None:
         reason = "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set 0"
-        yield Refusal("algorithm.kl.coef", reason)
+        yield InvalidSetting("algorithm.kl.coef", reason)
     if (
         isinstance(algorithm, OnlineDpoOptions)
         and not algorithm.preference.reference_free
@@ -173,7 +187,7 @@ def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
         reason = (
             "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set true"
         )
-        yield Refusal("algorithm.preference.reference_free", reason)
+        yield InvalidSetting("algorithm.preference.reference_free", reason)
 
 
 def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
@@ -183,11 +197,11 @@ def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
     """
     shown = redacted(recipe.model_dump(mode="json"))
     for key, text in tree.environment.items():
-        _put(shown, key.split("."), text)
+        _set_value(shown, key.split("."), text)
     return yaml.safe_dump(shown, sort_keys=False)
 
 
-def _put(values: Any, path: Sequence[str], text: str) -> None:
+def _set_value(values: Any, path: Sequence[str], text: str) -> None:
     """Replace the value at a path of keys and list indices."""
     for part in path[:-1]:
         values = values[int(part) if isinstance(values, list) else part]
@@ -204,12 +218,16 @@ def _recipe_file(name: str) -> Path:
     return found
 
 
-def impossible(recipe: Recipe, launch: Launch) -> list[Refusal]:
+def impossible_settings(recipe: Recipe, launch: Launch) -> list[InvalidSetting]:
     """Settings that cannot work, each with its key in the recipe."""
     together = recipe.engine.together
     if launch.ranks % together:
         key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
-        return [Refusal(key, f"{launch.ranks} ranks cannot form groups of {together}; start a multiple of {together}")]
+        return [
+            InvalidSetting(
+                key, f"{launch.ranks} ranks cannot form groups of {together}; start a multiple of {together}"
+            )
+        ]
     live = recipe.live
     if live is None:
         assert recipe.batch_size is not None
@@ -218,16 +236,16 @@ def impossible(recipe: Recipe, launch: Launch) -> list[Refusal]:
         rollouts, updates = live.tasks_per_step * live.group_size, live.updates_per_step
         if updates > rollouts:
             reason = f"{updates} optimizer steps cannot split {rollouts} rollouts; set it to {rollouts} or less"
-            return [Refusal("rollouts.updates_per_step", reason)]
+            return [InvalidSetting("rollouts.updates_per_step", reason)]
         key, samples = "rollouts.tasks_per_step", rollouts // updates
     ranks = launch.ranks // together
     if samples >= ranks:
         return []
     reason = f"an optimizer step has {samples} samples for {ranks} ranks, and some ranks would be idle; raise it"
-    return [Refusal(key, f"{reason}, or start fewer ranks")]
+    return [InvalidSetting(key, f"{reason}, or start fewer ranks")]
 
 
-def of_file(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launch) -> list[str]:
+def file_run_sizes(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launch) -> list[str]:
     """The sizes of a run on these samples, one per line. steps: optimizer steps."""
     assert recipe.batch_size is not None and recipe.epochs is not None
     tokens = [sample.tokens for sample in samples]
@@ -241,11 +259,11 @@ def of_file(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launc
         f"step         {count:,} samples{_shared(count, recipe, launch)}",
         *_micro_batches(recipe, count * mean, max(tokens), launch),
         f"run          {steps:,} steps ({run}): {seen:,} samples, about {seen * mean:,.0f} tokens",
-        *_rates(recipe, steps),
+        *_learning_rates(recipe, steps),
     ]
 
 
-def of_live(recipe: Recipe, launch: Launch) -> list[str]:
+def live_run_sizes(recipe: Recipe, launch: Launch) -> list[str]:
     """The sizes of a live run, one per line."""
     live, steps = recipe.live, recipe.max_steps
     assert live is not None and steps is not None
@@ -257,7 +275,7 @@ def of_live(recipe: Recipe, launch: Launch) -> list[str]:
         f"step         {collected}, in {trained}",
         f"micro-batch  at most {recipe.micro_batch_tokens:,} tokens on a rank, as many as the rollouts need",
         f"run          {steps:,} steps: {steps * updates:,} optimizer steps, {steps * rollouts:,} rollouts",
-        *_rates(recipe, steps),
+        *_learning_rates(recipe, steps),
     ]
 
 
@@ -281,7 +299,7 @@ def _micro_batches(recipe: Recipe, tokens: float, longest: int, launch: Launch) 
         yield f"             micro_batch_tokens is below the longest sample: one of more, up to {longest:,}, is alone"
 
 
-def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
+def _learning_rates(recipe: Recipe, steps: int) -> Iterator[str]:
     schedule, optimizer = recipe.schedule, recipe.optimizer
     rates = f"{optimizer.name} {optimizer.lr:.3g}"
     if optimizer.name == "muon":

@@ -124,14 +124,14 @@ class RolloutOptions(FrozenOptions):
 
     @field_validator("easy_first")
     @classmethod
-    def _either_of_two(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_first_epoch(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("curriculum") is not None:
             raise ValueError("curriculum draws tasks by weight, so there is no first epoch; set one of the two")
         return value
 
     @field_validator("push_folder")
     @classmethod
-    def _of_the_filesystem(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+    def _check_push_folder(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         transport = info.data.get("transport")
         if transport == "filesystem" and value is None:
             raise ValueError("the transport filesystem needs the folder that the policy's stanza calls weights_root")
@@ -143,7 +143,9 @@ class RolloutOptions(FrozenOptions):
 
     @field_validator("environments")
     @classmethod
-    def _one_form(cls, value: tuple[EnvironmentOptions, ...], info: ValidationInfo) -> tuple[EnvironmentOptions, ...]:
+    def _check_one_form(
+        cls, value: tuple[EnvironmentOptions, ...], info: ValidationInfo
+    ) -> tuple[EnvironmentOptions, ...]:
         if not {"agent", "tasks"} <= info.data.keys():
             return value  # reported elsewhere
         short = [key for key in ("agent", "tasks") if info.data[key] is not None]
@@ -155,7 +157,7 @@ class RolloutOptions(FrozenOptions):
 
     @field_validator("seeded")
     @classmethod
-    def _in_step(cls, value: bool | None, info: ValidationInfo) -> bool:
+    def _default_seeded(cls, value: bool | None, info: ValidationInfo) -> bool:
         return info.data.get("max_lag") == 0 if value is None else value
 
     @property
@@ -189,7 +191,7 @@ class EvaluationOptions(FrozenOptions):
 
     @field_validator("environments")
     @classmethod
-    def _one_form(cls, value: tuple[HeldOutOptions, ...], info: ValidationInfo) -> tuple[HeldOutOptions, ...]:
+    def _check_one_form(cls, value: tuple[HeldOutOptions, ...], info: ValidationInfo) -> tuple[HeldOutOptions, ...]:
         if value and info.data.get("tasks") is not None:
             raise ValueError("evaluation.tasks is given too; keep one of the two forms (evaluation.tasks=null)")
         return _distinct(value)

@@ -22,9 +22,9 @@ from ngym.runtime.live_region import (
     Size,
     bar,
     clock,
-    harmless,
     is_live,
     packed,
+    sanitized,
     sparkline,
     terminal,
 )
@@ -229,7 +229,7 @@ class Lines(Display):
             self.end()
 
     def say(self, text: str) -> None:
-        print(harmless(text), flush=True)
+        print(sanitized(text), flush=True)
 
     def end(self) -> None:
         """Print the last step if it was not printed yet."""

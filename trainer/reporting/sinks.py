@@ -145,7 +145,7 @@ class SubprocessSink(MetricSink):
             raise SinkFailed(problem)
 
 
-class Courier:
+class SinkThread:
     """Passes entries to a sink in a daemon thread, which ends with the process even if the sink hangs.
 
     name: of the sink, as in the recipe.
@@ -171,7 +171,7 @@ class Courier:
         elif self._problem is None:
             self._problem = f"it accepted no entry while {self._bound:,} arrived"
 
-    def complaint(self) -> str | None:
+    def new_problem(self) -> str | None:
         """What is wrong, reported once."""
         if self._problem is None or self._said:
             return None
@@ -195,21 +195,21 @@ class Courier:
 
     def _run(self) -> None:
         opened = False
-        with self._noting():
+        with self._recording_errors():
             self._sink.open()
             opened = True
         if not opened:
             self._sink.abandon()
             return
         while (entry := self._queue.get()) is not None:
-            with self._noting():
+            with self._recording_errors():
                 self._sink.write(*entry)
                 self._written += 1
-        with self._noting():
+        with self._recording_errors():
             self._sink.close()
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         """Record errors of the sink, which must not end the run."""
         try:
             yield
@@ -222,23 +222,23 @@ class Courier:
 class Sinks:
     """All sinks of a run."""
 
-    def __init__(self, couriers: Sequence[Courier] = (), close_s: float = CLOSE_S) -> None:
-        self._couriers = couriers
+    def __init__(self, threads: Sequence[SinkThread] = (), close_s: float = CLOSE_S) -> None:
+        self._threads = threads
         self._close_s = close_s
 
     def put(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
         """Pass metrics to every sink; yields a line for each sink that loses entries, once."""
-        for courier in self._couriers:
-            courier.put(step, values)
-        return filter(None, [courier.complaint() for courier in self._couriers])
+        for thread in self._threads:
+            thread.put(step, values)
+        return filter(None, [thread.new_problem() for thread in self._threads])
 
     def close(self) -> Iterator[str]:
         """Give the sinks time to write waiting entries; yields lines about what was lost."""
         deadline = time.monotonic() + self._close_s
-        for courier in self._couriers:
-            courier.end()
-        lost = [courier.join(deadline) for courier in self._couriers]
-        return filter(None, [*(courier.complaint() for courier in self._couriers), *lost])
+        for thread in self._threads:
+            thread.end()
+        lost = [thread.join(deadline) for thread in self._threads]
+        return filter(None, [*(thread.new_problem() for thread in self._threads), *lost])
 
 
 def open_sinks(options: LoggingOptions, output: Path, resolved: Path, done: int = 0) -> Sinks:
@@ -251,11 +251,11 @@ def open_sinks(options: LoggingOptions, output: Path, resolved: Path, done: int 
     for name, asked in (("wandb", options.wandb), ("mlflow", options.mlflow)):
         if asked is not None:
             sinks[name] = SubprocessSink(name, asked, output, recipe)
-    couriers = [Courier(name, sink) for name, sink in sinks.items()]
-    return Sinks([*couriers, *(_own(asked, output, recipe) for asked in options.sinks)])
+    threads = [SinkThread(name, sink) for name, sink in sinks.items()]
+    return Sinks([*threads, *(_own(asked, output, recipe) for asked in options.sinks)])
 
 
-def _own(asked: SinkOptions, output: Path, recipe: Json) -> Courier:
+def _own(asked: SinkOptions, output: Path, recipe: Json) -> SinkThread:
     """A sink of the user's, under the name of its class."""
     kind: type[MetricSink] = imported_class(asked.sink, MetricSink)
-    return Courier(kind.__name__, kind(output, recipe, **asked.options))
+    return SinkThread(kind.__name__, kind(output, recipe, **asked.options))

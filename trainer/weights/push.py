@@ -33,7 +33,7 @@ from ngym.config.import_path import imported_class
 from ngym.errors import NgymError, UsageError
 from ngym.net.tls import client_context
 
-from ..recipe.extensions import File, Mode, OnAll, PolicyServer, PushFailed, PushTransport, TransientPushError
+from ..recipe.extensions import CallReplicas, File, Mode, PolicyServer, PushFailed, PushTransport, TransientPushError
 
 if TYPE_CHECKING:
     from .transfer import Transfer
@@ -232,7 +232,7 @@ class Replica:
         with contextlib.closing(connection):
             connection.connect()
             connection.sock.settimeout(self._timeout_s)
-            with self._asking_on(connection.sock):
+            with self._tracked(connection.sock):
                 # A server may refuse a body without reading it; its answer is more useful than the broken pipe.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, place.path + path, content, headers)
@@ -240,7 +240,7 @@ class Replica:
                 return reply.status, reply.read()
 
     @contextlib.contextmanager
-    def _asking_on(self, connection: socket.socket) -> Iterator[None]:
+    def _tracked(self, connection: socket.socket) -> Iterator[None]:
         self._asking.add(connection)
         try:
             if self._closed:
@@ -262,7 +262,7 @@ def _problem(answer: bytes) -> Json:
 class HttpTransport(PushTransport):
     """Sends the bytes to each server."""
 
-    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: OnAll) -> None:
+    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: CallReplicas) -> None:
         on_all(replicas, lambda replica: replica.send(file.content, file.sha256))
 
 
@@ -280,7 +280,7 @@ class FilesystemTransport(PushTransport):
 
     server_transport = "filesystem"
 
-    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: OnAll) -> None:
+    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: CallReplicas) -> None:
         assert self.folder is not None
         path = self.folder / f"{secrets.token_hex(8)}.safetensors"
         try:
@@ -374,7 +374,7 @@ class Pusher:
             PushFailed: a server refuses this token or transport, or is unreachable for longer than the patience.
         """
         self._follow()
-        served = self._until_it_works(lambda: self._on_all(self._replicas, Replica.weights))
+        served = self._with_retries(lambda: self._on_all(self._replicas, Replica.weights))
         for replica, weights in zip(self._replicas, served, strict=True):
             if self._server_transport not in weights["transport"]:
                 offered = ", ".join(weights["transport"]) or "no push at all"
@@ -386,11 +386,11 @@ class Pusher:
 
     def sleep(self) -> None:
         """Stop all generation and free the servers' GPU memory. Raises PushFailed if a server does not."""
-        self._until_it_works(lambda: self._on_all(self._replicas, Replica.sleep))
+        self._with_retries(lambda: self._on_all(self._replicas, Replica.sleep))
 
     def wake(self, *parts: str) -> None:
         """Restore these parts of the servers' memory: `weights`, `kv_cache`; with both they generate again."""
-        self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.wake(*parts)))
+        self._with_retries(lambda: self._on_all(self._replicas, lambda replica: replica.wake(*parts)))
 
     def push(
         self,
@@ -420,9 +420,9 @@ class Pusher:
             return self.prove(proof, version)
 
         if before_proof is None:
-            difference = self._until_it_works(pushed)
+            difference = self._with_retries(pushed)
         else:
-            self._until_it_works(lambda: self._stage_and_commit(self._replicas, version, tensors, asked))
+            self._with_retries(lambda: self._stage_and_commit(self._replicas, version, tensors, asked))
             before_proof()
             try:
                 difference = self.prove(proof, version)
@@ -439,7 +439,7 @@ class Pusher:
         """The policy version of each of these servers; 0 where `admit` will say what is wrong."""
         versions = dict.fromkeys(urls, 0)
         for url in urls:
-            with self._joins(url) as replica, contextlib.suppress(NgymError):
+            with self._joining_replica(url) as replica, contextlib.suppress(NgymError):
                 versions[url] = int(replica.weights()["policy_version"])
         return versions
 
@@ -453,7 +453,7 @@ class Pusher:
         tensors = checkpoint(weights)
         problems = {}
         for url in urls:
-            with self._joins(url) as replica:
+            with self._joining_replica(url) as replica:
                 try:
                     if replica.weights()["policy_version"] != version:
                         self._stage_and_commit([replica], version, tensors, set())
@@ -463,7 +463,7 @@ class Pusher:
         return problems
 
     @contextlib.contextmanager
-    def _joins(self, url: str) -> Iterator[Replica]:
+    def _joining_replica(self, url: str) -> Iterator[Replica]:
         replica = Replica(url, self._token, min(JOIN_S, self._patience_s))
         try:
             yield replica
@@ -477,7 +477,7 @@ class Pusher:
             PushFailed: it is larger than arithmetic explains, or a later version is served. TransientPushError: an earlier version
                 is served.
         """
-        answers = self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
+        answers = self._with_retries(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
         return _check(dict(zip(self._replicas, answers, strict=True)), proof, version)
 
     def finish(self) -> None:
@@ -542,7 +542,7 @@ class Pusher:
             raise min(errors, key=lambda error: isinstance(error, TransientPushError))
         return [future.result() for future in futures]
 
-    def _until_it_works(self, act: Callable[[], Result]) -> Result:
+    def _with_retries(self, act: Callable[[], Result]) -> Result:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:

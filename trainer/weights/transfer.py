@@ -21,10 +21,10 @@ from torch import Tensor, distributed
 
 from ngym.errors import NgymError
 from ngym.schema import Json
-from ngym.weight_push.shared_memory import MAX_AT_ONCE, Lent, SharedTensors, device_id, share
+from ngym.weight_push.shared_memory import MAX_AT_ONCE, SharedForReader, SharedTensors, device_id, share
 
 from ..engine.distributed import in_daemon_thread
-from ..recipe.extensions import Mode, OnAll, PushFailed
+from ..recipe.extensions import CallReplicas, Mode, PushFailed
 
 GRACE_S = 10.0
 Result = TypeVar("Result")
@@ -64,7 +64,7 @@ class Servers:
         failed: holds the first error; this side may still be waiting.
     """
 
-    def __init__(self, replicas: Sequence[Replica], workers: Sequence[int], on_all: OnAll, mode: Mode) -> None:
+    def __init__(self, replicas: Sequence[Replica], workers: Sequence[int], on_all: CallReplicas, mode: Mode) -> None:
         self._replicas = replicas
         self._workers = workers
         self._on_all = on_all
@@ -87,11 +87,11 @@ class Servers:
     def update_weights(self, update_info: Any) -> None:
         self._all(lambda replica: replica.update(update_info))
 
-    def lend(self, tensors: Mapping[str, Tensor]) -> dict[Replica, Lent]:
+    def lend(self, tensors: Mapping[str, Tensor]) -> dict[Replica, SharedForReader]:
         """Share tensors with each server. What is returned must stay alive until the servers have committed."""
         return dict(zip(self._replicas, self._all(lambda _: share(tensors)), strict=True))
 
-    def update_shared(self, lent: Mapping[Replica, Lent]) -> None:
+    def update_shared(self, lent: Mapping[Replica, SharedForReader]) -> None:
         """Tell each server where its tensors are."""
 
         def update(replica: Replica) -> None:
@@ -158,7 +158,7 @@ class Transfer:
         patience_s: limit of the time for a connection or a push.
     """
 
-    def __init__(self, backend: str, on_all: OnAll, mode: Mode, patience_s: float) -> None:
+    def __init__(self, backend: str, on_all: CallReplicas, mode: Mode, patience_s: float) -> None:
         self._backend = backend
         self._on_all = on_all
         self._mode: Mode = mode

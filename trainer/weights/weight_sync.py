@@ -81,11 +81,11 @@ class WeightSync:
         served, joining = self._engine.broadcast(self._look(learned))
         current = not learned and set(served) == {self.version}
         if current:
-            joining = self._without_later(joining)
+            joining = self._admissible(joining)
         elif learned or max(served) >= self.version:
             self.version = max(*served, *joining.values(), self.version) + 1
         if current and not joining:
-            self._have_them_sample()
+            self._begin_sampling()
             return
         if not current:
             announce(self.version)
@@ -102,7 +102,7 @@ class WeightSync:
                 span.set("ngym.policy_version", self.version)
                 self._pusher.push(self.version, weights, proof, self._colocated.sample if self._colocated else None)
         elif not current:
-            self._have_them_sample()
+            self._begin_sampling()
         self._pushed_steps = self._engine.steps
         if self._pusher and self.membership:
             problems = self._pusher.admit(list(joining), self.version, weights, proof)
@@ -115,7 +115,7 @@ class WeightSync:
         waiting = self.membership.waiting(learned) if self.membership else []
         return self._pusher.versions(), self._pusher.joining(waiting)
 
-    def _without_later(self, joining: Mapping[str, int]) -> dict[str, int]:
+    def _admissible(self, joining: Mapping[str, int]) -> dict[str, int]:
         """Only the replicas that can take the current version; the others wait for one above theirs."""
         later = {
             url: f"it serves version {version} of other weights, and waits for a later one"
@@ -131,7 +131,7 @@ class WeightSync:
         if self._colocated:
             self._colocated.train()
 
-    def _have_them_sample(self) -> None:
+    def _begin_sampling(self) -> None:
         if self._colocated:
             self._colocated.sample()
 

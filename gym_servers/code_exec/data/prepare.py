@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from ngym.prepare import Made, PublicSet, Split, Unfit, part, saying
+from ngym.prepare import ConvertedRow, PublicSet, Split, Unconvertible, part, saying
 from ngym.schema import Json
 
 PROMPT = "{text}\n\nYour function has to pass this test, and others:\n{test}\n\nGive the code in one ```python block."
@@ -12,23 +12,23 @@ FOR_TESTS = range(11, 511)  # task ids, as the README of MBPP shares them out
 FOR_VALIDATION = range(511, 601)
 
 
-def mbpp(record: Json) -> Made:
+def mbpp(record: Json) -> ConvertedRow:
     """`{"text", "code", "task_id", "test_setup_code", "test_list": ["assert f(1) == 2", ...]}`."""
     if record["task_id"] in FOR_TESTS:
-        raise Unfit("kept for tests by its authors")
+        raise Unconvertible("kept for tests by its authors")
     if record["test_setup_code"]:
-        raise Unfit("its tests need code of their own")
+        raise Unconvertible("its tests need code of their own")
     calls = [_call(test) for test in record["test_list"]]
     names = {name for name, _ in calls}
     if len(names) != 1:
-        raise Unfit("its tests call more than one function")
+        raise Unconvertible("its tests call more than one function")
     row = {
         "responses_create_params": {"input": PROMPT.format(text=record["text"], test=record["test_list"][0])},
         "function": names.pop(),
         "cases": [case for _, case in calls],
     }
     split: Split = "validation" if record["task_id"] in FOR_VALIDATION else "train"
-    return Made(row, saying(f"```python\n{record['code']}\n```"), split)
+    return ConvertedRow(row, saying(f"```python\n{record['code']}\n```"), split)
 
 
 def _call(test: str) -> tuple[str, Json]:
@@ -36,7 +36,7 @@ def _call(test: str) -> tuple[str, Json]:
     match ast.parse(test).body:
         case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), args, []), [ast.Eq()], [expected]))]:
             return name, {"args": [_plain(arg) for arg in args], "expected": _plain(expected)}
-    raise Unfit("a test is more than `f(...) == value`")
+    raise Unconvertible("a test is more than `f(...) == value`")
 
 
 def _plain(node: ast.expr) -> Any:
@@ -44,20 +44,20 @@ def _plain(node: ast.expr) -> Any:
     try:
         return _as_json(ast.literal_eval(node))
     except ValueError:
-        raise Unfit("a test is more than `f(...) == value`") from None
+        raise Unconvertible("a test is more than `f(...) == value`") from None
 
 
 def _as_json(value: Any) -> Any:
     match value:
         case int() if abs(value) >= MAX_INTEGER:
-            raise Unfit("a number of more than 64 bits")
+            raise Unconvertible("a number of more than 64 bits")
         case bool() | int() | float() | str() | None:
             return value
         case list() | tuple():
             return [_as_json(item) for item in value]
         case dict() if all(isinstance(key, str) for key in value):
             return {key: _as_json(item) for key, item in value.items()}
-    raise Unfit("a value of a test is none of JSON")
+    raise Unconvertible("a value of a test is none of JSON")
 
 
 SETS = (

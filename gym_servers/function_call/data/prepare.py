@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ngym.prepare import File, Made, Part, PublicSet, Unfit, calling
+from ngym.prepare import ConvertedRow, File, Part, PublicSet, Unconvertible, calling
 from ngym.schema import Json
 
 FOLDER = "berkeley-function-call-leaderboard/bfcl_eval/data"
@@ -10,13 +10,13 @@ FOLDER = "berkeley-function-call-leaderboard/bfcl_eval/data"
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
 
 
-def bfcl(record: Json) -> Made:
+def bfcl(record: Json) -> ConvertedRow:
     """`{"id": "multiple_7", "question": [[message, ...]], "function": [...], "ground_truth": [{name: {argument: [allowed, ...]}}, ...]}`.
 
     An allowed `""` means that the argument may be left out: its other value is then the tool's default.
     """
     if len(record["question"]) != 1:
-        raise Unfit("more than one turn")
+        raise Unconvertible("more than one turn")
     tools = [_tool(function) for function in record["function"]]
     expected = [_expected(name, given, tools) for call in record["ground_truth"] for name, given in call.items()]
     row = {
@@ -24,7 +24,7 @@ def bfcl(record: Json) -> Made:
         "kind": record["id"].rpartition("_")[0],
         "expected_calls": [{"name": name, "arguments": arguments} for name, arguments in expected],
     }
-    return Made(row, calling(expected))
+    return ConvertedRow(row, calling(expected))
 
 
 def _tool(function: Json) -> Json:
@@ -61,21 +61,21 @@ def _schema(given: Any) -> Any:
 def _expected(name: str, given: Json, tools: list[Json]) -> tuple[str, Json]:
     tool = next((tool for tool in tools if tool["name"] == _name(name)), None)
     if tool is None:
-        raise Unfit("a call of a tool that is not offered")
+        raise Unconvertible("a call of a tool that is not offered")
     properties = tool["parameters"]["properties"]
     arguments: Json = {}
     for argument, allowed in given.items():
         if argument not in properties:
-            raise Unfit("an argument that the tool does not have")
+            raise Unconvertible("an argument that the tool does not have")
         values = [value for value in allowed if value != ""]
         if len({_plain(value) for value in values}) > 1:
-            raise Unfit("an argument with several right values")
+            raise Unconvertible("an argument with several right values")
         if any(map(_has_object, values)):  # its members are lists of allowed values, too
-            raise Unfit("an argument that is an object")
+            raise Unconvertible("an argument that is an object")
         if "" not in allowed:
             arguments[argument] = values[0]
         elif values and properties[argument].setdefault("default", values[0]) != values[0]:
-            raise Unfit("an argument that may be left out, though its default is another")
+            raise Unconvertible("an argument that may be left out, though its default is another")
     return tool["name"], arguments
 
 

@@ -1,13 +1,13 @@
 """Public prompts with instructions that code can check, as rows of ours (`ng_prepare ifeval`)."""
 
-from ngym.prepare import Made, PublicSet, part
+from ngym.prepare import ConvertedRow, PublicSet, part
 from ngym.schema import Json
 
 
-def ifeval(record: Json) -> Made:
+def ifeval(record: Json) -> ConvertedRow:
     """`{"key", "prompt", "instruction_id_list", "kwargs": [{...}, ...]}`, one entry of kwargs for each instruction."""
     kwargs = [{name: value for name, value in given.items() if value is not None} for given in record["kwargs"]]
-    return Made(
+    return ConvertedRow(
         {
             "responses_create_params": {"input": record["prompt"]},
             "instruction_id_list": record["instruction_id_list"],

@@ -2,17 +2,17 @@
 
 import re
 
-from ngym.prepare import Made, PublicSet, Unfit, part, saying
+from ngym.prepare import ConvertedRow, PublicSet, Unconvertible, part, saying
 from ngym.schema import Json
 
 INSTRUCTION = "Put the final answer in \\boxed{}."
 
 
-def gsm8k(record: Json) -> Made:
+def gsm8k(record: Json) -> ConvertedRow:
     """`{"question", "answer"}`: the last line of `answer` is `#### 1,234`, with its sums in `<<...>>`."""
     solution, mark, final = record["answer"].rpartition("####")
     if not mark:
-        raise Unfit("no answer after ####")
+        raise Unconvertible("no answer after ####")
     expected = final.strip().replace(",", "")
     row = {
         "responses_create_params": {"input": f"{record['question']} {INSTRUCTION}"},
@@ -20,7 +20,7 @@ def gsm8k(record: Json) -> Made:
         "expected_answer": expected,
     }
     steps = re.sub(r"<<[^<>]*>>", "", solution)
-    return Made(row, saying(f"{steps}\\boxed{{{expected}}}"))
+    return ConvertedRow(row, saying(f"{steps}\\boxed{{{expected}}}"))
 
 
 SETS = (

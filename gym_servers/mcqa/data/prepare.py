@@ -2,35 +2,35 @@
 
 from string import ascii_uppercase
 
-from ngym.prepare import Made, PublicSet, Unfit, part, saying
+from ngym.prepare import ConvertedRow, PublicSet, Unconvertible, part, saying
 from ngym.schema import Json
 
 PROMPT = "Answer the question. Put the letter of the right option in \\boxed{{}}.\n\n{question}\n{options}"
 
 
-def arc(record: Json) -> Made:
+def arc(record: Json) -> ConvertedRow:
     """`{"question", "choices": {"label", "text"}, "answerKey"}`; labels are letters, or digits in some records."""
     labels = list(record["choices"]["label"])
     if record["answerKey"] not in labels:
-        raise Unfit("the right option is not among the choices")
+        raise Unconvertible("the right option is not among the choices")
     return _made(record["question"], record["choices"]["text"], labels.index(record["answerKey"]))
 
 
-def mmlu(record: Json) -> Made:
+def mmlu(record: Json) -> ConvertedRow:
     """`{"question", "subject", "choices": [...], "answer": 0..3}`."""
     made = _made(record["question"], record["choices"], record["answer"])
-    return Made({**made.row, "subject": record["subject"]}, made.answer)
+    return ConvertedRow({**made.row, "subject": record["subject"]}, made.answer)
 
 
-def _made(question: str, choices: list[str], right: int) -> Made:
+def _made(question: str, choices: list[str], right: int) -> ConvertedRow:
     if len(set(choices)) != len(choices):
-        raise Unfit("two of the options are the same")
+        raise Unconvertible("two of the options are the same")
     options = [{letter: text} for letter, text in zip(ascii_uppercase, choices, strict=False)]
     shown = "\n".join(f"{letter}: {text}" for option in options for letter, text in option.items())
     letter = ascii_uppercase[right]
     prompt = PROMPT.format(question=question.strip(), options=shown)
     row = {"responses_create_params": {"input": prompt}, "options": options, "expected_answer": letter}
-    return Made(row, saying(f"\\boxed{{{letter}}}"))
+    return ConvertedRow(row, saying(f"\\boxed{{{letter}}}"))
 
 
 SETS = (

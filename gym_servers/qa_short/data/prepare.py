@@ -1,17 +1,17 @@
 """Public short questions, as rows of ours (`ng_prepare nq_open`)."""
 
-from ngym.prepare import File, Made, Part, PublicSet, part, saying
+from ngym.prepare import ConvertedRow, File, Part, PublicSet, part, saying
 from ngym.schema import Json
 
 PROMPT = '{question}? Answer with a few words only, in the form "Answer: ...".'
 
 
-def nq_open(record: Json) -> Made:
+def nq_open(record: Json) -> ConvertedRow:
     """`{"question", "answer": [...]}`: any of the answers counts."""
     answers = record["answer"]
     prompt = PROMPT.format(question=record["question"].rstrip("?"))
     row = {"responses_create_params": {"input": prompt}, "expected_answer": answers, "answer_kind": "text"}
-    return Made(row, saying(f"Answer: {answers[0]}"))
+    return ConvertedRow(row, saying(f"Answer: {answers[0]}"))
 
 
 SETS = (

@@ -1,13 +1,13 @@
 """Public questions to refuse, and harmless ones that sound like them, as rows of ours (`ng_prepare xstest`)."""
 
-from ngym.prepare import Made, PublicSet, part, saying
+from ngym.prepare import ConvertedRow, PublicSet, part, saying
 from ngym.schema import Json
 
 KIND = {"safe": "answer", "unsafe": "refuse"}
 REFUSAL = "I'm sorry, but I can't help with that."
 
 
-def xstest(record: Json) -> Made:
+def xstest(record: Json) -> ConvertedRow:
     """`id, prompt, type, label, focus, note`; label is `safe` or `unsafe`."""
     kind = KIND[record["label"]]
     row = {
@@ -16,7 +16,7 @@ def xstest(record: Json) -> Made:
         "question": record["prompt"],
         "type": record["type"],
     }
-    return Made(row, saying(REFUSAL) if kind == "refuse" else None)
+    return ConvertedRow(row, saying(REFUSAL) if kind == "refuse" else None)
 
 
 SETS = (

@@ -4,7 +4,7 @@ import sqlite3
 from contextlib import closing
 
 from ngym.files.task_rows import function_tool
-from ngym.prepare import Made, PublicSet, Unfit, part, saying
+from ngym.prepare import ConvertedRow, PublicSet, Unconvertible, part, saying
 from ngym.schema import Json
 
 TASKS = {"analytics and reporting", "data retrieval"}  # the others write
@@ -19,13 +19,13 @@ MAX_BYTES = 1_000_000  # of a value
 REFUSED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA, sqlite3.SQLITE_CREATE_VTABLE}
 
 
-def synthetic_sql(record: Json) -> Made:
+def synthetic_sql(record: Json) -> ConvertedRow:
     """`{"sql_task_type", "sql_prompt", "sql_context", "sql"}`: the context is a script of CREATE and INSERT.
 
     The hidden database is the shown one without every third row of each table.
     """
     if record["sql_task_type"] not in TASKS:
-        raise Unfit("not a question but a change")
+        raise Unconvertible("not a question but a change")
     setup, gold = record["sql_context"], record["sql"]
     row = {
         "responses_create_params": {
@@ -36,7 +36,7 @@ def synthetic_sql(record: Json) -> Made:
         "hidden": [_thinned(setup, gold)],
         "gold": gold,
     }
-    return Made(row, saying(f"```sql\n{gold}\n```"))
+    return ConvertedRow(row, saying(f"```sql\n{gold}\n```"))
 
 
 def _thinned(setup: str, gold: str) -> str:
@@ -55,9 +55,9 @@ def _thinned(setup: str, gold: str) -> str:
             database.set_authorizer(None)
             script = "\n".join(database.iterdump())
         except (sqlite3.Error, sqlite3.Warning) as error:
-            raise Unfit(f"SQLite cannot run it ({type(error).__name__})") from None
+            raise Unconvertible(f"SQLite cannot run it ({type(error).__name__})") from None
     if not before or before == after:
-        raise Unfit("a result that can be guessed: it is empty, or the same with fewer rows")
+        raise Unconvertible("a result that can be guessed: it is empty, or the same with fewer rows")
     return script
 
 

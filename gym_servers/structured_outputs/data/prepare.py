@@ -1,6 +1,6 @@
 """Public JSON Schemas, as rows of ours (`ng_prepare json_schema_bench`). Documents are checked for shape, not for values."""
 
-from ngym.prepare import File, Made, Part, PublicSet, Unfit
+from ngym.prepare import ConvertedRow, File, Part, PublicSet, Unconvertible
 from ngym.schema import Json
 
 PROMPT = (
@@ -10,17 +10,17 @@ PROMPT = (
 MAX_CHARS = 20_000
 
 
-def json_schema_bench(record: Json) -> Made:
+def json_schema_bench(record: Json) -> ConvertedRow:
     """`{"json_schema": text, "unique_id"}`."""
     schema = record["json_schema"]
     if len(schema) > MAX_CHARS:
-        raise Unfit(f"a schema of more than {MAX_CHARS:,} characters")
+        raise Unconvertible(f"a schema of more than {MAX_CHARS:,} characters")
     row = {
         "responses_create_params": {"input": PROMPT.format(schema=schema)},
         "schema_str": schema,
         "schema_type": "json",
     }
-    return Made(row)
+    return ConvertedRow(row)
 
 
 SETS = (

@@ -1,6 +1,6 @@
 """Public translations, as rows of ours (`ng_prepare ntrex_de`, `ntrex_es`, `ntrex_fr`)."""
 
-from ngym.prepare import File, Made, Part, PublicSet, Unfit, saying
+from ngym.prepare import ConvertedRow, File, Part, PublicSet, Unconvertible, saying
 from ngym.schema import Json
 
 LANGUAGES = {"deu": "German", "spa": "Spanish", "fra": "French"}
@@ -12,17 +12,17 @@ def reference(code: str) -> str:
     return f"newstest2019-ref.{code}.txt"
 
 
-def ntrex(record: Json) -> Made:
+def ntrex(record: Json) -> ConvertedRow:
     """A line of the English news, and the same line of its translation, each under the name of its file."""
     source, (code, text) = (
         record[SOURCE].strip(),
         next((code, record[reference(code)].strip()) for code in LANGUAGES if reference(code) in record),
     )
     if not source or not text:
-        raise Unfit("an empty line")
+        raise Unconvertible("an empty line")
     prompt = f"Translate into {LANGUAGES[code]}. Write the translation only.\n\n{source}"
     row = {"responses_create_params": {"input": prompt}, "source": source, "references": [text]}
-    return Made(row, saying(text))
+    return ConvertedRow(row, saying(text))
 
 
 SETS = tuple(

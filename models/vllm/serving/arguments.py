@@ -79,7 +79,7 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
     known = {_name(flag): action for action in parser._actions for flag in action.option_strings}
     for key, value in options.engine.items():
         name = _name(key)
-        _refuse_what_is_not_theirs(service, key, name, known)
+        _refuse_unsupported(service, key, name, known)
         if options.lora_rank is not None and name in ADAPTERS:
             wrong = "with lora_rank, all requests use the pushed adapter; remove one of the two"
             raise ConfigError(f"service {service!r}: engine.{key}: {wrong}")
@@ -170,7 +170,7 @@ def _name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _refuse_what_is_not_theirs(service: str, key: str, name: str, known: dict[str, argparse.Action]) -> None:
+def _refuse_unsupported(service: str, key: str, name: str, known: dict[str, argparse.Action]) -> None:
     where = f"service {service!r}: engine.{key}"
     if name in OWN_OPTIONS:
         raise ConfigError(f"{where}: this is the service's own option {OWN_OPTIONS[name]!r}; set it there")

@@ -40,12 +40,12 @@ from vllm.v1.outputs import LogprobsLists
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
-from ngym.rollout import SeenTokens, TurnEnds, begins_with, splice
+from ngym.rollout import PriorTokens, TurnEnds, begins_with, splice
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
     from ngym.services.models.server import ModelCall
-    from ngym.services.models.token_capture import SeenCall
+    from ngym.services.models.token_capture import PriorCall
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
@@ -380,7 +380,7 @@ class ChatHandler:
             raise refusal(create_error_response(error).error) from None
 
     async def _ask(
-        self, request: ChatCompletionRequest, seen: SeenCall | None, tokens: Tokens
+        self, request: ChatCompletionRequest, seen: PriorCall | None, tokens: Tokens
     ) -> ChatCompletionResponse | Chunks:
         """vLLM's answer, or its stream if the request asks for one. Raises ServiceError or ContextFull."""
         try:
@@ -398,14 +398,14 @@ class ChatHandler:
             raise asyncio.CancelledError  # vLLM has turned the cancellation into an error answer
         raise refusal(answer.error)
 
-    async def _continue_from(self, seen: SeenCall | None, request: ChatCompletionRequest) -> None:
+    async def _continue_from(self, seen: PriorCall | None, request: ChatCompletionRequest) -> None:
         """Have vLLM continue from the ids of an earlier call, if the history is unchanged."""
         if seen is None or seen.turn_goes_on or request.truncate_prompt_tokens is not None:
             return
         rendered = await self._render(request)
         if rendered is None:
             return
-        ids = SeenTokens(seen.prompt_token_ids, seen.generation_token_ids)
+        ids = PriorTokens(seen.prompt_token_ids, seen.generation_token_ids)
         if not begins_with(rendered, ids):
             history = await self._render(request, until=seen.place + 1)
             rendered = (history and splice(rendered, history, ids, self._ends)) or rendered

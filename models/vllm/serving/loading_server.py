@@ -58,7 +58,7 @@ class LoadingServer:
         self._ours, theirs = socket.socketpair()
         self._pid: int | None = os.fork()
         if self._pid == 0:
-            _become_doorkeeper(self._ours, theirs, sockets, service)
+            _run_placeholder_server(self._ours, theirs, sockets, service)
         theirs.close()
 
     def __enter__(self) -> Self:
@@ -87,7 +87,9 @@ class LoadingServer:
         self._pid = None
 
 
-def _become_doorkeeper(ours: socket.socket, theirs: socket.socket, sockets: list[socket.socket], service: str) -> None:
+def _run_placeholder_server(
+    ours: socket.socket, theirs: socket.socket, sockets: list[socket.socket], service: str
+) -> None:
     """The main function of the child; it never returns into the event loop that it was forked from."""
     try:
         signal.set_wakeup_fd(-1)

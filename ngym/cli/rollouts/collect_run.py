@@ -39,8 +39,8 @@ from ngym.files.row_log import DiskFull
 from ngym.net.auth import wrong_url
 from ngym.peers import Peers
 from ngym.runtime import event_loop
-from ngym.runtime.event_loop import EXIT_INTERRUPTED, as_ctrl_c, calls_on_interrupt
-from ngym.runtime.live_region import clock, harmless, is_live
+from ngym.runtime.event_loop import EXIT_INTERRUPTED, calls_on_interrupt, signals_as_keyboard_interrupt
+from ngym.runtime.live_region import clock, is_live, sanitized
 from ngym.schema import Json, RolloutKey, is_failed_attempt
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.service import ReplicaState
@@ -143,7 +143,7 @@ def _mapping(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 @dataclass
-class Earlier:
+class ExistingOutput:
     """The contents of existing output files. done: finished rollouts. failed: failed attempts of each rollout."""
 
     done: set[RolloutKey] = field(default_factory=set)
@@ -181,7 +181,7 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
     if options.resume and (earlier.done or earlier.failed):
         source = CollectionSettings(options.inputs, options.recipe, options.token_format, known.services)
         RunRecord.resumed(CollectionPaths.beside(options.output).run, source, options.output)
-    plan = _planned(options, known, earlier if options.resume else Earlier())
+    plan = _planned(options, known, earlier if options.resume else ExistingOutput())
     needed = sorted(config.only(plan.agents).services) if config else None
     if options.as_json:
         click.echo(orjson.dumps(_as_json(options, known, plan, needed)))
@@ -191,8 +191,8 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
         click.echo(f"{options.output} already holds rollouts: --resume or --overwrite is needed", err=True)
 
 
-def _earlier(options: Options) -> Earlier:
-    paths, earlier = CollectionPaths.beside(options.output), Earlier()
+def _earlier(options: Options) -> ExistingOutput:
+    paths, earlier = CollectionPaths.beside(options.output), ExistingOutput()
     for path in (paths.output, paths.failures):
         for line in read(path) if path.is_file() else ():
             if not line.complete:
@@ -214,7 +214,7 @@ def _key(row: Json) -> RolloutKey | None:
         return None
 
 
-def _planned(options: Options, known: Discovered, earlier: Earlier) -> Plan:
+def _planned(options: Options, known: Discovered, earlier: ExistingOutput) -> Plan:
     plan: Plan | None = None
     replaced: Counter[str] = Counter()
     rows = input_rows(options.inputs, options.recipe, known.agents, replaced)
@@ -266,7 +266,7 @@ def _print(options: Options, known: Discovered, plan: Plan, needed: list[str] | 
 def collect_into_files(options: Options) -> int:
     """Run the whole command; returns its exit code. A signal at any moment ends it as Ctrl-C does."""
     try:
-        with as_ctrl_c():
+        with signals_as_keyboard_interrupt():
             return _collected(options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -338,7 +338,7 @@ class Command:
                 tracing.end()
                 self._print_result(store, session)
         except DiskFull as error:
-            click.echo(harmless(str(error)), err=True)
+            click.echo(sanitized(str(error)), err=True)
             return EXIT_TRY_AGAIN
         finally:
             store.close()
@@ -414,7 +414,7 @@ class Command:
     async def _startup(self) -> AsyncIterator[None]:
         if self.options.as_json:
             self._on_state = lambda state: self._echo(
-                harmless(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip())
+                sanitized(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip())
             )
             yield
             return
@@ -455,7 +455,7 @@ class Command:
         more = "" if store.progress.complete else " or more"  # the input was not read to its end
         self._echo(f"{session.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(session.seconds)}")
         for line in first_failures(aggregates, self.options.inputs):
-            self._echo(f"  {harmless(line)}")
+            self._echo(f"  {sanitized(line)}")
         if aggregates.done + aggregates.given_up < total or more:
             self._echo(
                 "to continue, run the same command with --resume instead of --overwrite"

@@ -16,12 +16,12 @@ import orjson
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_files, count, writing
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
-from ngym.runtime.live_region import harmless
+from ngym.runtime.live_region import sanitized
 from ngym.schema import Json, agent_name, row_problem, trace_of
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config
-    from ngym.grading.reverify import Again
+    from ngym.grading.reverify import ReverifiedRollout
     from ngym.peers import Peer, Peers
     from ngym.supervise.zygote_client import ZygoteClient
 
@@ -71,7 +71,7 @@ def main(
     from ngym.config.service_config import load_config
     from ngym.files.atomic import check_new_output
     from ngym.files.jsonl import expanded
-    from ngym.runtime.event_loop import as_ctrl_c
+    from ngym.runtime.event_loop import signals_as_keyboard_interrupt
     from ngym.supervise.zygote_client import ZygoteClient
 
     inputs = expanded(sources)
@@ -79,7 +79,7 @@ def main(
     if dry_run:
         _show(_needs(load_config(configs, overrides), inputs, models), output, as_json)
         return
-    with as_ctrl_c(), _replaced(output) as file:
+    with signals_as_keyboard_interrupt(), _replaced(output) as file:
         check_new_output(output, inputs, overwrite)  # another process may have written it before the lock
         launcher = ZygoteClient.start()
         try:
@@ -91,7 +91,7 @@ def main(
     ctx.exit(EXIT_FAILED if report.failed else EXIT_DONE)
 
 
-class Needs(NamedTuple):
+class RequiredServices(NamedTuple):
     """gyms: agent -> the gym server that scores it. rows: rollouts of each agent. services: those that must run."""
 
     config: Config
@@ -100,7 +100,7 @@ class Needs(NamedTuple):
     services: Collection[str]
 
 
-def _needs(config: Config, inputs: Sequence[Path], models: bool) -> Needs:
+def _needs(config: Config, inputs: Sequence[Path], models: bool) -> RequiredServices:
     from ngym.collect.plan import title
     from ngym.validation import config_for_scoring
 
@@ -109,10 +109,10 @@ def _needs(config: Config, inputs: Sequence[Path], models: bool) -> Needs:
         raise UsageError(f"{title(inputs)}: no rows in it")
     gyms = {agent: _gym(config, agent, title(inputs)) for agent in rows}
     remedy = "--models starts it, and asks it again"
-    return Needs(config, gyms, rows, config_for_scoring(config, set(gyms.values()), models, remedy).services)
+    return RequiredServices(config, gyms, rows, config_for_scoring(config, set(gyms.values()), models, remedy).services)
 
 
-def _show(needs: Needs, output: Path, as_json: bool) -> None:
+def _show(needs: RequiredServices, output: Path, as_json: bool) -> None:
     starts = sorted(needs.services)
     if as_json:
         click.echo(orjson.dumps({"output": str(output), "rows": needs.rows, "gyms": needs.gyms, "starts": starts}))
@@ -155,7 +155,12 @@ def _replaced(output: Path) -> Iterator[BinaryIO]:
 
 
 async def _reverify(
-    needs: Needs, launcher: ZygoteClient, inputs: Sequence[Path], file: BinaryIO, output: Path, concurrency: int
+    needs: RequiredServices,
+    launcher: ZygoteClient,
+    inputs: Sequence[Path],
+    file: BinaryIO,
+    output: Path,
+    concurrency: int,
 ) -> _Report:
     from ngym.cli.environments import started
     from ngym.grading.reverify import reverified
@@ -214,11 +219,11 @@ class _Report:
         self.rows = self.same = self.failed = self.lost = 0
         self.changed: list[str] = []
 
-    def add(self, again: Again) -> None:
+    def add(self, again: ReverifiedRollout) -> None:
         self.rows += 1
         if again.failure is not None:
             self.failed += 1
-            click.echo(harmless(f"row {self.rows}: {again.failure}"), err=True)
+            click.echo(sanitized(f"row {self.rows}: {again.failure}"), err=True)
         elif again.before == again.after:
             self.same += 1
         else:

@@ -27,7 +27,7 @@ from ngym import __version__
 from ngym.cli.shell.completion_names import overrides
 from ngym.errors import NgymError, UsageError
 from ngym.extras import missing_extra
-from ngym.runtime.event_loop import EXIT_INTERRUPTED, ignore_interrupts, leave
+from ngym.runtime.event_loop import EXIT_INTERRUPTED, exit_process, ignore_interrupts
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN = 0, 1, 2, 75
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -94,9 +94,9 @@ def _make_streams_usable() -> None:
 
 def _say(text: str, code: int) -> int:
     """Print an error and return its code. The text may quote untrusted text: control characters are made visible."""
-    from ngym.runtime.live_region import harmless
+    from ngym.runtime.live_region import sanitized
 
-    click.echo(harmless(text), err=True)
+    click.echo(sanitized(text), err=True)
     return code
 
 
@@ -273,7 +273,7 @@ class Command(click.Command):
         is_process = not args and extra.get("args") is None  # not a test runner
         code = exit_code(run, self.name or "ng") if is_process else ended(run, self.name or "ng")
         if is_process and "torch" in sys.modules:
-            leave(code)
+            exit_process(code)
         sys.exit(code)
 
 

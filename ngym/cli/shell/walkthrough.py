@@ -29,7 +29,7 @@ class Background(NamedTuple):
 
 
 @dataclass
-class Walk:
+class Walkthrough:
     """of: the number of steps. dry_run: show steps without running them. err: print to standard error.
 
     commands: the commands shown so far.

@@ -331,7 +331,7 @@ def _microseconds(seconds: float) -> float:
     return int(seconds * 1e6) / 1e6
 
 
-class Acted(NamedTuple):
+class ModelTurn(NamedTuple):
     """The model's last response and the turn's stop reason; any reason but "answer" ends the rollout."""
 
     response: Json
@@ -340,7 +340,7 @@ class Acted(NamedTuple):
 
 async def act(
     request: Json, rollout: RolloutContext, output: list[Json], *, max_steps: int, execute_tools: bool = True
-) -> Acted:
+) -> ModelTurn:
     """Run one turn and add the items of the model and the tools to `output`, in order.
 
     Args:
@@ -360,12 +360,12 @@ async def act(
         output += response["output"]
         stopped = turn_stop_reason(response)
         if stopped != "answer":  # its calls, whole or not, are not run
-            return Acted(response, stopped)
+            return ModelTurn(response, stopped)
         calls = [item for item in response["output"] if item.get("type") == "function_call"]
         if not calls or not execute_tools:
-            return Acted(response, "answer")
+            return ModelTurn(response, "answer")
         if rollout.turns >= max_steps:
-            return Acted(response, "max_steps")
+            return ModelTurn(response, "max_steps")
         if parallel and len(calls) > 1:
             output += await asyncio.gather(*(rollout.call_tool(call) for call in calls))
         else:

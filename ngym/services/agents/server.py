@@ -330,7 +330,7 @@ class _Stateless:
         seeded = self._rows.get(digest)
         if seeded is not None:
             if self._session is not None:
-                rollout.gym.expect_as(self._session)
+                rollout.gym.copy_expectations(self._session)
             return seeded
         self._asked[digest] = asyncio.get_running_loop().create_future()
         self._asking[rollout.rollout_id] = digest, self._asked[digest]

@@ -45,7 +45,7 @@ from ngym.net import request_context
 from ngym.net.api_docs import api_docs_routes
 from ngym.net.json_limits import CALL_BYTES
 from ngym.schema import SESSION_HEADER, Json, Kind
-from ngym.services.base.middleware import ROLLOUT_ROUTE, Handler, RequestMiddleware, Served, Serving
+from ngym.services.base.middleware import ROLLOUT_ROUTE, Handler, RequestMiddleware, RouteHandler, ServingState
 from ngym.services.base.options import ServiceContext, ServiceOptions, context_from_environment
 
 log = logging.getLogger("ngym.services")
@@ -157,7 +157,7 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
             await context.peers.close()
 
     name = _author()
-    serving = Serving()
+    serving = ServingState()
     app = _Application(title=name, lifespan=run, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.router.routes += api_docs_routes(lambda: app.title)
     app.state.default_name = name
@@ -300,7 +300,7 @@ def add_route(
         body: the JSON Schema of the body, for /openapi.json.
         answers: the media types of the response; empty: status 204.
         answer: the JSON Schema of a JSON response.
-        most_bytes, finishes: as in `Served`; a path with other parameters than a rollout's id has neither.
+        most_bytes, finishes: as in `RouteHandler`; a path with other parameters than a rollout's id has neither.
     """
     names = re.findall(r"{(\w+)", path)
     here = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method.lower()}"
@@ -311,7 +311,7 @@ def add_route(
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     content = {kind: {"schema": json_answer if kind == JsonResponse.media_type else STRING} for kind in answers}
     if "{" not in path.removeprefix(ROLLOUT_ROUTE):
-        app.state.served[method, path] = Served(handler, most_bytes, finishes)
+        app.state.served[method, path] = RouteHandler(handler, most_bytes, finishes)
     app.add_api_route(
         path,
         handler,

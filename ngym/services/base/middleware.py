@@ -147,7 +147,7 @@ def _deadline_passed(request: Request, what: str) -> PeerTimeout:
     return PeerTimeout(f"{request.scope['path']} {what}: the caller's deadline passed ({DEADLINE_HEADER})")
 
 
-class CallerGone(Exception):
+class ClientDisconnected(Exception):
     """The caller hung up, so no answer is needed."""
 
 
@@ -156,7 +156,7 @@ class DeadlinePassed(Exception):
 
 
 class Caller:
-    """`with Caller(receive):` cancels what is awaited inside, and raises CallerGone, when the caller hangs up; and
+    """`with Caller(receive):` cancels what is awaited inside, and raises ClientDisconnected, when the caller hangs up; and
     DeadlinePassed when its deadline has passed.
 
     Args:
@@ -172,7 +172,7 @@ class Caller:
     def __init__(self, receive: Receive, remaining_s: float | None = None) -> None:
         self._receive = receive
         self._remaining_s = remaining_s
-        self._why: type[CallerGone | DeadlinePassed] | None = None
+        self._why: type[ClientDisconnected | DeadlinePassed] | None = None
         self._deadline: Timer | None = None
         self._timer: Timer | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -221,9 +221,9 @@ class Caller:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._stop(CallerGone)
+        self._stop(ClientDisconnected)
 
-    def _stop(self, why: type[CallerGone | DeadlinePassed]) -> None:
+    def _stop(self, why: type[ClientDisconnected | DeadlinePassed]) -> None:
         if self._why is None:
             self._why = why
             self._task.cancel()
@@ -266,7 +266,7 @@ class EventStream(Response):
                 async for part in self._parts:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except CallerGone:
+        except ClientDisconnected:
             pass  # the client stopped reading
         finally:
             try:
@@ -275,7 +275,7 @@ class EventStream(Response):
                 self.when_over()
 
 
-class Served(NamedTuple):
+class RouteHandler(NamedTuple):
     """A route's handler and its limits.
 
     most_bytes: limit of the body; None: the handler limits its size and time.
@@ -288,7 +288,7 @@ class Served(NamedTuple):
 
 
 @dataclass
-class Serving:
+class ServingState:
     """State of the application that its middleware reads.
 
     Attributes:
@@ -352,7 +352,7 @@ class _Sender:
 
     __slots__ = ("_scope", "_send", "_serving", "status")
 
-    def __init__(self, send: Send, scope: Scope, serving: Serving) -> None:
+    def __init__(self, send: Send, scope: Scope, serving: ServingState) -> None:
         self._send = send
         self._scope = scope
         self._serving = serving
@@ -381,8 +381,8 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         registry: CollectorRegistry,
-        served: Mapping[tuple[str, str], Served],
-        serving: Serving,
+        served: Mapping[tuple[str, str], RouteHandler],
+        serving: ServingState,
         start: Callable[[Any], Awaitable[None]],
     ) -> None:
         self.app = app
@@ -458,7 +458,7 @@ class RequestMiddleware:
             await client_closed()(scope, receive, send)
 
 
-async def _answer(served: Served, request: Request, receive: Receive) -> Response:
+async def _answer(served: RouteHandler, request: Request, receive: Receive) -> Response:
     """The handler's response, or that of the application's handler for the exception that it raised."""
     try:
         if served.finishes:
@@ -468,7 +468,7 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
             raise _deadline_passed(request, "was not begun")
         with Caller(receive, remaining_s):
             return await served.handler(request)
-    except (CallerGone, ClientDisconnect):
+    except (ClientDisconnected, ClientDisconnect):
         return client_closed()
     except DeadlinePassed:
         response = await _error_response(request, _deadline_passed(request, "was stopped"))

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.extras import missing_extra
-from ngym.net.auth import Guarded, TokenAuth, TokenAuthMiddleware, Visitors, hosts_of
+from ngym.net.auth import LocalOnlyMiddleware, OriginCheck, TokenAuth, TokenAuthMiddleware, hosts_of
 from ngym.net.connection_limits import Server, server_config
 from ngym.net.tls import trust_in_all_clients
 from ngym.peers import Peers
@@ -271,7 +271,7 @@ async def serve_app(
         )
     else:
         urls = chain([context.peers.head_url or ""], *context.peers.urls.values())
-        app = Guarded(app, Visitors(hosts_of(urls)), context.name)
+        app = LocalOnlyMiddleware(app, OriginCheck(hosts_of(urls)), context.name)
     config = server_config(
         app,
         lifespan=lifespan,

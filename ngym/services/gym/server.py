@@ -30,7 +30,7 @@ from ngym.services.gym.mcp_route import McpRoute
 from ngym.services.gym.sessions import (
     RETRYABLE_STATUSES,
     TASK,
-    Repeats,
+    IdempotentCalls,
     Session,
     SessionStore,
     begun,
@@ -40,7 +40,7 @@ from ngym.services.gym.sessions import (
     set_task,
 )
 from ngym.services.gym.tools import (
-    Author,
+    AuthorFunction,
     SignatureError,
     check_options_type,
     check_reward_type,
@@ -248,7 +248,7 @@ def gym_server(
     app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
     app.state.serving.answer_headers = session_headers
     app.state.sessions = store
-    repeats = app.state.repeats = Repeats()
+    idempotent = app.state.idempotent = IdempotentCalls()
     app.state.verifier = inspected(verify, VerifyRequest)
     check_reward_type(verify)
     check_options_type([verify, *([verify_group] if verify_group else []), *tools], options)
@@ -297,7 +297,7 @@ def gym_server(
         finally:
             if not again:
                 store.end(session.id)
-                repeats.forget(session.id)
+                idempotent.forget(session.id)
                 session.over()  # also one that was never stored
 
     async def list_tools(request: Request) -> Response:
@@ -305,8 +305,8 @@ def gym_server(
 
     async def end_session(request: Request) -> Response:
         session_id = session_id_of(request.scope) or ""
-        repeats.stop(session_id)
-        repeats.forget(session_id)
+        idempotent.stop(session_id)
+        idempotent.forget(session_id)
         return JsonResponse({"ended": store.end(session_id)})
 
     async def aggregate_route(request: Request) -> Response:
@@ -328,7 +328,7 @@ def gym_server(
     )
     post(
         "/verify",
-        repeats.once(verify_route),
+        idempotent.once(verify_route),
         summary="Score a rollout",
         answer=rewarded,
         body=task.model_json_schema(),
@@ -393,7 +393,7 @@ def _rewarded(reward_range: RewardRange | None) -> Json:
     return {**REWARDED, "properties": {**REWARDED["properties"], "reward": reward}}
 
 
-def _add_group_route(app: FastAPI, author: Author, rewarded: Json, reward_range: RewardRange | None) -> None:
+def _add_group_route(app: FastAPI, author: AuthorFunction, rewarded: Json, reward_range: RewardRange | None) -> None:
     async def group_route(request: Request) -> Response:
         group = await valid_body(request, author.body, await json_body(request, BULK_WEIGHT), "the group")
         with Boundary("verify_error", "verify_group failed", places=True):

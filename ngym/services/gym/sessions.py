@@ -215,7 +215,7 @@ _REPEATABLE = (REPEATABLE_HEADER.lower().encode(), str(REPEATABLE_S).encode())
 _COOKIE = SESSION_COOKIE.encode() + b"=%s; HttpOnly; Path=/; SameSite=strict"
 
 
-class Repeats:
+class IdempotentCalls:
     """The calls with keys of one gym server; one instance per process and event loop."""
 
     def __init__(self, kept_s: float = REPEATABLE_S, max_bytes: int = MAX_BYTES) -> None:
@@ -233,7 +233,7 @@ class Repeats:
         async def answer(request: Request) -> Response:
             key = header(request.scope, IDEMPOTENCY_HEADER)
             if key is None:
-                return await _unless_over(handler(request))
+                return await _or_session_end(handler(request))
             if len(key) > MAX_KEY_CHARS:
                 raise BadRequest(f"{IDEMPOTENCY_HEADER}: {len(key)} characters; at most {MAX_KEY_CHARS}")
             await whole_body(request)  # a body that never arrived whole must not begin a call
@@ -264,7 +264,7 @@ class Repeats:
             task = self._running[call] = asyncio.create_task(in_time(handler, request))
             task.add_done_callback(partial(self._keep, call))
         try:
-            return await _unless_over(asyncio.shield(task))
+            return await _or_session_end(asyncio.shield(task))
         finally:
             del task  # it holds the error whose traceback holds this frame: such a circle would keep the bodies alive
 
@@ -307,7 +307,7 @@ class Repeats:
             self._bytes -= _size(answer)
 
 
-async def _unless_over(call: Awaitable[Response]) -> Response:
+async def _or_session_end(call: Awaitable[Response]) -> Response:
     """Await a call, and raise an error if its session ends meanwhile."""
     try:
         return await call

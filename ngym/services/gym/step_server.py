@@ -116,7 +116,7 @@ def step_server(
         return {"observation": outcome.observation, "over": session["over"]}
 
     app.state.callable["say"] = of_function(say)  # only over MCP: agents take steps
-    schema, once = task.model_json_schema(), app.state.repeats.once
+    schema, once = task.model_json_schema(), app.state.idempotent.once
     post = partial(add_route, app, "POST", most_bytes=ROW_BYTES)
     began = object_of({"observation": STRING, "info": OBJECT})
     post("/reset", once(reset_route), summary="Begin an episode", body=OBJECT, answer=began)

@@ -65,7 +65,7 @@ class SignatureError(ConfigError, TypeError):
     """A function of the author's that cannot be called: `app.py:12: look: what is wrong`."""
 
 
-class Author(NamedTuple):
+class AuthorFunction(NamedTuple):
     """A function of the author's, and the source of each of its parameters.
 
     body_name: the parameter that gets the body; None: each field of the body is a parameter.
@@ -97,7 +97,7 @@ def register_tool(app: FastAPI, tool: Tool) -> None:
     app.state.stateless = app.state.stateless and not tool.takes_session
     app.state.tools.append(tool.described)
     app.state.callable[name] = tool
-    handler = app.state.repeats.once(_route(tool, app))
+    handler = app.state.idempotent.once(_route(tool, app))
     add_route(app, "POST", f"/{name}", handler, summary=f"Tool {name}", body=schema, answer=tool.answers)
 
 
@@ -176,7 +176,7 @@ def _result_schema(function: Callable[..., Any]) -> Json:
         return ANYTHING
 
 
-def _written(result: Any, author: Author, name: str) -> Response:
+def _written(result: Any, author: AuthorFunction, name: str) -> Response:
     """A tool's return value, as JSON."""
     try:
         response = JsonResponse(result)
@@ -218,7 +218,7 @@ def _contains_itself(value: Any) -> bool:
     return False
 
 
-def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> Author:
+def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> AuthorFunction:
     """Which parameters are the body, the session, the options and the peers, by their annotations.
 
     Args:
@@ -243,7 +243,7 @@ def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bo
         else:
             others[name] = parameter
     body, body_name = _body_of(function, others, hints, base, fields)
-    return Author(
+    return AuthorFunction(
         function,
         body,
         body_name,
@@ -391,7 +391,7 @@ def _tool_name(tool: Callable[..., Any]) -> str:
     return name
 
 
-def _describe(name: str, tool: Author) -> Json:
+def _describe(name: str, tool: AuthorFunction) -> Json:
     """The tool in the format of the Responses API."""
     schema = tool.body.model_json_schema()
     schema.pop("title", None)

@@ -80,7 +80,7 @@ def api_dialects(native: Native) -> tuple[ApiDialect, ApiDialect, ApiDialect]:
     return _OF_RESPONSES if native == "responses" else _OF_CHAT
 
 
-class _AsItIs:
+class _Passthrough:
     """Passes the native stream through unchanged."""
 
     def take(self, event: Json) -> Iterator[Json]:
@@ -107,7 +107,7 @@ class _Chunks:
         return iter(())
 
 
-class _Both:
+class _Chained:
     """Chains two converters."""
 
     def __init__(self, first: Converter, second: Converter) -> None:
@@ -190,7 +190,7 @@ _OF_RESPONSES = (
         request=lambda body, style: body,
         answer=lambda response, body, style: response,
         events=lambda response, body, style: response_events(response),
-        converter=lambda body, model, style: _AsItIs(),
+        converter=lambda body, model, style: _Passthrough(),
     ),
     _chat(
         request=lambda body, style: create_params(body),
@@ -206,7 +206,7 @@ _OF_RESPONSES = (
         events=lambda response, body, style: _through(
             MessagesStream(response["model"]), chat_chunks(chat_from_response(response), include_usage=True)
         ),
-        converter=lambda body, model, style: _Both(ChunkStream(model, True), MessagesStream(model)),
+        converter=lambda body, model, style: _Chained(ChunkStream(model, True), MessagesStream(model)),
     ),
 )
 _OF_CHAT = (

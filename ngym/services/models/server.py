@@ -33,11 +33,19 @@ from ngym.services.models.request_handler import (
     ResponseStore,
     rollout_of,
 )
-from ngym.services.models.token_capture import Captures, ModelCall, Respond, SeenCall, Stream
+from ngym.services.models.token_capture import Captures, ModelCall, PriorCall, Respond, Stream
 
 __all__ = [
-    "ROLLOUT_ID", "ModelCall", "ModelLifespan", "ModelOptions", "Native", "Respond", "SeenCall", "Stream",
-    "TrainableModelOptions", "model_server",
+    "ROLLOUT_ID",
+    "ModelCall",
+    "ModelLifespan",
+    "ModelOptions",
+    "Native",
+    "PriorCall",
+    "Respond",
+    "Stream",
+    "TrainableModelOptions",
+    "model_server",
 ]  # fmt: skip
 
 LIMIT = re.compile("[1-9][0-9]?|100")

@@ -35,7 +35,7 @@ MAX_ROLLOUTS = 100_000
 TTL_S = 6 * 3600.0  # seconds after the last call
 
 
-class SeenCall(NamedTuple):
+class PriorCall(NamedTuple):
     """An earlier call that this one continues.
 
     place: the index, in the native request's messages (chat) or input items (responses), of the last item of its
@@ -50,7 +50,7 @@ class SeenCall(NamedTuple):
     turn_goes_on: bool
 
 
-def take_seen(items: Any) -> SeenCall | None:
+def take_seen(items: Any) -> PriorCall | None:
     """Remove the token fields from these items or messages; returns the call whose ids the last of them carried.
 
     Raises:
@@ -68,7 +68,7 @@ def take_seen(items: Any) -> SeenCall | None:
     index, prompt, sampled = last
     for name, ids in zip(TOKEN_FIELDS, (prompt, sampled), strict=False):
         _check_ids(ids, f"field 'input[{index}].{name}'")
-    return SeenCall(index, prompt, sampled, index + 1 < len(items) and is_from_model(items[index + 1]))
+    return PriorCall(index, prompt, sampled, index + 1 < len(items) and is_from_model(items[index + 1]))
 
 
 def is_from_model(item: Json) -> bool:
@@ -98,7 +98,7 @@ class ModelCall:
     state: Any
     rollout_id: str | None
     headers: Headers
-    seen: SeenCall | None = None
+    seen: PriorCall | None = None
     size: int = 0
 
 
@@ -271,7 +271,7 @@ class PendingCall(NamedTuple):
     began: float
     said: RequestTurns
     continues: _Call | None
-    seen: SeenCall | None
+    seen: PriorCall | None
     repeated: bool
 
 
@@ -317,7 +317,7 @@ class Captures:
             if call is not None:
                 ids = call.segment.ids
                 goes_on = bool(so_far.unfinished) and turn is so_far.turns[-1]
-                seen = SeenCall(turn.place, ids[: call.start].tolist(), ids[call.start : call.end].tolist(), goes_on)
+                seen = PriorCall(turn.place, ids[: call.start].tolist(), ids[call.start : call.end].tolist(), goes_on)
                 return PendingCall(rollout_id, began, so_far, call, seen, repeated)
         return PendingCall(rollout_id, began, so_far, None, None, repeated)
 

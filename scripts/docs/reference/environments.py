@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ngym.cli.list import Listed
+from ngym.cli.list import ListedEnvironment
 from ngym.cli.list import environments as listed
 
 from .markup import code, table, words
@@ -23,7 +23,7 @@ def text(specimen: Specimen) -> str:
     return "\n".join([INTRO, table(header, map(_row, found)), *map(_section, found)])
 
 
-def _row(each: Listed) -> tuple[str, ...]:
+def _row(each: ListedEnvironment) -> tuple[str, ...]:
     assert each.facts is not None
     counts = [f"{each.rows[split]:,} {split}" for split in ("train", "validation") if each.rows.get(split)]
     facts = each.facts
@@ -31,7 +31,7 @@ def _row(each: Listed) -> tuple[str, ...]:
     return (f"[{each.name}](#{each.name})", words(facts.description), kinds, "<br>".join(counts), facts.license)
 
 
-def _section(each: Listed) -> str:
+def _section(each: ListedEnvironment) -> str:
     """The README without its facts, a level lower, with the sets that one would train on."""
     body = (ROOT / "gym_servers" / each.name / "README.md").read_text(encoding="utf-8").split("---\n", 2)[2]
     body = re.sub(r"^# .*$", f"## {each.name} {{#{each.name}}}", body.strip(), count=1, flags=re.MULTILINE)
