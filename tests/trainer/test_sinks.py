@@ -48,7 +48,7 @@ def log(folder: Path, options: Values, capsys: pytest.CaptureFixture[str], steps
     """A run with these sinks; what it says. Entries: one before the first step, then `steps`."""
     (folder / "recipe.yaml").write_text(RESOLVED, "utf-8")
     opened = sinks.open_sinks(recipe.LoggingOptions(**options), folder, folder / "recipe.yaml")
-    return run(folder, sinks.Sinks(opened._couriers, close_s), capsys, steps)
+    return run(folder, sinks.Sinks(opened._threads, close_s), capsys, steps)
 
 
 def run(folder: Path, kept: Any, capsys: pytest.CaptureFixture[str], steps: int = 3) -> str:
@@ -115,10 +115,10 @@ folder = Path(sys.argv[1])
 kept = sinks.open_sinks(sinks.LoggingOptions(tensorboard=True), folder, folder / "recipe.yaml")
 with metrics.Metrics(folder / "metrics.jsonl", 60, True, sinks=kept) as log:
     log.log(1, {"loss": 1.0})
-    while kept._couriers[0]._written < 1: pass
+    while kept._threads[0]._written < 1: pass
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))  # as good as a disk that is full
     for step in range(2, 51): log.log(step, {"loss": 1.0})
-    while kept._couriers[0]._queue.qsize(): pass
+    while kept._threads[0]._queue.qsize(): pass
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     for step in range(51, 61): log.log(step, {"loss": 1.0})
 print("trained to the end")
@@ -164,8 +164,8 @@ def test_a_sink_that_hangs_holds_nothing_up_and_its_losses_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = Stuck()
-    courier = sinks.SinkThread("stuck", stuck, waiting=5)
-    said = run(tmp_path, sinks.Sinks([courier], close_s=0.1), capsys, steps=300)
+    thread = sinks.SinkThread("stuck", stuck, waiting=5)
+    said = run(tmp_path, sinks.Sinks([thread], close_s=0.1), capsys, steps=300)
     assert stuck.begun.wait(60) and stuck.abandoned
     assert said.count("logging.stuck: entries are lost: it accepted no entry while 5 arrived") == 1
     assert "logging.stuck: 301 of 301 entries were not written; metrics.jsonl has them" in said
