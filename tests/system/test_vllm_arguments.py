@@ -223,13 +223,19 @@ print(json.dumps(found))
 """
 
 
+def last_line(program: str, root: Path, folder: Path) -> str:
+    """The last line that a program prints; its arguments are the app of models/vllm and the folder."""
+    (script := folder / "program.py").write_text(program)
+    words = [str(script), str(root / "models" / "vllm" / "app.py"), str(folder)]
+    said, _ = (process := ForkedCommand(words, folder, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, said
+    return str(said.splitlines()[-1])
+
+
 @with_vllm
 def test_urls_of_images_are_fetched_from_the_allowed_domains_only(root: Path, tmp_path: Path) -> None:
-    (script := tmp_path / "media.py").write_text(MEDIA)
-    words = [str(script), str(root / "models" / "vllm" / "app.py"), str(tmp_path)]
-    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
-    assert process.returncode == 0, said
-    default, listed, everything = (json.loads(said.splitlines()[-1])[start : start + 4] for start in (0, 4, 8))
+    found = json.loads(last_line(MEDIA, root, tmp_path))
+    default, listed, everything = (found[start : start + 4] for start in (0, 4, 8))
     assert default == ["allowed", "allowed", "allowed", "read"]
     assert listed == ["fetched", "allowed", "allowed", "read"]
     assert everything == ["fetched", "fetched", "allowed", "read"]
@@ -261,11 +267,8 @@ except ConfigError as error:
 
 @with_vllm
 def test_a_damaged_weight_file_is_one_line(root: Path, tmp_path: Path) -> None:
-    (script := tmp_path / "sizes.py").write_text(SIZES)
-    words = [str(script), str(root / "models" / "vllm" / "app.py"), str(tmp_path)]
-    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
-    assert process.returncode == 0, said
-    assert said.splitlines()[-1].startswith(f"service 'policy': {tmp_path / 'b.safetensors'}: ")
+    printed = last_line(SIZES, root, tmp_path)
+    assert printed.startswith(f"service 'policy': {tmp_path / 'b.safetensors'}: ")
 
 
 @with_vllm

@@ -57,7 +57,7 @@ def _as_json(value: Any) -> Any:
             return [_as_json(item) for item in value]
         case dict() if all(isinstance(key, str) for key in value):
             return {key: _as_json(item) for key, item in value.items()}
-    raise Unconvertible("a value of a test is none of JSON")
+    raise Unconvertible("a value of a test cannot be written as JSON")
 
 
 SETS = (
