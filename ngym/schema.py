@@ -173,6 +173,23 @@ def row_problem(row: Json) -> str | None:
     return None
 
 
+class RolloutCopies:
+    """Finds rollouts that were read before, by their `ng.rollout_id`; a row without one is never a copy."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def problem(self, row: Json) -> str | None:
+        """Why a row would count a rollout twice; None for the first row of each rollout."""
+        name = trace_of(row).get("rollout_id")
+        if not isinstance(name, str) or not name:
+            return None
+        if name in self._seen:
+            return f"the rollout {name:.100} was read before; leave out one of its copies"
+        self._seen.add(name)
+        return None
+
+
 def version_problem(trace: Json) -> str | None:
     """Why a row with this `ng` record cannot be read: its format is newer than ours."""
     version = trace.get("schema_version")

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -181,15 +181,29 @@ def soft_any(found: str, expected: Any, _: list[str]) -> float:
 def _soft(found: str, expected: str) -> float:
     if expected.casefold() in found.casefold():
         return 1.0
-    a, b = found.casefold().split(), expected.casefold().split()
+    a, b = found[:MAX_CHARS].casefold().split(), expected[:MAX_CHARS].casefold().split()
     if not b or len(a) > 2 * len(b):  # then the rate is above 1
         return 0.0
-    row = list(range(len(b) + 1))
-    for i, word in enumerate(a, 1):
-        last, row[0] = row[0], i
-        for j, other in enumerate(b, 1):
-            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (word != other))
-    return max(0.0, 1.0 - row[-1] / len(b))
+    return max(0.0, 1.0 - _edits(a, b) / len(b))
+
+
+def _edits(ours: list[str], theirs: list[str]) -> int:
+    """Levenshtein distance of words, bit by bit in integers (Hyyrö 2003, A Bit-Vector Algorithm for Computing
+    Levenshtein and Damerau Edit Distances). Bit i of `more` and `fewer`: cell i + 1 of a column is 1 more, or 1 less,
+    than the cell above it.
+    """
+    places = _places(theirs)
+    every, last = (1 << len(theirs)) - 1, 1 << (len(theirs) - 1)
+    more, fewer, distance = every, 0, len(theirs)
+    for word in ours:
+        hits = places.get(word, 0)
+        diagonal = (((hits & more) + more) ^ more) | hits | fewer
+        right_more, right_fewer = fewer | (every & ~(diagonal | more)), more & diagonal
+        distance += bool(right_more & last) - bool(right_fewer & last)
+        right_more, right_fewer = (right_more << 1) | 1, right_fewer << 1
+        more = (right_fewer | ~(diagonal | right_more)) & every
+        fewer = right_more & diagonal & every
+    return distance
 
 
 def set_f1(found: str, expected: Any, _: list[str]) -> float:
@@ -246,11 +260,17 @@ def _rouge(ours: list[str], theirs: list[str]) -> float:
     return 2 * _common(ours, theirs) / (len(ours) + len(theirs)) if ours and theirs else 0.0
 
 
+def _places(words: list[str]) -> Mapping[str, int]:
+    """The places of each word, as the bits of an integer."""
+    places: defaultdict[str, int] = defaultdict(int)
+    for place, word in enumerate(words):
+        places[word] |= 1 << place
+    return places
+
+
 def _common(ours: list[str], theirs: list[str]) -> int:
     """Length of the longest common subsequence, bit by bit in one integer (Hyyrö 2004, Bit-parallel LCS-length)."""
-    places: defaultdict[str, int] = defaultdict(int)
-    for place, word in enumerate(theirs):
-        places[word] |= 1 << place
+    places = _places(theirs)
     row = all_places = (1 << len(theirs)) - 1
     for word in ours:
         hits = row & places.get(word, 0)
@@ -283,14 +303,16 @@ def _keeps(span: tuple[int, int], wanted: dict[str, Any]) -> bool:
     begin, end = span
     kind, _, rest = str(wanted.get("constraint") or "").partition(" ")
     bounds = [minutes(time) for time in rest.split(" and ")] if rest else []
+    if len(bounds) < {"before": 1, "after": 1, "at": 1, "between": 2}.get(kind, 0):
+        raise ValueError(f"the constraint {wanted['constraint']!r} lacks a time")
     fits = {
-        "before": end <= (bounds or [0])[0],
-        "after": begin >= (bounds or [0])[0],
-        "at": begin == (bounds or [0])[0],
+        "before": lambda: end <= bounds[0],
+        "after": lambda: begin >= bounds[0],
+        "at": lambda: begin == bounds[0],
+        "between": lambda: begin >= bounds[0] and end <= bounds[1],
     }
-    fits["between"] = len(bounds) == 2 and begin >= bounds[0] and end <= bounds[1]
     inside = minutes(wanted["min_time"]) <= begin and end <= minutes(wanted["max_time"])
-    return end - begin == wanted["duration"] and inside and fits.get(kind, True)
+    return end - begin == wanted["duration"] and inside and (kind not in fits or fits[kind]())
 
 
 def minutes(time: str) -> int:

@@ -55,7 +55,7 @@ def alphabet(text: str) -> bool:
 
 def no_consecutive(text: str) -> bool:
     """No two words in a row start with the same letter. At least three words."""
-    firsts = [word[0].lower() for word in read_words(text)]
+    firsts = [word.lower()[0] for word in read_words(text)]
     return len(firsts) > 2 and all(a != b for a, b in itertools.pairwise(firsts))
 
 

@@ -34,12 +34,10 @@ from ngym.config.shipped_files import shipped_file
 from ngym.errors import ConfigError, Overloaded, PeerTimeout, Unreachable, UpstreamError
 from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
-from ngym.net.json_limits import LONG_NUMBER
 from ngym.rollout import calls_in
 from ngym.schema import RESERVED
-from ngym.services.base.request_bodies import off_loop
 from ngym.services.gym.server import ReferenceText
-from ngym.services.gym.tools import Tool, described, inspected, register_tool
+from ngym.services.gym.tools import Tool, described, exact_arguments, inspected, register_tool
 
 log = logging.getLogger("ngym.mcp")
 MAX_TOOLS = 1000
@@ -396,15 +394,6 @@ def _asking(server: Connections, tool: str) -> Any:
         return Response(as_json(text), media_type="application/json")
 
     return call
-
-
-async def exact_arguments(arguments: dict[str, Any], request: Request) -> dict[str, Any]:
-    """The arguments with all digits of integers beyond 64 bits, which the request's parser reads as floats."""
-    raw = await request.body()
-    if not LONG_NUMBER.search(raw) or request.scope["path"].endswith("/mcp"):  # the SDK parses integers of any length
-        return arguments
-    read: dict[str, Any] = await off_loop(request, json.loads, raw)
-    return read
 
 
 def as_json(text: str) -> bytes:

@@ -34,7 +34,7 @@ from ngym.export.options import Options
 from ngym.export.rollout_selection import Candidate, ExportCounts, LinePosition, Pair, Reason, Row, choose
 from ngym.files.atomic import whole_file
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, open_rows, read
-from ngym.schema import Json
+from ngym.schema import Json, RolloutCopies
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -188,6 +188,7 @@ class Scan:
         self.tick = tick
         self._tasks: dict[tuple[str, int, bytes], int] = {}
         self._conversations: set[bytes] = set()
+        self._copies = RolloutCopies()
         self._shapes = ShapeNumbers()
 
     def candidates(self) -> list[Candidate]:
@@ -228,6 +229,8 @@ class Scan:
                 return Reason.TORN
             raise NoRollout(line.problem)
         rollout = parse(line.row)
+        if not self.options.dedupe and (problem := self._copies.problem(line.row)):
+            raise NoRollout(problem)
         if isinstance(rollout, Reason):
             return rollout
         if reason := self._unfit(rollout):

@@ -87,7 +87,7 @@ class Reason(Enum):
     CUT = "cut"
     TRUNCATED = "truncated"
     LOW = "low"
-    NOT_REPRESENTABLE = "unsayable"
+    NOT_REPRESENTABLE = "not_representable"
     DUPLICATE = "duplicate"
     NOT_BEST = "not_best"
     ALONE = "alone"
@@ -123,7 +123,7 @@ class ExportCounts:
     """The numbers of one export.
 
     read: rollouts in the input. kept: those in the output. tasks: tasks with usable rollouts.
-    unsayable: place and reason of the first few. labels, margins: of the written rows, if the format has them.
+    not_representable: place and reason of the first few. labels, margins: of the written rows, if the format has them.
     """
 
     read: int = 0
@@ -131,7 +131,7 @@ class ExportCounts:
     rows: int = 0
     tasks: int = 0
     dropped: Counter[Reason] = field(default_factory=Counter)
-    unsayable: list[str] = field(default_factory=list)
+    not_representable: list[str] = field(default_factory=list)
     labels: Counter[bool] = field(default_factory=Counter)
     margins: list[float] = field(default_factory=list)
 
@@ -140,8 +140,8 @@ class ExportCounts:
 
     def count_not_representable(self, where: str) -> None:
         self.drop(Reason.NOT_REPRESENTABLE)
-        if len(self.unsayable) < SHOWN_NOT_REPRESENTABLE:
-            self.unsayable.append(where)
+        if len(self.not_representable) < SHOWN_NOT_REPRESENTABLE:
+            self.not_representable.append(where)
 
     def count(self, rows: Sequence[Row]) -> None:
         """Count the rows to write."""
@@ -157,7 +157,7 @@ class ExportCounts:
             "kept": self.kept,
             "tasks": self.tasks,
             "dropped": {reason.value: self.dropped[reason] for reason in Reason if self.dropped[reason]},
-            "unsayable": self.unsayable,
+            "not_representable": self.not_representable,
         }
         if self.labels:
             summary["labels"] = {"true": self.labels[True], "false": self.labels[False]}

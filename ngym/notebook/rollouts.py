@@ -22,7 +22,7 @@ from ngym.collect.collection_files import CollectionPaths
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, open_rows, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
-from ngym.schema import Json, agent_name, is_failed_attempt, row_problem, trace_of
+from ngym.schema import Json, RolloutCopies, agent_name, is_failed_attempt, row_problem, trace_of
 from ngym.stats import Interval, Rewards, all_equal, best_at_k
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class StoredRows:
 
     @cached_property
     def facts(self) -> list[RolloutSummary]:
-        return [_fact(row) for row in self.rows]
+        copies = RolloutCopies()
+        return [_fact(row, copies) for row in self.rows]
 
 
 class Rollouts(Sequence[Json]):
@@ -253,8 +254,8 @@ class Rollouts(Sequence[Json]):
 
     def _ranked(self, n: int, sign: float) -> Rollouts:
         scored = [(fact.reward, at) for fact, at in zip(self._facts, self._all, strict=True) if fact.reward is not None]
-        if n < 0:
-            raise UsageError(f"the number of rollouts must be 0 or more, not {n}")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise UsageError(f"the number of rollouts must be a whole number of 0 or more, not {n!r:.60}")
         ranked = sorted(scored, key=lambda pair: sign * pair[0])
         return self._of(self._stored, [place for _, place in ranked[:n]])
 
@@ -292,9 +293,9 @@ class TaskGroup(NamedTuple):
         return len(self.rewards) > 1 and not all_equal(self.rewards)
 
 
-def _fact(row: Json) -> RolloutSummary:
+def _fact(row: Json, copies: RolloutCopies) -> RolloutSummary:
     agent = agent_name(row) or ""
-    if problem := row_problem(row):
+    if problem := row_problem(row) or copies.problem(row):
         raise UsageError(f"task {row.get('_ng_task_index')}: {problem}")
     try:
         return RolloutSummary(agent, trace_of(row).get("task_id") or "", row.get("_ng_task_index"), row["reward"])

@@ -162,6 +162,8 @@ UNUSABLE = [
     ("grid", [[]], "[[]]"),
     ("schedule", [], "[]"),
     ("schedule", {"0": {"duration": 60, "constraint": None, "min_time": "noon", "max_time": "17:00"}}, "[]"),
+    ("schedule", {"0": {"duration": 60, "constraint": "before", "min_time": "9am", "max_time": "17:00"}}, "[]"),
+    ("schedule", {"0": {"duration": 60, "constraint": "between 9am", "min_time": "9am", "max_time": "17:00"}}, "[]"),
     ("ndcg", [5000, 0], '["x"]'),
     ("ndcg", [1], '["x"]'),
     ("ndcg", [0, 0], '["x"]'),
@@ -173,6 +175,24 @@ async def test_a_row_whose_expected_value_cannot_be_compared_has_no_reward(compa
     options = {"compare": compare, "extract": ["text"], "choices": "choices"}
     for found in await verdicts(options, {"expected_answer": expected, "choices": ["x", "y"]}, answer, "other"):
         assert found["reward"] is None and found["outcome"] == "unverifiable" and "'expected_answer'" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "edits"),
+    [
+        ("a b x d", 1),
+        ("b c d e", 2),  # one word fewer, one more
+        ("a b x c d", 1),
+        ("b d", 2),
+        ("d c b a", 4),
+        ("x y z", 4),
+        ("b a c d x", 3),
+    ],
+)
+async def test_soft_comparison_is_one_minus_the_word_error_rate(answer, edits):
+    options = {"compare": "soft_any", "extract": ["text"]}
+    (found,) = await verdicts(options, {"expected_answer": ["a b c d", "none of it"]}, answer)
+    assert found["reward"] == 1 - edits / 4
 
 
 async def test_long_texts_are_cut_alike_before_their_words_are_compared():

@@ -28,7 +28,7 @@ from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.request_bodies import json_body
 from ngym.services.gym.sessions import SessionStore
-from ngym.services.gym.step_server import Step, step_server
+from ngym.services.gym.step_server import Step, step_server, turns_of
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
 
@@ -310,6 +310,23 @@ async def test_an_agent_that_swallows_the_environments_failure_gets_no_reward():
         with pytest.raises(UpstreamError, match="a bug of the author's") as caught:
             await peers["agent"].post("/run", {**ROW, "target": 0})
     assert caught.value.failure == "tool_error"
+
+
+@pytest.mark.parametrize("amount", [2**64, 123456789012345678901, -(10**308) - 1])
+async def test_a_tool_gets_all_digits_of_a_long_integer(amount: int):
+    async with simple_house(scripted(calls("add", f'{{"amount": {amount}}}'), says("done"))) as peers:
+        row = await peers["agent"].post("/run", {**ROW, "target": 7})
+    assert row["response"]["output"][1]["output"] == f'{{"total":"{amount}"}}' and row["reward"] == 0
+
+
+def test_a_last_turn_that_was_not_stepped_is_no_turn():
+    (call,) = calls("add", "{}")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    first, observation = says("one move"), {"role": "user", "content": "go on"}
+    stepped = [*first, observation, call, output, *says("the last move")]
+    assert turns_of({"output": stepped}) == [first, stepped[2:]]
+    assert turns_of({"output": stepped, "status": "incomplete"}) == [first]
+    assert turns_of({"output": [*first, observation, call]}) == [first]  # the limit of model calls
 
 
 async def test_a_step_that_crashes_leaves_no_reward():

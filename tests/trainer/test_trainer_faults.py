@@ -517,7 +517,7 @@ def test_a_rollout_that_appears_twice_in_a_file_is_refused(tmp_path: Path) -> No
     path.write_bytes(row)
     assert len(rollout_samples.read_rollouts(path, 1.0).rollouts) == 1
     path.write_bytes(row + row)
-    with pytest.raises(UsageError, match=r"rollouts\.jsonl:2: the rollout r1 is in this file twice"):
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl:2: the rollout r1 was read before"):
         rollout_samples.read_rollouts(path, 1.0)
 
 

@@ -388,7 +388,7 @@ def test_sharegpt_has_no_rows_that_llama_factory_skips(tmp_path: Path):
         rollout(1, called("a", "{}"), answered("a", "0"), user, "A"),
     ]
     written, tally = exported(tmp_path, "sharegpt", *rows, rollout(1, "A", input=[system, user]))
-    assert len(written) == 1 and [place.partition(": ")[2] for place in tally.unsayable] == [
+    assert len(written) == 1 and [place.partition(": ")[2] for place in tally.not_representable] == [
         "human after human, where ShareGPT has gpt or function_call",
         "system after human, where ShareGPT has gpt or function_call",
         "gpt at the beginning, where ShareGPT has human or observation",
@@ -405,7 +405,7 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
     for format in CHAT[:3]:
         _, tally = exported(tmp_path, format, *rows, rollout(0, "bad"))
         assert tally.dropped[Reason.NOT_REPRESENTABLE] == 3
-        places = [place.removeprefix(f"{tmp_path / 'rollouts.jsonl'}:") for place in tally.unsayable]
+        places = [place.removeprefix(f"{tmp_path / 'rollouts.jsonl'}:") for place in tally.not_representable]
         assert [place.split(" (known")[0] for place in places] == [
             "1: field 'response.output[0].type': 'web_search_call' is not supported",
             "2: the policy said nothing",
@@ -416,7 +416,7 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
     assert exported(tmp_path, "sharegpt", *only_chat)[1].dropped[Reason.NOT_REPRESENTABLE] == 3
     alone = rollout(1, "A", input=[], instructions="Speak.")
     assert len(exported(tmp_path, "demonstrations", alone)[0]) == 1
-    assert "ends with a system message" in exported(tmp_path, "kto", alone)[1].unsayable[0]
+    assert "ends with a system message" in exported(tmp_path, "kto", alone)[1].not_representable[0]
 
 
 def test_rows_of_nemo_gyms_collector_need_no_ng(tmp_path: Path):
@@ -515,7 +515,7 @@ def test_the_command_says_what_it_kept_and_why_not_the_rest(tmp_path: Path):
         "kept": 2,
         "tasks": 2,
         "dropped": {"unscored": 1, "alone": 1},
-        "unsayable": [],
+        "not_representable": [],
         "margin": {"mean": 0.8, "min": 0.8, "max": 0.8},
     }
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import ngym
+from ngym.cli.rollouts.export import main as export
 from ngym.cli.rollouts.profile import main
 from ngym.cli.rollouts.reverify import main as reverify
 from ngym.files.hub_upload import rollouts_upload
@@ -136,3 +137,24 @@ def test_all_readers_of_stored_rollouts_refuse_the_same_rows(
     path.write_text(json.dumps(good | wrong) + "\n")
     with pytest.raises(ngym.UsageError, match=re.escape(f"its first row: {problem}")):
         ngym.load_rollouts(path)
+
+
+def test_copies_of_rollouts_are_refused_wherever_they_would_count_twice(tmp_path: Path) -> None:
+    rows = [
+        {**rollout(0, reward), "ng": {"task_id": "t0", "rollout_id": name}, "_ng_rollout_index": 0}
+        | {"response": {"status": "completed", "output": []}, "responses_create_params": {"input": "Question?"}}
+        for name, reward in (("r0", 1.0), ("r1", 0.0))
+    ]
+    part, merged = tmp_path / "out.jsonl", tmp_path / "merged.jsonl"
+    part.write_text(json.dumps(rows[1]) + "\n")
+    merged.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problem = "the rollout r1 was read before; leave out one of its copies"
+    result = CliRunner().invoke(main, [str(part), str(merged)])
+    assert result.exit_code == 2 and f"merged.jsonl:2: {problem}" in result.stderr
+    words = ["--format", "rollouts", "--input", str(part), str(merged), "--output", str(tmp_path / "all.jsonl")]
+    result = CliRunner().invoke(export, words)
+    assert result.exit_code == 2 and f"merged.jsonl:2: {problem}" in result.stderr
+    assert CliRunner().invoke(export, [*words, "--dedupe"]).exit_code == 0
+    with pytest.raises(ngym.UsageError, match=re.escape(problem)):
+        _ = ngym.load_rollouts(part, merged).mean_reward
+    assert ngym.load_rollouts(merged).mean_reward == 0.5

@@ -21,7 +21,7 @@ from typing import Any
 from ngym.convert import extra_body
 from ngym.errors import BadRequest, UsageError
 from ngym.files import jsonl
-from ngym.schema import Json, agent_name, is_failed_attempt, row_problem
+from ngym.schema import Json, RolloutCopies, agent_name, is_failed_attempt, row_problem
 from ngym.stats import all_equal
 
 # name -> the values that leave the model's distribution unchanged
@@ -147,16 +147,10 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
     Raises:
         UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
     """
-    read, seen = ReadRollouts(fields=fields), set[str]()
+    read, copies = ReadRollouts(fields=fields), RolloutCopies()
 
     def wrong(row: Json) -> str | None:
-        if said := problem(row, temperature, fields):
-            return said
-        name = (row.get("ng") or {}).get("rollout_id")
-        if name in seen:
-            return f"the rollout {name} is in this file twice; remove one of the two"
-        seen.update([name] if name else [])
-        return None
+        return problem(row, temperature, fields) or copies.problem(row)
 
     for line in jsonl.checked(path, wrong):
         add_row(line.row, read)

@@ -79,7 +79,7 @@ def _export(options: Options, as_json: bool) -> int:
 
     tally = export(options, show, _Ticker() if sys.stderr.isatty() else lambda lines: None)
     Console(file=stream).print(table(tally, options))
-    for place in tally.unsayable:
+    for place in tally.not_representable:
         click.echo(f"left out: {place}", file=stream)
     if not tally.rows:
         click.echo(f"no rollout is left to export; {options.output} is not written", err=True)

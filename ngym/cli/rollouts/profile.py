@@ -13,7 +13,7 @@ import orjson
 
 from ngym.cli.shell.main import command
 from ngym.errors import UsageError
-from ngym.schema import LARGEST_REWARD, Json, agent_name, is_reward, row_problem
+from ngym.schema import LARGEST_REWARD, Json, RolloutCopies, agent_name, is_reward, row_problem
 
 if TYPE_CHECKING:
     from ngym.stats import Task
@@ -60,7 +60,8 @@ def main(
     inputs = expanded(sources, "")
     if output is not None:
         check_new_output(output, inputs, overwrite)
-    tasks = profile((line.row for line in checked(inputs, _problem)), by)
+    copies = RolloutCopies()
+    tasks = profile((line.row for line in checked(inputs, lambda row: _problem(row) or copies.problem(row))), by)
     if not tasks:
         raise UsageError(f"{', '.join(sources)}: no rollouts in it")
     lines = b"".join(orjson.dumps(task.as_json(solved)) + b"\n" for task in tasks)

@@ -167,7 +167,8 @@ async def _replayed(task: VerifyRequest, reset: Reset, step: Advance) -> Session
 
 
 def turns_of(response: Json) -> list[list[Json]]:
-    """The items of a trajectory, turn by turn, without a last turn that was cut off, which was not stepped.
+    """The items of a trajectory, turn by turn, without a last turn that was not stepped: it was cut off, or the limit of
+    model calls left its tool calls without outputs.
 
     User items separate turns, which may be empty. Without any, as where all observations are empty, a second message
     begins the next turn.
@@ -186,7 +187,12 @@ def turns_of(response: Json) -> list[list[Json]]:
         turns = _by_message(turns[0])
     elif not begins_with_user and not turns[-1]:  # after the last observation
         turns.pop()
-    return turns[:-1] if response.get("status") == "incomplete" else turns
+    return turns[:-1] if response.get("status") == "incomplete" or (turns and _has_open_calls(turns[-1])) else turns
+
+
+def _has_open_calls(turn: list[Json]) -> bool:
+    answered = {item.get("call_id") for item in turn if item.get("type") == "function_call_output"}
+    return any(item.get("type") == "function_call" and item.get("call_id") not in answered for item in turn)
 
 
 def _by_message(items: list[Json]) -> list[list[Json]]:

@@ -20,13 +20,14 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError, ToolError, UpstreamError, source_location
+from ngym.net.json_limits import LONG_NUMBER
 from ngym.net.request_context import header
 from ngym.peers import Peers
 from ngym.schema import RESERVED, TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
 from ngym.services.base.middleware import execute_tool
 from ngym.services.base.options import ServiceOptions, check_result
-from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
+from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.sessions import BEGUN_SESSION, RETRYABLE_STATUSES, Session, session_id_of
 
 ANYTHING: Json = {"description": "Any JSON."}
@@ -130,6 +131,15 @@ async def _body(request: Request) -> Json:
         raise ToolError(error.detail, status=error.status) from None
 
 
+async def exact_arguments(arguments: Json, request: Request) -> Json:
+    """The arguments with all digits of integers beyond 64 bits, which the request's parser reads as floats."""
+    raw = await request.body()
+    if not LONG_NUMBER.search(raw) or request.scope["path"].endswith("/mcp"):  # the SDK parses integers of any length
+        return arguments
+    read: Json = await off_loop(request, json.loads, raw)
+    return read
+
+
 def _failure(error: ServiceError, session: Session, request: Request) -> ServiceError:
     """A tool's exception as its caller sees it: for the model, or as a failure of the environment, which the session
     stores.
@@ -156,7 +166,7 @@ def of_function(function: Callable[..., Any]) -> Tool:
 
     async def call(arguments: Json, session: Session, request: Request) -> Response:
         try:
-            body = await valid_body(request, author.body, arguments, name)
+            body = await valid_body(request, author.body, await exact_arguments(arguments, request), name)
         except BadRequest as error:
             raise ToolError(error.detail, extra=error.extra) from None
         with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
