@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError, ValidationInfo, field_validat
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.rollout import calls_in
 
-from .office import TOOLS, Action, Office, act, differences, office
+from .office import TOOLS, Action, Office, act, changes, differences, initial_office, office
 
 MAX_ROWS = 2000
 SEED = TypeAdapter(int)  # a session has the row as it was sent: 5.0 and "5" are the office 5
@@ -29,7 +29,7 @@ class Task(VerifyRequest):
                 act(state, tool, arguments)
             except (ToolError, ValidationError) as error:
                 raise ValueError(f"actions[{place}], {tool}: {_reason(error)}") from None
-        if differences(office(seed), state, office(seed)) == ([], []):
+        if not changes(initial_office(seed), state):
             raise ValueError("the office is the same after the actions, so that any answer would be right")
         return actions
 
@@ -68,7 +68,7 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
     for tool, arguments in task.actions:
         act(wanted, tool, arguments)
     got = _office_of(session) if "task" in session else await asyncio.to_thread(_replayed, task)
-    missing, unasked = differences(office(task.office), wanted, got)
+    missing, unasked = differences(initial_office(task.office), wanted, got)
     return {
         "reward": float(not missing and not unasked),
         "missing_changes": missing[:20],

@@ -141,32 +141,34 @@ class Office:
 
 def office(seed: int) -> Office:
     """A new copy of the office of this seed."""
-    return copy.deepcopy(_office(seed))
+    return copy.deepcopy(initial_office(seed))
 
 
 @lru_cache(maxsize=256)
-def _office(seed: int) -> Office:
+def initial_office(seed: int) -> Office:
+    """The office of this seed, which callers share and must not change."""
     return Office(seed)
 
 
 def differences(before: Office, wanted: Office, got: Office) -> tuple[list[str], list[str]]:
     """Missing changes and unasked changes. Ids of new rows do not matter."""
-    asked, done = Counter(_changes(before, wanted)), Counter(_changes(before, got))
+    asked, done = Counter(changes(before, wanted)), Counter(changes(before, got))
     return sorted(asked - done), sorted(done - asked)
 
 
-def _changes(before: Office, after: Office) -> list[str]:
-    changes = []
+def changes(before: Office, after: Office) -> list[str]:
+    """New rows and changed fields, as normalised texts. Rows are never removed."""
+    found = []
     for table in TABLES:
         old, new = getattr(before, table), getattr(after, table)
         for key, row in new.items():
             if key not in old:
-                changes.append(f"{table}: new {_normalised(row)}")
+                found.append(f"{table}: new {_normalised(row)}")
             else:
-                changes += [
+                found += [
                     f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]
                 ]
-    return changes
+    return found
 
 
 def _normalised(value: Any) -> str:
