@@ -319,7 +319,7 @@ async def test_a_tool_gets_all_digits_of_a_long_integer(amount: int):
     assert row["response"]["output"][1]["output"] == f'{{"total":"{amount}"}}' and row["reward"] == 0
 
 
-def test_a_last_turn_that_was_not_stepped_is_no_turn():
+def test_a_last_turn_that_was_not_stepped_is_left_out():
     (call,) = calls("add", "{}")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
     first, observation = says("one move"), {"role": "user", "content": "go on"}
