@@ -165,9 +165,7 @@ def changes(before: Office, after: Office) -> list[str]:
             if key not in old:
                 found.append(f"{table}: new {_normalised(row)}")
             else:
-                found += [
-                    f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]
-                ]
+                found += [f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]]
     return found
 
 
