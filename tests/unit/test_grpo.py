@@ -378,7 +378,7 @@ def test_the_temperature_divides_the_logits_that_are_trained(tokenizer: PreTrain
         ({"responses_create_params": {"text": {"format": {"type": "json_schema"}}}}, "text.format is json_schema"),
         ({"responses_create_params": {"tool_choice": "required"}}, "tool_choice is required"),
         ({"responses_create_params": {"tool_choice": {"type": "function", "name": "f"}}}, "tool_choice is function"),
-        ({"responses_create_params": {"temperature": 0.7}}, "temperature is 0.7, but the recipe trains at 1.0"),
+        ({"responses_create_params": {"temperature": 0.7}}, "the recipe trains at 1.0; set algorithm.temperature"),
         ({"ng": {"segments": []}}, "no token ids"),
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[0, 1]], "logprobs": [0.0]}]}}, "span [0, 1)"),
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": []}]}}, "0 logprobs for 1 sampled"),

@@ -138,7 +138,16 @@ def test_what_came_from_the_environment_is_shown_as_it_was_written(
     assert "s3cret" not in wrong.stderr and "got ${oc.env:WHERE}" in wrong.stderr
 
 
-@pytest.mark.parametrize("words", [["sft.yaml"], ["grpo.yaml", POLICY], ["grpo.yaml", POLICY, f"data.path={__file__}"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sft.yaml"],
+        ["grpo.yaml", POLICY],
+        ["grpo.yaml", POLICY, f"data.path={__file__}"],
+        ["grpo.yaml", POLICY, "rollouts.max_lag=2"],
+        ["online_dpo.yaml", POLICY, "rollouts.max_lag=2"],
+    ],
+)
 def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(resolved(words)))
     assert recipe(str(tmp_path / "recipe.yaml")) == recipe(*words)

@@ -238,9 +238,9 @@ def distorted_sampling(params: Json, temperature: float) -> str | None:
                 f"{name} is {settings[name]!s:.60}: the sampler's logprobs would belong to another distribution than the one "
                 f"that is trained; leave {name} out of training rollouts"
             )
-    said = settings.get("temperature")
-    if (1.0 if said is None else said) != temperature:
-        return f"temperature is {1.0 if said is None else said}, but the recipe trains at {temperature}; set rollouts.temperature"
+    sampled_at = 1.0 if settings.get("temperature") is None else settings["temperature"]
+    if sampled_at != temperature:
+        return f"temperature is {sampled_at}, but the recipe trains at {temperature}; set algorithm.temperature"
     return None
 
 

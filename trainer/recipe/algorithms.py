@@ -450,8 +450,9 @@ AnyAlgorithm = Annotated[SerializeAsAny[BuiltIn | AlgorithmOptions], BeforeValid
 
 def corrected(options: PolicyGradientOptions) -> PolicyGradientOptions:
     """Adds importance weights for rollouts of older weights, if the recipe has no correction and no ratio that includes
-    them.
+    them. Online DPO has no ratios.
     """
-    if "correction" in options.model_fields_set or options.loss.anchor == "sampler":
+    given = "correction" in options.model_fields_set or options.loss.anchor == "sampler"
+    if given or isinstance(options, OnlineDpoOptions):
         return options
     return options.model_copy(update={"correction": Correction(kind="token")})
