@@ -226,7 +226,7 @@ def _local(path: str, setup: Setup, temperature: float, *, whole: bool) -> OpenT
 
 
 class CurrentPolicy:
-    """The policy as it is before an update."""
+    """The policy as it is before a step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

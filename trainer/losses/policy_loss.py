@@ -18,9 +18,10 @@ token         w, clipped to [low, high]: TIS               https://fengyao.notio
 sequence      the product of a rollout's w, clipped to [low, high]
 icepop        w, or 0 outside of [low, high]               https://ringtech.notion.site/icepop
 sequence_mask w, or 0 for a whole rollout whose geometric mean of w is outside of [low, high]
+product_mask  the product of a rollout's w, or 0 outside of [low, high]
 
     ratio_N    = exp(logprobs - anchor)                    by token, or one a rollout
-    policy_N   = clipped, cispo or reinforce               x correction_N
+    policy_N   = clipped, cispo, sapo or reinforce         x correction_N
     loss       = sum of weight_N x (policy_N + kl.coef x kl_N - entropy_coef x entropy_N) / total
 
 `loss_weights` computes weight and total from all rollouts of the optimizer step, so cutting the step into micro-batches and

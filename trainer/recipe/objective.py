@@ -230,7 +230,7 @@ class TeacherSource(FrozenOptions):
     model: str | None = Field(default=None, description="The model's name there; null: the server's only one.")
     api_key_env: str | None = Field(default=None, description="The environment variable with the server's key.")
     current_policy: bool = Field(
-        default=False, description="The policy itself, as it is before each update; with a hint (self-distillation)."
+        default=False, description="The policy itself, as it is before each step; with a hint (self-distillation)."
     )
     hint: str | None = Field(
         default=None,

@@ -164,7 +164,7 @@ MEASURED = {
     # held-out tasks and files
     "time/eval": "Seconds of an evaluation.",
     "length_correlation": "Reward models: correlation of score and tokens of the answer, over the step.",
-    "calibration_error": "Reward models: mean of abs(accuracy - confidence) over bins of confidence.",
+    "calibration_error": "Reward models: mean of abs(accuracy - confidence) over bins of confidence, weighted by share.",
     "val/calibration/{bin}/accuracy": "Reward models, held-out: share that is right, in a bin of confidence.",
     "val/calibration/{bin}/confidence": "Mean confidence there.",
     "val/calibration/{bin}/share": "The bin's share of all.",
