@@ -103,6 +103,20 @@ def test_each_answer_of_find_the_code_is_a_file_and_defines_the_names_behind_it(
     assert not wrong, "\n".join(wrong)
 
 
+def test_each_test_that_the_page_of_faults_names_exists() -> None:
+    sources = {file.stem: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    lines = (ROOT / "docs" / "faults.md").read_text().splitlines()
+    parts = [part for line in lines if line.startswith("| ") for part in line.split("|")[-2].split(";")]
+    assert len(parts) > 60
+    wrong = []
+    for part in parts:
+        files = re.findall(r"\btest_\w+", part)
+        wrong += [f"there is no file {name}.py" for name in files if name not in sources]
+        tests = " ".join(re.findall(r"def (test_\w+)", "".join(sources.get(name, "") for name in files)))
+        wrong += [f"no test of {files}: {words}" for words in re.findall(r"`(\w+)`", part) if words not in tests]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_every_package_is_described_in_the_architecture() -> None:
     named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "architecture.md").read_text()))
     packages = {file.parent.name for top in ("ngym", "trainer") for file in (ROOT / top).glob("*/__init__.py")}
