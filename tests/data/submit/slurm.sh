@@ -27,7 +27,7 @@ trap 'kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
 until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
 if [ "$SLURM_NNODES" -gt 1 ]; then
     srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" \
-        --output=/shared/project/.ngym/submit/grpo/%j-%N.log "${start[@]}" --address="$RAY_ADDRESS" &
+        --cpus-per-task=64 --output=/shared/project/.ngym/submit/grpo/%j-%N.log "${start[@]}" --address="$RAY_ADDRESS" &
 fi
 
 # The run continues if an earlier job of this name has begun it.
