@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ngym.cluster.target import Target, shell_text
+from ngym.cluster.target import Target, resume_line, shell_text
 
 PORT = 6379  # SkyPilot's own Ray uses 6380
 
@@ -21,7 +21,7 @@ trap 'kill $(jobs -p); wait' EXIT # never `ray stop`: SkyPilot's own Ray runs on
 "${{start[@]}}" --head --port={port} --include-dashboard=false &
 until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
 command=({command})
-if "${{command[@]}}" --resume --dry-run > /dev/null 2>&1; then command+=(--resume); fi # after a recovery
+{resume} # after a recovery
 "${{command[@]}}"
 """
 
@@ -40,6 +40,7 @@ def render(target: Target, command: Sequence[str]) -> dict[str, Any]:
         gpus=target.gpus,
         pool=" --resources='" + f'{{"{target.pool}": 1}}' + "'" if target.pool else "",
         command=shell_text(command),
+        resume=resume_line(command),
     )
     return {
         "name": target.name,

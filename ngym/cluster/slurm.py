@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ngym.cluster.target import Target, shell_text
+from ngym.cluster.target import Target, resume_line, shell_text
 from ngym.errors import UsageError
 
 WARNING_S = 180  # before the time limit: the step in progress ends, and a checkpoint is written
@@ -35,7 +35,7 @@ fi
 
 # The run continues if an earlier job of this name has begun it.
 command=({command})
-if "${{command[@]}}" --resume --dry-run > /dev/null 2>&1; then command+=(--resume); fi
+{resume}
 "${{command[@]}}" &
 run=$!
 cut=
@@ -107,6 +107,7 @@ def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> 
         gpus=target.gpus,
         pool=" --resources='" + f'{{"{target.pool}": 1}}' + "'" if target.pool else "",
         command=shell_text(command),
+        resume=resume_line(command),
         warning=WARNING_S,
         signal="USR1" if trains else "TERM",
         ending="write a checkpoint and end" if trains else "end",

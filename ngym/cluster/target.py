@@ -14,6 +14,7 @@ from ngym.errors import UsageError
 
 NAME = r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$"  # as Kubernetes and Slurm accept it, with room for suffixes
 ON_RAY = ("ng_run", "ng_train")  # the commands that have --on
+RESUME = 'if "${command[@]}" --resume --dry-run > /dev/null 2>&1; then command+=(--resume); fi'
 
 
 class Target(BaseModel):
@@ -69,3 +70,10 @@ def on_ray(command: Sequence[str]) -> list[str]:
 
 def shell_text(command: Sequence[str]) -> str:
     return shlex.join(on_ray(command))
+
+
+def resume_line(command: Sequence[str]) -> str:
+    """The line that adds --resume where an earlier job has begun the run. Another program could ignore the options, and
+    do all its work twice.
+    """
+    return RESUME if command[0].startswith("ng_") else "# (not a command of ngym: it gets no --resume)"

@@ -187,6 +187,13 @@ def test_commands_run_on_ray_unless_they_say_where() -> None:
     assert on_ray(["ng_collect_rollouts", "--input", "x"])[1] == "--input"
 
 
+def test_another_program_is_not_run_to_ask_whether_it_continues() -> None:
+    """It could ignore --resume and --dry-run, and do all its work twice."""
+    for command, asked in ((["bash", "run.sh"], False), (["ng_run"], True)):
+        for script in (slurm.render(SMALL, command, FOLDER, FOLDER), skypilot.render(SMALL, command)["run"]):
+            assert ('[@]}" --resume' in script) == asked
+
+
 def test_settings_are_checked_and_overridden(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\nnodes: 2\n")
