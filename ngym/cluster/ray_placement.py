@@ -232,8 +232,15 @@ class RayPlacer:
             place = await self._replica(config, stanza)
         except ConfigError:
             return None
-        await asyncio.gather(*(host.bind() for host in _hosts(place)))
-        return place
+        bound = await asyncio.gather(*(host.bind() for host in _hosts(place)), return_exceptions=True)
+        errors = [each for each in bound if isinstance(each, BaseException)]
+        if not errors:
+            return place
+        await self.release(place)
+        if not isinstance(errors[0], NgymError):
+            raise errors[0]
+        self._say(str(errors[0]))  # the run goes on without it
+        return None
 
     async def release(self, place: ProcessHost) -> None:
         for host in _hosts(place):

@@ -21,7 +21,7 @@ from machine import PATIENCE_S, until, wait_until
 from vllm_service import write_checkpoint
 
 from ngym.config.service_config import load_config
-from ngym.errors import ConfigError, UsageError
+from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.supervise.head_file import http_get
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
@@ -29,6 +29,7 @@ from ngym.supervise.supervisor import Supervisor
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ngym[ray]'")
 from ray.cluster_utils import Cluster
 
+from ngym.cluster import ray_placement
 from ngym.cluster.ray_placement import RayPlacer
 
 NODE = {"num_cpus": 2, "num_gpus": 2, "resources": {"workers": 1}}
@@ -141,7 +142,9 @@ async def test_services_get_nodes_and_gpus_move_when_a_node_dies_and_leave_nothi
     assert all(state.status == "stopped" for state in stack.states)
 
 
-async def test_each_node_has_a_replica_and_one_more_gets_room_and_gives_it_back(run: Run, nodes: Nodes) -> None:
+async def test_each_node_has_a_replica_and_one_more_gets_room_and_gives_it_back(
+    run: Run, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with run.supervisor(replicas="per_node", pool="workers", resources={"cpus": 0.5}) as stack:
         assert sorted(str(urlsplit(state.url).hostname) for state in stack.states) == sorted(nodes.workers)
         engine, stanza = stack._engine, stack.config.services["sees"]
@@ -152,6 +155,14 @@ async def test_each_node_has_a_replica_and_one_more_gets_room_and_gives_it_back(
         await until(lambda: ray.available_resources()["CPU"] == before["CPU"] - 0.5)
         await place.shut()
         await engine.release(place)
+        await until(lambda: ray.available_resources() == before)
+
+        async def bind(_: object) -> None:
+            raise NgymError("a node of the Ray cluster cannot run a service: no ngym")
+
+        monkeypatch.setattr(ray_placement._OnRay, "bind", bind)
+        assert await engine.more(stack.config, stanza) is None  # the run goes on without it
+        assert run.said[-1].endswith("cannot run a service: no ngym")
         await until(lambda: ray.available_resources() == before)
 
 
