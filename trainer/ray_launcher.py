@@ -112,19 +112,28 @@ class _Run:
         self._options = recipe.trainer or TrainerOptions()
         self._ranks: list[RayProcess] = []
         self._stopping = False
+        self._task: asyncio.Task[Any] | None = None
 
     async def run(self) -> Path:
-        loop = asyncio.get_running_loop()
+        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         for received, sent in (("USR1", "USR1"), ("INT", "INT"), ("TERM", "INT")):
             number, own = signal.Signals[f"SIG{sent}"], signal.Signals[f"SIG{received}"]
             loop.add_signal_handler(own, self._stop, number)
-        async with self._services() as (environment, failure):
-            code = await run_unless_failed(failure(), self._until_done(environment))
+        code = INTERRUPTED
+        try:
+            async with self._services() as (environment, failure):
+                code = await run_unless_failed(failure(), self._until_done(environment))
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
         if code:
             raise SystemExit(code)
         return self._recipe.output
 
     def _stop(self, number: signal.Signals) -> None:
+        """The ranks end by themselves. Without ranks, while services start or the ranks wait for room, the run ends."""
+        if not self._ranks and not self._stopping and self._task is not None:
+            self._task.cancel()
         self._stopping = True
         for rank in self._ranks:
             rank.signal(number)
@@ -134,6 +143,8 @@ class _Run:
         continues, earlier = self._first, self._recipe_file()
         for left in reversed(range(self._options.max_failures + 1)):
             code = await self._group(environment, continues)
+            if self._stopping and not 0 <= code <= 255:  # the rank could not handle the signal, or is lost
+                return INTERRUPTED
             if code == 0 or self._stopping or code in (USAGE, INTERRUPTED):
                 return code
             if left:

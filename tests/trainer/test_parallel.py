@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +221,27 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
     run = ray_launcher._Run(recipe, [*files, *overrides], True, False)
     assert asyncio.run(run._until_done({})) == 0
     assert groups == [["--overwrite"], [then], [then]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_run_on_ray_whose_ranks_wait_for_room(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank runs yet that could receive it."""
+    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").touch()
+    files, overrides = ["sft.yaml"], ["data={path: data.jsonl}", "output=run"]
+    recipe, _ = checked(files, overrides, on_ray=True)
+
+    async def reserved(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ray_launcher, "reserved", reserved)
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(ray_launcher._Run(recipe, [*files, *overrides], False, False).run())
+    assert ended.value.code == 130
 
 
 @pytest.mark.usefixtures("only_rank")
