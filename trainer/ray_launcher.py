@@ -26,6 +26,7 @@ from ngym.cluster.ray_placement import CHUNK_BYTES, RayPlacer, RayProcess, bundl
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
 from ngym.runtime.event_loop import run_unless_failed
+from ngym.supervise.placement import VISIBLE
 from ngym.supervise.service import ReplicaState, describe_exit
 from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 from ngym.supervise.supervisor import Supervisor
@@ -195,6 +196,7 @@ class _Run:
     async def _services(self) -> AsyncIterator[tuple[dict[str, str], Callable[[], Any]]]:
         """The variables of all ranks; with those by which rank 0 finds the services, if there are any."""
         environment = {name: value for name, value in os.environ.items() if name.partition("_")[0] in RANK_VARIABLES}
+        environment.pop(VISIBLE, None)  # this machine's GPUs; Ray assigns each rank its own
         live = self._recipe.live
         if live is None or live.config is None:
             yield environment, asyncio.Event().wait

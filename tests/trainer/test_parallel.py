@@ -223,6 +223,21 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
     assert groups == [["--overwrite"], [then], [then]]
 
 
+async def test_ranks_on_ray_see_the_gpus_that_ray_assigns_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm sets CUDA_VISIBLE_DEVICES of a job's script to all GPUs of its node."""
+    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    words = ["data={path: data.jsonl}", "output=run"]
+    recipe, _ = checked(["sft.yaml"], words, on_ray=True)
+    async with ray_launcher._Run(recipe, ["sft.yaml", *words], False, False)._services() as (environment, _):
+        assert environment["CUDA_LAUNCH_BLOCKING"] == "1" and "CUDA_VISIBLE_DEVICES" not in environment
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_run_on_ray_whose_ranks_wait_for_room(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
