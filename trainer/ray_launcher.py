@@ -37,7 +37,7 @@ from .run_folder import RESOLVED
 from .train import agents_of, checked
 
 PLACEMENT_TIMEOUT_S = 600.0
-USAGE, INTERRUPTED = 2, 130
+USAGE, TRY_AGAIN, INTERRUPTED = 2, 75, 130  # exit codes that another group of ranks does not change
 RANK_VARIABLES = (
     "CUDA",
     "DS",
@@ -140,13 +140,13 @@ class _Run:
             rank.signal(number)
 
     async def _until_done(self, environment: Mapping[str, str]) -> int:
-        """Run groups of ranks until one succeeds, or the recipe is wrong, or too many have failed."""
+        """Run groups of ranks until one succeeds, another one would not help, or too many have failed."""
         continues, earlier = self._first, self._recipe_file()
         for left in reversed(range(self._options.max_failures + 1)):
             code = await self._group(environment, continues)
             if self._stopping and not 0 <= code <= 255:  # the rank could not handle the signal, or is lost
                 return INTERRUPTED
-            if code == 0 or self._stopping or code in (USAGE, INTERRUPTED):
+            if code == 0 or self._stopping or code in (USAGE, TRY_AGAIN, INTERRUPTED):
                 return code
             if left:
                 _say(f"a rank ended ({describe_exit(code)}); all start again, after the last checkpoint ({left} left)")

@@ -223,6 +223,26 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
     assert groups == [["--overwrite"], [then], [then]]
 
 
+@pytest.mark.parametrize("code", [2, 75, 130])
+def test_ranks_on_ray_do_not_start_again_where_that_changes_nothing(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake in the recipe, a full disk (a job of a chain tries again later), and an interrupt."""
+    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").touch()
+    words = ["data={path: data.jsonl}", "output=run"]
+    groups: list[int] = []
+
+    async def group(*_: object) -> int:
+        groups.append(code)
+        return code
+
+    monkeypatch.setattr(ray_launcher._Run, "_group", group)
+    run = ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
+    assert asyncio.run(run._until_done({})) == code and groups == [code]
+
+
 async def test_ranks_on_ray_see_the_gpus_that_ray_assigns_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
