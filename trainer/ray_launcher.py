@@ -182,7 +182,10 @@ class _Run:
                 own = {"RANK": str(index), "LOCAL_RANK": "0"}  # each sees only its own GPUs
                 pid = await actor.start.remote(words, shared | own, folder)
                 self._ranks.append(RayProcess(actor, pid, os.dup(1 if index == 0 else 2)))
-            return await _first_failure([rank.exit_code for rank in self._ranks])
+            code = await _first_failure([rank.exit_code for rank in self._ranks])
+            ended = [rank for rank in self._ranks if rank.exit_code.done()]
+            await asyncio.gather(*(rank.drained() for rank in ended))
+            return code
         except RayError as error:
             _say(str(error).partition("\n")[0])
             return 1

@@ -109,6 +109,10 @@ class RayProcess:
         if not self.exit_code.done():
             self._host.signal.remote(int(number))
 
+    async def drained(self) -> None:
+        """Wait until everything that the dead process wrote has been copied."""
+        await asyncio.wait(self._tasks, timeout=CLOSE_S)
+
     async def _end(self) -> None:
         try:
             code = await self._host.exit_code.remote()

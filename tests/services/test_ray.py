@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,7 +32,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ngym
 from ray.cluster_utils import Cluster
 
 from ngym.cluster import ray_placement
-from ngym.cluster.ray_placement import RayPlacer
+from ngym.cluster.ray_placement import RayPlacer, RayProcess
 
 NODE = {"num_cpus": 2, "num_gpus": 2, "resources": {"workers": 1}}
 SEES = """
@@ -236,6 +238,26 @@ def test_a_wrong_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError, match=f"^--on ray: {message}") as told:
             RayPlacer.connect("ray")
         assert "RAY_AUTH_TOKEN_PATH to that of the cluster" in str(told.value) and "\n" not in str(told.value)
+
+
+async def test_the_last_lines_of_a_process_are_copied_after_its_end(tmp_path: Path) -> None:
+    """The actor answers that the process has ended before all of its output was asked for."""
+    chunks = [b"Traceback\n", b"RuntimeError: the reason\n", b""]
+
+    async def output() -> bytes:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return chunks.pop(0)
+
+    async def exit_code() -> int:
+        return 1
+
+    host = SimpleNamespace(output=SimpleNamespace(remote=output), exit_code=SimpleNamespace(remote=exit_code))
+    log = tmp_path / "log"
+    process = RayProcess(host, 1, os.open(log, os.O_WRONLY | os.O_CREAT))
+    assert await process.exit_code == 1 and len(chunks) == 3
+    await process.drained()
+    assert log.read_text() == "Traceback\nRuntimeError: the reason\n"
 
 
 @pytest.mark.soak
