@@ -334,6 +334,7 @@ class CheckpointSaver:
         else:
             self._write(Path(os.devnull), state)
         if last and step < self._steps:
+            learner.broadcast(None)  # rank 0 has committed it: a launcher kills the others once one rank has ended
             raise KeyboardInterrupt
 
     def _write(self, folder: Path, state: Json) -> None:

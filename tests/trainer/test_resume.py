@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from forked import ForkedCommand
@@ -273,6 +274,32 @@ def test_a_run_that_a_scheduler_warns_saves_at_once_and_continues(root: Path, tm
     said = finished(train(tmp_path, [*words, "--resume"]))
     assert f"resuming after step {last}" in said
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 26))
+
+
+def test_a_rank_that_a_scheduler_ends_waits_until_rank_0_has_committed_the_checkpoint(tmp_path: Path) -> None:
+    """Once one rank has ended, its launcher kills the others."""
+    calls: list[str] = []
+
+    class Rank1:
+        rank = 1
+
+        def broadcast(self, value: object) -> bool:
+            calls.append("broadcast")
+            return True
+
+        def save_state(self, folder: Path) -> dict[str, int]:
+            calls.append("save_state")
+            return {}
+
+        def save(self, folder: Path, tokenizer: object) -> None:
+            calls.append("save")
+
+    guard: Any = SimpleNamespace(skipping=False, skipped=0, check=lambda *_: None)
+    rank, kept = cast(Any, Rank1()), checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    saver = checkpoints.CheckpointSaver(kept, rank, cast(Any, None), guard, tmp_path / "m", lambda: None, 9, 1)
+    with pytest.raises(KeyboardInterrupt):
+        saver.after(1)
+    assert calls == ["broadcast", "save_state", "save", "broadcast"]
 
 
 def test_a_run_that_a_scheduler_warns_while_it_loads_ends_before_its_first_step(root: Path, tmp_path: Path) -> None:
