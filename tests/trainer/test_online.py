@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stub_agents import scored
+from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
 from trainer_service import GROUP, TASKS, arguments, free_port, metrics_of, new_policy, train, write_tasks
 from transformers import AutoModelForCausalLM
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError
+from ngym.peers import Peers
+from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
-from ngym.trainer.online import services
-from ngym.trainer.recipe import recipe
+from ngym.trainer.online import rollout_stream, services, task_sampler
+from ngym.trainer.recipe import recipe, rollout_options
 from ngym.trainer.weights import push
 from ngym.trainer.weights import weight_sync as publish
 
@@ -75,6 +79,28 @@ def test_every_held_out_rollout_is_kept_with_its_step(finished: tuple[Path, str,
             and each["reward"] is not None
         ]
         assert sum(rewards) / len(rewards) == pytest.approx(row["eval/agent/greedy"])
+
+
+async def test_a_prompt_that_does_not_fit_the_context_does_not_count_as_of_other_weights(tmp_path: Path) -> None:
+    """A model server answers it with nothing: no token, and so no version of the weights."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"responses_create_params": {"input": "a long one"}}) + "\n")
+    options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
+    trace = {"finish_reasons": ["context"], "stop_reason": "context", "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    async with agents_serving(lambda row: scored(row, 0.0, ng={**trace, "segments": []})) as url:
+        peers = Peers({"agent": [url]}, owner="the test")
+        source, spool = task_sampler.TaskSource(options, seed=0), tmp_path / "rollouts.jsonl"
+        stream = rollout_stream.RolloutStream(peers, source, options, 1.0, 0, 1, spool, lambda group: True)
+        await stream.open(None)
+        stream.announced(1, 0)
+        stream.published(1, 0)
+        taken = await stream.take()
+        await stream.close()
+        await peers.close()
+    assert taken is not None and (len(taken.rows), taken.stale, taken.lags) == (2, 0, [0, 0])
+    assert [samples.problem(row, 1.0) for row in taken.rows] == [None, None]
+    read = samples.read_rollouts(spool, 1.0)
+    assert [(rollout.trained, rollout.reward, rollout.truncated) for rollout in read.rollouts] == [(0, 0.0, True)] * 2
 
 
 def test_a_step_shows_what_it_saw(finished: tuple[Path, str, Stub]) -> None:

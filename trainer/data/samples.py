@@ -199,10 +199,16 @@ def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset())
         return None
     if bent := distorted_sampling(row.get("responses_create_params") or {}, temperature):
         return bent
-    segments = row["ng"].get("segments")
-    if not segments:
+    segments = row["ng"].get("segments") or []
+    if not segments and not prompt_too_long(row):
         return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
     return next(filter(None, map(_segment_problem, segments)), None) or missing_field(row, fields)
+
+
+def prompt_too_long(row: Json) -> bool:
+    """Whether no token of a rollout was sampled, because already its prompt did not fit the model's context."""
+    reasons = row["ng"].get("finish_reasons") or []
+    return bool(reasons) and all(reason == "context" for reason in reasons)
 
 
 def missing_field(row: Json, fields: Iterable[str]) -> str | None:
@@ -270,7 +276,7 @@ def _rollout(row: Json, fields: frozenset[str]) -> RolloutSample:
         SampledSegment(
             segment["token_ids"], [(start, end) for start, end in segment["mask"]], sampler=segment["logprobs"]
         )
-        for segment in trace["segments"]
+        for segment in trace.get("segments") or ()
         if segment["mask"]
     )
     return RolloutSample(
