@@ -16,7 +16,16 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -41,7 +50,7 @@ from ngym.net.json_limits import serialized
 from ngym.option_names import option
 from ngym.peer_answers import json_of
 from ngym.peers import Peers
-from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, RolloutKey, is_pending
+from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, Json, RolloutKey, is_pending
 from ngym.telemetry import tracing
 
 MIN_WINDOW = 64  # rollouts to begin with, and the fewest
@@ -380,11 +389,18 @@ class RolloutScheduler:
         if not self._pending_groups.keeps(planned, outcome):
             await self._deliver(outcome)
         if group := self._pending_groups.completed(planned):
-            await asyncio.gather(*map(self._deliver, await self._judged(planned.agent, group)))
+            rows = await self.judged(planned.agent, [rollout.row for rollout in group])
+            judged = [Rollout(rollout.key, row) for rollout, row in zip(group, rows, strict=True)]
+            await asyncio.gather(*map(self._deliver, judged))
 
-    async def _judged(self, agent: str, group: list[Rollout]) -> list[Rollout]:
-        """The rollouts of a task with rewards from group verification; at most one group per slot at a time."""
-        rows, outages = [rollout.row for rollout in group], 0
+    async def judged(self, agent: str, rows: Sequence[Json]) -> list[Json]:
+        """The rows of a task with rewards from group verification; at most one group per slot at a time. An outage is
+        waited for, any other error leaves the rows unscored, with the reason.
+
+        Raises:
+            ServiceGone: a service did not come back.
+        """
+        outages = 0
         async with self._slots:
             while True:
                 await self.gate.opened()
@@ -393,16 +409,13 @@ class RolloutScheduler:
                     request_context.new_correlation(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
                 )
                 try:
-                    rows = await group_rewards.verified_together(self._peers[agent].post, rows)
-                    break
+                    return await group_rewards.verified_together(self._peers[agent].post, rows)
                 except ServiceError as error:
                     failure = failure_of(error, agent)
                     if outages < FREE_OUTAGES and await self._outages.explain(failure, began):
                         outages += 1
                         continue
-                    rows = [group_rewards.unjudged(row, failure["class"], failure["message"]) for row in rows]
-                    break
-        return [Rollout(rollout.key, row) for rollout, row in zip(group, rows, strict=True)]
+                    return [group_rewards.unjudged(row, failure["class"], failure["message"]) for row in rows]
 
     async def _deliver(self, outcome: Outcome) -> None:
         """Keep an outcome, then hand it to the reader."""

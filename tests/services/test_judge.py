@@ -7,10 +7,12 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from house import house
 from paths import ROOT
 
-from ngym import ModelCall, model_server
+from ngym import ModelCall, VerifyGroup, VerifyRequest, gym_server, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, collect
 from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import sampling_seed
@@ -395,6 +397,42 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
             if row["_ng_task_index"] == task
         }
         assert sorted(worth, key=worth.__getitem__) == sorted(worth, key=facts)
+
+
+async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_is_compared(tmp_path):
+    down = True
+
+    def verify(task: VerifyRequest) -> dict[str, Any]:
+        return {"reward": None, "reward_pending": "group"}
+
+    def verify_group(group: VerifyGroup) -> list[float]:
+        return [float(index) for index in range(len(group.rollouts))]
+
+    gym = gym_server(verify=verify, verify_group=verify_group)
+
+    @gym.middleware("http")
+    async def outage(request: Request, answer: Any) -> Response:
+        nonlocal down
+        path = request.url.path
+        if not down or path not in ("/verify_group", "/ready"):
+            return await answer(request)
+        down = path != "/ready"
+        return JSONResponse({"reason": "loading"}, 404 if down else 503)
+
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(group_task(0)) + "\n")
+    options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
+    apps = {"gym": gym, "policy": policy(""), "agent": load(ROOT / "agents" / "simple" / "app.py").app}
+    async with house({"agent": {"gym": "gym", "model": "policy"}}, **apps) as peers:
+        source = task_sampler.TaskSource(options, seed=0)
+        spool = tmp_path / "rollouts.jsonl"
+        taking = rollout_stream.RolloutStream(peers, source, options, 1.0, 1, 1, spool, lambda group: True)
+        await taking.open(None)
+        taking.announced(0, 0)
+        taking.published(0, 0)
+        taken = await taking.take()
+        await taking.close()
+    assert not down and [row["reward"] for row in taken.rows] == [0.0, 1.0]
 
 
 async def test_a_text_that_keeps_a_judge_from_its_verdict_is_worth_nothing():

@@ -38,7 +38,6 @@ from ngym.collect.plan import PlannedRollout, plan_rollouts, sampling_seed
 from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.errors import UsageError
 from ngym.files.row_log import RowLog
-from ngym.grading.group_rewards import judged
 from ngym.peers import Peers
 from ngym.schema import Json, is_failed_attempt, is_pending
 
@@ -250,7 +249,6 @@ class RolloutStream:
         file: Path,
         has_learning_signal: Callable[[Group], bool],
     ) -> None:
-        self._peers = peers
         self._judging: set[asyncio.Task[None]] = set()
         self._has_learning_signal = has_learning_signal
         self._tasks = tasks
@@ -452,7 +450,7 @@ class RolloutStream:
     async def _judge(self, group: Group) -> None:
         """Give rewards to rows that are compared within their group; without a judge they stay unscored."""
         pending = [row for row in group.rows if is_pending(row)]
-        scored = await judged(self._peers[pending[0]["agent_ref"]["name"]].post, pending)
+        scored = await self._run.judged(pending[0]["agent_ref"]["name"], pending)
         for row in scored:
             self._files.keep(row)
         group.rows = [row for row in group.rows if not is_pending(row)] + scored
