@@ -98,6 +98,11 @@ def all_equal(rewards: Sequence[float]) -> bool:
     return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
 
 
+def reaches(reward: float, threshold: float) -> bool:
+    """Whether a reward is at least the threshold, up to rounding: the sum of six sixths is below 1."""
+    return reward >= threshold - ROUNDING * abs(threshold)
+
+
 def best_at_k(rewards: Sequence[float], k: int) -> float:
     """The expected best reward of k rollouts drawn without replacement from these n >= k of one task.
 
@@ -525,7 +530,7 @@ class Task:
     def verdict(self, solved_at: float) -> TaskOutcome:
         if not self.rewards:
             return "unscored"
-        solved = sum(reward >= solved_at for reward in self.rewards)
+        solved = sum(reaches(reward, solved_at) for reward in self.rewards)
         return "always" if solved == len(self.rewards) else "mixed" if solved else "never"
 
     def as_json(self, solved_at: float) -> Json:
@@ -536,7 +541,7 @@ class Task:
             "_ng_task_index": self.index,
             "rollouts": len(rewards) + self.unscored,
             "unscored": self.unscored,
-            "pass_rate": sum(reward >= solved_at for reward in rewards) / len(rewards) if rewards else None,
+            "pass_rate": sum(reaches(reward, solved_at) for reward in rewards) / len(rewards) if rewards else None,
             "mean_reward": fmean(rewards) if rewards else None,
             "min_reward": min(rewards, default=None),
             "max_reward": max(rewards, default=None),

@@ -35,6 +35,7 @@ from ngym.export.rollout_selection import Candidate, ExportCounts, LinePosition,
 from ngym.files.atomic import whole_file
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, open_rows, read
 from ngym.schema import Json, RolloutCopies
+from ngym.stats import reaches
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -244,7 +245,7 @@ class Scan:
     def _unfit(self, rollout: ScoredRollout) -> Reason | None:
         """Why the format cannot represent the rollout truthfully, or why it is filtered out."""
         options = self.options
-        good = rollout.reward >= options.threshold
+        good = reaches(rollout.reward, options.threshold)
         if options.format == "rollouts":
             return None if good else Reason.LOW
         if rollout.ending == "cut":
@@ -269,7 +270,7 @@ class Scan:
             place,
             self._task(rollout, prompt),
             rollout.reward,
-            exemplary=whole and rollout.reward >= self.options.threshold,
+            exemplary=whole and reaches(rollout.reward, self.options.threshold),
             words=fingerprint(*(message for message in said.completion if message["role"] == "assistant")),
             shape=self._shapes.number([said.prompt, said.completion, said.tools]),
         )

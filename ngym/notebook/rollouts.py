@@ -23,7 +23,7 @@ from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, open_rows, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
 from ngym.schema import Json, RolloutCopies, agent_name, is_failed_attempt, row_problem, trace_of
-from ngym.stats import Interval, Rewards, all_equal, best_at_k
+from ngym.stats import Interval, Rewards, all_equal, best_at_k, reaches
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -176,7 +176,7 @@ class Rollouts(Sequence[Json]):
             raise UsageError(f"pass_at({k!r}): k must be a whole number")
         if k < 1:
             raise UsageError(f"pass_at({k}): k must be at least 1")
-        groups = [[float(reward >= solved_at) for reward in group.rewards] for group in self.groups()]
+        groups = [[float(reaches(reward, solved_at)) for reward in group.rewards] for group in self.groups()]
         enough = [solved for solved in groups if len(solved) >= k]
         if not enough:
             most = max(map(len, groups), default=0)

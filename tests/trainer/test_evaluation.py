@@ -13,10 +13,11 @@ import pytest
 from pydantic import ValidationError
 from stub_agents import problem, scored, serving
 
+from ngym.collect import Rollout
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.runtime.event_loop import never_fails
-from ngym.schema import Json
+from ngym.schema import Json, RolloutKey
 from ngym.trainer.evaluation import live_eval
 from ngym.trainer.online import services
 from ngym.trainer.recipe import rollout_options
@@ -104,6 +105,13 @@ def test_k_attempts_give_the_mean_and_the_unbiased_pass_at_k(tmp_path: Path) -> 
     assert {row["responses_create_params"]["max_output_tokens"] for row in solver.seen} == {77}
     numbers = Counter((row["_ng_task_index"], row["_ng_rollout_index"]) for row in solver.seen)
     assert set(numbers.values()) == {1} and len(numbers) == 3 * 20, "each attempt has a number of its own"
+
+
+def test_a_reward_that_is_1_but_for_rounding_is_the_whole_reward() -> None:
+    tally = live_eval.AttemptTally("sums", greedy=False, attempts=1)
+    for task, reward in enumerate((0.9999999999999999, 0.999)):
+        tally.add(Rollout(RolloutKey("sums", task, 0), {"reward": reward}))
+    assert tally.metrics()["eval/sums/pass@1"] == 0.5
 
 
 def kept(folder: Path, failures: str = "") -> list[Json]:

@@ -148,7 +148,8 @@ def with_tools(reward: float, answer: str, task: int = 0) -> Row:
 
 def test_each_format_has_what_trl_and_datasets_look_for(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
     """TRL 1.16: is_conversational, is_conversational_from_value, and the keys of apply_chat_template."""
-    rows = [with_tools(reward, f"{reward}", task) for task in range(3) for reward in (1, 0)]
+    rounded = 0.9999999999999999  # as 1 of parts that were added up
+    rows = [with_tools(reward, f"{reward}", task) for task in range(3) for reward in (rounded, 0)]
 
     def text(messages: list[Row], prompt: bool = False) -> str:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))

@@ -28,6 +28,19 @@ def written(folder: Path, *rewards: list[float | None]) -> str:
     return str(path)
 
 
+def test_a_reward_that_is_1_but_for_rounding_solves_its_task(tmp_path: Path) -> None:
+    """As of a rubric with six equal criteria that an answer meets in full."""
+    almost = 0.9999999999999999
+    source = written(tmp_path, [almost, 1.0], [0.999, 1.0])
+    result = CliRunner().invoke(main, [source, "--output", str(tmp_path / "tasks.jsonl")])
+    assert result.exit_code == 0, result.output
+    tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    assert [(task["verdict"], task["pass_rate"]) for task in tasks] == [("always", 1.0), ("mixed", 0.5)]
+    rows = [{**json.loads(line), "response": {"output": []}} for line in Path(source).read_text().splitlines()]
+    Path(source).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ngym.load_rollouts(source).pass_at(1) == 0.75
+
+
 def test_each_task_is_listed_with_its_pass_rate_and_learning_signal(tmp_path: Path) -> None:
     source = written(tmp_path, [1.0, 1.0], [0.0, 0.0], [1.0, 0.0, None, 0.0], [None], [0.2, 0.4], [0.1 + 0.2, 0.3])
     result = CliRunner().invoke(main, [source, "--output", str(tmp_path / "tasks.jsonl")])

@@ -35,7 +35,7 @@ from ngym.collect.plan import PlannedRollout, plan_rollouts, sampling_seed
 from ngym.collect.rollout_scheduler import RolloutScheduler
 from ngym.files.row_log import RowLog
 from ngym.schema import Json, is_failed_attempt
-from ngym.stats import Interval, Rewards
+from ngym.stats import Interval, Rewards, reaches
 
 from ..online.rollout_stream import TRAINER_FIELD
 from ..online.services import Services
@@ -67,7 +67,7 @@ class AttemptTally:
         else:
             task, reward = outcome.key.task_index, outcome.row["reward"]
             self.rewards.add(task, reward)
-            self.solved.add(task, float(reward >= SOLVED))
+            self.solved.add(task, float(reaches(reward, SOLVED)))
 
     @property
     def name(self) -> str:

@@ -127,4 +127,6 @@ def _unscored(tasks: Sequence[Task]) -> float:
 
 def _rates(tasks: Sequence[Task], solved: float) -> list[float]:
     """The share of each task's scored rollouts that solved it."""
-    return [sum(reward >= solved for reward in task.rewards) / len(task.rewards) for task in tasks if task.rewards]
+    from ngym.stats import reaches
+
+    return [sum(reaches(one, solved) for one in task.rewards) / len(task.rewards) for task in tasks if task.rewards]
