@@ -885,6 +885,7 @@ async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environ
     async with house(gym=app) as peers:
         assert (await peers["gym"].post("/verify", row(-1)))["reward_range"] == [-1, 1]
         assert (await peers["gym"].post("/verify", row(None)))["reward"] is None
+        assert (await peers["gym"].post("/verify", row(1.0000000000000002)))["reward"] == 1.0  # as of nine ninths
         with pytest.raises(
             UpstreamError, match=r"the reward 1\.5; its gym_server declares reward_range=\(-1, 1\)"
         ) as caught:

@@ -50,7 +50,7 @@ from ngym.services.gym.tools import (
     of_function,
     register_tool,
 )
-from ngym.stats import ANSWER, Scores, Subsets, parts_of
+from ngym.stats import ANSWER, ROUNDING, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
 SCORES = frozenset({"reward", "reward_components"})
@@ -429,13 +429,8 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
             )
     fields["reward"] = _finite(fields["reward"], "reward")
     if reward_range is not None:
-        low, high = reward_range
-        if fields["reward"] is not None and not low <= fields["reward"] <= high:
-            problem = (
-                f"verify returned the reward {fields['reward']}; its gym_server declares reward_range=({low}, {high})"
-            )
-            raise ServiceError(problem, failure="verify_error")
-        fields["reward_range"] = [low, high]
+        fields["reward"] = _within(fields["reward"], *reward_range)
+        fields["reward_range"] = [*reward_range]
     components = fields.get("reward_components")
     if components is not None:
         components = {name: _finite(value, f"reward component {name!r}") for name, value in components.items()}
@@ -507,6 +502,17 @@ def _finite(value: Any, what: str) -> float | None:
             failure="verify_error",
         )
     return float(value)
+
+
+def _within(reward: float | None, low: float, high: float) -> float | None:
+    """The reward, within the range that the gym server declares; the sum of nine ninths is above 1 by rounding."""
+    if reward is None or low <= reward <= high:
+        return reward
+    slack = ROUNDING * (high - low)
+    if not low - slack <= reward <= high + slack:
+        problem = f"verify returned the reward {reward}; its gym_server declares reward_range=({low}, {high})"
+        raise ServiceError(problem, failure="verify_error")
+    return float(min(max(reward, low), high))
 
 
 def _row_name(row: Json) -> str:
