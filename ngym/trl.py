@@ -111,6 +111,9 @@ class Episode:
         if self._failure is None and self._session is not None:
             try:
                 raw = _verify_body(self._row, completion)
+            except BadRequest:
+                return None  # the environment has not failed
+            try:
                 reward: float | None = (await self._session.post("/verify", raw))["reward"]
                 return reward
             except ServiceError as error:
@@ -185,21 +188,23 @@ class TrlGym:
         """The reward function: /verify's reward of each completion, None for one that could not be scored.
 
         Rollouts of other environments get None. Without `environment_factory`, for a gym server without tools, each
-        completion is verified with its `row`. The share without a reward is logged as `unscored`.
+        completion is verified with its `row`. The share without a reward is logged as `unscored`, also of no rollouts:
+        TRL waits until each of its processes has logged the same names.
 
         Raises:
             ServiceError: no rollout of a batch could be scored, because the gym server failed for each.
         """
         if environments is None:
-            environments = list(self._begun(row or ()))
+            environments = list(self._begun(row or [None] * len(completions)))
         mine = [episode if isinstance(episode, self.environment) else None for episode in environments]
         rewards: list[float | None] = self.call(_all_verified, mine, completions)
         own = [episode for episode in mine if episode is not None]
         failures = [episode._failure for episode in own if episode._failure is not None]
         if failures and len(failures) == len(own):
             raise failures[0]  # without a reward there is nothing to train on
-        if log_metric is not None and own:
-            log_metric("unscored", 1 - sum(reward is not None for reward in rewards) / len(own))
+        if log_metric is not None:
+            unscored = len(own) - sum(reward is not None for reward in rewards)
+            log_metric("unscored", unscored / max(1, len(own)))
         return rewards
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -231,7 +236,7 @@ class TrlGym:
         others = sorted({str(tool.get("name")) for tool in params.get("tools") or ()} - offered)
         return f"TRL takes tools from the gym server only, and it has no {', '.join(others)}" if others else None
 
-    def _begun(self, rows: Sequence[str]) -> Iterator[Episode]:
+    def _begun(self, rows: Sequence[str | None]) -> Iterator[Episode]:
         for row in rows:
             episode = self.environment()
             episode.reset(row)
@@ -274,7 +279,7 @@ def _verify_body(row: Json, completion: list[Json] | str) -> bytes:
     """The body of /verify. Raises BadRequest if the completion cannot be written as the items of a response."""
     try:
         return serialized({**row, "response": {"output": _items(completion)}})
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise BadRequest(f"the completion cannot be scored: {type(error).__name__}: {error}") from error
 
 

@@ -166,6 +166,7 @@ ODD: dict[str, list[dict[str, Any]] | str] = {
     "two results of one call": [*CALLED[:2], *CALLED[1:]],
     "a result without a call": CALLED[1:],
     "a call without a name": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}],
+    "a call that is a text": [{"role": "assistant", "tool_calls": [{"function": "add"}]}],
     "a lone surrogate": "\ud800",
     "deep arguments": said("done", ("add", {"amount": nested(100_000)}, "5")),
 }
@@ -178,6 +179,7 @@ def test_a_completion_that_cannot_be_written_costs_only_its_own_reward(odd: list
         for episode in episodes:
             episode.add(amount=5)
         assert gym.verify([odd, CALLED], episodes) == [None, 1.0]
+        assert gym.verify([odd], [begun(gym)]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,8 @@ def test_a_row_that_is_not_a_task_ends_the_training_before_a_model_speaks(tmp_pa
             begun(gym, target="five")
         with pytest.raises(UsageError, match=r"no column 'row'; make it with Dataset\.from_list"):
             gym.environment().reset(prompt=[])
+        with pytest.raises(UsageError, match="no column 'row'"):
+            gym.verify(["5"])
         foreign = {"input": "", "tools": [{"type": "function", "name": "fly"}]}
         path = written(tmp_path / "rows.jsonl", row(), {"responses_create_params": foreign})
         with pytest.raises(
@@ -227,6 +231,9 @@ def test_rollouts_of_another_gym_server_are_left_to_it() -> None:
         mine = begun(gym)
         mine.add(amount=5)
         assert gym.verify([said("done")] * 2, [mine, begun(other)]) == [1.0, None]
+        logged: dict[str, float] = {}
+        assert gym.verify([said("done")], [begun(other)], log_metric=logged.__setitem__) == [None]
+    assert logged == {"unscored": 0.0}  # TRL gathers each name from all processes, and would wait for this one
 
 
 def test_rows_become_prompts_that_end_with_the_users_turn(tmp_path: Path) -> None:
