@@ -156,8 +156,10 @@ def _collect(folder: Path) -> None:
             row["_ng_rollout_index"] += 2
             row["agent_ref"]["name"] = "counter_agent"
             out.write(json.dumps(row) + "\n")
-    for name in COPIES:
-        shutil.copy(folder / "out.jsonl", folder / name)
+    collected = (folder / "out.jsonl").read_text()
+    for place, name in enumerate(COPIES):  # rollouts of their own
+        (folder / name).write_text(collected.replace('"rollout_id": "', f'"rollout_id": "{place}-').replace(
+            '"rollout_id":"', f'"rollout_id":"{place}-'))
     ended(ngym("export", "--format", "preferences", "--input", "out.jsonl", "--output", "preferences.jsonl"), folder)
     for left in folder.glob("worse*"):
         left.unlink()
