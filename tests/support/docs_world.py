@@ -158,8 +158,11 @@ def _collect(folder: Path) -> None:
             out.write(json.dumps(row) + "\n")
     collected = (folder / "out.jsonl").read_text()
     for place, name in enumerate(COPIES):  # rollouts of their own
-        (folder / name).write_text(collected.replace('"rollout_id": "', f'"rollout_id": "{place}-').replace(
-            '"rollout_id":"', f'"rollout_id":"{place}-'))
+        (folder / name).write_text(
+            collected.replace('"rollout_id": "', f'"rollout_id": "{place}-').replace(
+                '"rollout_id":"', f'"rollout_id":"{place}-'
+            )
+        )
     ended(ngym("export", "--format", "preferences", "--input", "out.jsonl", "--output", "preferences.jsonl"), folder)
     for left in folder.glob("worse*"):
         left.unlink()
