@@ -181,8 +181,8 @@ class RolloutCopies:
 
     def problem(self, row: Json) -> str | None:
         """Why a row would count a rollout twice; None for the first row of each rollout."""
-        name = trace_of(row).get("rollout_id")
-        if not isinstance(name, str) or not name:
+        name = rollout_id(row)
+        if name is None:
             return None
         if name in self._seen:
             return f"the rollout {name:.100} was read before; leave out one of its copies"
@@ -214,6 +214,12 @@ def trace_of(row: Json) -> Json:
     """A row's `ng` record; empty for rows of other tools."""
     trace = row.get("ng")
     return trace if isinstance(trace, dict) else {}
+
+
+def rollout_id(row: Json) -> str | None:
+    """The id that the collector gave a rollout; None for rows of other tools."""
+    name = trace_of(row).get("rollout_id")
+    return name if isinstance(name, str) and name else None
 
 
 def is_pending(row: Json) -> bool:

@@ -22,7 +22,7 @@ from ngym.collect.collection_files import CollectionPaths
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, open_rows, read
 from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
-from ngym.schema import Json, RolloutCopies, agent_name, is_failed_attempt, row_problem, trace_of
+from ngym.schema import Json, RolloutCopies, agent_name, is_failed_attempt, rollout_id, row_problem, trace_of
 from ngym.stats import Interval, Rewards, all_equal, best_at_k, reaches
 
 if TYPE_CHECKING:
@@ -70,11 +70,33 @@ class StoredRows:
         self.rows = rows
         self.paths = paths
         self._folder = folder
+        self._copies: dict[int, int] = {}  # the place of a row -> that of the first row with its rollout
 
     @cached_property
     def facts(self) -> list[RolloutSummary]:
-        copies = RolloutCopies()
-        return [_fact(row, copies) for row in self.rows]
+        facts, first = [], dict[str, int]()
+        for place, row in enumerate(self.rows):
+            facts.append(_fact(row))
+            name = rollout_id(row)
+            if name is not None and first.setdefault(name, place) != place:
+                self._copies[place] = first[name]
+        return facts
+
+    def check_copies(self, places: Sequence[int]) -> None:
+        """
+        Raises:
+            UsageError: a rollout is at two of these places, so that numbers would count it twice.
+        """
+        if not self._copies:
+            return
+        seen: dict[int, int] = {}
+        for place in places:
+            other = seen.setdefault(self._copies.get(place, place), place)
+            if other != place:
+                raise UsageError(
+                    f"the rollout {rollout_id(self.rows[place])} is there twice, as rows {other} and {place} of what "
+                    "was loaded; leave out one of its copies"
+                )
 
 
 class Rollouts(Sequence[Json]):
@@ -187,10 +209,12 @@ class Rollouts(Sequence[Json]):
         """The contents of `*_aggregate_metrics.json` for these rollouts: an entry per agent. by: also by this field.
 
         Raises:
-            UsageError: a row has no `_ng_task_index`.
+            UsageError: a row has no `_ng_task_index`, or is a copy of an earlier rollout.
         """
-        aggregates = Aggregates(by)
+        aggregates, copies = Aggregates(by), RolloutCopies()
         for row in self:
+            if problem := copies.problem(row):
+                raise UsageError(problem)
             aggregates.add(_counted(row))
         return aggregates.as_json()
 
@@ -254,8 +278,10 @@ class Rollouts(Sequence[Json]):
 
     def _ranked(self, n: int, sign: float) -> Rollouts:
         scored = [(fact.reward, at) for fact, at in zip(self._facts, self._all, strict=True) if fact.reward is not None]
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise UsageError(f"the number of rollouts must be a whole number of 0 or more, not {n!r:.60}")
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise UsageError(f"the number of rollouts must be a whole number, not {n!r:.60}")
+        if n < 0:
+            raise UsageError(f"the number of rollouts must be 0 or more, not {n}")
         ranked = sorted(scored, key=lambda pair: sign * pair[0])
         return self._of(self._stored, [place for _, place in ranked[:n]])
 
@@ -266,6 +292,7 @@ class Rollouts(Sequence[Json]):
     @property
     def _facts(self) -> list[RolloutSummary]:
         facts = self._stored.facts
+        self._stored.check_copies(self._all)
         return facts if self._places is None else [facts[place] for place in self._places]
 
 
@@ -293,9 +320,9 @@ class TaskGroup(NamedTuple):
         return len(self.rewards) > 1 and not all_equal(self.rewards)
 
 
-def _fact(row: Json, copies: RolloutCopies) -> RolloutSummary:
+def _fact(row: Json) -> RolloutSummary:
     agent = agent_name(row) or ""
-    if problem := row_problem(row) or copies.problem(row):
+    if problem := row_problem(row):
         raise UsageError(f"task {row.get('_ng_task_index')}: {problem}")
     try:
         return RolloutSummary(agent, trace_of(row).get("task_id") or "", row.get("_ng_task_index"), row["reward"])

@@ -182,9 +182,7 @@ def test_a_completion_that_cannot_be_written_costs_only_its_own_reward(odd: list
         assert gym.verify([odd], [begun(gym)]) == [None]
 
 
-@pytest.mark.parametrize(
-    "amount", ["\ud800", 10**40, float("nan"), nested(100_000)], ids=["surrogate", "int", "nan", "deep"]
-)
+@pytest.mark.parametrize("amount", ["\ud800", float("nan"), nested(100_000)], ids=["surrogate", "nan", "deep"])
 def test_arguments_that_are_not_strict_json_are_an_error_that_the_model_reads(amount: Any) -> None:
     with served(counter()) as gym:
         episode = begun(gym)

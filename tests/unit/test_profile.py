@@ -168,6 +168,9 @@ def test_copies_of_rollouts_are_refused_wherever_they_would_count_twice(tmp_path
     result = CliRunner().invoke(export, words)
     assert result.exit_code == 2 and f"merged.jsonl:2: {problem}" in result.stderr
     assert CliRunner().invoke(export, [*words, "--dedupe"]).exit_code == 0
+    both = ngym.load_rollouts(part, merged)
+    with pytest.raises(ngym.UsageError, match="the rollout r1 is there twice, as rows 0 and 2 of what was loaded"):
+        _ = both.mean_reward
     with pytest.raises(ngym.UsageError, match=re.escape(problem)):
-        _ = ngym.load_rollouts(part, merged).mean_reward
-    assert ngym.load_rollouts(merged).mean_reward == 0.5
+        both.metrics()
+    assert both[1:].mean_reward == 0.5 and both[:1].mean_reward == 0
