@@ -6,8 +6,10 @@ ENV PYTHONUNBUFFERED=1 \
     PYTHONSAFEPATH=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
-# The folder of the models is there from the start, so that a volume mounted on it belongs to this user.
-RUN useradd --uid 1000 --create-home ngym && install -d -o ngym -g ngym /app /home/ngym/.cache/huggingface
+# The folder of the models is there from the start, so that a volume mounted on it belongs to this user. So does .cache,
+# where vLLM keeps the kernels that it compiles: `install` gives only the named folders to the user, not their parents.
+RUN useradd --uid 1000 --create-home ngym \
+    && install -d -o ngym -g ngym /app /home/ngym/.cache /home/ngym/.cache/huggingface
 WORKDIR /app
 EXPOSE 8000
 # A policy answers 503 while it loads; the first start may download it.
