@@ -155,6 +155,7 @@ MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each 
 SHOWN_LINES = 20
 PROBE_TIMEOUT_S = 5.0
 STARTING_GRACE_S = 0.5
+KILL_S = 1.0  # until a killed process has ended
 
 
 def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
@@ -453,6 +454,8 @@ class ServiceProcess(PolledReplica):
             reason = (
                 str(error).rpartition("\n")[2] if isinstance(error, ServiceRefused) else str(error).partition("\n")[0]
             )
+            if self._child is not None:  # one that was not ready in time would keep its memory, and take calls
+                await _kill(self._child)
             self.change(status="failed", detail=reason, pid=None)
             await self._place.shut()  # callers are refused at once
             self._on_given_up(self.state)
@@ -537,8 +540,7 @@ class ServiceProcess(PolledReplica):
             either: list[asyncio.Future[Any]] = [child.exit_code, hurried]
             await asyncio.wait(either, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
-            child.signal(signal.SIGKILL)
-            await asyncio.wait({child.exit_code}, timeout=1)
+            await _kill(child)
         if self.state.status != "failed":
             self.change(status="stopped", detail="", pid=None)
         await self._log.close()
@@ -547,6 +549,12 @@ class ServiceProcess(PolledReplica):
         lines = self._log.tail(SHOWN_LINES)
         log = f"the last {len(lines)} lines of {self._log.path}:" if lines else f"it printed nothing ({self._log.path})"
         return "\n".join([f"service {self.state.label!r} {what}; {log}", *(f"  | {line}" for line in lines)])
+
+
+async def _kill(child: StartedProcess) -> None:
+    """SIGKILL to the process and its group."""
+    child.signal(signal.SIGKILL)
+    await asyncio.wait({child.exit_code}, timeout=KILL_S)
 
 
 def describe_exit(code: int) -> str:

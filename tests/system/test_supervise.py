@@ -325,6 +325,37 @@ async def test_an_optional_service_that_cannot_be_started_is_reported_and_the_re
     assert project.statuses("fine")[-1] == "stopped" and project.statuses("bridge")[-1] == "failed"
 
 
+SLOW_MODEL = """
+import asyncio
+from contextlib import asynccontextmanager
+from ngym import model_server
+
+@asynccontextmanager
+async def lifespan(context):
+    await asyncio.sleep(3600)
+    yield
+
+async def respond(request, call):
+    return {}
+
+app = model_server(respond=respond, lifespan=lifespan)
+"""
+
+
+async def test_an_optional_service_that_is_not_ready_in_time_is_ended(project: Project) -> None:
+    """It would take its memory and GPUs for the rest of the run, and calls that no one answers."""
+    slow = {"kind": "model", "app": "gym_servers/slow", "optional": True}
+    project.write({"fine": gym("yes"), "slow": slow, "ngym": {"model_ready_timeout_s": 0.5}}, yes=YES, slow=SLOW_MODEL)
+    async with project.supervisor() as stack:
+        states = {state.label: state for state in stack.states}
+        assert (states["fine"].status, states["slow"].status) == ("ready", "failed")
+        assert "was not ready within 0.5 s" in states["slow"].detail
+        (pid,) = {event.pid for event in project.events if event.label == "slow" and event.pid}
+        assert not psutil.pid_exists(pid)
+        assert "Connect call failed" in (await health(states["slow"].url, PATIENCE_S)).reason
+        assert not any(task.done() for task in stack._tasks)
+
+
 async def test_a_gym_server_that_refuses_its_environment_is_reported_and_the_rest_runs(project: Project) -> None:
     """With a missing package, and with an environment that does not exist; a strict run ends."""
     unknown = YES.replace("app = gym_server(verify=verify)", NO_SUCH_ENVIRONMENT)
