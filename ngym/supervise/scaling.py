@@ -15,12 +15,16 @@ SHRINK_AFTER_S = 60.0
 
 
 class ReplicaLoad(NamedTuple):
-    """ready: replicas that take calls. changing: those that start, stop or have failed. waiting, running: calls."""
+    """ready: replicas that take calls. changing: those that start or stop. waiting, running: calls.
+
+    failed: those that were added and could not start. They are removed first, before another is tried.
+    """
 
     ready: int
     changing: int
     waiting: int
     running: int
+    failed: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -35,9 +39,9 @@ def step(bounds: ReplicaRange, load: ReplicaLoad, waiting_s: float, idle_s: floa
     """
     if load.changing:
         return 0
-    if waiting_s >= GROW_AFTER_S and load.waiting and load.ready < bounds.max:
+    if waiting_s >= GROW_AFTER_S and load.waiting and load.ready < bounds.max and not load.failed:
         return 1
-    if idle_s >= SHRINK_AFTER_S and load.is_idle and load.ready > bounds.min:
+    if idle_s >= SHRINK_AFTER_S and load.is_idle and (load.failed or load.ready > bounds.min):
         return -1
     return 0
 

@@ -195,13 +195,16 @@ class Supervisor:
         async def look() -> ReplicaLoad | None:
             ours = replicas()
             ready = [each.state.url for each in ours if each.state.status == "ready" and each.state.listed]
-            return await load_of(ready, len(ours) - len(ready), self.run_token)
+            failed = sum(each in self._grown and each.given_up is not None for each in ours)
+            load = await load_of(ready, len(ours) - len(ready) - failed, self.run_token)
+            return load and load._replace(failed=failed)
 
         async def change(by: int) -> None:
             if by > 0:
                 await self._grow(stanza)
-            else:
-                await self._shrink(next(each for each in reversed(replicas()) if each in self._grown))
+                return
+            grown = [each for each in replicas() if each in self._grown]
+            await self._shrink(next((each for each in grown if each.given_up), grown[-1]))
 
         await follow_load(bounds, look, change)
 
@@ -243,6 +246,7 @@ class Supervisor:
         await asyncio.gather(task, return_exceptions=True)
         await place.shut()
         await process.stop(GRACE_S, self._hurry)
+        process.change(status="stopped", detail="")  # also one that had failed
         del self._grown[process]
         self._watched.remove(process)
         self._changed(process.state)

@@ -706,6 +706,47 @@ async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losi
         assert {event.detail for event in project.events if event.label == "policy-1"} >= {"ends its calls, and stops"}
 
 
+FALTERING = """
+import os, pathlib
+if pathlib.Path(__file__).with_name("falters").exists():
+    os._exit(3)
+
+import asyncio
+from ngym import model_server
+from ngym.convert import message_item, new_response, output_text
+
+async def respond(request, call):
+    await asyncio.sleep(0.1)
+    return new_response(request, [message_item([output_text("yes")], "m")], response_id="resp_1", model="m")
+
+app = model_server(respond=respond)
+"""
+
+
+async def test_a_model_grows_again_after_a_replica_that_could_not_start(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LOAD_CHECK_S", 0.05), ("GROW_AFTER_S", 0), ("SHRINK_AFTER_S", 0)):
+        monkeypatch.setattr(scaling, name, value)
+    monkeypatch.setattr(supervisor, "FOLLOW_S", 0.1)
+    options = {"max_in_flight": 1, "replicas": {"min": 1, "max": 2}}
+    policy = {"kind": "model", "app": "gym_servers/faltering", **options}
+    project.write({"policy": policy, "ngym": {"max_restarts": 1}}, faltering=FALTERING)
+    async with project.supervisor() as stack, stack.peers("test") as peers:
+        falters = project.folder / "gym_servers" / "falters"
+        falters.touch()
+
+        async def calls_until(condition: Callable[[], bool]) -> None:
+            while not condition():
+                await asyncio.gather(*(peers["policy"].post("/v1/responses", {"input": "hello"}) for _ in range(4)))
+
+        await calls_until(lambda: "failed" in project.statuses("policy-1"))
+        await until(lambda: len(stack.states) == 1)  # without calls, the failed one is removed
+        assert project.statuses("policy-1")[-2:] == ["failed", "stopped"]
+        falters.unlink()
+        await calls_until(lambda: len(stack.urls["policy"]) == 2)
+
+
 def test_both_sides_of_the_zygote_may_send_more_than_the_other_reads_at_once() -> None:
     """As if hundreds of services were forked in a row: more than the buffers of both directions hold."""
     count, text = 300, "x" * 8_000

@@ -22,6 +22,8 @@ LONG_S = 3600.0
         (ReplicaLoad(3, 1, 0, 0), 0, LONG_S, 0),  # one is on its way out
         (ReplicaLoad(3, 0, 1, 1), 0, LONG_S, 0),
         (ReplicaLoad(1, 0, 0, 0), 0, LONG_S, 0),  # never under min
+        (ReplicaLoad(1, 0, 4, 6, failed=1), LONG_S, 0, 0),  # not another one while one has failed
+        (ReplicaLoad(1, 0, 0, 0, failed=1), 0, SHRINK_AFTER_S, -1),  # the failed one
     ],
 )
 def test_it_grows_while_calls_wait_and_shrinks_when_idle(load: ReplicaLoad, waiting_s: float, idle_s: float, by: int):
