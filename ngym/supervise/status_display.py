@@ -59,6 +59,8 @@ class Board:
         if changed:
             self._since[state.label] = time.monotonic()
         self._states[state.label] = state
+        if state.status == "stopped" and not state.listed:  # a replica that has left a run that goes on
+            del self._states[state.label]
         return changed
 
     def traffic(self, measured: Mapping[str, ServiceTraffic]) -> None:

@@ -234,6 +234,13 @@ def test_a_board_shows_state_place_traffic_and_trouble() -> None:
     ]
 
 
+def test_a_board_forgets_a_replica_that_has_left_the_run() -> None:
+    board = Board()
+    for event in (state("policy-0"), state("policy-1"), state("policy-1", "stopped", listed=False)):
+        board.event(event)
+    assert re.fullmatch(r"1 of 1 services ready, \d+ s", board.line())
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_collection_fits_whatever_the_terminal(size: Size) -> None:
     facts = ("an_agent reward 0.512 ±0.031", "failed attempts 1.2 % (timeout 3)", "12.0 rollouts/s", "64 in flight")
