@@ -51,6 +51,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         said = await _next(rollout, prompt + output, turns)
         if said is None:
             return rollout.finish(acted.response, output, "user_done")
+        if rollout.turns >= options.max_steps:
+            return rollout.finish(acted.response, output, "max_steps")
         output.append(user(said))
 
 

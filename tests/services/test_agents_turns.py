@@ -99,6 +99,13 @@ async def test_a_user_who_never_ends_is_cut_off():
     assert (scored["ng"]["stop_reason"], scored["ng"]["status"]) == ("max_steps", "truncated")
 
 
+async def test_the_models_calls_of_all_turns_together_are_at_most_max_steps():
+    scored = await talk(task("hello", user_turns=["more"] * 50), max_steps=2)
+    assert (scored["ng"]["turns"], scored["ng"]["stop_reason"]) == (2, "max_steps")
+    scored = await talk(task("hello", user_turns=["more"]), max_steps=2)
+    assert (scored["ng"]["turns"], scored["ng"]["stop_reason"]) == (2, "user_done")
+
+
 async def test_a_scenario_without_a_model_to_play_it_says_what_to_configure():
     with pytest.raises(ServiceError, match="set `user: MODEL`"):
         await talk(task(user_scenario="x"))
