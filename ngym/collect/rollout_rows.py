@@ -91,7 +91,7 @@ class CaptureClient:
         Raises:
             Unreachable, UpstreamError: a model server or the head did not answer.
         """
-        if not isinstance(answer, dict) or _has_tokens(answer):
+        if not isinstance(answer, dict) or not isinstance(answer.get("ng", {}), dict) or _has_tokens(answer):
             return
         async with self._asking:
             if self._models is None:
@@ -148,11 +148,11 @@ class CaptureClient:
 
 def _has_tokens(answer: Json) -> bool:
     """Whether the answer carries token data, or its agent sets `ng.segments` itself."""
-    trace, response = answer.get("ng"), answer.get("response")
-    if isinstance(trace, dict) and "segments" in trace:
+    response = answer.get("response")
+    if "segments" in answer.get("ng", {}):
         return True
     output = response.get("output") if isinstance(response, dict) else None
-    return any(isinstance(item, dict) and TOKEN_FIELDS[0] in item for item in output or ())
+    return isinstance(output, list) and any(isinstance(item, dict) and TOKEN_FIELDS[0] in item for item in output)
 
 
 @dataclass(frozen=True, slots=True)

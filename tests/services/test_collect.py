@@ -378,6 +378,7 @@ async def test_a_failure_that_cannot_pass_is_tried_once() -> None:
         (lambda row: [1], "agent_error", "with list, not an object"),
         (lambda row: {"reward": 1.0}, "agent_error", "without a response"),
         (lambda row: {"response": {"output": "x"}, "reward": 1}, "agent_error", "a list of items"),
+        (lambda row: {"response": {"output": 5}, "reward": 1}, "agent_error", "a list of items"),
         (lambda row: {"response": {"output": []}}, "verify_error", "without a reward"),
         (lambda row: {"response": {"output": []}, "reward": "1"}, "verify_error", "the reward '1'"),
         (lambda row: web.Response(text='{"response": {}, "reward": 1e999}'), "agent_error", "no JSON"),

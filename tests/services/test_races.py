@@ -156,6 +156,17 @@ async def test_tokens_that_a_model_server_has_sent_are_kept_though_it_does_not_h
         assert answer["ng"]["segments"] == CAPTURED["segments"]
 
 
+@pytest.mark.parametrize("wrong", [None, 3])
+async def test_an_answer_whose_ng_is_not_an_object_gets_no_captured_tokens(wrong: Any) -> None:
+    """It is refused later, as a failure of this rollout alone."""
+    async with talking() as (_, peers):
+        pickup = CaptureClient(peers, None)
+        await pickup.begin()
+        answer: dict[str, Any] = {"response": {"output": []}, "ng": wrong}
+        await pickup.complete("agent", "r1", answer, 0.0)
+        assert answer["ng"] == wrong
+
+
 async def test_two_services_that_start_again_together_are_two_outages() -> None:
     async with talking() as (head, peers):
         outages = Outages(peers, Gate(), poll_s=0.1, give_up_s=5)
