@@ -30,7 +30,8 @@ PROBES = frozenset({"/", "/health", "/ready", "/metrics", "/running", "/running/
 SCRAPE_INTERVAL_S = 5.0
 TIMEOUT_S = 2.0
 RETRY_INTERVAL_S = 1.0
-LOAD_METRICS = ("ngym_requests_in_flight", "ngym_calls_waiting", "vllm:num_requests_waiting")
+WAITING = ("ngym_calls_waiting", "ngym_answers_waiting", "vllm:num_requests_waiting")
+LOAD_METRICS = ("ngym_requests_in_flight", *WAITING)
 WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's page has thousands of lines
 
 SESSION, RESIDENT = 3, 21  # fields of /proc/PID/stat after the name
@@ -123,7 +124,7 @@ def read(text: str, at: float) -> Scrape:
                     scrape.tokens[labels["way"]] += int(value)
                 case "ngym_requests_in_flight":
                     in_flight = max(0, int(value) - 1)  # without the scrape itself
-                case "ngym_calls_waiting" | "vllm:num_requests_waiting":
+                case _ if name in WAITING:
                     waiting.append(int(value))
                 case "ngym_policy_version":
                     version.append(int(value))

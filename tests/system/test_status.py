@@ -21,7 +21,7 @@ from ngym.cli.status import tables
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.supervise.head_file import http_get
-from ngym.supervise.metrics_scraper import numbers, quantile, read, together
+from ngym.supervise.metrics_scraper import LOAD_METRICS, numbers, quantile, read, together
 from ngym.supervise.supervisor import Supervisor
 
 CONFIG = """
@@ -117,6 +117,11 @@ def test_replicas_are_added_and_the_oldest_policy_version_is_shown() -> None:
     both = together([one, other])
     assert (both.statuses["200"], both.in_flight, both.waiting, both.policy_version) == (30, 4, 3, 3)
     assert both.buckets[0.01] == 30
+
+
+@pytest.mark.parametrize("name", ["ngym_calls_waiting", "ngym_answers_waiting", "vllm:num_requests_waiting"])
+def test_the_calls_that_wait_are_those_of_every_kind_of_model_server(name: str) -> None:
+    assert name in LOAD_METRICS and read(scrape(_200=1) + f"{name} 7\n", 0.0).waiting == 7
 
 
 def test_a_quantile_of_nothing_is_undefined_and_one_beyond_all_buckets_is_the_largest_bound() -> None:
