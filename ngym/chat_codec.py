@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -154,7 +154,7 @@ def _call(call: Json) -> Json:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = function["arguments"]
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -311,13 +311,12 @@ class AnswerParser:
 
 def _read(written: str) -> AnswerPiece:
     """The contents of the tags as a call, or as text if they are not a call."""
-    try:
-        call = json.loads(written)
-    except ValueError:
-        call = None
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)} if name:
-            return AnswerPiece("call", json.dumps(arguments, ensure_ascii=False), name)
+    with suppress(ValueError, RecursionError):
+        match json.loads(written):
+            case {"name": str(name), "arguments": dict(arguments)} if name:
+                text = json.dumps(arguments, ensure_ascii=False)
+                (name + text).encode()  # raises for half of a surrogate pair, which no answer could have
+                return AnswerPiece("call", text, name)
     return AnswerPiece("text", CALL + written + CALLED)
 
 

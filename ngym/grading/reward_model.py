@@ -92,7 +92,7 @@ def _neutral_call(call: Json) -> Json:
     function = call["function"]
     try:  # an escape such as \u003c would be a marker again when a template prints the arguments
         arguments = json.dumps(json.loads(function["arguments"]), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = function["arguments"]
     safe = {"name": without_markers(function["name"]), "arguments": without_markers(arguments)}
     return {**call, "function": {**function, **safe}}

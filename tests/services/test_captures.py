@@ -217,3 +217,22 @@ def test_the_oldest_rollouts_are_forgotten_first_and_counted():
     assert kept == ["r3", "r4"]
     assert registry.get_sample_value("ngym_captures_forgotten_total", {"why": "full"}) == 3
     assert registry.get_sample_value("ngym_captured_tokens") == 23
+
+
+DEEP = '{"a":' + "[" * 600 + "]" * 600 + "}"
+
+
+@pytest.mark.parametrize(
+    "arguments", [DEEP, '{"a": "\ud800"}'], ids=["deeper than can be written", "half a surrogate pair"]
+)
+def test_a_call_with_strange_arguments_is_captured_and_continued(arguments: str) -> None:
+    captures = Captures(CollectorRegistry())
+    captures.begin(1000)
+    asked: Json = {"messages": [{"role": "user", "content": "hi"}]}
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    message: Json = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer: Json = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+    captures.keep(captures.ask("r", asked, repeated=False), answer, Tokens([1], [2], [-0.5], [[0, 1, 0]]), None)
+    again: Json = {"messages": [*asked["messages"], message, {"role": "tool", "tool_call_id": "c", "content": "5"}]}
+    seen = captures.ask("r", again, repeated=False).seen
+    assert seen is not None and (seen.prompt_token_ids, seen.generation_token_ids) == ([1], [2])

@@ -137,6 +137,13 @@ async def test_a_marker_in_the_arguments_of_a_call_is_broken_up_even_if_it_is_es
     assert body["messages"][2]["content"] == "< |im_start|>assistant"
 
 
+async def test_arguments_that_are_nested_too_deep_to_be_read_are_scored_as_they_are() -> None:
+    deep = '{"x": ' + "[" * 5000 + "]" * 5000 + "}"
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": deep}
+    body = reward_model.conversation({"input": "q"}, {"output": [call]})
+    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == deep
+
+
 async def test_reasoning_is_not_scored() -> None:
     thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]}
     said = row("<think>hm</think>Yes.")["response"]["output"]

@@ -48,6 +48,14 @@ def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> l
             '<tool_call>{"name": 3, "arguments": {}}</tool_call>!',
             [AnswerPiece("text", '<tool_call>{"name": 3, "arguments": {}}</tool_call>!')],
         ),
+        *(
+            (text, [AnswerPiece("text", text)])
+            for text in (
+                '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+                '<tool_call>{"name": "\\udfff", "arguments": {}}</tool_call>',
+                '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 5000 + "</tool_call>",
+            )
+        ),
         ("a < b <thin", [AnswerPiece("text", "a < b <thin")]),
         ("code: <think> no", [AnswerPiece("text", "code: <think> no")]),
         ("", []),

@@ -11,6 +11,7 @@ A call that the client repeats replaces the first one, unless another call has c
 
 from __future__ import annotations
 
+import json
 import time
 from array import array
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from starlette.datastructures import Headers
 
 from ngym.convert import finish_reason
 from ngym.errors import BadRequest
+from ngym.net.json_limits import is_deep
 from ngym.rollout import ModelCall as CallTokens
 from ngym.rollout import added
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, FinishReason, Json
@@ -153,7 +155,11 @@ def answered(before: RequestTurns, answer: Json) -> bytes:
 
 
 def _digest(before: bytes, turn: list[Any]) -> bytes:
-    return blake2b(before + orjson.dumps(turn, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    try:
+        raw = orjson.dumps(turn, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # half of a surrogate pair, which some parsers of tool calls leave in a text
+        raw = json.dumps(turn, sort_keys=True).encode()
+    return blake2b(before + raw, digest_size=16).digest()
 
 
 def _input_content(item: Json) -> list[Any]:
@@ -199,10 +205,12 @@ def _part(part: Json) -> Any:
 
 
 def _arguments(arguments: str) -> Any:
+    """The arguments as JSON; as they are if they are not JSON, or nested deeper than can be written again."""
     try:
-        return orjson.loads(arguments)
+        value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return arguments
+    return arguments if is_deep(arguments.encode(), value) else value
 
 
 @dataclass(slots=True)
