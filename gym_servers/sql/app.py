@@ -107,7 +107,10 @@ class SqlOptions(ServiceOptions):
         default=None,
         description="Folder of `{database}/*.sqlite`, for rows that name one; relative to the config's folder.",
     )
-    deadline_s: float = Field(default=5.0, description="CPU seconds for one verification, or one query of the policy.")
+    deadline_s: float = Field(
+        default=5.0,
+        description="CPU seconds for the gold query on all databases, for the policy's answer, and for each `query`.",
+    )
     max_queries: int = Field(default=20, description="Per rollout.")
 
 
@@ -141,7 +144,8 @@ async def verify(task: SqlTask, options: SqlOptions) -> dict[str, Any]:
     if known.kind != "ok" or "error" in known.value:
         reason = known.detail if known.kind != "ok" else known.value["error"]
         return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_answer": said}
-    ran = await pool.run("grade", databases, task.gold, said, task.is_ordered, deadline_s=options.deadline_s)
+    both_s = 2 * options.deadline_s  # the gold query runs once more, which must not take this one's time
+    ran = await pool.run("grade", databases, task.gold, said, task.is_ordered, deadline_s=both_s)
     if ran.kind != "ok":  # the gold query ended in time, this one did not
         return {**ran.failure(), "extracted_answer": said}
     return {**ran.value, "reward": float(ran.value["outcome"] == "correct"), "extracted_answer": said}

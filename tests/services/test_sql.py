@@ -149,6 +149,20 @@ async def test_databases_in_files_are_read_and_stay_as_they_are(tmp_path):
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
 
+async def test_the_gold_query_does_not_take_the_time_of_the_answer(gym, monkeypatch):
+    """The gold query runs within the deadline, and then once more beside the answer."""
+    pool = load(ROOT / "gym_servers/sql/app.py").pool
+    run, given = pool.run, {}
+
+    async def noted(name, *arguments, deadline_s):
+        given[name] = deadline_s
+        return await run(name, *arguments, deadline_s=deadline_s)
+
+    monkeypatch.setattr(pool, "run", noted)
+    assert (await gym.post("/verify", request(TASK, "SELECT count(*) FROM t")))["reward"] == 1.0
+    assert given == {"expect": 2.0, "grade": 4.0}
+
+
 async def test_a_gold_query_that_fails_is_not_a_verdict(gym):
     answer = await gym.post("/verify", request({**TASK, "gold": "SELECT nome FROM t"}, "SELECT count(*) FROM t"))
     assert (answer["reward"], answer["outcome"], answer["reason"]) == (None, "gold_error", "no such column: nome")
