@@ -227,7 +227,7 @@ def _items(value: Any) -> list[str]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):  # RecursionError: nested too deeply
             value = value.strip().removeprefix("[").removesuffix("]").split(",")
     return [folded(str(item)).strip("\"'` ") for item in (value if isinstance(value, list) else [value]) if str(item)]
 
@@ -280,7 +280,11 @@ def _common(ours: list[str], theirs: list[str]) -> int:
 
 def grid(found: str, expected: Any, _: list[str]) -> float:
     """The same rows of numbers, written as JSON or as lines."""
-    rows = [list(map(int, re.findall(r"-?\d+", part))) for part in re.split(r"\]\s*,?\s*\[|\n|\\\\", found)]
+    parts = re.split(r"\]\s*,?\s*\[|\n|\\\\", found)
+    try:
+        rows = [list(map(int, re.findall(r"-?\d+", part))) for part in parts]
+    except ValueError:  # a number of more digits than Python converts
+        return 0.0
     return float([row for row in rows if row] == expected)
 
 
@@ -292,7 +296,7 @@ def schedule(found: str, expected: Any, _: list[str]) -> float:
             name: (minutes(e["start_time"]), minutes(e["start_time"]) + e["duration"]) for name, e in events.items()
         }
         kept = spans.keys() == expected.keys() and all(_keeps(spans[name], expected[name]) for name in spans)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0.0
     in_order = sorted(spans.values())
     return float(kept and all(a[1] <= b[0] for a, b in itertools.pairwise(in_order)))

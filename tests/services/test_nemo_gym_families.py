@@ -195,6 +195,20 @@ async def test_soft_comparison_is_one_minus_the_word_error_rate(answer, edits):
     assert found["reward"] == 1 - edits / 4
 
 
+@pytest.mark.parametrize(
+    ("compare", "expected", "answer"),
+    [
+        ("set_f1", ["a"], "[" * 100_000),
+        ("same_list", ["a"], "[" * 100_000),
+        ("schedule", {"0": {"duration": 60, "constraint": None, "min_time": "9am", "max_time": "17:00"}}, "[" * 100_000),
+        ("grid", [[1]], "9" * 5000),
+    ],
+)
+async def test_an_answer_that_python_cannot_read_gets_0(compare, expected, answer):
+    (found,) = await verdicts({"compare": compare, "extract": ["text"]}, {"expected_answer": expected}, answer)
+    assert found["reward"] == 0
+
+
 async def test_long_texts_are_cut_alike_before_their_words_are_compared():
     text = " ".join(f"w{number}" for number in range(12_000))
     same, half, other = await verdicts(

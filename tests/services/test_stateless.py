@@ -88,6 +88,13 @@ def remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "STATELESS_S", 3600.0)
 
 
+async def test_a_row_without_parameters_is_refused_in_the_same_way_once_the_server_is_known() -> None:
+    async with house(OPTIONS, gym=gym_server(verify=verify), **others()) as peers:
+        await peers["agent"].post("/run", ROW)
+        with pytest.raises(ServiceError, match="'responses_create_params': Field required"):
+            await peers["agent"].post("/run", {"answer": "3"})
+
+
 @pytest.mark.parametrize(
     ("declared", "stateless"),
     [

@@ -364,7 +364,7 @@ class _Stateless:
 
 def _digest(row: Json) -> bytes:
     """The same for all rollouts of a row, which differ by index and by seed (in the metadata's extra_body)."""
-    params = row["responses_create_params"]
+    params = row.get("responses_create_params") or {}
     metadata = {**(params.get("metadata") or {}), "extra_body": None}
     same = {**row, "_ng_rollout_index": None, "responses_create_params": {**params, "metadata": metadata}}
     return blake2b(orjson.dumps(same), digest_size=16).digest()
