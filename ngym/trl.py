@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
 from threading import Thread
@@ -165,6 +166,7 @@ class TrlGym:
         }:
             raise UsageError(f"{self.name}: TRL cannot call a tool {min(hidden)!r}; give it another name")
         self.environment: type[Episode] = type(self.name, (Episode,), {**methods, "_gym": self})
+        self.verify = _named(self.name, self.verify)  # type: ignore[method-assign]
 
     def tasks(self, path: str | Path) -> list[dict[str, Any]]:
         """The rows of a JSONL file for `Dataset.from_list`: `prompt` (chat messages), `row` (JSON), `environment`.
@@ -188,8 +190,9 @@ class TrlGym:
         """The reward function: /verify's reward of each completion, None for one that could not be scored.
 
         Rollouts of other environments get None. Without `environment_factory`, for a gym server without tools, each
-        completion is verified with its `row`. The share without a reward is logged as `unscored`, also of no rollouts:
-        TRL waits until each of its processes has logged the same names.
+        completion is verified with its `row`. `unscored` is logged as 0 or 1 for each rollout: TRL's mean over all
+        functions and processes is then the share without a reward. TRL logs the rewards as `rewards/NAME/mean`, by the
+        `name` of the gym server.
 
         Raises:
             ServiceError: no rollout of a batch could be scored, because the gym server failed for each.
@@ -203,8 +206,9 @@ class TrlGym:
         if failures and len(failures) == len(own):
             raise failures[0]  # without a reward there is nothing to train on
         if log_metric is not None:
-            unscored = len(own) - sum(reward is not None for reward in rewards)
-            log_metric("unscored", unscored / max(1, len(own)))
+            for episode, reward in zip(mine, rewards, strict=True):
+                if episode is not None:
+                    log_metric("unscored", float(reward is None))
         return rewards
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -241,6 +245,17 @@ class TrlGym:
             episode = self.environment()
             episode.reset(row)
             yield episode
+
+
+def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under this name: TRL mixes the metrics of reward functions that have the same one."""
+
+    @wraps(function)
+    def named(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    named.__name__ = name
+    return named
 
 
 async def _all_verified(

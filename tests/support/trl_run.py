@@ -1,4 +1,4 @@
-"""A real GRPOTrainer run for tests/trainer/test_trl.py: URL ROWS -> TRL's log as one JSON line. The policy has learnt the calls by heart."""
+"""A real GRPOTrainer run for tests/trainer/test_trl.py: ROWS CONFIG NAME... -> TRL's log as one JSON line. The policy has learnt the calls by heart."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TOKENIZER = ROOT / "data" / "tiny_policy" / "tokenizer"
 STEPS = 2
 
 
-def main(url: str, rows: str) -> None:
+def main(rows: str, config: str, *names: str) -> None:
     set_seed(0)
-    gym = TrlGym(url)
-    tasks = gym.tasks(rows)
+    gyms = [TrlGym(name, config) for name in names]
+    tasks = [task for gym in gyms for task in gym.tasks(rows)]
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.response_template = qwen3_template
-    tools = [gym.environment().add]  # type: ignore[attr-defined]
+    tools = [gyms[0].environment().add]  # type: ignore[attr-defined]
     model = taught(tokenizer, [demonstration(tokenizer, task, tools) for task in tasks])
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
@@ -38,8 +38,8 @@ def main(url: str, rows: str) -> None:
             args=args,
             processing_class=tokenizer,
             train_dataset=Dataset.from_list(tasks),
-            environment_factory=gym.environment,
-            reward_funcs=gym.verify,
+            environment_factory={gym.name: gym.environment for gym in gyms},
+            reward_funcs=[gym.verify for gym in gyms],
         )
         trainer.train()
     print(json.dumps([step for step in trainer.state.log_history if "reward" in step]))

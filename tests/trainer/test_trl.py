@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import Signature
 from pathlib import Path
 from typing import Any, Literal
@@ -120,9 +120,10 @@ def test_each_episode_has_a_session_of_its_own_and_is_scored_by_verify() -> None
     with served(counter()) as gym:
         right, wrong, null = begun(gym), begun(gym), begun(gym, scored=False)
         assert right.add(amount=5) == '{"total":5}' and wrong.add(amount=4) == '{"total":4}'
-        logged: dict[str, float] = {}
-        rewards = gym.verify([said("done")] * 3, [right, wrong, null], log_metric=logged.__setitem__)
-    assert rewards == [1.0, 0.0, None] and logged["unscored"] == pytest.approx(1 / 3)
+        logged: list[tuple[str, float]] = []
+        rewards = gym.verify([said("done")] * 3, [right, wrong, null], log_metric=lambda *metric: logged.append(metric))
+    assert rewards == [1.0, 0.0, None]
+    assert logged == [("unscored", 0.0), ("unscored", 0.0), ("unscored", 1.0)]  # TRL logs the mean: 1/3
 
 
 def test_an_episode_can_be_used_again() -> None:
@@ -228,10 +229,23 @@ def test_rollouts_of_another_gym_server_are_left_to_it() -> None:
     with served(counter()) as gym, served(counter()) as other:
         mine = begun(gym)
         mine.add(amount=5)
-        assert gym.verify([said("done")] * 2, [mine, begun(other)]) == [1.0, None]
-        logged: dict[str, float] = {}
-        assert gym.verify([said("done")], [begun(other)], log_metric=logged.__setitem__) == [None]
-    assert logged == {"unscored": 0.0}  # TRL gathers each name from all processes, and would wait for this one
+        logged: list[tuple[str, float]] = []
+        rewards = gym.verify([said("done")] * 2, [mine, begun(other)], log_metric=lambda *metric: logged.append(metric))
+        assert rewards == [1.0, None]
+        assert gym.verify([said("done")], [begun(other)], log_metric=lambda *metric: logged.append(metric)) == [None]
+    assert logged == [("unscored", 0.0)]  # of its own rollout: a value for the others would change the mean
+
+
+def test_the_reward_function_has_the_name_of_its_gym_server(tmp_path: Path) -> None:
+    config = tmp_path / "global_config.yaml"
+    with served(counter()) as gym, served(counter()) as other:
+        urls = {"first": gym.peer.url(), "second": other.peer.url()}
+        config.write_text(json.dumps({name: {"kind": "gym_server", "url": url} for name, url in urls.items()}))
+        first, second = TrlGym("first", config), TrlGym("second", config)
+        assert [first.verify.__name__, second.verify.__name__] == ["first", "second"]  # else TRL mixes their metrics
+        episode = begun(second)
+        episode.add(amount=5)
+        assert second.verify([said("done")], [episode]) == [1.0] and first.verify([said("done")], [episode]) == [None]
 
 
 def test_rows_become_prompts_that_end_with_the_users_turn(tmp_path: Path) -> None:
@@ -325,16 +339,25 @@ def test_a_name_is_looked_up_in_the_run_of_the_folder(tmp_path: Path) -> None:
         assert TrlGym("gym", config).peer.url() == url
 
 
+@pytest.mark.parametrize("names", [["one"], ["one", "two"]], ids=len)
 @pytest.mark.soak  # importing TRL alone takes ten seconds
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
-def test_grpo_trainer_calls_the_tools_and_is_not_misled_by_what_could_not_be_scored(tmp_path: Path) -> None:
+def test_grpo_trainer_calls_the_tools_and_is_not_misled_by_what_could_not_be_scored(
+    tmp_path: Path, names: list[str]
+) -> None:
     rows = written(tmp_path / "rows.jsonl", row(target=5), row(target=3, scored=False))
-    program = SUPPORT / "trl_run.py"
-    with served(gym_server(tools=[add], verify=verify)) as gym:
-        command = [sys.executable, "-W", "ignore", str(program), gym.peer.url(), str(rows)]
+    config, program = tmp_path / "global_config.yaml", SUPPORT / "trl_run.py"
+    with ExitStack() as running:
+        gyms = [running.enter_context(served(gym_server(tools=[add], verify=verify))) for _ in names]
+        urls = {name: gym.peer.url() for name, gym in zip(names, gyms, strict=True)}
+        config.write_text(json.dumps({name: {"kind": "gym_server", "url": url} for name, url in urls.items()}))
+        command = [sys.executable, "-W", "ignore", str(program), str(rows), str(config), *names]
         ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     for step in json.loads(ended.stdout.splitlines()[-1]):
         assert step["tools/call_frequency"] > 0.5 and step["tools/failure_frequency"] < 0.5
-        assert step["unscored"] == 0.5  # of each two tasks one
-        assert step["reward"] > 0.5  # the mean of the others
+        assert 0 <= step["unscored"] <= 1
+        scored = [step[f"rewards/{name}/mean"] for name in names if step[f"rewards/{name}/mean"] is not None]
+        assert step["reward"] > 0.5 and min(scored) > 0.5  # the means of those that have a reward
+        if len(names) == 1:
+            assert step["unscored"] == 0.5  # of each two tasks one
