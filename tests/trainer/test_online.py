@@ -19,10 +19,10 @@ from trainer_service import GROUP, TASKS, arguments, free_port, metrics_of, new_
 from transformers import AutoModelForCausalLM
 
 from ngym.config.service_config import load_config
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, UsageError
 from ngym.peers import Peers
 from ngym.trainer.data import samples
-from ngym.trainer.engine import engine
+from ngym.trainer.engine import engine, sanity_checks
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import rollout_stream, services, task_sampler
 from ngym.trainer.recipe import recipe, rollout_options
@@ -81,13 +81,20 @@ def test_every_held_out_rollout_is_kept_with_its_step(finished: tuple[Path, str,
         assert sum(rewards) / len(rewards) == pytest.approx(row["eval/agent/greedy"])
 
 
-async def test_a_prompt_that_does_not_fit_the_context_does_not_count_as_of_other_weights(tmp_path: Path) -> None:
-    """A model server answers it with nothing: no token, and so no version of the weights."""
+TOO_LONG = {"finish_reasons": ["context"], "stop_reason": "context", "turns": 1}
+UNCALLED = {"finish_reasons": [], "stop_reason": "answer", "turns": 0}
+
+
+@pytest.mark.parametrize("trace", [TOO_LONG, UNCALLED], ids=["too long", "no model call"])
+async def test_a_rollout_without_a_sampled_token_does_not_count_as_of_other_weights(
+    tmp_path: Path, trace: dict[str, Any]
+) -> None:
+    """A prompt that does not fit the context, or an agent that does not call the model: no version of the weights."""
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"responses_create_params": {"input": "a long one"}}) + "\n")
     options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
-    trace = {"finish_reasons": ["context"], "stop_reason": "context", "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    async with agents_serving(lambda row: scored(row, 0.0, ng={**trace, "segments": []})) as url:
+    trace = {**trace, "tool_calls": 0, "tool_errors": 0, "segments": []}
+    async with agents_serving(lambda row: scored(row, 0.0, ng=trace)) as url:
         peers = Peers({"agent": [url]}, owner="the test")
         source, spool = task_sampler.TaskSource(options, seed=0), tmp_path / "rollouts.jsonl"
         stream = rollout_stream.RolloutStream(peers, source, options, 1.0, 0, 1, spool, lambda group: True)
@@ -100,7 +107,12 @@ async def test_a_prompt_that_does_not_fit_the_context_does_not_count_as_of_other
     assert taken is not None and (len(taken.rows), taken.stale, taken.lags) == (2, 0, [0, 0])
     assert [samples.problem(row, 1.0) for row in taken.rows] == [None, None]
     read = samples.read_rollouts(spool, 1.0)
-    assert [(rollout.trained, rollout.reward, rollout.truncated) for rollout in read.rollouts] == [(0, 0.0, True)] * 2
+    is_cut = trace["stop_reason"] == "context"
+    assert [(rollout.trained, rollout.reward, rollout.truncated) for rollout in read.rollouts] == [(0, 0.0, is_cut)] * 2
+    with pytest.raises(UsageError, match="2 have no sampled tokens" + r" \(2 without a model call: let" * (not is_cut)):
+        samples.trainable_rollouts(spool, 1.0, frozenset())
+    values = {**samples.described(read), "global_valid_toks": 0}
+    assert ("no rollout has a model call; let" in sanity_checks.NoSignalMonitor().noted(values)) is not is_cut
 
 
 def test_a_step_shows_what_it_saw(finished: tuple[Path, str, Stub]) -> None:

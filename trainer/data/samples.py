@@ -40,6 +40,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text.format": (None, "text"),
     "tool_choice": (None, "auto", "none"),
 }
+NO_MODEL_CALL = (
+    "let the agent call its model by ngym's URL, and use a model server that returns token ids, such as models/vllm"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +169,11 @@ def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -
     read = read_rollouts(path, temperature, fields)
     kept: list[Sample] = [rollout for rollout in read.rollouts if rollout.trained]
     if not kept and (read.rollouts or read.failed or read.unscored):
+        uncalled = sum(rollout.turns == 0 for rollout in read.rollouts)
+        why = f" ({uncalled:,} without a model call: {NO_MODEL_CALL})" if uncalled else ""
         raise UsageError(
             f"{path}: no rollout to train on: {read.failed:,} failed, {read.unscored:,} have the reward null, "
-            f"{len(read.rollouts):,} have no sampled tokens"
+            f"{len(read.rollouts):,} have no sampled tokens{why}"
         )
     return kept
 
@@ -200,15 +205,18 @@ def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset())
     if bent := distorted_sampling(row.get("responses_create_params") or {}, temperature):
         return bent
     segments = row["ng"].get("segments") or []
-    if not segments and not prompt_too_long(row):
+    if not segments and not sampled_nothing(row):
         return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
     return next(filter(None, map(_segment_problem, segments)), None) or missing_field(row, fields)
 
 
-def prompt_too_long(row: Json) -> bool:
-    """Whether no token of a rollout was sampled, because already its prompt did not fit the model's context."""
+def sampled_nothing(row: Json) -> bool:
+    """Whether no token of a rollout was sampled: already its prompt did not fit the model's context, or its agent did
+    not call the model.
+    """
     reasons = row["ng"].get("finish_reasons") or []
-    return bool(reasons) and all(reason == "context" for reason in reasons)
+    too_long = bool(reasons) and all(reason == "context" for reason in reasons)
+    return too_long or (row["ng"].get("turns") == 0 and not row["ng"].get("policy_version"))
 
 
 def missing_field(row: Json, fields: Iterable[str]) -> str | None:

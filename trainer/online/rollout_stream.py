@@ -41,7 +41,7 @@ from ngym.files.row_log import RowLog
 from ngym.peers import Peers
 from ngym.schema import Json, is_failed_attempt, is_pending
 
-from ..data.samples import prompt_too_long
+from ..data.samples import sampled_nothing
 from ..recipe.rollout_options import RolloutOptions
 from .task_sampler import DrawnTask, Task, TaskSource
 
@@ -418,7 +418,7 @@ class RolloutStream:
         versions = outcome.row["ng"].get("policy_version") or [NEVER_PUSHED]
         oldest = (
             self._step
-            if is_failed_attempt(outcome.row) or prompt_too_long(outcome.row)
+            if is_failed_attempt(outcome.row) or sampled_nothing(outcome.row)
             else min(self._learned.get(one, NEVER_PUSHED) for one in versions)
         )
         outcome.row[TRAINER_FIELD] = {"task": group.task.key, "oldest": oldest}
