@@ -188,8 +188,9 @@ class FileSource:
         self._held_out_digest = {evaluated: file_batches.digest(evaluated)} if evaluated is not None else {}
         options = recipe.algorithm
         drops = isinstance(options, PolicyGradientOptions) and options.shaping.drop_truncated
+        teachers, budget = _has_teachers(recipe), recipe.micro_batch_tokens
         self._samples = file_batches.prepared(
-            recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say, drops_truncated=drops
+            recipe.data, algorithm, tokenizer, learner, budget, say, drops_truncated=drops, teachers=teachers
         )
         self.steps = file_batches.steps(self._samples, recipe)
         for line in file_run_sizes(recipe, self._samples, self.steps, read_launch()):
@@ -238,6 +239,10 @@ class FileSource:
         return {"digest": self._digest, "held_out": self._held_out_digest}
 
 
+def _has_teachers(recipe: Recipe) -> bool:
+    return isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.teacher is not None
+
+
 def _held_out(parts: Parts, say: Say) -> list[Sample]:
     """The held-out samples of a run on a file, prepared with the policy that the run starts from."""
     recipe, learner, algorithm, tokenizer = parts
@@ -247,9 +252,9 @@ def _held_out(parts: Parts, say: Say) -> list[Sample]:
         say("evaluation.tasks need live rollouts, and this run trains on a file: evaluation is off")
         return []
     data = DataOptions(path=recipe.evaluation.data, max_tokens=recipe.data.max_tokens)
-    budget, limit = recipe.micro_batch_tokens, recipe.evaluation.limit
+    budget, limit, teachers = recipe.micro_batch_tokens, recipe.evaluation.limit, _has_teachers(recipe)
     return file_batches.prepared(
-        data, algorithm, tokenizer, learner, budget, lambda text: say(f"held-out: {text}"), limit
+        data, algorithm, tokenizer, learner, budget, lambda text: say(f"held-out: {text}"), limit, teachers=teachers
     )
 
 

@@ -151,10 +151,12 @@ def served(
     change: Change = lambda said, ids: said,
     tokens: Callable[[list[int]], list[int]] = list,
     problems: Sequence[int | type[Exception] | None] = (),
+    context: int | None = None,
 ) -> Iterator[tuple[str, list[int]]]:
     """vLLM's two routes over a network in this folder; `change` alters its prompt_logprobs. Yields url and calls.
 
     problems: of the first requests in turn: a status, an exception after which the connection is closed, or none.
+    context: as /tokenize returns it.
     """
     ahead = iter(problems)
     network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -169,7 +171,8 @@ def served(
             if problem is not None:
                 return None
             if self.path == "/tokenize":
-                answer: Any = {"tokens": tokens(tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"])}
+                ids = tokens(tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"])
+                answer: Any = {"tokens": ids, "max_model_len": context}
             else:
                 ids = asked["token_ids"]
                 calls.append(len(ids))
@@ -491,6 +494,37 @@ def answered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]],
     return samples.RolloutSample(segments=(segment,), group="a", reward=0.0, task=fields, **told)
 
 
+def test_rollouts_that_are_too_long_for_a_teacher_train_nothing(setup: Setup, master: Path) -> None:
+    """The network's context is 256 tokens; a server has 16, one of which it samples."""
+
+    def prepared(teacher_options: dict[str, Any], *lengths: int) -> list[int]:
+        options = algorithms.DistillationOptions.model_validate({"teacher": teacher_options})
+        assert options.teacher is not None
+        teachers = teacher.open_teachers(setup, options.teacher, 1.0)
+        algorithm = policy_gradient.PolicyGradient(options, 1, None, teachers)
+        given = [rollout(1.0, str(length), [(length - 3, length - 2)]) for length in lengths]
+        found = algorithm.prepare(given, setup.engine, 512)
+        return [sample.longest for sample in found]
+
+    assert prepared({"path": str(master)}, 256, 257) == [256]
+    assert prepared({"path": str(master)}, 300) == []
+    with served(master, context=16) as (url, _):
+        assert prepared({"url": url}, 15, 16) == [15]
+    with served(master) as (url, _):  # it does not tell its context
+        assert prepared({"url": url}, 16) == [16]
+
+
+def test_a_hint_needs_room_in_the_context(setup: Setup, tokenizer: PreTrainedTokenizerBase) -> None:
+    question = {"role": "user", "content": "What is 2 + 3?"}
+    given = answered(tokenizer, [question], "It is 5.", expected_answer="5")
+    place = setup.engine.policy.context - given.longest
+    named = {"current_policy": True, "hint": "The answer is {expected_answer}."}
+    teachers = teacher.open_teachers(setup, objective.Teacher.model_validate(named), 1.0)
+    [segment] = given.segments
+    longer = replace(segment, token_ids=[*segment.token_ids, *[20] * place])
+    assert teachers.fits(given) and not teachers.fits(replace(given, segments=(longer,)))
+
+
 @pytest.mark.parametrize("source", ["current_policy", "path"])
 def test_a_hint_is_a_message_that_only_the_teacher_sees(
     setup: Setup, student: Path, tokenizer: PreTrainedTokenizerBase, source: str
@@ -541,10 +575,13 @@ def test_a_live_run_learns_from_itself_with_a_hint(
         for number, task in enumerate(tasks):
             messages = [{"role": "user", "content": f"What is {number} + 1?"}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            task |= {"prompt": tokenizer.encode(text, add_special_tokens=False), "sum": {"is": number + 1}}
+            known = number + 1 if number % 3 else "x " * 300  # with this hint it is too long
+            task |= {"prompt": tokenizer.encode(text, add_special_tokens=False), "sum": {"is": known}}
         (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
         words.append('algorithm.teacher={current_policy: true, hint: "It is {sum.is}."}')
         said, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
         assert process.returncode == 0, said
     rows = [row for row in metrics_of(tmp_path) if "teacher_kl" in row]
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+    assert any(row["teacher_too_long"] for row in rows), rows
+    assert said.count("are longer than a teacher's context (with its hint): they train nothing") == 1, said

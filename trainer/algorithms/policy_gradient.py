@@ -49,12 +49,6 @@ if TYPE_CHECKING:
     from ..model.packing import MicroBatch
 
 
-def with_advantages(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
-    """The rollouts with `advantages`; with estimator gae, which reads their `values`, also with `returns`."""
-    rollouts = _with_reward_advantages(options, rollouts)
-    return rollouts if options.teacher is None else _with_teacher_advantages(options.teacher, rollouts)
-
-
 def _with_teacher_advantages(options: Teacher, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with the teacher's part of their advantages: of each token, minus a sample of the reverse KL. A
     divergence of whole distributions has no part in them.
@@ -72,7 +66,7 @@ def _with_teacher_advantages(options: Teacher, rollouts: Sequence[RolloutSample]
 
 
 def _with_reward_advantages(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
-    """The rollouts with the advantages of their rewards."""
+    """The rollouts with the `advantages` of their rewards; with estimator gae, which reads `values`, also `returns`."""
     objective, lengths = options.objective, [rollout.trained for rollout in rollouts]
     advantage = objective.advantage
     coef = objective.kl.coef if objective.kl.where == "reward" else 0.0
@@ -203,7 +197,7 @@ class PolicyGradient:
         return trainable_rollouts(path, options.temperature, options.task_fields)
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
-        """The rollouts that have a learning signal, with their advantages.
+        """The rollouts that have a learning signal and fit their teachers' contexts, with their advantages.
 
         Raises:
             UsageError: the rewards have no components, and the recipe normalizes each.
@@ -226,11 +220,14 @@ class PolicyGradient:
             asked["values"] = engine.values
         for name, of_packed in asked.items():
             rollouts = with_values(rollouts, name, score(rollouts, of_packed, engine, budget))
-        if self._teacher is not None:
-            rollouts = with_values(rollouts, "teacher", self._teacher.scores(rollouts, engine, budget))
-        rollouts = with_advantages(self._options, rollouts)
-        dropped = self._options.shaping.drop_truncated
-        return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]
+        rollouts = _with_reward_advantages(self._options, rollouts)
+        if self._options.shaping.drop_truncated:
+            rollouts = [rollout for rollout in rollouts if not rollout.truncated]
+        if self._teacher is None or self._options.teacher is None:
+            return list(rollouts)
+        rollouts = [rollout for rollout in rollouts if self._teacher.fits(rollout)]
+        rollouts = with_values(rollouts, "teacher", self._teacher.scores(rollouts, engine, budget))
+        return list(_with_teacher_advantages(self._options.teacher, rollouts))
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         rollouts = cast(Sequence[RolloutSample], samples)

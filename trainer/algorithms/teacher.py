@@ -13,6 +13,7 @@ value of that token changes, and no other.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -57,6 +58,10 @@ CACHED_ANSWERS = 4096  # answers for segments that are scored again
 class OpenTeacher(Protocol):
     """A validated teacher."""
 
+    @property
+    def context(self) -> int:
+        """The tokens of the longest segment that it scores."""
+
     def logprobs(self, packed: MicroBatch) -> Tensor:
         """Its log-probabilities of the trained tokens, [N], without a gradient."""
 
@@ -69,6 +74,14 @@ class Teachers:
 
     def __init__(self, each: Sequence[tuple[TeacherShare, OpenTeacher, Hint | None]]) -> None:
         self._each = each
+
+    def fits(self, rollout: RolloutSample) -> bool:
+        """Whether the rollout fits the contexts of its teachers, with their hints."""
+        return all(
+            (rollout if hint is None else hint.inserted(rollout)).longest <= teacher.context
+            for share, teacher, hint in self._each
+            if not share.agents or rollout.agent in share.agents
+        )
 
     def scores(self, rollouts: Sequence[RolloutSample], engine: Engine, budget: int) -> Sequence[Sequence[list[float]]]:
         """The weighted mean of the teachers' log-probabilities, by rollout, by segment, by sampled token.
@@ -231,6 +244,10 @@ class CurrentPolicy:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
+    @property
+    def context(self) -> int:
+        return self._engine.policy.context
+
     def logprobs(self, packed: MicroBatch) -> Tensor:
         assert isinstance(self._engine.policy, Policy)
         check_context(packed, self._engine.policy, "algorithm.teacher.hint: the policy")
@@ -246,6 +263,10 @@ class Checkpoint:
     def __init__(self, policy: Policy, key: str) -> None:
         self._policy = policy
         self._key = key
+
+    @property
+    def context(self) -> int:
+        return self._policy.context
 
     @torch.no_grad()
     def logprobs(self, packed: MicroBatch) -> Tensor:
@@ -284,6 +305,15 @@ class Server:
         self._pool = ThreadPoolExecutor(CALLS, "teacher")
         self._top_k = top_k
         self._kept: OrderedDict[bytes, list[Any]] = OrderedDict()
+        self._max_model_len: int | None = None
+
+    @property
+    def context(self) -> int:
+        """Without the token that a request samples. A server that does not tell its context has no limit here."""
+        if self._max_model_len is None:
+            self.tokens(KNOWN_TEXT)
+        assert self._max_model_len is not None
+        return self._max_model_len - 1
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
         said = [place[0] for of_segment in self._places(packed) for place in of_segment]
@@ -302,6 +332,7 @@ class Server:
     def tokens(self, text: str) -> list[int]:
         """The server's own token ids of a text."""
         answer = self._post("/tokenize", {"prompt": text, "add_special_tokens": False})
+        self._max_model_len = answer.get("max_model_len") or sys.maxsize
         return list(answer["tokens"])
 
     def ask_again(self) -> None:

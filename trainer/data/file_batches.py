@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 Say = Callable[[str], None]
+TOO_LONG = "are longer than a teacher's context (with its hint)"
 
 
 def check(data: DataOptions, tree: ConfigTree) -> None:
@@ -61,10 +62,12 @@ def prepared(
     say: Say,
     limit: int | None = None,
     drops_truncated: bool = False,
+    teachers: bool = False,
 ) -> list[Sample]:
     """The samples of the file that fit and have a learning signal; reports what is left out.
 
-    limit: the first samples only. drops_truncated: the algorithm leaves out truncated rollouts.
+    limit: the first samples only. drops_truncated: the algorithm leaves out truncated rollouts. teachers: it has
+    teachers, which need no learning signal and may be too small for a sample.
 
     Raises:
         UsageError: no sample is left.
@@ -83,7 +86,10 @@ def prepared(
     if cut:
         say(f"{cut:,} of {len(kept):,} rollouts are truncated (algorithm.shaping.drop_truncated): left out")
     if len(samples) < len(kept) - cut:
-        say(f"{len(kept) - cut - len(samples):,} of {len(kept):,} samples have no learning signal: left out")
+        reason = TOO_LONG if teachers else "have no learning signal"
+        say(f"{len(kept) - cut - len(samples):,} of {len(kept):,} samples {reason}: left out")
+    if not samples and teachers and cut < len(kept):
+        raise UsageError(f"{data.path}: no sample to train on: {len(kept) - cut:,} {TOO_LONG}")
     if not samples:
         truncated = ", or the rollout is truncated (algorithm.shaping.drop_truncated)" if cut else ""
         raise UsageError(

@@ -289,6 +289,8 @@ def _why(values: Mapping[str, float]) -> str:
         return f"no rollout has a reward ({counts})"
     if values.get("num_turns") == 0:
         return f"no rollout has a model call; {NO_MODEL_CALL}"
+    if values.get("teacher_too_long"):
+        return f"no rollout fits the teacher's context ({values['teacher_too_long']:,.0f} are too long)"
     if values.get("frac_reward_zero_std") == 1:
         return (
             f"in every group all rewards are equal (their mean is {values['reward/mean']:.3f}), so there is no learning "

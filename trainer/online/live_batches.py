@@ -21,6 +21,7 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 from ..algorithms import Algorithm
+from ..data.file_batches import TOO_LONG
 from ..data.samples import Batch, ReadRollouts, RolloutSample, Sample, add_row, described, problem
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
@@ -97,7 +98,7 @@ class LiveBatches:
         say: receives the first failure of a rollout.
         """
         self._evaluation = evaluation
-        failed = False
+        failed = too_long = False
         for step in range(done, self._steps):
             sync_s = self._publish(step)
             began = time.monotonic()
@@ -112,16 +113,31 @@ class LiveBatches:
                 )
             self._weight_sync.train()
             samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
+            if (unfit := self._too_long(read, samples)) and not too_long:
+                too_long = True
+                say(
+                    f"step {step + 1}: {unfit:,} rollouts {TOO_LONG}: they train nothing (teacher_too_long in the metrics)"
+                )
             self._record(step + 1, samples)
             times = {
                 "time/weight_sync": sync_s,
                 "time/generation": collected - began,
                 "time/logprob": time.monotonic() - collected,
             }
+            values |= {} if unfit is None else {"teacher_too_long": unfit}
             values = {**described(read), **values, **times, "policy_version": self._weight_sync.version}
             yield Batch(self._split(samples, step), values)
         self._publish(self._steps, last=True)
         self._weight_sync.train()
+
+    def _too_long(self, read: ReadRollouts, samples: Sequence[Sample]) -> int | None:
+        """How many rollouts a teacher left out; None without a teacher."""
+        options = self._recipe.algorithm
+        assert isinstance(options, PolicyGradientOptions)
+        if options.teacher is None:  # with one, no rollout is left out for its reward
+            return None
+        drops = options.shaping.drop_truncated
+        return sum(one.trained > 0 and not (drops and one.truncated) for one in read.rollouts) - len(samples)
 
     def _record(self, step: int, samples: Sequence[Sample]) -> None:
         """Append the mean advantage of each trained rollout, for the viewer; a resumed run repeats steps, and the last line

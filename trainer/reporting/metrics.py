@@ -141,6 +141,7 @@ MEASURED = {
     "teacher_divergence": "Distillation with teacher.beta: mean divergence from the teacher, over sampled tokens.",
     "teacher_kl": "Distillation: mean of log p of the policy - log p of the teacher, over sampled tokens.",
     "teacher_tokens": "Distillation: tokens that the teacher scored for an optimizer step, prompts included.",
+    "teacher_too_long": "Distillation, live: rollouts that train nothing because a teacher's context is too small.",
     # the critic's
     "value_loss": "Half the squared error of the critic, clipped.",
     "value_clip_ratio": "Share of values for which the clipped error was the larger one.",
