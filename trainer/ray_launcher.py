@@ -31,13 +31,16 @@ from ngym.supervise.service import ReplicaState, describe_exit
 from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 from ngym.supervise.supervisor import Supervisor
 
+from .checkpoints import FOLDER as CHECKPOINTS
+from .checkpoints import NAME
 from .online.services import HEAD, config_for, config_for_agents, serving_options
 from .recipe.recipe import Recipe, TrainerOptions
-from .run_folder import RESOLVED
+from .run_folder import METRICS, RESOLVED, summary
 from .train import agents_of, checked
 
 PLACEMENT_TIMEOUT_S = 600.0
 USAGE, TRY_AGAIN, INTERRUPTED = 2, 75, 130  # exit codes that another group of ranks does not change
+FIRST_SIGNAL = 128  # exit codes from here on, and negative ones, are of processes that were killed or lost
 RANK_VARIABLES = (
     "CUDA",
     "DS",
@@ -140,14 +143,25 @@ class _Run:
             rank.signal(number)
 
     async def _until_done(self, environment: Mapping[str, str]) -> int:
-        """Run groups of ranks until one succeeds, another one would not help, or too many have failed."""
+        """Run groups of ranks until one succeeds, another one would not help, or too many have failed.
+
+        Raises:
+            NgymError: too many have failed, or two in the same way at the same place.
+        """
         continues, earlier = self._first, self._recipe_file()
+        failure: tuple[int, object] | None = None
         for left in reversed(range(self._options.max_failures + 1)):
             code = await self._group(environment, continues)
             if self._stopping and not 0 <= code <= 255:  # the rank could not handle the signal, or is lost
                 return INTERRUPTED
             if code == 0 or self._stopping or code in (USAGE, TRY_AGAIN, INTERRUPTED):
                 return code
+            before, failure = failure, (code, self._progress())
+            if failure == before and 0 < code < FIRST_SIGNAL:
+                raise NgymError(
+                    f"the ranks failed twice in the same way ({describe_exit(code)}), the second time without a new step or "
+                    "checkpoint, so they do not start again; their lines above say why"
+                )
             if left:
                 _say(f"a rank ended ({describe_exit(code)}); all start again, after the last checkpoint ({left} left)")
             began = self._recipe_file() not in (None, earlier)
@@ -163,6 +177,12 @@ class _Run:
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_mtime_ns
+
+    def _progress(self) -> tuple[list[str], int | None]:
+        """The checkpoints of the run, and the step of the last entry of its metrics."""
+        output = self._recipe.output
+        found = sorted(folder.name for folder in (output / CHECKPOINTS).glob("step-*") if NAME.fullmatch(folder.name))
+        return found, summary(output)["last"].get("step") if (output / METRICS).exists() else None
 
     async def _group(self, environment: Mapping[str, str], continues: Sequence[str]) -> int:
         """Run one group; returns the first exit code that is not 0."""

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from ngym.cli.train import main
 from ngym.config.shipped_files import shipped
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, NgymError
 from ngym.files.atomic import write_whole
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
@@ -215,7 +215,7 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
         groups.append(continues)
         if begins and len(groups) == 1:
             write_whole(tmp_path / "run" / "recipe.yaml", b"seed: 0\n")
-        return 1 if len(groups) < 3 else 0
+        return [1, -signal.SIGKILL, 0][len(groups) - 1]
 
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
     run = ray_launcher._Run(recipe, [*files, *overrides], True, False)
@@ -241,6 +241,44 @@ def test_ranks_on_ray_do_not_start_again_where_that_changes_nothing(
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
     run = ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
     assert asyncio.run(run._until_done({})) == code and groups == [code]
+
+
+@pytest.mark.parametrize(
+    ("code", "reached", "starts"),
+    [
+        (1, [0, 0, 0, 0], 2),  # a check that fails before the first step
+        (1, [7, 7, 7, 7], 2),
+        (1, [3, 7, 7, 7], 3),
+        (1, [1, 2, 3, 4], 4),
+        (-signal.SIGKILL, [0, 0, 0, 0], 4),  # not of the ranks' own making
+        (256, [0, 0, 0, 0], 4),
+    ],
+)
+@pytest.mark.parametrize("by", ["step", "checkpoint"])
+def test_ranks_on_ray_do_not_start_a_third_time_if_they_fail_again_at_the_same_place(
+    code: int, reached: list[int], starts: int, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").touch()
+    words = ["data={path: data.jsonl}", "output=run"]
+    groups: list[int] = []
+
+    async def group(*_: object) -> int:
+        step = reached[len(groups)]
+        groups.append(step)
+        if step and by == "checkpoint":
+            (tmp_path / "run" / "checkpoints" / f"step-{step:06}").mkdir(parents=True, exist_ok=True)
+        elif step:
+            (tmp_path / "run").mkdir(exist_ok=True)
+            (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": {step}}}\n{{"st')
+        return code
+
+    monkeypatch.setattr(ray_launcher._Run, "_group", group)
+    run = ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
+    with pytest.raises(NgymError, match="twice in the same way" if starts < 4 else "failed 4 times"):
+        asyncio.run(run._until_done({}))
+    assert groups == reached[:starts]
 
 
 async def test_ranks_on_ray_see_the_gpus_that_ray_assigns_to_them(
