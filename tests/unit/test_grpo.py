@@ -542,6 +542,19 @@ def test_truncated_rollouts_of_a_file_are_not_counted_as_without_a_learning_sign
         source(lines[:3])
 
 
+def test_samples_that_a_teacher_leaves_out_are_named(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, said = config.DataOptions(path=str(write(tmp_path / "out.jsonl", rows()))), list[str]()
+    algorithm = policy_gradient.PolicyGradient(options(), None, None)
+    monkeypatch.setattr(algorithm, "prepare", lambda kept, *_: kept[3:])
+    file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, said.append, teachers=True)
+    assert said == ["3 of 30 samples are longer than a teacher's context (with its hint): left out"]
+    monkeypatch.setattr(algorithm, "prepare", lambda *_: [])
+    with pytest.raises(UsageError, match="no sample to train on: 30 are longer than a teacher's context"):
+        file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, said.append, teachers=True)
+
+
 def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
