@@ -200,7 +200,11 @@ async def test_soft_comparison_is_one_minus_the_word_error_rate(answer, edits):
     [
         ("set_f1", ["a"], "[" * 100_000),
         ("same_list", ["a"], "[" * 100_000),
-        ("schedule", {"0": {"duration": 60, "constraint": None, "min_time": "9am", "max_time": "17:00"}}, "[" * 100_000),
+        (
+            "schedule",
+            {"0": {"duration": 60, "constraint": None, "min_time": "9am", "max_time": "17:00"}},
+            "[" * 100_000,
+        ),
         ("grid", [[1]], "9" * 5000),
     ],
 )

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
 from ngym.peers import Peers
 from ngym.trainer.data import samples
-from ngym.trainer.engine import engine, sanity_checks
+from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import rollout_stream, services, task_sampler
 from ngym.trainer.recipe import recipe, rollout_options
@@ -111,8 +111,8 @@ async def test_a_rollout_without_a_sampled_token_does_not_count_as_of_other_weig
     assert [(rollout.trained, rollout.reward, rollout.truncated) for rollout in read.rollouts] == [(0, 0.0, is_cut)] * 2
     with pytest.raises(UsageError, match="2 have no sampled tokens" + r" \(2 without a model call: let" * (not is_cut)):
         samples.trainable_rollouts(spool, 1.0, frozenset())
-    values = {**samples.described(read), "global_valid_toks": 0}
-    assert ("no rollout has a model call; let" in sanity_checks.NoSignalMonitor().noted(values)) is not is_cut
+    with nullcontext() if is_cut else pytest.raises(UsageError, match="none of 2 rollouts has a model call; let"):
+        samples.check_model_calls(read.rollouts)
 
 
 def test_a_step_shows_what_it_saw(finished: tuple[Path, str, Stub]) -> None:
@@ -313,6 +313,23 @@ def test_a_run_whose_groups_have_no_learning_signal_says_so_at_once_and_at_the_e
     assert "warning: 3 of 3 steps trained nothing" in said
     assert "no step changed the weights: the saved policy is the one that the run began with" in said
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists() and "Traceback" not in said
+
+
+class NoModelCall(Stub):
+    """Its agent answers without the model."""
+
+    def _rollout(self, row: dict[str, Any], task: int, index: int) -> dict[str, Any]:
+        trace = {"segments": [], "turns": 0, "tool_calls": 0, "tool_errors": 0, "stop_reason": "answer"}
+        return {**super()._rollout(row, task, index), "reward": 1.0, "ng": trace}
+
+
+def test_an_agent_that_does_not_call_the_model_ends_the_run_at_its_first_step(policy: Path, tmp_path: Path) -> None:
+    with serving(NoModelCall(policy)) as stub:
+        said, _ = (process := train(tmp_path, [*arguments(tmp_path, policy, stub, 3), "evaluation=null"])).communicate(
+            timeout=600
+        )
+    assert process.returncode == 2 and "Traceback" not in said, said
+    assert "rollouts has a model call; let the agent call its model by ngym's URL" in said and "step 1/3" not in said
 
 
 def test_one_attempt_at_a_task_has_a_learning_signal_where_no_group_is_compared(policy: Path, tmp_path: Path) -> None:

@@ -160,6 +160,16 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
     return read
 
 
+def check_model_calls(rollouts: Sequence[RolloutSample]) -> None:
+    """
+    Raises:
+        UsageError: there are rollouts, and none of them has a model call: the agent does not use ngym's URL, which no
+            further step would change.
+    """
+    if rollouts and all(rollout.turns == 0 for rollout in rollouts):
+        raise UsageError(f"none of {len(rollouts):,} rollouts has a model call; {NO_MODEL_CALL}")
+
+
 def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -> list[Sample]:
     """The rollouts of a file with a reward and sampled tokens; see `read_rollouts`.
 

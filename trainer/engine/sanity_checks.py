@@ -29,7 +29,7 @@ from torch import Tensor
 from ngym.errors import NgymError
 from ngym.files.atomic import write_whole
 
-from ..data.samples import NO_MODEL_CALL, Batch, Sample
+from ..data.samples import Batch, Sample
 from ..model.packing import MicroBatch, pack
 from ..model.policy import RewardModel
 from .engine import Engine, Update
@@ -287,8 +287,6 @@ def _why(values: Mapping[str, float]) -> str:
     if not values.get("num_valid_samples", 1):
         counts = f"{values['num_failed']:,.0f} failed, {values['num_unscored']:,.0f} unscored"
         return f"no rollout has a reward ({counts})"
-    if values.get("num_turns") == 0:
-        return f"no rollout has a model call; {NO_MODEL_CALL}"
     if values.get("teacher_too_long"):
         return f"no rollout fits the teacher's context ({values['teacher_too_long']:,.0f} are too long)"
     if values.get("frac_reward_zero_std") == 1:

@@ -22,7 +22,16 @@ from ngym.schema import Json
 
 from ..algorithms import Algorithm
 from ..data.file_batches import TOO_LONG
-from ..data.samples import Batch, ReadRollouts, RolloutSample, Sample, add_row, described, problem
+from ..data.samples import (
+    Batch,
+    ReadRollouts,
+    RolloutSample,
+    Sample,
+    add_row,
+    check_model_calls,
+    described,
+    problem,
+)
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
@@ -111,6 +120,8 @@ class LiveBatches:
                     f"step {step + 1}: {read.failed:,} of {total:,} rollouts failed, the first: {read.first_failure}; all "
                     f"failures of the run are in {self._recipe.output / SPOOL_FAILURES}"
                 )
+            if step == done:
+                check_model_calls(read.rollouts)
             self._weight_sync.train()
             samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
             if (unfit := self._too_long(read, samples)) and not too_long:
