@@ -75,7 +75,9 @@ class Template:
             id_ for id_, token in added.items() if token.special and token.content not in (THINK, THOUGHT, CALL, CALLED)
         )
         """Ids that are left out of texts: special tokens, as in vLLM, but not those that the parser reads."""
-        self._kept = lru_cache(PROMPTS_KEPT)(lambda conversation, minute: tuple(self._ids(*orjson.loads(conversation))))
+        self._cached_ids = lru_cache(PROMPTS_KEPT)(
+            lambda conversation, minute: tuple(self._ids(*orjson.loads(conversation)))
+        )
         self._opens = lru_cache(PROMPTS_KEPT)(self._opens_thought)
 
     def prompt(self, request: Json, seen: PriorCall | None) -> list[int]:
@@ -88,13 +90,13 @@ class Template:
         if request.get("tool_choice", "auto") not in ("auto", "none"):
             raise BadRequest("field 'tool_choice': this back end cannot force a call; use auto or none")
         messages = [_template_message(message, index) for index, message in enumerate(request["messages"])]
-        rendered = self._rendered(messages, request)
+        rendered = self._render(messages, request)
         if seen is None or seen.turn_goes_on:
             return rendered
         ids = PriorTokens(list(seen.prompt_token_ids), list(seen.generation_token_ids))
         if begins_with(rendered, ids):
             return rendered
-        history = self._rendered(messages[: seen.place + 1], request)
+        history = self._render(messages[: seen.place + 1], request)
         return splice(rendered, history, ids, self.ends) or rendered
 
     def whole(self, request: Json) -> list[int]:
@@ -104,7 +106,7 @@ class Template:
             BadRequest: as `prompt`.
         """
         messages = [_template_message(message, index) for index, message in enumerate(request["messages"])]
-        return self._rendered(messages, request, prompt=False)
+        return self._render(messages, request, prompt=False)
 
     def in_thought(self, prompt: list[int]) -> bool:
         """Whether the template has opened a reasoning block at the prompt's end."""
@@ -113,7 +115,7 @@ class Template:
     def _opens_thought(self, tail: tuple[int, ...]) -> bool:
         return self.tokenizer.decode(list(tail), skip_special_tokens=False).rstrip().endswith("<think>")
 
-    def _rendered(self, messages: list[Json], request: Json, *, prompt: bool = True) -> list[int]:
+    def _render(self, messages: list[Json], request: Json, *, prompt: bool = True) -> list[int]:
         effort = request.get("reasoning_effort")
         kwargs = {} if effort is None else {"reasoning_effort": effort}
         kwargs |= {"enable_thinking": False} if effort == "none" else {}
@@ -126,7 +128,7 @@ class Template:
         if len(conversation) > KEPT_BYTES:
             return self._ids(messages, kwargs)
         # A group of rollouts has the same prompt. A template may write the time.
-        return list(self._kept(conversation, int(time.time()) // 60))
+        return list(self._cached_ids(conversation, int(time.time()) // 60))
 
     def _ids(self, messages: list[Json], kwargs: Json) -> list[int]:
         try:
@@ -142,12 +144,12 @@ def _template_message(message: Json, index: int) -> Json:
     if not isinstance(content, str | None) and any("text" not in part for part in content):
         raise BadRequest(f"messages[{index}].content: this back end reads text only")
     role = "system" if message["role"] == "developer" else message["role"]
-    said: Json = {"role": role, "content": content_text(content)}
+    result: Json = {"role": role, "content": content_text(content)}
     if message.get("reasoning_content"):
-        said |= dict.fromkeys(("reasoning_content", "reasoning"), message["reasoning_content"])
+        result |= dict.fromkeys(("reasoning_content", "reasoning"), message["reasoning_content"])
     if message.get("tool_calls"):
-        said["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-    return said | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+        result["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return result | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
 
 
 def _call(call: Json) -> Json:
@@ -171,23 +173,23 @@ class Detokenizer:
     def take(self, ids: Iterable[int]) -> str:
         """The text of these further ids."""
         self._ids.extend(ids)
-        return self._more(final=False)
+        return self._new_text(final=False)
 
     def end(self) -> str:
         """The rest, which was held back as an incomplete character."""
-        return self._more(final=True)
+        return self._new_text(final=True)
 
-    def _more(self, *, final: bool) -> str:
+    def _new_text(self, *, final: bool) -> str:
         if self._returned == len(self._ids):
             return ""
-        before = self._decoded(self._ids[self._start : self._returned])
-        text = self._decoded(self._ids[self._start :])
+        before = self._decode(self._ids[self._start : self._returned])
+        text = self._decode(self._ids[self._start :])
         if len(text) <= len(before) or (text.endswith(UNFINISHED) and not final):
             return ""
         self._start, self._returned = self._returned, len(self._ids)
         return text[len(before) :]
 
-    def _decoded(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
 
@@ -196,25 +198,25 @@ class Stops:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
-        self._held = ""
+        self._buffer = ""
         self.met: str | None = None
 
     def take(self, text: str) -> str:
         """The text that is certain; "" once `met` is set."""
         if self.met is not None:
             return ""
-        text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            place, self.met = min(found)
-            self._held = ""
+        text = self._buffer + text
+        matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if matches:
+            place, self.met = min(matches)
+            self._buffer = ""
             return text[:place]
         keep = held_back(text, self._stops)
-        self._held = text[len(text) - keep :]
+        self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def end(self) -> str:
-        text, self._held = self._held, ""
+        text, self._buffer = self._buffer, ""
         return text
 
 
@@ -247,65 +249,65 @@ class AnswerParser:
     def __init__(self, *, in_thought: bool, tools: bool) -> None:
         self._state: Literal["start", "thought", "text", "call"] = "thought" if in_thought else "start"
         self._tools = tools
-        self._held = ""
-        self._said = False
-        self._called = False
+        self._buffer = ""
+        self._has_text = False
+        self._has_calls = False
 
     def take(self, text: str) -> Iterator[AnswerPiece]:
         """The pieces that are certain with this further text."""
-        self._held += text
-        while self._held:
-            state, held = self._state, self._held
+        self._buffer += text
+        while self._buffer:
+            state, buffer = self._state, self._buffer
             yield from getattr(self, f"_{state}")()
-            if (self._state, self._held) == (state, held):
+            if (self._state, self._buffer) == (state, buffer):
                 return
 
     def end(self) -> Iterator[AnswerPiece]:
         """The text that was held back; a call without its end is text."""
-        text, self._held = self._held, ""
+        text, self._buffer = self._buffer, ""
         if self._state == "call":
             text = CALL + text
-        if text.strip() or (text and (self._state == "thought" or (self._said and not self._called))):
+        if text.strip() or (text and (self._state == "thought" or (self._has_text and not self._has_calls))):
             yield AnswerPiece("reasoning" if self._state == "thought" else "text", text)
 
     def _start(self) -> Iterator[AnswerPiece]:
-        stripped = self._held.lstrip()
+        stripped = self._buffer.lstrip()
         if stripped.startswith(THINK):
-            self._held, self._state = stripped[len(THINK) :], "thought"
+            self._buffer, self._state = stripped[len(THINK) :], "thought"
         elif not THINK.startswith(stripped):
             self._state = "text"
         yield from ()
 
     def _thought(self) -> Iterator[AnswerPiece]:
-        text, closer, rest = self._held.partition(THOUGHT)
+        text, closer, rest = self._buffer.partition(THOUGHT)
         if closer:
-            self._held, self._state = rest, "text"
+            self._buffer, self._state = rest, "text"
         else:
-            keep = held_back(self._held, (THOUGHT,))
-            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            keep = held_back(self._buffer, (THOUGHT,))
+            text, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
         if text:
             yield AnswerPiece("reasoning", text)
 
     def _text(self) -> Iterator[AnswerPiece]:
-        before, opener, rest = self._held.partition(CALL) if self._tools else (self._held, "", "")
+        before, opener, rest = self._buffer.partition(CALL) if self._tools else (self._buffer, "", "")
         if opener:
-            self._held, self._state = rest, "call"
+            self._buffer, self._state = rest, "call"
             text = before.rstrip()
         else:
-            keep = held_back(self._held, (CALL,)) if self._tools else 0
-            text = self._held[: len(self._held) - keep]
-            if self._tools or not self._said:
+            keep = held_back(self._buffer, (CALL,)) if self._tools else 0
+            text = self._buffer[: len(self._buffer) - keep]
+            if self._tools or not self._has_text:
                 text = text.rstrip()  # the next text decides whether the space belongs to the text
-            self._held = self._held[len(text) :]
+            self._buffer = self._buffer[len(text) :]
         if text:
-            self._said = True
+            self._has_text = True
             yield AnswerPiece("text", text)
 
     def _call(self) -> Iterator[AnswerPiece]:
-        written, closer, rest = self._held.partition(CALLED)
+        written, closer, rest = self._buffer.partition(CALLED)
         if not closer:
             return
-        self._held, self._state, self._called = rest, "text", True
+        self._buffer, self._state, self._has_calls = rest, "text", True
         yield _read(written)
 
 
@@ -355,13 +357,13 @@ class ChatCodec:
         """Chat chunks as the tokens come; the one with the finish_reason carries the token fields, then comes usage."""
         answer = _Answer(self._model, self._template.tokenizer)
         logprobs = bool(request.get("logprobs"))
-        said: Json = {"role": "assistant"}  # sent with the first piece: an earlier failure is not a stream
+        role_delta: Json = {"role": "assistant"}  # sent with the first piece: an earlier failure is not a stream
         async with aclosing(self._pieces(answer, request, seen, streamed=True)) as pieces:
             async for piece in pieces:
-                yield answer.chunk(said | answer.add(piece), logprobs)
-                said = {}
-        if said:
-            yield answer.chunk(said | {"content": ""}, logprobs)
+                yield answer.chunk(role_delta | answer.add(piece), logprobs)
+                role_delta = {}
+        if role_delta:
+            yield answer.chunk(role_delta | {"content": ""}, logprobs)
         for chunk in answer.last_chunks(logprobs):
             yield chunk
 
@@ -369,38 +371,38 @@ class ChatCodec:
         """The number of tokens of the prompt."""
         return len(await self._prompt(request, None))
 
-    async def _prompt(self, request: Json, seen: PriorCall | None) -> list[int]:
+    async def _prompt(self, request: Json, prior_call: PriorCall | None) -> list[int]:
         """The prompt ids. A long conversation is tokenised in a thread, so that it does not block the event loop."""
         if sum(len(message.get("content") or ()) for message in request["messages"]) < LONG:
-            return self._template.prompt(request, seen)
+            return self._template.prompt(request, prior_call)
         work = asyncio.get_running_loop().run_in_executor
-        return await work(self._thread, self._template.prompt, request, seen)
+        return await work(self._thread, self._template.prompt, request, prior_call)
 
     async def _pieces(
-        self, answer: _Answer, request: Json, seen: PriorCall | None, *, streamed: bool
+        self, answer: _Answer, request: Json, prior_call: PriorCall | None, *, streamed: bool
     ) -> AsyncGenerator[AnswerPiece, None]:
         """Yield the pieces of the answer, and add its tokens to `answer`."""
         template = self._template
-        prompt = answer.prompt = await self._prompt(request, seen)
+        prompt = answer.prompt = await self._prompt(request, prior_call)
         sampling = sampling_of(request, self._context - len(prompt), self._can, streamed=streamed)
         if sampling.max_tokens < 1:
             answer.finish = "length"
             return  # the conversation does not fit: an empty answer, not an error
         text, stops = Detokenizer(template.tokenizer), Stops(sampling.stop)
         tools = bool(request.get("tools")) and request.get("tool_choice") != "none"
-        spoken = AnswerParser(in_thought=template.in_thought(prompt), tools=tools)
+        parser = AnswerParser(in_thought=template.in_thought(prompt), tools=tools)
         async with aclosing(self._generate(prompt, sampling)) as tokens:
             async for sampled in tokens:
                 answer.take(sampled)
-                said = [id_ for id_ in _without_end(sampled, template.ends.any) if id_ not in template.unwritten]
-                for piece in spoken.take(stops.take(text.take(said))):
+                ids = [id_ for id_ in _without_end(sampled, template.ends.any) if id_ not in template.unwritten]
+                for piece in parser.take(stops.take(text.take(ids))):
                     yield piece
                 if stops.met is not None:
                     answer.finish, answer.stop = "stop", stops.met
                     break
-        for piece in spoken.take(stops.take(text.end()) + stops.end()):
+        for piece in parser.take(stops.take(text.end()) + stops.end()):
             yield piece
-        for piece in spoken.end():
+        for piece in parser.end():
             yield piece
 
 
@@ -424,8 +426,8 @@ class _Answer:
         self._logprobs: list[float] = []
         self._versions: list[list[int]] = []
         self._cached: int | None = None
-        self._counted = 0  # tokens whose logprobs were sent
-        self._said: dict[str, list[str]] = {"reasoning_content": [], "content": []}
+        self._logprobs_sent = 0  # tokens whose logprobs were sent
+        self._texts: dict[str, list[str]] = {"reasoning_content": [], "content": []}
         self._calls: list[Json] = []
 
     def take(self, sampled: Sampled) -> None:
@@ -443,7 +445,7 @@ class _Answer:
         """Add a piece, and return it as a delta."""
         if piece.kind != "call":
             name = "reasoning_content" if piece.kind == "reasoning" else "content"
-            self._said[name].append(piece.text)
+            self._texts[name].append(piece.text)
             return {name: piece.text}
         function = {"name": piece.name, "arguments": piece.text}
         call = {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
@@ -452,7 +454,7 @@ class _Answer:
 
     def completion(self, logprobs: bool) -> Json:
         message: Json = {"role": "assistant", "content": None}
-        message |= {name: "".join(parts) for name, parts in self._said.items() if parts}
+        message |= {name: "".join(parts) for name, parts in self._texts.items() if parts}
         if self._calls:
             message["tool_calls"] = self._calls
         if not self._calls and message["content"] is None:
@@ -483,20 +485,20 @@ class _Answer:
     def _ng(self) -> Json:
         return {"ng": {"policy_version": self._versions}} if self._ids else {}
 
-    def _new_logprobs(self, wanted: bool) -> Json:
+    def _new_logprobs(self, include: bool) -> Json:
         """The logprobs of the tokens since the last call, if the client requested them."""
-        if not wanted:
+        if not include:
             return {"logprobs": None}
         entries: list[Json] = []
-        first, self._counted = self._counted, len(self._ids)
+        first, self._logprobs_sent = self._logprobs_sent, len(self._ids)
         for token, logprob in zip(self._ids[first:], self._logprobs[first:], strict=True):
             text = self._tokenizer.decode([token], skip_special_tokens=False)
             entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return {"logprobs": {"content": entries, "refusal": None}}
 
     def _usage(self) -> Json:
-        prompt, said = len(self.prompt), len(self._ids)
-        usage: Json = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+        prompt, completion = len(self.prompt), len(self._ids)
+        usage: Json = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return usage if self._cached is None else usage | {"prompt_tokens_details": {"cached_tokens": self._cached}}
 
 

@@ -232,10 +232,10 @@ class Connection(asyncio.Protocol):
                 self.close()
             raise
 
-    def hold(self, held: bool) -> None:
+    def hold(self, paused: bool) -> None:
         """Pause reading, or resume it."""
-        if self._transport is not None and held == self._transport.is_reading():
-            (self._transport.pause_reading if held else self._transport.resume_reading)()
+        if self._transport is not None and paused == self._transport.is_reading():
+            (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     def close(self) -> None:
         transport, self._transport = self._transport, None
@@ -448,12 +448,12 @@ class Pool:
             self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._close_idle)
 
     def _close_idle(self) -> None:
-        kept = [connection for connection in self._idle if connection.is_fresh()]
-        for connection in self._idle[: len(self._idle) - len(kept)]:
+        fresh = [connection for connection in self._idle if connection.is_fresh()]
+        for connection in self._idle[: len(self._idle) - len(fresh)]:
             connection.close()
-        self._idle = kept
-        again = asyncio.get_running_loop().call_later
-        self._sweep = again(KEEPALIVE_S, self._close_idle) if kept else None
+        self._idle = fresh
+        call_later = asyncio.get_running_loop().call_later
+        self._sweep = call_later(KEEPALIVE_S, self._close_idle) if fresh else None
 
     def close(self) -> None:
         if self._sweep is not None:
@@ -491,7 +491,7 @@ class Client:
             ConnectionResetError: the connection broke, or the answer was not HTTP; the request may have been processed.
             TimeoutError: no answer in time; the message says what it waited for.
         """
-        pool, request = self._prepared(method, url, body, headers)
+        pool, request = self._prepare(method, url, body, headers)
         connection = None
         try:
             with Timeout(timeout_s):
@@ -508,7 +508,7 @@ class Client:
 
         A slow reader slows only the server. Raises as `request`; the timeout is until the last part.
         """
-        pool, request = self._prepared(method, url, body, headers)
+        pool, request = self._prepare(method, url, body, headers)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         connection = None
@@ -525,7 +525,7 @@ class Client:
             timer.cancel()
             answer.body.close()
 
-    def _prepared(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Pool, Request]:
+    def _prepare(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Pool, Request]:
         pool, start = self._targets.get((method, url)) or self._target(method, url)
         if body is None:
             return pool, (f"{start}{_lines(headers)}\r\n".encode("latin-1"),)

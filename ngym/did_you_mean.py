@@ -19,8 +19,8 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
     """
     if len(word) > MAX_WORD_CHARS:
         return None
-    found = difflib.get_close_matches(word, islice(choices, MAX_CHOICES), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, islice(choices, MAX_CHOICES), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

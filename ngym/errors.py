@@ -156,15 +156,15 @@ def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
     Args:
         what: the object that is wrong, such as "row 3".
     """
-    found = [
+    texts = [
         Problem(shorten(each.field, MAX_NAME), shorten(each.message, MAX_MESSAGE))
         for each in islice(problems, MAX_PROBLEMS + 1)
     ]
-    named = found[:MAX_PROBLEMS]
-    text = "; ".join(f"field {each.field!r}: {each.message}" if each.field else each.message for each in named)
-    more = "; and more" if len(found) > len(named) else ""
+    reported = texts[:MAX_PROBLEMS]
+    text = "; ".join(f"field {each.field!r}: {each.message}" if each.field else each.message for each in reported)
+    more = "; and more" if len(texts) > len(reported) else ""
     return BadRequest(
-        f"{what}: {text}{more}" if what else text + more, extra={"errors": [each._asdict() for each in named]}
+        f"{what}: {text}{more}" if what else text + more, extra={"errors": [each._asdict() for each in reported]}
     )
 
 
@@ -253,11 +253,11 @@ class Boundary:
             error.failure = error.failure or self._failure
         elif isinstance(error, self._caught) and not isinstance(error, UsageError):
             where = source_location(error) if self._places else ""
-            detail = f"{self._what}: {_described(error)}{_cause(error)}{where}"
+            detail = f"{self._what}: {_describe(error)}{_cause(error)}{where}"
             raise ServiceError(detail, failure=self._failure, retryable=self._retryable) from error
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -269,7 +269,7 @@ def _cause(error: BaseException) -> str:
     cause = error.__cause__
     if cause is None or (str(cause) and str(cause) in str(error)):
         return ""
-    return f" (caused by {shorten(' '.join(_described(cause).split()), MAX_MESSAGE)})"
+    return f" (caused by {shorten(' '.join(_describe(cause).split()), MAX_MESSAGE)})"
 
 
 def source_location(error: BaseException) -> str:

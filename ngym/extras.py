@@ -26,7 +26,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*?\])?.*extra == ['\"]([\w-]+)['\"]")
 @cache
 def extras() -> Mapping[str, tuple[str, ...]]:
     """The extras for users, and the distributions that each requires. Empty where ngym is not installed."""
-    found: dict[str, list[str]] = {}
+    packages: dict[str, list[str]] = {}
     try:
         requirements = importlib.metadata.requires("ngym") or []
     except importlib.metadata.PackageNotFoundError:
@@ -34,8 +34,8 @@ def extras() -> Mapping[str, tuple[str, ...]]:
     for requirement in requirements:
         match = _REQUIREMENT.match(requirement)
         if match and match[2] not in NOT_FOR_USERS:
-            found.setdefault(match[2], []).append(match[1])
-    return {extra: tuple(names) for extra, names in found.items()}
+            packages.setdefault(match[2], []).append(match[1])
+    return {extra: tuple(names) for extra, names in packages.items()}
 
 
 def missing_in(extra: str) -> list[str]:
@@ -75,9 +75,9 @@ def _of_module(module: str, who: str) -> Iterator[str]:
     """The extras that have this module; first one that is named as the command is."""
     if module in OF_MODULE:
         yield OF_MODULE[module]
-    found = [
+    extra_names = [
         extra
         for extra, names in extras().items()
         if any(name.lower().replace("-", "_") == module.lower() for name in names)
     ]
-    yield from sorted(found, key=lambda extra: not who.endswith(extra))
+    yield from sorted(extra_names, key=lambda extra: not who.endswith(extra))

@@ -32,9 +32,13 @@ def json_of(reply: Reply, service: str, path: str) -> Any:
         value = reply.json()
     except orjson.JSONDecodeError as error:
         begin = reply.body[:SHOWN_BYTES].decode("utf-8", "replace")
-        raise _wrong(reply, service, f"{service} answered {path} with no JSON ({error}); it begins {begin!r}") from None
+        raise _upstream_error(
+            reply, service, f"{service} answered {path} with no JSON ({error}); it begins {begin!r}"
+        ) from None
     if is_deep(reply.body, value):
-        raise _wrong(reply, service, f"{service} answered {path} with JSON nested deeper than {MAX_DEPTH} levels")
+        raise _upstream_error(
+            reply, service, f"{service} answered {path} with JSON nested deeper than {MAX_DEPTH} levels"
+        )
     return value
 
 
@@ -45,7 +49,7 @@ async def parsed(reply: Reply, service: str, path: str) -> Any:
     return await by_size(len(reply.body), json_of, reply, service, path)
 
 
-def _wrong(reply: Reply, service: str, what: str) -> UpstreamError:
+def _upstream_error(reply: Reply, service: str, what: str) -> UpstreamError:
     return UpstreamError(what, upstream={"service": service, "url": None, "status": reply.status})
 
 
@@ -76,7 +80,7 @@ def refusal(
     if session is not None and not is_own(reply, session):
         return _proxy_error(service, reply, method, url, path)
     problem = _problem(reply)
-    ours = bool(problem.get("service"))
+    is_ngym_error = bool(problem.get("service"))
     reason = words(problem)
     says = bool(problem.get("error") or problem.get("message"))
     detail = (
@@ -87,14 +91,14 @@ def refusal(
     if not isinstance(detail, str):
         detail = orjson.dumps(detail)[:300].decode()
     failure = problem["failure"] if isinstance(problem.get("failure"), str) else None
-    if path == SAMPLING and not ours and is_context_overflow(reply.status, reason.code, detail):
+    if path == SAMPLING and not is_ngym_error and is_context_overflow(reply.status, reason.code, detail):
         failure = "context_length"
     match problem.get("upstream"):
         case {"service": str(), "status": int() | None} as first:
             upstream = first
         case _:
             upstream = upstream_of(service, url, reply.status)
-    prefix = "" if ours else f"{service} answered {reply.status} to {method} {path}: "
+    prefix = "" if is_ngym_error else f"{service} answered {reply.status} to {method} {path}: "
     return UpstreamError(
         prefix + detail,
         failure=failure,
@@ -120,9 +124,9 @@ def _is_for_the_model(reply: Reply, problem: Json, session: InSession) -> bool:
     """Whether the model may read this refusal: the service marks its answer so, or the session shows all refusals."""
     if session.shows and reply.status in SHOWN_STATUSES:
         return True
-    named = problem.get("session") == session.id or _names(reply, session)
+    is_this_session = problem.get("session") == session.id or _names(reply, session)
     is_problem = reply.headers.get("content-type", "").startswith(PROBLEM)
-    return named and is_problem and problem.get("for_the_model") is True
+    return is_this_session and is_problem and problem.get("for_the_model") is True
 
 
 def _names(reply: Reply, session: InSession) -> bool:

@@ -210,24 +210,24 @@ class Peer:
         fixed = self._peers.authorization(self.name)
         if headers:
             fixed |= headers
-        attempt, earlier = 0, ""
+        attempt, last_detail = 0, ""
         while True:
             url = self.url(affinity)
-            left = ends - time.monotonic()
-            if left <= 0:
+            remaining_s = ends - time.monotonic()
+            if remaining_s <= 0:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} in time", upstream=upstream_of(self.name, url)
                 )
-            sent = request_context.to_headers(here) | fixed
+            sent_headers = request_context.to_headers(here) | fixed
             try:
                 if len(self._peers.urls[self.name]) < 2:
-                    reply = await self._peers.send(method, url + path, payload, sent, left)
+                    reply = await self._peers.send(method, url + path, payload, sent_headers, remaining_s)
                 else:
-                    reply = await self._send(method, url, path, payload, sent, left)
+                    reply = await self._send(method, url, path, payload, sent_headers, remaining_s)
             except TimeoutError as error:
-                before = f"; before, it answered: {earlier}" if earlier else ""
+                before = f"; before, it answered: {last_detail}" if last_detail else ""
                 raise PeerTimeout(
-                    f"{self.name} at {url} did not answer {method} {path} within {left:.3g} s: {error}{before}",
+                    f"{self.name} at {url} did not answer {method} {path} within {remaining_s:.3g} s: {error}{before}",
                     upstream=upstream_of(self.name, url),
                 ) from None
             except AnswerTooLong as error:
@@ -250,22 +250,22 @@ class Peer:
                 if reply.status < 300 and own:
                     budget.request()
                     return reply
-                answered = refusal(self.name, reply, method, url, path, session)
-                again = reply.status in NOT_PROCESSED
+                error_answer = refusal(self.name, reply, method, url, path, session)
+                is_retryable = reply.status in NOT_PROCESSED
                 if not own:  # it is not known whether the call reached the service
-                    again = again or idempotent or time.monotonic() - began < repeatable_s
+                    is_retryable = is_retryable or idempotent or time.monotonic() - began < repeatable_s
                 elif idempotent and reply.status in MAYBE_PROCESSED:
-                    again = answered.retryable
+                    is_retryable = error_answer.retryable
                 retry_s, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
                 too_late = retry_s is not None and self._pause(url, affinity, retry_s) > ends - time.monotonic()
-                if not again or too_late or attempt >= len(pauses) or not (retry_s or budget.retry()):
+                if not is_retryable or too_late or attempt >= len(pauses) or not (retry_s or budget.retry()):
                     try:
-                        raise answered
+                        raise error_answer
                     finally:
                         # An error that a variable of its own traceback refers to keeps the bodies of request and
                         # answer alive until a full garbage collection.
-                        del answered
-                earlier = answered.detail
+                        del error_answer
+                last_detail = error_answer.detail
                 pause = self._pause(url, affinity, retry_delay(retry_s) if retry_s else jittered(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))

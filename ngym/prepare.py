@@ -125,16 +125,16 @@ def find_sets(roots: Iterable[Path]) -> dict[str, PublicSet]:
 
     It is gym_servers/NAME/data/prepare.py or data/NAME/prepare.py, and one of them may be a link to the other.
     """
-    found: dict[str, PublicSet] = {}
+    sets: dict[str, PublicSet] = {}
     for root in roots:
         files = [*root.glob(f"gym_servers/*/data/{FILE}"), *root.glob(f"data/*/{FILE}")]
         for file in sorted({file.resolve() for file in files}):
-            for each in _declared(file):
-                found.setdefault(each.name, each)
-    return found
+            for each in _load_sets(file):
+                sets.setdefault(each.name, each)
+    return sets
 
 
-def _declared(file: Path) -> tuple[PublicSet, ...]:
+def _load_sets(file: Path) -> tuple[PublicSet, ...]:
     module = load_file(file)
     if not hasattr(module, "SETS"):
         raise ConfigError(f"{file}: declares no `SETS = (PublicSet(...), ...)`")
@@ -273,7 +273,7 @@ def _stream(url: str, part: Path, target: Path, token: str | None) -> None:
             _copy(reply, file, url)
     except HTTPError as error:
         if error.code != 416 or not have:
-            raise DownloadFailed(_refused(error.code, url)) from None
+            raise DownloadFailed(_refusal_text(error.code, url)) from None
         part.unlink()  # it is complete, or belongs to another file
         _stream(url, part, target, token)
     except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
@@ -285,18 +285,18 @@ def _stream(url: str, part: Path, target: Path, token: str | None) -> None:
 
 
 def _copy(reply: HTTPResponse, file: BinaryIO, url: str) -> None:
-    wanted = int(reply.headers.get("Content-Length") or -1)
+    expected_bytes = int(reply.headers.get("Content-Length") or -1)
     copied = 0
     while chunk := reply.read(CHUNK_BYTES):
         copied += len(chunk)
         file.write(chunk)
         if file.tell() > MAX_BYTES:
             raise DownloadFailed(f"{url}: larger than the limit of {MAX_BYTES >> 20} MiB")
-    if wanted not in (-1, copied):
-        raise DownloadFailed(f"{url}: broke off after {copied:,} of {wanted:,} bytes; {AGAIN}")
+    if expected_bytes not in (-1, copied):
+        raise DownloadFailed(f"{url}: broke off after {copied:,} of {expected_bytes:,} bytes; {AGAIN}")
 
 
-def _refused(status: int, url: str) -> str:
+def _refusal_text(status: int, url: str) -> str:
     message = f"{url}: HTTP {status}"
     if status in (401, 403):
         page = url.partition("/resolve/")[0]
@@ -323,7 +323,7 @@ class Converted(NamedTuple):
 
 
 def converted(
-    chosen: PublicSet, paths: Mapping[File, Path], agent: str, limit: int | None, left_out: Counter[str]
+    public_set: PublicSet, paths: Mapping[File, Path], agent: str, limit: int | None, left_out: Counter[str]
 ) -> Iterator[Converted]:
     """The rows of all parts, at most `limit` of each split; records without a row are counted in `left_out`, by reason.
 
@@ -335,19 +335,19 @@ def converted(
     def full(split: Split | None) -> bool:
         return limit is not None and all(counts[each] >= limit for each in ([split] if split else SPLITS))
 
-    for part in chosen.parts:
+    for part in public_set.parts:
         for number, record in enumerate(joined([paths[file] for file in part.files]), 1):
             if full(part.split):
                 break
             try:
-                made = chosen.convert(record)
+                made = public_set.convert(record)
             except Unconvertible as error:
                 left_out[str(error)] += 1
                 continue
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise UsageError(
                     f"{paths[part.files[0]]}: record {number} does not have the format that "
-                    f"gym_servers/{chosen.environment}/data/prepare.py reads ({type(error).__name__}: {error}); is it another "
+                    f"gym_servers/{public_set.environment}/data/prepare.py reads ({type(error).__name__}: {error}); is it another "
                     "--revision?"
                 ) from error
             row = {**task_row(agent, made.row["responses_create_params"]), **made.row}
@@ -362,46 +362,50 @@ def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, l
     by_split: dict[Split, list[Converted]] = {"train": [], "validation": []}
     for each in rows:
         by_split[each.split].append(each)
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     for split in SPLITS:
-        kept = []
+        unique = []
         for each in by_split[split]:
             key = hashlib.sha256(_question(each.made.row)).digest()
-            if key in seen:
+            if key in digests:
                 left_out["a duplicate question"] += 1
             else:
-                seen.add(key)
-                kept.append(each)
-        by_split[split] = kept
+                digests.add(key)
+                unique.append(each)
+        by_split[split] = unique
     return by_split
 
 
 def write(
-    folder: Path, chosen: PublicSet, rows: Mapping[Split, list[Converted]], left_out: Counter[str], files: list[Json]
+    folder: Path,
+    public_set: PublicSet,
+    rows: Mapping[Split, list[Converted]],
+    left_out: Counter[str],
+    files: list[Json],
 ) -> None:
     """Write train.jsonl, validation.jsonl, and last the manifest; the same set gives the same bytes.
 
     Raises:
         UsageError: the folder has rows from elsewhere.
     """
-    check_free(folder, chosen.name)
+    check_free(folder, public_set.name)
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         lines = [orjson.dumps(each.made.row, option=orjson.OPT_APPEND_NEWLINE) for each in rows[split]]
         write_whole(folder / f"{split}.jsonl", b"".join(lines))
     # the function that made the rows, and the sha256 of its file
-    file = Path(inspect.getfile(chosen.convert))
+    file = Path(inspect.getfile(public_set.convert))
     place = "/".join(file.parts[-4:] if file.parent.name == "data" else file.parts[-3:])
     manifest = {
-        "set": chosen.name,
-        "title": chosen.title,
-        "environment": chosen.environment,
-        "source": f"{chosen.host}:{chosen.repo}",
-        "revision": chosen.revision,
-        "licence": chosen.licence,
-        "note": chosen.note,
+        "set": public_set.name,
+        "title": public_set.title,
+        "environment": public_set.environment,
+        "source": f"{public_set.host}:{public_set.repo}",
+        "revision": public_set.revision,
+        "licence": public_set.licence,
+        "note": public_set.note,
         "files": files,
-        "converter": {"function": f"{place}:{chosen.convert.__name__}", "sha256": digest(file)},
+        "converter": {"function": f"{place}:{public_set.convert.__name__}", "sha256": digest(file)},
         "ngym": version("ngym"),
         "rows": {split: {"count": len(rows[split]), "sha256": digest(folder / f"{split}.jsonl")} for split in SPLITS},
         "left_out": dict(sorted(left_out.items())),
@@ -419,9 +423,9 @@ def check_free(folder: Path, name: str) -> None:
         own = orjson.loads(manifest.read_bytes()).get("set") == name if manifest.is_file() else False
     except (orjson.JSONDecodeError, AttributeError):
         own = False
-    taken = [file for split in SPLITS if (file := folder / f"{split}.jsonl").exists()]
-    if taken and not own:
-        raise UsageError(f"{taken[0]} exists and was not prepared from {name}; {another_output()}")
+    existing = [file for split in SPLITS if (file := folder / f"{split}.jsonl").exists()]
+    if existing and not own:
+        raise UsageError(f"{existing[0]} exists and was not prepared from {name}; {another_output()}")
 
 
 def some(reasons: Counter[str], count: int) -> list[str]:
@@ -455,14 +459,14 @@ async def accepted(
             left_out[problem[:SHOWN_CHARS]] += 1
         return problem is None
 
-    kept: dict[Split, list[Converted]] = {}
+    result: dict[Split, list[Converted]] = {}
     for split, several in rows.items():
-        kept[split] = []
+        result[split] = []
         for start in range(0, len(several), SLICE):
             some = several[start : start + SLICE]
             verdicts = await asyncio.gather(*map(right, some))
-            kept[split] += [each for each, is_right in zip(some, verdicts, strict=True) if is_right]
-    return kept
+            result[split] += [each for each, is_right in zip(some, verdicts, strict=True) if is_right]
+    return result
 
 
 async def _problem(peer: Peer, made: ConvertedRow) -> str | None:

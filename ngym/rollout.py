@@ -124,10 +124,10 @@ def added(total: Json | None, usage: Json | None) -> Json | None:
     """The sum of two calls' usage; None if either is unknown."""
     if total is None or usage is None:
         return None
-    return {key: _added(total.get(key), usage.get(key)) for key in {**total, **usage}}
+    return {key: _add(total.get(key), usage.get(key)) for key in {**total, **usage}}
 
 
-def _added(left: Any, right: Any) -> Any:
+def _add(left: Any, right: Any) -> Any:
     if isinstance(left, _NUMBER) and isinstance(right, _NUMBER):
         return left + right
     if isinstance(left, dict) and isinstance(right, dict):

@@ -177,16 +177,16 @@ class RolloutCopies:
     """Finds rollouts that were read before, by their `ng.rollout_id`; a row without one is never a copy."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
+        self._ids: set[str] = set()
 
     def problem(self, row: Json) -> str | None:
         """Why a row would count a rollout twice; None for the first row of each rollout."""
         name = rollout_id(row)
         if name is None:
             return None
-        if name in self._seen:
+        if name in self._ids:
             return f"the rollout {name:.100} was read before; leave out one of its copies"
-        self._seen.add(name)
+        self._ids.add(name)
         return None
 
 

@@ -187,7 +187,7 @@ class Rewards:
         if not self.count:
             self._origin = reward
         last = self._last.get(task)
-        n, total = self._long.get(task) or self._summed(last)
+        n, total = self._long.get(task) or self._sum_and_count(last)
         over = reward - self._origin
         if n + 1 >= MANY:
             self._long[task] = (n + 1, total + over)
@@ -215,7 +215,7 @@ class Rewards:
         """Each task's number, and its rewards."""
         return ((task, [self.values[place] for place in places]) for task, places in self.groups())
 
-    def _summed(self, last: int | None) -> tuple[int, float]:
+    def _sum_and_count(self, last: int | None) -> tuple[int, float]:
         """The number of a task's rewards, and their sum minus the origin."""
         if last is None:
             return 0, 0.0
@@ -254,11 +254,11 @@ class Rewards:
     def best_of(self) -> list[BestOfK]:
         """The expected best of k for each displayed k, over the tasks that have k scored rollouts."""
         most = max((len(places) for _, places in self.groups()), default=0)
-        found = []
+        results = []
         for k in displayed_ks(most):
             values = array("d", (best_at_k(rewards, k) for _, rewards in self.by_task() if len(rewards) >= k))
-            found.append(BestOfK(k, fmean(values), bootstrap(values), len(values)))
-        return found
+            results.append(BestOfK(k, fmean(values), bootstrap(values), len(values)))
+        return results
 
 
 def student_t(freedom: int) -> float:
@@ -328,7 +328,7 @@ class Votes:
             most = max((camp.size for camp in camps), default=0)
             elected = [camp.mean for camp in camps if camp.size == most]
             return sum(elected) / len(elected) if elected else silent.mean
-        return _expected(tuple(camps), silent, k)
+        return _expected_reward(tuple(camps), silent, k)
 
 
 def answer_key(answer: Any) -> int | None:
@@ -340,11 +340,11 @@ def answer_key(answer: Any) -> int | None:
 
 
 @lru_cache(maxsize=8192)  # tasks with few rollouts and 0/1 rewards often repeat
-def _expected(camps: tuple[AnswerGroup, ...], silent: AnswerGroup, k: int) -> float:
+def _expected_reward(camps: tuple[AnswerGroup, ...], silent: AnswerGroup, k: int) -> float:
     draws = math.comb(silent.size + sum(camp.size for camp in camps), k)
     largest = min(k, max((camp.size for camp in camps), default=0))
-    won = sum(_winner_rewards(most, camps, silent, k) for most in range(1, largest + 1))
-    return (won + math.comb(silent.size, k) * silent.mean) / draws
+    rewards = sum(_winner_rewards(most, camps, silent, k) for most in range(1, largest + 1))
+    return (rewards + math.comb(silent.size, k) * silent.mean) / draws
 
 
 def _winner_rewards(most: int, camps: tuple[AnswerGroup, ...], silent: AnswerGroup, k: int) -> float:
@@ -352,18 +352,18 @@ def _winner_rewards(most: int, camps: tuple[AnswerGroup, ...], silent: AnswerGro
 
     ways[drawn, winners] = (number of draws, sum over them of the winners' rewards), camp after camp.
     """
-    ways = {(drawn, 0): (math.comb(silent.size, drawn), 0.0) for drawn in range(min(k, silent.size) + 1)}
+    ways = {(sampled, 0): (math.comb(silent.size, sampled), 0.0) for sampled in range(min(k, silent.size) + 1)}
     for camp in camps:
         after: dict[tuple[int, int], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-        for (drawn, winners), (number, total) in ways.items():
-            for votes in range(min(camp.size, most, k - drawn) + 1):
+        for (sampled, winners), (number, total) in ways.items():
+            for votes in range(min(camp.size, most, k - sampled) + 1):
                 wins = votes == most
-                place, choices = (drawn + votes, winners + wins), math.comb(camp.size, votes)
+                place, choices = (sampled + votes, winners + wins), math.comb(camp.size, votes)
                 earlier_number, earlier_total = after[place]
                 gained = total + number * camp.mean if wins else total
                 after[place] = (earlier_number + choices * number, earlier_total + choices * gained)
         ways = after
-    return sum(total / winners for (drawn, winners), (_, total) in ways.items() if drawn == k and winners)
+    return sum(total / winners for (sampled, winners), (_, total) in ways.items() if sampled == k and winners)
 
 
 NO_ANSWER, NO_FIELD = 0, 1  # stand for an answer's key
@@ -469,11 +469,11 @@ def parts_of(row: Json) -> Iterator[tuple[str, float]]:
 
 def means_by(rows: Iterable[Json], name: str, value: str = "reward") -> dict[str, float]:
     """For `compute_metrics`: the mean of a number for each value of a field, as `{"long/mean/reward": 0.5, ...}`."""
-    found: dict[str, list[float]] = defaultdict(list)
+    rewards_by_key: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if isinstance(row.get(value), int | float):
-            found[value_of(row, name)].append(row[value])
-    return {f"{key}/mean/{value}": fmean(values) for key, values in sorted(found.items())}
+            rewards_by_key[value_of(row, name)].append(row[value])
+    return {f"{key}/mean/{value}": fmean(values) for key, values in sorted(rewards_by_key.items())}
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -495,13 +495,13 @@ def label_scores(
         `{"recall/yes": 0.5, ..., "macro/precision": ..., "macro/recall": ..., "macro/f1": ...}`.
     """
     pairs = [(value_of(row, expected), value_of(row, predicted)) for row in rows]
-    truths, said = Counter(truth for truth, _ in pairs), Counter(answer for _, answer in pairs)
+    truths, predictions = Counter(truth for truth, _ in pairs), Counter(answer for _, answer in pairs)
     hits = Counter(truth for truth, answer in pairs if truth == answer)
     scores: dict[str, float] = {}
     for label, count in sorted(truths.items()):
-        scores[f"precision/{label}"] = hits[label] / max(1, said[label])
+        scores[f"precision/{label}"] = hits[label] / max(1, predictions[label])
         scores[f"recall/{label}"] = hits[label] / count
-        scores[f"f1/{label}"] = 2 * hits[label] / (count + said[label])
+        scores[f"f1/{label}"] = 2 * hits[label] / (count + predictions[label])
     for name in ("precision", "recall", "f1") if pairs else ():
         scores[f"macro/{name}"] = fmean(value for key, value in scores.items() if key.startswith(f"{name}/"))
     return scores

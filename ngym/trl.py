@@ -73,13 +73,13 @@ class Episode:
         self._row, self._failure, self._over = json.loads(row), None, False
         self._session = self._gym.peer.session(tool_errors=self._gym.tool_errors)
         try:
-            begun = self._post("/reset" if self._gym.has_steps else "/seed_session", self._row)
+            answer = self._post("/reset" if self._gym.has_steps else "/seed_session", self._row)
         except ServiceError as error:
             if not error.retryable and error.status in WRONG_ROW:
                 raise  # the model has not acted yet, so the row is wrong
             self._failure = error
             return None
-        return begun["observation"] if self._gym.has_steps else None
+        return answer["observation"] if self._gym.has_steps else None
 
     def _use(self, tool: str, arguments: Json) -> str:
         """A tool's answer, as the model sees it."""
@@ -103,11 +103,11 @@ class Episode:
             return EPISODE_OVER
         text = str(arguments.get("text", "")).encode("utf-8", "replace").decode()  # JSON has no lone surrogates
         move = items_from_messages([{"role": "assistant", "content": text}])
-        came = self._post("/step", {**self._row, "response": {"output": move}})
-        self._over = came["terminated"] or came["truncated"]
-        return f"{came['observation']}\n{EPISODE_OVER}" if self._over else str(came["observation"])
+        step_result = self._post("/step", {**self._row, "response": {"output": move}})
+        self._over = step_result["terminated"] or step_result["truncated"]
+        return f"{step_result['observation']}\n{EPISODE_OVER}" if self._over else str(step_result["observation"])
 
-    async def _verified(self, completion: list[Json] | str) -> float | None:
+    async def _verify(self, completion: list[Json] | str) -> float | None:
         """The reward; None if the completion could not be scored."""
         if self._failure is None and self._session is not None:
             try:
@@ -155,8 +155,8 @@ class TrlGym:
         Thread(target=self._loop.run_forever, name="gym", daemon=True).start()
         is_url = service.startswith(("http://", "https://"))
         self.name = "gym" if is_url else service
-        given = token_from(RUN_TOKEN)
-        urls, token = ([service.rstrip("/")], given) if is_url else self._find(service, Path(config), given)
+        run_token = token_from(RUN_TOKEN)
+        urls, token = ([service.rstrip("/")], run_token) if is_url else self._find(service, Path(config), run_token)
         self.peer: Peer = Peers({self.name: urls}, token=token, owner="TRL")[self.name]
         self.has_steps = "/reset" in self.call(self.peer.get, "/openapi.json")["paths"]
         self._tools: list[Json] = [MOVE] if self.has_steps else self.call(self.peer.get, "/tools")
@@ -198,15 +198,15 @@ class TrlGym:
             ServiceError: no rollout of a batch could be scored, because the gym server failed for each.
         """
         if environments is None:
-            environments = list(self._begun(row or [None] * len(completions)))
-        mine = [episode if isinstance(episode, self.environment) else None for episode in environments]
-        rewards: list[float | None] = self.call(_all_verified, mine, completions)
-        own = [episode for episode in mine if episode is not None]
+            environments = list(self._reset_episodes(row or [None] * len(completions)))
+        episodes = [episode if isinstance(episode, self.environment) else None for episode in environments]
+        rewards: list[float | None] = self.call(_verify_all, episodes, completions)
+        own = [episode for episode in episodes if episode is not None]
         failures = [episode._failure for episode in own if episode._failure is not None]
         if failures and len(failures) == len(own):
             raise failures[0]  # without a reward there is nothing to train on
         if log_metric is not None:
-            for episode, reward in zip(mine, rewards, strict=True):
+            for episode, reward in zip(episodes, rewards, strict=True):
                 if episode is not None:
                     log_metric("unscored", float(reward is None))
         return rewards
@@ -236,11 +236,11 @@ class TrlGym:
         params = row.get("responses_create_params")
         if not isinstance(params, dict):
             return "no responses_create_params"
-        offered = {tool["name"] for tool in self._tools}
-        others = sorted({str(tool.get("name")) for tool in params.get("tools") or ()} - offered)
+        known_names = {tool["name"] for tool in self._tools}
+        others = sorted({str(tool.get("name")) for tool in params.get("tools") or ()} - known_names)
         return f"TRL takes tools from the gym server only, and it has no {', '.join(others)}" if others else None
 
-    def _begun(self, rows: Sequence[str | None]) -> Iterator[Episode]:
+    def _reset_episodes(self, rows: Sequence[str | None]) -> Iterator[Episode]:
         for row in rows:
             episode = self.environment()
             episode.reset(row)
@@ -258,11 +258,11 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-async def _all_verified(
+async def _verify_all(
     episodes: Sequence[Episode | None], completions: Sequence[list[Json] | str]
 ) -> list[float | None]:
     async def verified(episode: Episode | None, completion: list[Json] | str) -> float | None:
-        return None if episode is None else await episode._verified(completion)
+        return None if episode is None else await episode._verify(completion)
 
     return list(await asyncio.gather(*map(verified, episodes, completions)))
 
@@ -341,14 +341,14 @@ def parameters_of(tool: Json) -> list[Parameter]:
 def docstring_of(tool: Json) -> str:
     """The description, and an `Args:` section with a line for each property."""
     lines = [_one_line(tool.get("description") or tool["name"])]
-    described = [f"    {name}: {_described(name, field)}" for name, field in _schema(tool)["properties"].items()]
+    described = [f"    {name}: {_describe(name, field)}" for name, field in _schema(tool)["properties"].items()]
     return "\n".join([*lines, "", "Args:", *described] if described else lines)
 
 
 def _schema(tool: Json) -> Json:
     schema = tool.get("parameters") or {}
     properties = {
-        name: _inlined(field, schema.get("$defs") or {}) for name, field in schema.get("properties", {}).items()
+        name: _inline(field, schema.get("$defs") or {}) for name, field in schema.get("properties", {}).items()
     }
     return {"properties": properties, "required": schema.get("required") or ()}
 
@@ -382,20 +382,20 @@ def _hint(schema: Json) -> Any:
     return Any
 
 
-def _described(name: str, field: Json) -> str:
+def _describe(name: str, field: Json) -> str:
     """The description with what type hints cannot express: plain limits as text, nested schemas as JSON Schema."""
     parts = [part for part in (field, field.get("items"), *field.get("anyOf", ())) if isinstance(part, dict)]
     text = _one_line(next((part["description"] for part in parts if part.get("description")), name.replace("_", " ")))
-    if not all(map(_is_said, _inside(field))) or "properties" in field:
+    if not all(map(_is_expressible, _inside(field))) or "properties" in field:
         return f"{text} JSON Schema: {json.dumps({key: value for key, value in field.items() if key != 'description'})}"
     limits = {key: value for key, value in field.items() if key not in HINTED_KEYWORDS and value not in (None, "")}
     # The full stop matters: transformers reads "(choices: ...)" at the end as an enum.
     return f"{text} ({', '.join(f'{key}: {value}' for key, value in limits.items())})." if limits else text
 
 
-def _is_said(schema: Json) -> bool:
+def _is_expressible(schema: Json) -> bool:
     """Whether type hints express the whole schema."""
-    return schema.keys() <= HINTED_KEYWORDS and all(map(_is_said, _inside(schema)))
+    return schema.keys() <= HINTED_KEYWORDS and all(map(_is_expressible, _inside(schema)))
 
 
 def _inside(schema: Json) -> list[Json]:
@@ -404,17 +404,17 @@ def _inside(schema: Json) -> list[Json]:
     return [part for part in inside if isinstance(part, dict)]
 
 
-def _inlined(schema: Any, definitions: Json, seen: tuple[str, ...] = ()) -> Any:
+def _inline(schema: Any, definitions: Json, expanded: tuple[str, ...] = ()) -> Any:
     """The schema without `$ref`; a recursive one stays, because it cannot be expanded."""
     if isinstance(schema, list):
-        return [_inlined(part, definitions, seen) for part in schema]
+        return [_inline(part, definitions, expanded) for part in schema]
     if not isinstance(schema, dict):
         return schema
     name = str(schema.get("$ref", "")).rpartition("/")[2]
-    if name in definitions and name not in seen:
-        beside = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*seen, name)), **beside}
-    return {key: _inlined(value, definitions, seen) for key, value in schema.items()}
+    if name in definitions and name not in expanded:
+        siblings = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inline(definitions[name], definitions, (*expanded, name)), **siblings}
+    return {key: _inline(value, definitions, expanded) for key, value in schema.items()}
 
 
 def _one_line(text: str) -> str:

@@ -82,8 +82,8 @@ class Case(BaseModel):
 
     @property
     def reward(self) -> float | None:
-        found: float | None = self.expect.get("reward")
-        return found
+        reward: float | None = self.expect.get("reward")
+        return reward
 
 
 class Environment(NamedTuple):
@@ -138,8 +138,8 @@ def _case(row: Json, where: str) -> Case:
 
 def named_services(config: Config, name: str) -> list[str]:
     """The services that a service's options name, such as a judge."""
-    given = config.services[name].options.values()
-    return [value for value in given if isinstance(value, str) and value in config.services]
+    values = config.services[name].options.values()
+    return [value for value in values if isinstance(value, str) and value in config.services]
 
 
 def config_for_scoring(config: Config, gyms: Collection[str], models: bool, remedy: str) -> Config:
@@ -150,17 +150,17 @@ def config_for_scoring(config: Config, gyms: Collection[str], models: bool, reme
     """
     part = config.only(gyms)
     for gym in sorted(gyms):
-        if not models and (asked := named_services(config, gym)):
+        if not models and (needed := named_services(config, gym)):
             where = config.services[gym].where
-            raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; {remedy}")
+            raise ConfigError(f"{where}: {gym!r} asks {', '.join(needed)} for its rewards; {remedy}")
     return part
 
 
 def can_be_alone(config: Config, environment: Environment) -> bool:
     """Whether it calls no other service, or only models that its scripted one can replace."""
-    asked = named_services(config, environment.name)
+    needed = named_services(config, environment.name)
     scripted = (environment.data / MODEL).is_file()
-    return not asked or (scripted and all(config.services[name].kind == "model" for name in asked))
+    return not needed or (scripted and all(config.services[name].kind == "model" for name in needed))
 
 
 def with_stand_ins(config: Config, environments: Sequence[Environment]) -> Config:
@@ -168,12 +168,12 @@ def with_stand_ins(config: Config, environments: Sequence[Environment]) -> Confi
     services: dict[str, Stanza] = {}
     for environment in environments:
         stanza = config.services[environment.name]
-        asked = named_services(config, environment.name)
-        if asked:
+        needed = named_services(config, environment.name)
+        if needed:
             scripted = f"{environment.name}_scripted_model"
             replies = {"file": str((environment.data / MODEL).resolve())}
             services[scripted] = Stanza(name=scripted, kind="model", app="models/scripted", options=replies)
-            options = {key: scripted if value in asked else value for key, value in stanza.options.items()}
+            options = {key: scripted if value in needed else value for key, value in stanza.options.items()}
             stanza = stanza.model_copy(update={"options": options})
         services[environment.name] = stanza
     return config.model_copy(update={"services": services})
@@ -208,16 +208,16 @@ async def validate_environment(
     answers: list[tuple[Json, float]] = []
     for case in cases:
         answers.append(await _attempt(peer, call_s, case))
-        if late := answers[-1][0].get("late"):
-            mistake = f"{case.case}: {late}; the other checks were not made"
+        if error := answers[-1][0].get("late"):
+            mistake = f"{case.case}: {error}; the other checks were not made"
             return [Finding("gold", f"{len(answers)} of {len(cases)} cases", [mistake])]
     return [
         await _rows(environment, peer),
         _gold(cases, [answer for answer, _ in answers], {tool["name"] for tool in await peer.get("/tools")}),
-        await _worse(peer, call_s, cases),
+        await _check_damaged_forms(peer, call_s, cases),
         await _tools(peer, call_s, cases),
-        await _again(peer, call_s, cases, [answer for answer, _ in answers]),
-        await _together(peer, call_s, cases),
+        await _check_repeats(peer, call_s, cases, [answer for answer, _ in answers]),
+        await _check_concurrency(peer, call_s, cases),
         _time([seconds for _, seconds in answers], within_s),
     ]
 
@@ -260,48 +260,48 @@ async def _call(session: Any, call_s: float, tool: str, arguments: Json) -> None
             raise
 
 
-def _gold(cases: Sequence[Case], answers: Sequence[Json], offered: set[str]) -> Finding:
+def _gold(cases: Sequence[Case], answers: Sequence[Json], tool_names: set[str]) -> Finding:
     mistakes = [
-        wrong + _unknown(case, offered)
+        wrong + _unknown(case, tool_names)
         for case, answer in zip(cases, answers, strict=True)
-        if (wrong := _other(case, answer))
+        if (wrong := _mismatch(case, answer))
     ]
     return Finding("gold", f"{len(cases)} cases", mistakes)
 
 
-def _unknown(case: Case, offered: set[str]) -> str:
+def _unknown(case: Case, tool_names: set[str]) -> str:
     """A misspelled call is answered as the model's would be, and so only shows in the reward."""
-    unknown = sorted({tool for tool, _ in case.calls} - offered)
+    unknown = sorted({tool for tool, _ in case.calls} - tool_names)
     return (
-        f"; it calls {unknown[0]!r}, which is not a tool of this server{did_you_mean(unknown[0], offered)}"
+        f"; it calls {unknown[0]!r}, which is not a tool of this server{did_you_mean(unknown[0], tool_names)}"
         if unknown
         else ""
     )
 
 
-def _other(case: Case, answer: Json) -> str:
+def _mismatch(case: Case, answer: Json) -> str:
     if "refused" in answer:
         return f"{case.case}: refused: {answer['refused']}"
     got = {name: answer.get(name) for name in case.expect}
-    right = all(_same(got[name], wanted) for name, wanted in case.expect.items())
+    right = all(_is_equal(got[name], expected) for name, expected in case.expect.items())
     return "" if right else f"{case.case}: got {got}, must be {case.expect}"
 
 
-def _same(got: Any, wanted: Any) -> bool:
+def _is_equal(got: Any, expected: Any) -> bool:
     """Numbers may differ by what adding them up in another order makes."""
-    if isinstance(got, float) and isinstance(wanted, float):
-        return math.isclose(got, wanted, rel_tol=1e-9, abs_tol=1e-9)
-    return bool(got == wanted)
+    if isinstance(got, float) and isinstance(expected, float):
+        return math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-9)
+    return bool(got == expected)
 
 
-async def _worse(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
+async def _check_damaged_forms(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     """Of the cases with the highest reward."""
     most = max((case.reward for case in cases if case.reward is not None), default=0.0)
     best = [case for case in cases if case.reward == most > 0]
     mistakes = []
     for case in best:
         for form in case.worse:
-            answer, _ = await _attempt(peer, call_s, case, *_damaged(case, form))
+            answer, _ = await _attempt(peer, call_s, case, *_damage(case, form))
             reward = answer.get("reward")
             if reward is not None and reward >= most:
                 mistakes.append(f"{case.case}: {_FORMS[form]} gets {reward} too")
@@ -312,7 +312,7 @@ async def _worse(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     return Finding("worse", f"{len(best)} of the best, damaged", mistakes)
 
 
-def _damaged(case: Case, form: Damaged) -> tuple[list[Json], int]:
+def _damage(case: Case, form: Damaged) -> tuple[list[Json], int]:
     """(output, how many of the calls)."""
     if form == "empty":
         return [], 0
@@ -326,9 +326,9 @@ def _damaged(case: Case, form: Damaged) -> tuple[list[Json], int]:
 
 async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     """Those that the cases do not call anyway, with arguments made of their schemas."""
-    called = {tool for case in cases for tool, _ in case.calls}
-    offered = await peer.get("/tools")
-    tools = [tool for tool in offered if tool["name"] not in called]
+    called_names = {tool for case in cases for tool, _ in case.calls}
+    server_tools = await peer.get("/tools")
+    tools = [tool for tool in server_tools if tool["name"] not in called_names]
     mistakes = []
     for tool in tools if cases else ():
         session = peer.session()
@@ -338,7 +338,7 @@ async def _tools(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
             await session.request("/session", None, method="DELETE")
         except ServiceError as error:
             mistakes.append(f"{tool['name']}: {error.detail}")
-    summary = "gold cases call all" if offered else "none"
+    summary = "gold cases call all" if server_tools else "none"
     if tools:
         summary = f"{len(tools)} that no gold case calls, tried with made-up arguments"
     return Finding("tools", summary, mistakes)
@@ -355,7 +355,7 @@ def _sample(schema: Json) -> Any:
     )
 
 
-async def _again(peer: Peer, call_s: float, cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
+async def _check_repeats(peer: Peer, call_s: float, cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
     mistakes = []
     for case, first in zip(cases, answers, strict=True):
         if "refused" in first:
@@ -372,10 +372,10 @@ def _scores(answer: Json) -> tuple[Any, Any]:
     return answer.get("reward"), answer.get("reward_components")
 
 
-async def _together(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
+async def _check_concurrency(peer: Peer, call_s: float, cases: Sequence[Case]) -> Finding:
     several = list(islice(cycle(cases), SESSIONS)) if cases else []
     answers = await asyncio.gather(*(_attempt(peer, call_s, case) for case in several))
-    mistakes = {wrong for case, (answer, _) in zip(several, answers, strict=True) if (wrong := _other(case, answer))}
+    mistakes = {wrong for case, (answer, _) in zip(several, answers, strict=True) if (wrong := _mismatch(case, answer))}
     return Finding("together", f"{len(several)} sessions at once", sorted(mistakes))
 
 
@@ -390,15 +390,13 @@ def _time(seconds: Sequence[float], within_s: float) -> Finding:
 
 async def _rows(environment: Environment, peer: Peer) -> Finding:
     files = {file: environment.rows(file) for file in ROWS}
-    offered = {tool["name"] for tool in await peer.get("/tools")}
+    tool_names = {tool["name"] for tool in await peer.get("/tools")}
     limit = asyncio.Semaphore(CONCURRENCY)
 
     async def wrong(file: str, number: int, row: Json) -> str:
         declared = {tool.get("name") for tool in row.get("responses_create_params", {}).get("tools") or ()}
-        if offered and not declared <= offered:
-            return (
-                f"{environment.data / file}:{number}: no such tool: {', '.join(sorted(map(str, declared - offered)))}"
-            )
+        if tool_names and not declared <= tool_names:
+            return f"{environment.data / file}:{number}: no such tool: {', '.join(sorted(map(str, declared - tool_names)))}"
         async with limit:
             try:
                 session = peer.session()
@@ -408,8 +406,8 @@ async def _rows(environment: Environment, peer: Peer) -> Finding:
                 return f"{environment.data / file}:{number}: {error.detail}"
         return ""
 
-    asked = [wrong(file, number, row) for file, rows in files.items() for number, row in enumerate(rows, 1)]
-    mistakes = [found for found in await asyncio.gather(*asked) if found]
+    checks = [wrong(file, number, row) for file, rows in files.items() for number, row in enumerate(rows, 1)]
+    mistakes = [mistake for mistake in await asyncio.gather(*checks) if mistake]
     train = {_question(row) for row in files["train.jsonl"]}
     mistakes += [
         f"{environment.data / 'validation.jsonl'}:{number}: this task is also in train.jsonl"
@@ -435,8 +433,8 @@ async def described(environment: Environment, readme: Path, peer: Peer) -> Findi
         facts = facts_in(readme)
     except ConfigError as error:
         return Finding("facts", readme.name, str(error).splitlines())
-    offered = await _kind_of(environment, peer)
-    wrong = [] if facts.kind == offered else [f"{readme}: kind is {facts.kind}, and what is offered is {offered}"]
+    kind = await _kind_of(environment, peer)
+    wrong = [] if facts.kind == kind else [f"{readme}: kind is {facts.kind}, and what is offered is {kind}"]
     return Finding("facts", f"{facts.domain}, {facts.kind}, {facts.license}{await _rewards_of(peer)}", wrong)
 
 
@@ -492,26 +490,28 @@ def readme_of(app: Path) -> Path:
 
 def facts_in(readme: Path) -> EnvironmentInfo:
     """Read the card of a README; raises a ConfigError with file and line if it is missing or wrong."""
-    shown = os.path.relpath(readme) if readme.is_relative_to(Path.cwd()) else str(readme)
+    file_name = os.path.relpath(readme) if readme.is_relative_to(Path.cwd()) else str(readme)
     try:
         lines = readme.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{shown}: cannot be read ({reason}); an environment's README begins with {FORM}") from None
+        raise ConfigError(
+            f"{file_name}: cannot be read ({reason}); an environment's README begins with {FORM}"
+        ) from None
     if lines[:1] != [FENCE] or FENCE not in lines[1:]:
-        raise ConfigError(f"{shown}:1: the facts of the environment are missing; begin the file with {FORM}")
-    return parse(EnvironmentInfo, _tree("\n".join(lines[1 : lines.index(FENCE, 1)]), shown))
+        raise ConfigError(f"{file_name}:1: the facts of the environment are missing; begin the file with {FORM}")
+    return parse(EnvironmentInfo, _tree("\n".join(lines[1 : lines.index(FENCE, 1)]), file_name))
 
 
-def _tree(text: str, shown: str) -> ConfigTree:
+def _tree(text: str, file_name: str) -> ConfigTree:
     try:
         node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark: Any = getattr(error, "problem_mark", None)
-        where = f"{shown}:{mark.line + 2}" if mark else shown
+        where = f"{file_name}:{mark.line + 2}" if mark else file_name
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{shown}:2: expected `key: value` lines between the two {FENCE}")
+        raise ConfigError(f"{file_name}:2: expected `key: value` lines between the two {FENCE}")
     # The first line is the fence, and yaml counts from 0.
-    places = {str(key.value): f"{shown}:{key.start_mark.line + 2}" for key, _ in node.value}
-    return ConfigTree(values, places, default_where=f"{shown}:1")
+    places = {str(key.value): f"{file_name}:{key.start_mark.line + 2}" for key, _ in node.value}
+    return ConfigTree(values, places, default_where=f"{file_name}:1")

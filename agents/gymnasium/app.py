@@ -33,8 +33,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     options: Options = rollout.options
     output: list[dict[str, Any]] = []
     state = await _post(rollout, "/reset", rollout.row)
-    named = "verify" if _info(state).get("scored_by") == "/verify" else "steps"
-    by_steps = (named if options.reward == "auto" else options.reward) == "steps"
+    source = "verify" if _info(state).get("scored_by") == "/verify" else "steps"
+    by_steps = (source if options.reward == "auto" else options.reward) == "steps"
     total = 0.0
     while True:
         if (observation := state.get("observation")) not in (None, ""):
@@ -61,10 +61,10 @@ async def _post(rollout: RolloutContext, path: str, body: dict[str, Any]) -> dic
     with Boundary("tool_error", f"{path} failed"):
         raw = await by_size(rollout.request_bytes, serialized, body)
         answer = await rollout.gym.post(path, raw, timeout=rollout.options.tool_timeout_s)
-    wanted = {"observation"} if path == "/reset" else {"observation", "terminated", "truncated"}
-    if not isinstance(answer, dict) or wanted - answer.keys():
+    fields = {"observation"} if path == "/reset" else {"observation", "terminated", "truncated"}
+    if not isinstance(answer, dict) or fields - answer.keys():
         raise ServiceError(
-            f"the gym server's {path} answered without {', '.join(sorted(wanted))}", failure="tool_error"
+            f"the gym server's {path} answered without {', '.join(sorted(fields))}", failure="tool_error"
         )
     return answer
 

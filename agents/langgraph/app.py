@@ -76,10 +76,10 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
     async def call(request: ToolCallRequest, execute: Any) -> ToolMessage:
         """Run each call by `call_tool`, also one of a tool that is not offered, which ToolNode would answer itself."""
-        asked = request.tool_call
-        item = {"call_id": asked["id"], "name": asked["name"], "arguments": asked["args"]["arguments"]}
+        tool_call = request.tool_call
+        item = {"call_id": tool_call["id"], "name": tool_call["name"], "arguments": tool_call["args"]["arguments"]}
         result = await rollout.call_tool(item)
-        return ToolMessage(str(result["output"]), name=asked["name"], tool_call_id=asked["id"])
+        return ToolMessage(str(result["output"]), name=tool_call["name"], tool_call_id=tool_call["id"])
 
     graph = StateGraph(MessagesState)
     graph.add_node("act", act)
@@ -89,10 +89,10 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     graph.add_edge("tools", "act")
     begin = cast(MessagesState, {"messages": messages})  # LangGraph also takes messages as dicts
     try:
-        done = await graph.compile().ainvoke(begin, {"recursion_limit": 2 * options.max_steps})
+        final_state = await graph.compile().ainvoke(begin, {"recursion_limit": 2 * options.max_steps})
     except GraphRecursionError:
         return rollout.answer("", "max_steps")
-    last = done["messages"][-1]
+    last = final_state["messages"][-1]
     return rollout.answer(str(last.text), "length" if _is_cut_off(last) else "answer")
 
 

@@ -34,12 +34,12 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     turns = 0
     _check_user(rollout.row)
     if not prompt:
-        begun = await _next(rollout, [], 1)
-        if begun is None:
+        user_turn = await _next_user_turn(rollout, [], 1)
+        if user_turn is None:
             raise BadRequest(
                 "the conversation has no first message: the row has neither input nor user_turns", failure="config"
             )
-        output.append(user(begun))
+        output.append(user(user_turn))
         turns = 1
     while True:
         acted = await act(request, rollout, output, max_steps=options.max_steps)
@@ -48,12 +48,12 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         if turns == options.max_turns:
             return rollout.finish(acted.response, output, "max_steps")
         turns += 1
-        said = await _next(rollout, prompt + output, turns)
-        if said is None:
+        answer = await _next_user_turn(rollout, prompt + output, turns)
+        if answer is None:
             return rollout.finish(acted.response, output, "user_done")
         if rollout.turns >= options.max_steps:
             return rollout.finish(acted.response, output, "max_steps")
-        output.append(user(said))
+        output.append(user(answer))
 
 
 def _check_user(row: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def _check_user(row: dict[str, Any]) -> None:
         raise BadRequest(problem, failure="config")
 
 
-async def _next(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: int) -> str | None:
+async def _next_user_turn(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: int) -> str | None:
     """The user's message in this turn (counted from 1), or None when the user has nothing more to say."""
     row = rollout.row
     script: list[str] = row.get("user_turns") or []
@@ -81,30 +81,30 @@ async def _next(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: i
             "the row has a user_scenario, but no model plays the user: set `user: MODEL` in the agent's stanza",
             failure="config",
         )
-    asked = {
+    request = {
         "instructions": USER_PROMPT.format(done=DONE, scenario=row["user_scenario"]),
-        "input": _seen_by_the_user(dialogue) or [user("(The assistant is ready. Begin.)")],
+        "input": _visible_messages(dialogue) or [user("(The assistant is ready. Begin.)")],
     }
     with Boundary("agent_error", "the user simulator failed"):
         model = rollout.peers[options.user]
-        reply = await model.post("/v1/responses", asked, timeout=options.model_timeout_s, idempotent=True)
-    said = without_reasoning(last_text(reply)).strip()
-    if not said:
+        reply = await model.post("/v1/responses", request, timeout=options.model_timeout_s, idempotent=True)
+    text = without_reasoning(last_text(reply)).strip()
+    if not text:
         raise ServiceError(
             f"{options.user}, which plays the user, gave an empty answer", failure="agent_error", retryable=True
         )
-    return None if DONE in said else said
+    return None if DONE in text else text
 
 
-def _seen_by_the_user(dialogue: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _visible_messages(dialogue: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The dialogue with swapped roles, for the model that plays the user; without tool calls and reasoning."""
-    turned = []
+    messages = []
     for item in dialogue:
         if item.get("role") == "user":
-            turned.append({"role": "assistant", "content": item["content"]})
+            messages.append({"role": "assistant", "content": item["content"]})
         elif item.get("role") == "assistant":
-            turned.append(user(without_reasoning(last_text({"output": [item]}))))
-    return turned
+            messages.append(user(without_reasoning(last_text({"output": [item]}))))
+    return messages
 
 
 app = agent(respond=respond, options=Options)

@@ -40,14 +40,14 @@ async def one_client(context: ServiceContext) -> AsyncIterator[AsyncOpenAI]:
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     options: Options = rollout.options
-    offered = [tool for tool in request.get("tools") or () if tool.get("type") == "function"]
+    functions = [tool for tool in request.get("tools") or () if tool.get("type") == "function"]
     client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url, api_key=rollout.model_api_key)
     actor = Agent(
         name="actor",
         instructions=request.get("instructions"),
         model=OpenAIResponsesModel(model=options.model, openai_client=client),
         model_settings=ModelSettings(extra_body=_parameters(request)),
-        tools=[_tool(tool, rollout) for tool in (*offered, *_reserved(offered))],
+        tools=[_tool(tool, rollout) for tool in (*functions, *_reserved(functions))],
     )
     calls = SampledCalls()
 
@@ -90,11 +90,11 @@ def _parameters(request: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in request.items() if name not in ("input", "instructions")}
 
 
-def _reserved(offered: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _reserved(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`apply_patch`, if there are tools, but not this one: the SDK ends the run at a call of it, unless it is a function.
     `_parameters` has what the model sees; rollout.call_tool answers this call as that of any other unknown tool.
     """
-    missing = offered and all(tool["name"] != "apply_patch" for tool in offered)
+    missing = functions and all(tool["name"] != "apply_patch" for tool in functions)
     return [{"name": "apply_patch"}] if missing else []
 
 

@@ -39,8 +39,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
             return rollout.answer(message.content or "")
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
-            asked = {"call_id": call.id, "name": call.function.name, "arguments": call.function.arguments}
-            result = await rollout.call_tool(asked)
+            function_call = {"call_id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+            result = await rollout.call_tool(function_call)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result["output"]})
     return rollout.answer(message.content or "", "max_steps")
 

@@ -61,10 +61,10 @@ def _response(answer: Any, service: str) -> dict[str, Any]:
             failure="config",
         )
     response = answer.get("response", answer) if isinstance(answer, dict) else None
-    found = dict(response) if isinstance(response, dict) else {}
-    if problem := response_problem(found) or (None if found else "its `output` must be a list of items"):
+    fields = dict(response) if isinstance(response, dict) else {}
+    if problem := response_problem(fields) or (None if fields else "its `output` must be a list of items"):
         raise ServiceError(f"{service} answered with no Response: {problem}", failure="agent_error")
-    return found
+    return fields
 
 
 app = agent(respond=respond, options=Options)

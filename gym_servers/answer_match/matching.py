@@ -25,13 +25,15 @@ Found = str | None
 
 def by_pattern(text: str, pattern: str) -> Found:
     """The first group that took part in the pattern's last match, or the match itself."""
-    found = list(re.finditer(pattern, text, re.MULTILINE))
-    return next((group for group in found[-1].groups() if group is not None), found[-1].group()) if found else None
+    matches = list(re.finditer(pattern, text, re.MULTILINE))
+    return (
+        next((group for group in matches[-1].groups() if group is not None), matches[-1].group()) if matches else None
+    )
 
 
 def by_tag(text: str, tag: str) -> Found:
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-    return found[-1].strip() if found else None
+    matches = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return matches[-1].strip() if matches else None
 
 
 def by_key(text: str, key: str) -> Found:
@@ -42,7 +44,7 @@ def by_key(text: str, key: str) -> Found:
 
 def last_object(text: str) -> dict[str, Any]:
     """The last outermost JSON object in the text, in a code fence or not; {} for a text without one."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     whole, place = json.JSONDecoder(), text.find("{")
     tries = 0
     while place >= 0 and tries < 1000:
@@ -52,9 +54,9 @@ def last_object(text: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             end = place + 1
         else:
-            found = value if isinstance(value, dict) else found
+            result = value if isinstance(value, dict) else result
         place = text.find("{", end)
-    return found
+    return result
 
 
 def last_line(text: str) -> Found:
@@ -78,11 +80,11 @@ WITH_ARGUMENT: dict[str, Callable[[str, str], Found]] = {"pattern": by_pattern, 
 
 def extracted(text: str, extract: list[str]) -> Found:
     """What the first extractor finds that finds anything."""
-    for named in extract:
-        kind, _, argument = named.partition(":")
-        found = WITH_ARGUMENT[kind](text, argument) if argument else EXTRACTORS[kind](text)
-        if found is not None:
-            return found
+    for extractor in extract:
+        kind, _, argument = extractor.partition(":")
+        answer = WITH_ARGUMENT[kind](text, argument) if argument else EXTRACTORS[kind](text)
+        if answer is not None:
+            return answer
     return None
 
 
@@ -124,8 +126,8 @@ def number(text: str) -> float | None:
 
 def numeric(found: str, expected: Any, _: list[str]) -> float:
     """Numbers that agree in six digits. The answer may have a unit."""
-    said = re.match(r"\s*-?[\d,]*\.?\d+(?:[eE][-+]?\d+)?", found)
-    a, b = number(said.group() if said else found), number(str(expected))
+    match = re.match(r"\s*-?[\d,]*\.?\d+(?:[eE][-+]?\d+)?", found)
+    a, b = number(match.group() if match else found), number(str(expected))
     return float(a is not None and b is not None and (a == b or close(b, a, 1e-6)))
 
 
@@ -138,19 +140,19 @@ def closeness(found: str, expected: Any, _: list[str]) -> float:
 def letter(found: str, expected: Any, choices: list[str]) -> float:
     """The letter of an option. choices: the options' texts; an answer may be one of them instead of its letter."""
     letters = {chr(ord("A") + place): text for place, text in enumerate(choices or [""] * 26)}
-    said = letter_of(found, letters)
-    if said is None:
+    answer = letter_of(found, letters)
+    if answer is None:
         hits = [name for name, text in letters.items() if text and folded(text) == folded(found)]
-        said = hits[0] if len(hits) == 1 else None
-    return float(said is not None and said in [text.strip().upper() for text in texts(expected)])
+        answer = hits[0] if len(hits) == 1 else None
+    return float(answer is not None and answer in [text.strip().upper() for text in texts(expected)])
 
 
 def label(found: str, expected: Any, choices: list[str]) -> float:
     """The expected one of the choices is the only one that the answer names; articles do not count."""
-    said = {normal(choice) for choice in [*choices, *texts(expected)]}
-    named = {choice for choice in said if f" {choice} " in f" {normal(found)} "}
-    named -= {choice for choice in named if any(choice != other and choice in other for other in named)}
-    return float(named == {normal(text) for text in texts(expected)})
+    labels = {normal(choice) for choice in [*choices, *texts(expected)]}
+    matching = {choice for choice in labels if f" {choice} " in f" {normal(found)} "}
+    matching -= {choice for choice in matching if any(choice != other and choice in other for other in matching)}
+    return float(matching == {normal(text) for text in texts(expected)})
 
 
 def starts(found: str, expected: Any, _: list[str]) -> float:
@@ -160,8 +162,8 @@ def starts(found: str, expected: Any, _: list[str]) -> float:
 
 def contains_all(found: str, expected: Any, _: list[str]) -> float:
     """The share of the expected texts that occur."""
-    wanted = texts(expected)
-    return sum(text.casefold() in found.casefold() for text in wanted) / len(wanted) if wanted else 0.0
+    required = texts(expected)
+    return sum(text.casefold() in found.casefold() for text in required) / len(required) if required else 0.0
 
 
 def contains_any(found: str, expected: Any, _: list[str]) -> float:
@@ -170,8 +172,8 @@ def contains_any(found: str, expected: Any, _: list[str]) -> float:
 
 def soft_all(found: str, expected: Any, _: list[str]) -> float:
     """The mean over the expected texts of 1 if it occurs, else 1 - the word error rate of the answer, as in RULER 2."""
-    wanted = texts(expected)
-    return sum(_soft(found, text) for text in wanted) / len(wanted) if wanted else 0.0
+    required = texts(expected)
+    return sum(_soft(found, text) for text in required) / len(required) if required else 0.0
 
 
 def soft_any(found: str, expected: Any, _: list[str]) -> float:
@@ -187,15 +189,15 @@ def _soft(found: str, expected: str) -> float:
     return max(0.0, 1.0 - _edits(a, b) / len(b))
 
 
-def _edits(ours: list[str], theirs: list[str]) -> int:
+def _edits(answer: list[str], reference: list[str]) -> int:
     """Levenshtein distance of words, bit by bit in integers (Hyyrö 2003, A Bit-Vector Algorithm for Computing
     Levenshtein and Damerau Edit Distances). Bit i of `more` and `fewer`: cell i + 1 of a column is 1 more, or 1 less,
     than the cell above it.
     """
-    places = _places(theirs)
-    every, last = (1 << len(theirs)) - 1, 1 << (len(theirs) - 1)
-    more, fewer, distance = every, 0, len(theirs)
-    for word in ours:
+    places = _places(reference)
+    every, last = (1 << len(reference)) - 1, 1 << (len(reference) - 1)
+    more, fewer, distance = every, 0, len(reference)
+    for word in answer:
         hits = places.get(word, 0)
         diagonal = (((hits & more) + more) ^ more) | hits | fewer
         right_more, right_fewer = fewer | (every & ~(diagonal | more)), more & diagonal
@@ -208,10 +210,10 @@ def _edits(ours: list[str], theirs: list[str]) -> int:
 
 def set_f1(found: str, expected: Any, _: list[str]) -> float:
     """F1 of two sets; the expected one may be JSON. Two empty sets are equal."""
-    ours, theirs = items(found), items(expected)
-    if not ours or not theirs:
-        return float(ours == theirs)
-    return 2 * len(ours & theirs) / (len(ours) + len(theirs))
+    answer, reference = items(found), items(expected)
+    if not answer or not reference:
+        return float(answer == reference)
+    return 2 * len(answer & reference) / (len(answer) + len(reference))
 
 
 def same_list(found: str, expected: Any, _: list[str]) -> float:
@@ -256,8 +258,8 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", text[:MAX_CHARS].lower())
 
 
-def _rouge(ours: list[str], theirs: list[str]) -> float:
-    return 2 * _common(ours, theirs) / (len(ours) + len(theirs)) if ours and theirs else 0.0
+def _rouge(answer: list[str], reference: list[str]) -> float:
+    return 2 * _common(answer, reference) / (len(answer) + len(reference)) if answer and reference else 0.0
 
 
 def _places(words: list[str]) -> Mapping[str, int]:
@@ -268,14 +270,14 @@ def _places(words: list[str]) -> Mapping[str, int]:
     return places
 
 
-def _common(ours: list[str], theirs: list[str]) -> int:
+def _common(answer: list[str], reference: list[str]) -> int:
     """Length of the longest common subsequence, bit by bit in one integer (Hyyrö 2004, Bit-parallel LCS-length)."""
-    places = _places(theirs)
-    row = all_places = (1 << len(theirs)) - 1
-    for word in ours:
+    places = _places(reference)
+    row = all_places = (1 << len(reference)) - 1
+    for word in answer:
         hits = row & places.get(word, 0)
         row = (row + hits | row - hits) & all_places
-    return len(theirs) - row.bit_count()
+    return len(reference) - row.bit_count()
 
 
 def grid(found: str, expected: Any, _: list[str]) -> float:
@@ -295,28 +297,28 @@ def schedule(found: str, expected: Any, _: list[str]) -> float:
         spans = {
             name: (minutes(e["start_time"]), minutes(e["start_time"]) + e["duration"]) for name, e in events.items()
         }
-        kept = spans.keys() == expected.keys() and all(_keeps(spans[name], expected[name]) for name in spans)
+        is_kept = spans.keys() == expected.keys() and all(_is_kept(spans[name], expected[name]) for name in spans)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0.0
     in_order = sorted(spans.values())
-    return float(kept and all(a[1] <= b[0] for a, b in itertools.pairwise(in_order)))
+    return float(is_kept and all(a[1] <= b[0] for a, b in itertools.pairwise(in_order)))
 
 
-def _keeps(span: tuple[int, int], wanted: dict[str, Any]) -> bool:
+def _is_kept(span: tuple[int, int], meeting: dict[str, Any]) -> bool:
     """The duration, the day's bounds, and `before 9am`, `after 9:30`, `at 10am` or `between 9am and 10am`."""
     begin, end = span
-    kind, _, rest = str(wanted.get("constraint") or "").partition(" ")
+    kind, _, rest = str(meeting.get("constraint") or "").partition(" ")
     bounds = [minutes(time) for time in rest.split(" and ")] if rest else []
     if len(bounds) < {"before": 1, "after": 1, "at": 1, "between": 2}.get(kind, 0):
-        raise ValueError(f"the constraint {wanted['constraint']!r} lacks a time")
+        raise ValueError(f"the constraint {meeting['constraint']!r} lacks a time")
     fits = {
         "before": lambda: end <= bounds[0],
         "after": lambda: begin >= bounds[0],
         "at": lambda: begin == bounds[0],
         "between": lambda: begin >= bounds[0] and end <= bounds[1],
     }
-    inside = minutes(wanted["min_time"]) <= begin and end <= minutes(wanted["max_time"])
-    return end - begin == wanted["duration"] and inside and (kind not in fits or fits[kind]())
+    inside = minutes(meeting["min_time"]) <= begin and end <= minutes(meeting["max_time"])
+    return end - begin == meeting["duration"] and inside and (kind not in fits or fits[kind]())
 
 
 def minutes(time: str) -> int:
@@ -330,10 +332,10 @@ def minutes(time: str) -> int:
 
 def truth(found: str, expected: Any, _: list[str]) -> float:
     """Both say yes (a word, a number but 0, a list that is not empty), or both say no."""
-    return float(_says_yes(found) == _says_yes(expected))
+    return float(_is_yes(found) == _is_yes(expected))
 
 
-def _says_yes(value: Any) -> bool:
+def _is_yes(value: Any) -> bool:
     return folded(str(value)).strip(" .[]{}\"'") not in ("", "0", "no", "false", "none", "null")
 
 
@@ -401,8 +403,8 @@ def _is_filled_list(value: Any) -> bool:
 
 def _is_schedule(expected: Any) -> bool:
     try:
-        for wanted in expected.values():
-            _keeps((0, int(wanted["duration"])), wanted)
+        for meeting in expected.values():
+            _is_kept((0, int(meeting["duration"])), meeting)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return False
     return True
@@ -416,27 +418,27 @@ def _no_ranking(relevance: Any, choices: list[str]) -> str | None:
     return None if any(gain > 0 for gain in relevance) else "has no relevance above 0"
 
 
-def check_extractor(named: str) -> str:
+def check_extractor(text: str) -> str:
     """The name of an extractor, with its argument; a ValueError for an unknown one or a wrong pattern."""
-    kind, _, argument = named.partition(":")
+    kind, _, argument = text.partition(":")
     if kind not in (WITH_ARGUMENT if argument else EXTRACTORS):
         known = [*EXTRACTORS, *(f"{name}:..." for name in WITH_ARGUMENT)]
-        raise ValueError(f"unknown extractor {named!r}; known: {', '.join(known)}")
+        raise ValueError(f"unknown extractor {text!r}; known: {', '.join(known)}")
     if kind == "pattern":
         try:
             re.compile(argument)
         except re.error as error:
-            raise ValueError(f"{named!r} is not a pattern: {error}") from None
-    return named
+            raise ValueError(f"{text!r} is not a pattern: {error}") from None
+    return text
 
 
 def score(
     text: str, extract: list[str], compare: str, expected: Any, choices: list[str], prefix: str
 ) -> tuple[float, Found]:
     """The reward and the answer. Runs in the worker processes."""
-    found = extracted(text, extract)
-    if found is None or not found.startswith(prefix):
-        return 0.0, found
+    answer = extracted(text, extract)
+    if answer is None or not answer.startswith(prefix):
+        return 0.0, answer
     if prefix:
-        expected = [wanted.removeprefix(prefix) for wanted in texts(expected)]
-    return COMPARISONS[compare](found.removeprefix(prefix), expected, choices), found
+        expected = [accepted.removeprefix(prefix) for accepted in texts(expected)]
+    return COMPARISONS[compare](answer.removeprefix(prefix), expected, choices), answer

@@ -122,9 +122,9 @@ async def calculator(body: Calculator) -> int | float:
 
 async def verify(task: CalculatorTask) -> dict[str, Any]:
     question = last_user_text(task.responses_create_params.get("input") or "")
-    found = number(task.text, percent=asks_percent(question))
-    reward = float(found is not None and same_number(found, task.expected_answer))
-    return {"reward": reward, "extracted_answer": None if found is None else str(found)}
+    answer = number(task.text, percent=asks_percent(question))
+    reward = float(answer is not None and same_number(answer, task.expected_answer))
+    return {"reward": reward, "extracted_answer": None if answer is None else str(answer)}
 
 
 app = gym_server(tools=[calculator], verify=verify, reward_range=(0, 1))

@@ -50,10 +50,10 @@ def same_output(expected: str, got: str, tolerance: float) -> bool:
 
     An expected number with a decimal point matches within the tolerance; one without only an equal number (`5`, `5.0`).
     """
-    wanted, lines = _lines(expected), _lines(got)
-    if len(wanted) != len(lines):
+    expected_lines, lines = _lines(expected), _lines(got)
+    if len(expected_lines) != len(lines):
         return False
-    words = [(a.split(), b.split()) for a, b in zip(wanted, lines, strict=True)]
+    words = [(a.split(), b.split()) for a, b in zip(expected_lines, lines, strict=True)]
     return all(len(a) == len(b) and all(map(_same_word, a, b, [tolerance] * len(b))) for a, b in words)
 
 
@@ -143,16 +143,16 @@ class CodeTask(VerifyRequest):
             return row  # validation then reports that the field `cases` is missing
         pairs = zip(tests["inputs"], tests["outputs"], strict=True)
         if not tests.get("fn_name"):
-            return {**row, "cases": [{"stdin": given, "stdout": wanted} for given, wanted in pairs]}
-        calls = [{"args": _arguments(given), "expected": _value(wanted)} for given, wanted in pairs]
+            return {**row, "cases": [{"stdin": test_input, "stdout": test_output} for test_input, test_output in pairs]}
+        calls = [{"args": _arguments(test_input), "expected": _value(test_output)} for test_input, test_output in pairs]
         return {**row, "function": tests["fn_name"], "cases": calls}
 
     @model_validator(mode="after")
     def _kinds(self) -> Self:
         if not self.cases and self.test_code is None and self.task_id is None:
             raise ValueError("a row needs cases, or verifier_metadata with unit_tests, test or task_id")
-        wanted = Call if self.function else Execution
-        if not all(isinstance(case, wanted) for case in self.cases):
+        case_type = Call if self.function else Execution
+        if not all(isinstance(case, case_type) for case in self.cases):
             raise ValueError("cases must be {args, expected} with a function, and {stdin, stdout} without one")
         return self
 
@@ -167,13 +167,17 @@ class CodeTask(VerifyRequest):
         return [case for case in self.cases if isinstance(case, Execution)]
 
 
-def _arguments(given: Any) -> list[Any]:
+def _arguments(test_input: Any) -> list[Any]:
     """LiveCodeBench writes one argument a line, as JSON."""
-    return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+    return (
+        [json.loads(line) for line in test_input.splitlines() if line.strip()]
+        if isinstance(test_input, str)
+        else list(test_input)
+    )
 
 
-def _value(wanted: Any) -> Any:
-    return json.loads(wanted) if isinstance(wanted, str) else wanted
+def _value(test_output: Any) -> Any:
+    return json.loads(test_output) if isinstance(test_output, str) else test_output
 
 
 HARNESS = Path(__file__).with_name("function_harness.py").read_text()
@@ -193,17 +197,17 @@ class Score:
 async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
     """Make all calls in one run. Each answer carries its call's number; a call without an answer has failed."""
     calls = [{"args": case.args, "kwargs": case.kwargs} for case in task.calls]
-    given = json.dumps({"source": code, "function": task.function, "calls": calls, "all": partial})
-    result = await sandbox.run(HARNESS, stdin=given, limits=limits)
+    stdin = json.dumps({"source": code, "function": task.function, "calls": calls, "all": partial})
+    result = await sandbox.run(HARNESS, stdin=stdin, limits=limits)
     if result.verdict == "infra_error":
         return Score(0, result.detail, result.tier, infra=True)
     answers = _answers(result.answer)
     wrong = [
         number
         for number, case in enumerate(task.calls)
-        if not _returned(answers.get(number), case.expected, task.tolerance)
+        if not _returns_expected(answers.get(number), case.expected, task.tolerance)
     ]
-    reason = None if not wrong else _why(wrong[0], answers.get(wrong[0]), result)
+    reason = None if not wrong else _failure_text(wrong[0], answers.get(wrong[0]), result)
     return Score(len(task.cases) - len(wrong), reason, result.tier)
 
 
@@ -218,7 +222,7 @@ async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits
         if result.verdict == "ok" and same_output(case.stdout, result.stdout, task.tolerance):
             passed += 1
             continue
-        reason = reason or _why(number, None, result)
+        reason = reason or _failure_text(number, None, result)
         if not partial:
             break
     return Score(passed, reason, tier)
@@ -233,10 +237,12 @@ async def of_tests(sandbox: Sandbox, code: str, tests: Tests, limits: Limits) ->
         return Score(0, result.detail, result.tier, infra=True)
     reports = [line.partition(" ")[2] for line in result.answer.splitlines() if line.startswith(f"{nonce} ")]
     passed = reports == ["passed"]
-    return Score(int(passed), None if passed else reports[0] if reports else _why(0, None, result), result.tier)
+    return Score(
+        int(passed), None if passed else reports[0] if reports else _failure_text(0, None, result), result.tier
+    )
 
 
-def _returned(answer: dict[str, Any] | None, expected: Any, tolerance: float) -> bool:
+def _returns_expected(answer: dict[str, Any] | None, expected: Any, tolerance: float) -> bool:
     """Whether the call returned the expected value. An exception is not the value null."""
     return answer is not None and "value" in answer and same(expected, answer["value"], tolerance)
 
@@ -254,7 +260,7 @@ def _answers(text: str) -> dict[int, dict[str, Any]]:
     return answers
 
 
-def _why(number: int, answer: dict[str, Any] | None, result: Result) -> str:
+def _failure_text(number: int, answer: dict[str, Any] | None, result: Result) -> str:
     if answer is not None:
         return f"test {number}: {str(answer.get('error', 'another value'))[:300]}"
     if result.verdict == "ok":

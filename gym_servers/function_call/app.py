@@ -52,16 +52,16 @@ class Matched(NamedTuple):
 
 def matched(made: list[tuple[str, Any]], expected: list[tuple[str, Any]], schemas: Mapping[str, Schema]) -> Matched:
     """Each expected call is matched once; the order is free. Exact matches are taken before those by name."""
-    left, rest = list(expected), []
+    remaining, rest = list(expected), []
     for name, arguments in made:
-        hit = next((e for e in left if e[0] == name and same(arguments, e[1], schemas[name])), None)
-        left.remove(hit) if hit else rest.append(name)
+        hit = next((e for e in remaining if e[0] == name and same(arguments, e[1], schemas[name])), None)
+        remaining.remove(hit) if hit else rest.append(name)
     exact = len(made) - len(rest)
-    names = [name for name, _ in left]
+    names = [name for name, _ in remaining]
     for name in rest:
         if name in names:
             names.remove(name)
-    return Matched(exact, len(left) - len(names))
+    return Matched(exact, len(remaining) - len(names))
 
 
 def is_schema(value: Any) -> bool:
@@ -115,12 +115,12 @@ def _same_array(made: list[Any], expected: list[Any], schema: Schema) -> bool:
         return False
     if not schema.get("uniqueItems"):
         return all(same(one, other, items) for one, other in zip(made, expected, strict=True))
-    left = list(expected)
+    remaining = list(expected)
     for one in made:
-        hit = next((index for index, other in enumerate(left) if same(one, other, items)), None)
+        hit = next((index for index, other in enumerate(remaining) if same(one, other, items)), None)
         if hit is None:
             return False
-        del left[hit]
+        del remaining[hit]
     return True
 
 
@@ -209,11 +209,11 @@ class Task(VerifyRequest):
 
 def _arguments(call: dict[str, Any]) -> Any:
     """A call's arguments, which may be JSON text."""
-    given = call.get("arguments", {})
+    arguments = call.get("arguments", {})
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        return given
+        return arguments
 
 
 async def verify(task: Task, options: Options) -> dict[str, Any]:
@@ -221,71 +221,73 @@ async def verify(task: Task, options: Options) -> dict[str, Any]:
     hallucinated = [call.name for call in calls if call.name not in task.schemas]
     counts = {"calls": len(calls), "hallucinated_calls": len(hallucinated)}
     if not task.expected_calls:
-        right = not calls and _answered(task)
+        right = not calls and _has_answer(task)
         return {"reward": float(right), "reward_components": {"no_call": float(right)}, **counts}
     made = [(call.name, call.arguments) for call in calls if call.name in task.schemas]
     expected = [(call.name, call.arguments) for call in task.expected_calls]
-    found = matched(made, expected, task.schemas)
+    match = matched(made, expected, task.schemas)
     whole = max(len(calls), len(expected))  # an extra call costs as much as a missing one
     if options.all_or_nothing:
-        right = found.exact == whole
+        right = match.exact == whole
         return {
             "reward": float(right),
             "reward_components": {"exact": float(right)},
-            "exact_calls": found.exact,
+            "exact_calls": match.exact,
             **counts,
         }
-    parts = {"names": NAMES * (found.exact + found.named) / whole, "arguments": ARGUMENTS * found.exact / whole}
-    return {"reward": sum(parts.values()), "reward_components": parts, "exact_calls": found.exact, **counts}
+    parts = {"names": NAMES * (match.exact + match.named) / whole, "arguments": ARGUMENTS * match.exact / whole}
+    return {"reward": sum(parts.values()), "reward_components": parts, "exact_calls": match.exact, **counts}
 
 
-def _answered(task: Task) -> bool:
+def _has_answer(task: Task) -> bool:
     """Whether the text gives the number, or asks for the missing information in one short question, or is not empty."""
     if task.expected_answer is not None:
-        found = number(task.text, percent=asks_percent(task.question))
-        return found is not None and same_number(found, task.expected_answer)
+        answer = number(task.text, percent=asks_percent(task.question))
+        return answer is not None and same_number(answer, task.expected_answer)
     text = without_reasoning(task.text)
     return asks(text, task.asks_for, task.not_for, task.question) if task.asks_for else bool(text.strip())
 
 
-def asks(text: str, things: list[str], others: list[str], heard: str = "") -> bool:
+def asks(text: str, things: list[str], others: list[str], user_text: str = "") -> bool:
     """Whether a text asks one question, for one of `things` and for none of `others`.
 
     A question is a sentence with a question mark, a question word (`which`, `could you`) and the name of the thing:
     neither `temperature?` nor `which?` is one. Two different question words count as two questions. A question of the
-    user (`heard`), repeated, is not one, nor is a long list of names. Words that quote the user do not count.
+    user (`user_text`), repeated, is not one, nor is a long list of names. Words that quote the user do not count.
     """
     if len(text) > ASKING_CHARS:
         return False
-    echoes = _words(heard.casefold())
-    said = QUOTED.sub(lambda quote: _unquoted(quote, echoes), text.casefold().strip())
-    words = _words(said)
+    echoes = _words(user_text.casefold())
+    sentences = QUOTED.sub(lambda quote: _unquoted(quote, echoes), text.casefold().strip())
+    words = _words(sentences)
     if len(words.split()) > ASKING_WORDS or len(set(WH.findall(words))) > 1 or any(_names(words, o) for o in others):
         return False
     return any(
-        _asks_in(question, things, echoes) for question in SENTENCE_END.split(said) if _words(question) not in echoes
+        _asks_in(question, things, echoes)
+        for question in SENTENCE_END.split(sentences)
+        if _words(question) not in echoes
     )
 
 
-def _asks_in(sentence: str, things: list[str], heard: str) -> bool:
+def _asks_in(sentence: str, things: list[str], user_text: str) -> bool:
     """Whether one sentence is a question for one of `things`, and no list of names in which one of them is found."""
     words = _words(sentence)
     if not sentence.endswith("?") or not 1 < len(words.split()) <= QUESTION_WORDS or not ASKING.search(words):
         return False
     parts = [_words(part) for part in SEPARATOR.split(sentence)]
     naming = [part for part in parts if any(_names(part, thing) for thing in things)]
-    listed = [part for part in parts if part and len(part.split()) <= BARE_WORDS]
-    if len(listed) > LISTED_NAMES and all(part in listed for part in naming):
+    short_parts = [part for part in parts if part and len(part.split()) <= BARE_WORDS]
+    if len(short_parts) > LISTED_NAMES and all(part in short_parts for part in naming):
         return False
-    known = FUNCTION_WORDS.union(heard.split())
+    known = FUNCTION_WORDS.union(user_text.split())
     crowded = any(len(set(part.split()) - known) > NEW_WORDS for part in naming)
     return not crowded and any(_names(words, thing) for thing in things)
 
 
-def _unquoted(quote: re.Match[str], heard: str) -> str:
+def _unquoted(quote: re.Match[str], user_text: str) -> str:
     """A quotation, or nothing if it has several words that the user said: they ask for nothing."""
     words = _words(quote[1])
-    return "" if " " in words and words in heard else quote[0]
+    return "" if " " in words and words in user_text else quote[0]
 
 
 def _words(text: str) -> str:

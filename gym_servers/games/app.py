@@ -59,19 +59,19 @@ async def step(task: Task, session: Session) -> Step:
         comment = game.play(normalized(move(task.text)))
     except IllegalMove as error:
         session["illegal"] += 1
-        left = ILLEGAL_MOVES - session["illegal"]
-        if left == 0:
+        attempts_left = ILLEGAL_MOVES - session["illegal"]
+        if attempts_left == 0:
             return Step(f"Illegal move: {error}. That was one too many: the game is lost.", terminated=True)
-        return Step(f"Illegal move: {error}. After {left} more the game is lost.\n\n{game.show()}")
-    shown = f"{comment}\n\n{game.show()}".lstrip()
+        return Step(f"Illegal move: {error}. After {attempts_left} more the game is lost.\n\n{game.show()}")
+    text = f"{comment}\n\n{game.show()}".lstrip()
     if game.score is None:
-        return Step(shown)
-    return Step(f"{shown}\nThe game is over.", reward=game.score, terminated=True)
+        return Step(text)
+    return Step(f"{text}\nThe game is over.", reward=game.score, terminated=True)
 
 
-def normalized(said: str) -> str:
+def normalized(move: str) -> str:
     """The move in lower case, with single spaces and without marks around it."""
-    return " ".join(said.casefold().split()).strip(" .*`\"'")
+    return " ".join(move.casefold().split()).strip(" .*`\"'")
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:

@@ -18,7 +18,7 @@ class Blackjack:
 
     def __init__(self, seed: int) -> None:
         self.score: float | None = None
-        self.deck = next(deck for attempt in count() if winning_hits(deck := _shuffled(seed, attempt)) is not None)
+        self.deck = next(deck for attempt in count() if winning_hits(deck := _shuffle(seed, attempt)) is not None)
         self.player, self.dealer = [self.deck[0], self.deck[2]], [self.deck[1], self.deck[3]]
         self.drawn = 4
 
@@ -71,7 +71,7 @@ def winning_hits(deck: list[str]) -> int | None:
     return None
 
 
-def _shuffled(seed: int, attempt: int) -> list[str]:
+def _shuffle(seed: int, attempt: int) -> list[str]:
     deck = list(RANKS * 4)
     random.Random(f"blackjack {seed} {attempt}").shuffle(deck)
     return deck

@@ -36,8 +36,8 @@ class Minesweeper:
         return "\n".join(lines)
 
     def play(self, move: str) -> str:
-        found = re.fullmatch(r"(?:open )?([0-9])[ ,]+([0-9])", move)
-        cell = (int(found[1]) - 1, int(found[2]) - 1) if found else None
+        match = re.fullmatch(r"(?:open )?([0-9])[ ,]+([0-9])", move)
+        cell = (int(match[1]) - 1, int(match[2]) - 1) if match else None
         if cell not in CELLS or cell in self.open:
             raise IllegalMove(f"the move is the row and the column (1 to {SIDE}) of a closed cell")
         if cell in self.mines:
@@ -62,14 +62,14 @@ def around(cell: Cell) -> frozenset[Cell]:
 
 def opened(before: frozenset[Cell], cell: Cell, mines: frozenset[Cell]) -> frozenset[Cell]:
     """The open cells after opening one. A cell without neighbouring mines also opens its neighbours."""
-    done, todo = set(before), [cell]
+    visited, todo = set(before), [cell]
     while todo:
         here = todo.pop()
-        if here not in done:
-            done.add(here)
+        if here not in visited:
+            visited.add(here)
             if not around(here) & mines:
                 todo += around(here)
-    return frozenset(done)
+    return frozenset(visited)
 
 
 def solvable(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> bool:

@@ -95,28 +95,28 @@ def level(seed: int) -> Level:
         inner = sorted(cell for cell in floor if 0 < cell[0] < SIDE - 1 and 0 < cell[1] < SIDE - 1)
         boxes = frozenset(rng.sample(inner, BOXES))
         goals = frozenset(rng.sample(sorted(floor - boxes), BOXES))
-        drawn = Level(floor, goals, State(rng.choice(sorted(floor - boxes)), boxes), [])
-        solution = solved(drawn)
+        candidate = Level(floor, goals, State(rng.choice(sorted(floor - boxes)), boxes), [])
+        solution = solved(candidate)
         if solution is not None and len(solution) >= SHORTEST:
-            return drawn._replace(solution=solution)
+            return candidate._replace(solution=solution)
     raise AssertionError("count() has no end")
 
 
 def solved(level: Level) -> list[str] | None:
     """A shortest solution by breadth-first search, or None if there is none."""
-    came: dict[State, tuple[State, str] | None] = {level.start: None}
+    predecessors: dict[State, tuple[State, str] | None] = {level.start: None}
     queue = deque([level.start])
     while queue:
         state = queue.popleft()
         if state.boxes == level.goals:
             path = []
-            while (link := came[state]) is not None:
+            while (link := predecessors[state]) is not None:
                 state, step = link
                 path.append(step)
             return path[::-1]
         for step in STEPS:
             after = moved(level, state, step)
-            if after is not None and after not in came:
-                came[after] = (state, step)
+            if after is not None and after not in predecessors:
+                predecessors[after] = (state, step)
                 queue.append(after)
     return None

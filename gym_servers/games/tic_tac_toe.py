@@ -20,7 +20,7 @@ class TicTacToe:
             self.salt = f"tic-tac-toe {seed} {attempt}"
             self.board = " " * 9
             if random.Random(self.salt).random() < 0.5:
-                self.board = answered(self.board, self.salt)
+                self.board = after_reply(self.board, self.salt)
             if winning_line(self.board, self.salt) is not None:
                 return
 
@@ -33,7 +33,7 @@ class TicTacToe:
             raise IllegalMove("the move is the number of a free square")
         self.board = put(self.board, int(move) - 1, "X")
         if score(self.board) is None:
-            self.board = answered(self.board, self.salt)
+            self.board = after_reply(self.board, self.salt)
         self.score = score(self.board)
         return ""
 
@@ -50,7 +50,7 @@ def score(board: str) -> float | None:
     return None if " " in board else 0.5
 
 
-def answered(board: str, salt: str) -> str:
+def after_reply(board: str, salt: str) -> str:
     """The board after O's move, which the salt and the board determine."""
     rng = random.Random(f"{salt} {board}")
     free = [square for square in range(9) if board[square] == " "]
@@ -74,7 +74,7 @@ def winning_line(board: str, salt: str) -> list[int] | None:
         after = put(board, square, "X")
         if score(after) == 1.0:
             return [square]
-        after = answered(after, salt) if score(after) is None else after
+        after = after_reply(after, salt) if score(after) is None else after
         rest = winning_line(after, salt) if score(after) is None else None
         if rest is not None:
             return [square, *rest]

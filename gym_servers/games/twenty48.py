@@ -44,12 +44,12 @@ class Twenty48:
         return ""
 
 
-def score(board: Board, left: int) -> float | None:
+def score(board: Board, moves_left: int) -> float | None:
     highest = max(map(max, board))
     if highest >= TARGET:
         return 1.0
     stuck = all(pushed(board, step) == board for step in ("up", "down", "left", "right"))
-    return 0.5 * math.log2(highest) / math.log2(TARGET) if stuck or left == 0 else None
+    return 0.5 * math.log2(highest) / math.log2(TARGET) if stuck or moves_left == 0 else None
 
 
 def dropped(board: Board, salt: str) -> Board:
@@ -63,14 +63,14 @@ def dropped(board: Board, salt: str) -> Board:
 
 def pushed(board: Board, step: str) -> Board:
     if step == "left":
-        return tuple(_merged(row) for row in board)
+        return tuple(_merge(row) for row in board)
     if step == "right":
-        return tuple(_merged(row[::-1])[::-1] for row in board)
-    turned = pushed(tuple(zip(*board, strict=True)), "left" if step == "up" else "right")
-    return tuple(zip(*turned, strict=True))
+        return tuple(_merge(row[::-1])[::-1] for row in board)
+    transposed = pushed(tuple(zip(*board, strict=True)), "left" if step == "up" else "right")
+    return tuple(zip(*transposed, strict=True))
 
 
-def _merged(row: tuple[int, ...]) -> tuple[int, ...]:
+def _merge(row: tuple[int, ...]) -> tuple[int, ...]:
     tiles = [tile for tile in row if tile]
     out: list[int] = []
     while tiles:

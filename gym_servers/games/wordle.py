@@ -49,8 +49,8 @@ class Wordle:
         self.guesses: list[str] = []
 
     def show(self) -> str:
-        shown = "\n".join(f"{guess} {marks(guess, self.secret)}" for guess in self.guesses)
-        return f"{shown}\nGuesses left: {GUESSES - len(self.guesses)}.".lstrip()
+        history = "\n".join(f"{guess} {marks(guess, self.secret)}" for guess in self.guesses)
+        return f"{history}\nGuesses left: {GUESSES - len(self.guesses)}.".lstrip()
 
     def play(self, move: str) -> str:
         if not re.fullmatch("[a-z]{5}", move):
@@ -67,10 +67,10 @@ class Wordle:
 def marks(guess: str, secret: str) -> str:
     """A letter is marked at most as often as it occurs in the word, right places first."""
     right = [g == s for g, s in zip(guess, secret, strict=True)]
-    left = Counter(letter for letter, hit in zip(secret, right, strict=True) if not hit)
-    shown = ""
+    unmatched = Counter(letter for letter, hit in zip(secret, right, strict=True) if not hit)
+    result = ""
     for letter, hit in zip(guess, right, strict=True):
-        near = not hit and left[letter] > 0
-        left[letter] -= near
-        shown += "G" if hit else "Y" if near else "-"
-    return shown
+        near = not hit and unmatched[letter] > 0
+        unmatched[letter] -= near
+        result += "G" if hit else "Y" if near else "-"
+    return result

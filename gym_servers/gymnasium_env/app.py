@@ -160,8 +160,8 @@ class Episode:
 
     def picture(self, observation: Any) -> str:
         text = f"Observation: {written(self.env.observation_space, observation)}"
-        drawn = self.env.render() if self.env.render_mode == "ansi" else None
-        return f"{text}\n\n{drawn.strip()}" if drawn else text
+        rendered = self.env.render() if self.env.render_mode == "ansi" else None
+        return f"{text}\n\n{rendered.strip()}" if rendered else text
 
     def play(self, action: Any, comment: str = "") -> Step:
         observation, reward, terminated, truncated, _ = self.env.step(action)
@@ -170,8 +170,8 @@ class Episode:
         truncated = bool(truncated or self.left == 0)
         self.over = bool(terminated or truncated)
         self.shown = self.picture(observation)
-        shown = f"{comment}Reward: {float(reward):g}\n{self.shown}" + ("\nThe episode is over." if self.over else "")
-        return Step(shown, reward=float(reward), terminated=bool(terminated), truncated=truncated)
+        text = f"{comment}Reward: {float(reward):g}\n{self.shown}" + ("\nThe episode is over." if self.over else "")
+        return Step(text, reward=float(reward), terminated=bool(terminated), truncated=truncated)
 
     def say(self, text: str) -> Step:
         """Play the model's turn."""
@@ -252,8 +252,8 @@ async def replayed(task: Task) -> Episode:
     episode = await asyncio.to_thread(begun, task)
     for turn in turns_of(task.response):
         if not episode.over:
-            said = task.model_copy(update={"response": {"output": turn}}).text
-            await asyncio.to_thread(episode.say, move(said).strip())
+            text = task.model_copy(update={"response": {"output": turn}}).text
+            await asyncio.to_thread(episode.say, move(text).strip())
     return episode
 
 

@@ -49,18 +49,19 @@ class FollowingTask(VerifyRequest):
         """Each id with its arguments. Drops null arguments, which IFEval's rows have for other instructions."""
         pairs = zip(self.instruction_id_list, self.kwargs, strict=True)
         return [
-            (name, {key: value for key, value in (given or {}).items() if value is not None}) for name, given in pairs
+            (name, {key: value for key, value in (arguments or {}).items() if value is not None})
+            for name, arguments in pairs
         ]
 
     @model_validator(mode="after")
     def _known(self) -> "FollowingTask":
         if not self.instruction_id_list or len(self.instruction_id_list) != len(self.kwargs):
             raise ValueError("instruction_id_list and kwargs need one entry for each instruction, at least one")
-        for name, given in self.instructions:
+        for name, arguments in self.instructions:
             if name not in CHECKS:
                 raise ValueError(f"unknown instruction {name!r}; known: {', '.join(CHECKS)}")
             try:
-                CHECKS[name]("", **given)
+                CHECKS[name]("", **arguments)
             except ValidationError as error:
                 problem = error.errors()[0]
                 raise ValueError(f"{name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
@@ -76,10 +77,10 @@ async def verify(task: FollowingTask, options: FollowingOptions) -> dict[str, An
         if failure["reward"] is not None:
             failure |= {f"followed_{reading}": [False] * len(task.instructions) for reading in READINGS}
         return shaped(failure, task.response, options.shaping)
-    found = {reading: checked.value[reading] for reading in READINGS}
-    scores = {reading: score(found[reading], task.grading_mode) for reading in READINGS}
+    results = {reading: checked.value[reading] for reading in READINGS}
+    scores = {reading: score(results[reading], task.grading_mode) for reading in READINGS}
     paid = weighted(scores, {reading: float(reading == options.reading) for reading in READINGS})
-    fields: dict[str, Any] = {f"followed_{reading}": found[reading] for reading in READINGS}
+    fields: dict[str, Any] = {f"followed_{reading}": results[reading] for reading in READINGS}
     if checked.value["errors"]:
         crashes = "; ".join(f"{name}: {error}" for name, error in checked.value["errors"].items())
         fields |= {"outcome": "unverifiable", "reason": f"a check crashed: {crashes}"}
@@ -88,10 +89,10 @@ async def verify(task: FollowingTask, options: FollowingOptions) -> dict[str, An
     return shaped({**paid, **fields}, task.response, options.shaping)
 
 
-def score(found: list[bool | None], mode: str) -> float | None:
+def score(results: list[bool | None], mode: str) -> float | None:
     """None if a check crashed: that is not a wrong answer."""
-    known = [each for each in found if each is not None]
-    if len(known) < len(found):
+    known = [each for each in results if each is not None]
+    if len(known) < len(results):
         return None
     return float(all(known)) if mode == "binary" else sum(known) / len(known)
 
@@ -103,10 +104,10 @@ def compute_metrics(rows: list[Json]) -> dict[str, float]:
     """
     numbers = {}
     for reading in READINGS:
-        found = [each for row in rows if None not in (each := row.get(f"followed_{reading}", [None]))]
-        if found:
-            numbers[f"prompt_level/{reading}"] = fmean(map(all, found))
-            numbers[f"instruction_level/{reading}"] = fmean(chain.from_iterable(found))
+        results = [each for row in rows if None not in (each := row.get(f"followed_{reading}", [None]))]
+        if results:
+            numbers[f"prompt_level/{reading}"] = fmean(map(all, results))
+            numbers[f"instruction_level/{reading}"] = fmean(chain.from_iterable(results))
     return numbers
 
 

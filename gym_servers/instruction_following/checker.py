@@ -26,10 +26,10 @@ def followed(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[
     strict: list[bool | None] = []
     loose: list[bool | None] = []
     errors = {}
-    for name, given in instructions:
+    for name, arguments in instructions:
         try:
-            exactly = any(CHECKS[name](reading, **given) for reading in readings[:1])
-            nearly = exactly or any(CHECKS[name](reading, **given) for reading in readings[1:])
+            exactly = any(CHECKS[name](reading, **arguments) for reading in readings[:1])
+            nearly = exactly or any(CHECKS[name](reading, **arguments) for reading in readings[1:])
         except MemoryError:  # the text is too heavy; the pool reports it
             raise
         except Exception as error:  # noqa: BLE001  (a fault of one check must not cost the other instructions)

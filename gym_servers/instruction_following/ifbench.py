@@ -68,14 +68,18 @@ def repeats(text: str, small_n: Count) -> bool:
 def palindrome(text: str, N: Count | None = None) -> bool:
     """At least N different palindromes of three letters or more. Without N, as in IFBench's rows: ten of five."""
     least, letters = (10, 5) if N is None else (N, 3)
-    said = {word.casefold() for word in words(text) if len(word) >= letters and word.isalpha()}
-    return sum(word == word[::-1] and len(set(word)) > 1 for word in said) >= least
+    candidates = {word.casefold() for word in words(text) if len(word) >= letters and word.isalpha()}
+    return sum(word == word[::-1] and len(set(word)) > 1 for word in candidates) >= least
 
 
 def last_first(text: str) -> bool:
     """Each sentence starts with the last word of the one before. At least two sentences."""
-    said = [[word.casefold() for word in read_words(sentence)] for sentence in sentences(text)]
-    return len(said) > 1 and all(said) and all(a[-1] == b[0] for a, b in itertools.pairwise(said))
+    sentence_words = [[word.casefold() for word in read_words(sentence)] for sentence in sentences(text)]
+    return (
+        len(sentence_words) > 1
+        and all(sentence_words)
+        and all(a[-1] == b[0] for a, b in itertools.pairwise(sentence_words))
+    )
 
 
 def increment(text: str, small_n: Count) -> bool:
@@ -96,8 +100,12 @@ def no_whitespace(text: str) -> bool:
 
 def title_case(text: str) -> bool:
     """Every word starts with a capital; small words (a, of, the) may."""
-    said = [word for word in read_words(text) if word[0].isalpha()]
-    return bool(said) and all(word[0].isupper() or word in SMALL for word in said) and said[0][0].isupper()
+    words_read = [word for word in read_words(text) if word[0].isalpha()]
+    return (
+        bool(words_read)
+        and all(word[0].isupper() or word in SMALL for word in words_read)
+        and words_read[0][0].isupper()
+    )
 
 
 def line_count(text: str, N: Count) -> bool:
@@ -106,10 +114,10 @@ def line_count(text: str, N: Count) -> bool:
 
 def alternating_case(text: str) -> bool:
     """Words alternate between upper and lower case. At least three words of two letters or more."""
-    said = [word for word in read_words(text) if len(word) > 1 and word.isalpha()]
-    turns = [word.isupper() for word in said]
-    plain = all(word.isupper() or word.islower() for word in said)
-    return plain and len(said) > 2 and all(a != b for a, b in itertools.pairwise(turns))
+    words_read = [word for word in read_words(text) if len(word) > 1 and word.isalpha()]
+    turns = [word.isupper() for word in words_read]
+    plain = all(word.isupper() or word.islower() for word in words_read)
+    return plain and len(words_read) > 2 and all(a != b for a, b in itertools.pairwise(turns))
 
 
 def conjunctions(text: str, small_n: Count) -> bool:
@@ -129,8 +137,8 @@ def pronouns(text: str, N: Count) -> bool:
 def words_japanese(text: str, N: Count) -> bool:
     """Each Nth word contains kana or kanji; numbers are left out. At least N words."""
     nth = text.split()[N - 1 :: N]
-    said = [word for word in nth if any(c.isalpha() for c in word)]
-    return bool(said) and all(re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", word) for word in said)
+    spelled = [word for word in nth if any(c.isalpha() for c in word)]
+    return bool(spelled) and all(re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", word) for word in spelled)
 
 
 def keywords_multiple(
@@ -143,14 +151,16 @@ def keywords_multiple(
 
 def stop_words(text: str, percentage: Share) -> bool:
     """At most the percentage of all words are stop words."""
-    said = read_words(text.replace("\u2019", "'"))
-    return bool(said) and 100 * sum(word.casefold() in STOP_WORDS for word in said) <= percentage * len(said)
+    words_read = read_words(text.replace("\u2019", "'"))
+    return bool(words_read) and 100 * sum(word.casefold() in STOP_WORDS for word in words_read) <= percentage * len(
+        words_read
+    )
 
 
 def overlap(text: str, reference_text: Text, percentage: Share) -> bool:
     """The share of the text's trigrams that the reference has is the percentage, within two points."""
-    ours, theirs = ({*zip(t, t[1:], t[2:], strict=False)} for t in map(_tokens, (text, reference_text)))
-    return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= 2
+    trigrams, reference_trigrams = ({*zip(t, t[1:], t[2:], strict=False)} for t in map(_tokens, (text, reference_text)))
+    return bool(trigrams) and abs(100 * len(trigrams & reference_trigrams) / len(trigrams) - percentage) <= 2
 
 
 def _tokens(text: str) -> list[str]:
@@ -175,9 +185,13 @@ def _ends(text: str) -> Counter[str]:
 
 def sentence_words(text: str) -> bool:
     """Three sentences of the same number of characters, without a word twice."""
-    said = sentences(text)
+    found_sentences = sentences(text)
     every = [word.casefold() for word in read_words(text)]
-    return len(said) == 3 and len({len(sentence) for sentence in said}) == 1 and len(set(every)) == len(every)
+    return (
+        len(found_sentences) == 3
+        and len({len(sentence) for sentence in found_sentences}) == 1
+        and len(set(every)) == len(every)
+    )
 
 
 def vowel(text: str) -> bool:
@@ -187,8 +201,8 @@ def vowel(text: str) -> bool:
 
 def consonants(text: str) -> bool:
     """Each word has two consonants in a row."""
-    said = [word for word in read_words(text.casefold()) if any(c.isalpha() for c in word)]
-    return bool(said) and all(re.search(r"[b-df-hj-np-tv-z]{2}", word) for word in said)
+    words_read = [word for word in read_words(text.casefold()) if any(c.isalpha() for c in word)]
+    return bool(words_read) and all(re.search(r"[b-df-hj-np-tv-z]{2}", word) for word in words_read)
 
 
 def prime_lengths(text: str) -> bool:
@@ -209,15 +223,15 @@ def odd_even_syllables(text: str) -> bool:
 
 def paragraph_last_first(text: str) -> bool:
     """Each paragraph, a line, ends with the word that it starts with."""
-    said = [[word.casefold() for word in read_words(line)] for line in lines(text)]
-    said = [line for line in said if line]
-    return all(line[0] == line[-1] for line in said) and any(len(line) > 1 for line in said)
+    paragraphs = [[word.casefold() for word in read_words(line)] for line in lines(text)]
+    paragraphs = [line for line in paragraphs if line]
+    return all(line[0] == line[-1] for line in paragraphs) and any(len(line) > 1 for line in paragraphs)
 
 
 def words_position(text: str, keyword: Text) -> bool:
     """The second word and the last but one are the keyword."""
-    said = [word.casefold() for word in read_words(text)]
-    return len(said) > 2 and said[1] == said[-2] == keyword.casefold()
+    words_read = [word.casefold() for word in read_words(text)]
+    return len(words_read) > 2 and words_read[1] == words_read[-2] == keyword.casefold()
 
 
 def alliteration_increment(text: str) -> bool:
@@ -232,8 +246,11 @@ def _longest(letters: list[str]) -> int:
 
 def keyword(text: str, word: Text, N: Count) -> bool:
     """The Nth sentence, counted from 1, has the word."""
-    found = sentences(text)[N - 1 : N]
-    return bool(found) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", found[0], re.IGNORECASE) is not None
+    nth_sentences = sentences(text)[N - 1 : N]
+    return (
+        bool(nth_sentences)
+        and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", nth_sentences[0], re.IGNORECASE) is not None
+    )
 
 
 def parentheses(text: str) -> bool:
@@ -273,17 +290,17 @@ _STRAIGHT = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 def options(text: str, options: Text) -> bool:
     """The answer is one of the options, written `a/b`, `a or b` or `a, b`. Lettered options keep their marks."""
     split = "/" if "/" in options else r"\bor\b" if re.search(r"\bor\b", options) else ","
-    named = [option.strip() for option in re.split(split, options)]
+    choices = [option.strip() for option in re.split(split, options)]
     if re.match(r"\W*a\W+b\W+c\b", options, re.IGNORECASE):
-        return text.strip() in named
-    return _bare(text) in map(_bare, named)
+        return text.strip() in choices
+    return _bare(text) in map(_bare, choices)
 
 
 def _bare(text: str) -> str:
-    return _trimmed(text.casefold().translate(_STRAIGHT))
+    return _trim(text.casefold().translate(_STRAIGHT))
 
 
-def _trimmed(text: str) -> str:
+def _trim(text: str) -> str:
     """The text without the punctuation and white space at its ends."""
     inside = re.search(r"\w(?:.*\w)?", text, re.DOTALL)
     return inside[0] if inside else ""
@@ -295,8 +312,10 @@ _STOPS = re.compile(r"(?<![.!?])[.!?]+(?:\s+|$)")  # not from inside a run, whic
 def emoji(text: str) -> bool:
     """Each sentence ends with an emoji, before or after its full stop."""
     parts = [re.sub(r"[\s*_\"')\]\ufe0f]+", "", part) for part in _STOPS.split(f"{text} ")]
-    said = [i for i, part in enumerate(parts) if any(c.isalnum() for c in part)]
-    return all(_is_emoji(parts[i][-1]) or any(_is_emoji(c) for c in "".join(parts[i + 1 : i + 2])[:1]) for i in said)
+    text_parts = [i for i, part in enumerate(parts) if any(c.isalnum() for c in part)]
+    return all(
+        _is_emoji(parts[i][-1]) or any(_is_emoji(c) for c in "".join(parts[i + 1 : i + 2])[:1]) for i in text_parts
+    )
 
 
 def _is_emoji(c: str) -> bool:
@@ -344,10 +363,10 @@ def output_template(text: str) -> bool:
     end = 0
     for label in ("My Answer:", "My Conclusion:", "Future Outlook:"):
         start = text.find(label, end)
-        said = _LETTER.search(text, start + len(label)) if start >= 0 else None
-        if said is None:
+        match = _LETTER.search(text, start + len(label)) if start >= 0 else None
+        if match is None:
             return False
-        end = said.end()
+        end = match.end()
     return True
 
 
@@ -360,21 +379,21 @@ def multiples(text: str) -> bool:
 
 def mcq_count_length(text: str) -> bool:
     """Four questions labelled `Question`, of five options each, every one longer than the one before; nothing else."""
-    found = re.split(r"^Question\b[ \t]*\d*[.:)]?", text.strip(), flags=re.MULTILINE)
+    questions = re.split(r"^Question\b[ \t]*\d*[.:)]?", text.strip(), flags=re.MULTILINE)
     option = re.compile(r"[A-Ea-e][.)]\s*\w")
-    counts = [sum(option.match(line) is not None for line in lines(part)) for part in found[1:]]
-    stems = [itertools.takewhile(lambda line: not option.match(line), lines(part)) for part in found[1:]]
+    counts = [sum(option.match(line) is not None for line in lines(part)) for part in questions[1:]]
+    stems = [itertools.takewhile(lambda line: not option.match(line), lines(part)) for part in questions[1:]]
     lengths = [len(" ".join(stem)) for stem in stems]
-    return not found[0].strip() and counts == [5] * 4 and all(a < b for a, b in itertools.pairwise(lengths))
+    return not questions[0].strip() and counts == [5] * 4 and all(a < b for a, b in itertools.pairwise(lengths))
 
 
 def reverse_newline(text: str) -> bool:
     """African countries from Zimbabwe back to A, a line each; two may be missing."""
-    named = [_trimmed(line) for line in lines(_plain(text).casefold())]
-    start = next((i for i, line in enumerate(named) if line.startswith("zimbabwe")), len(named))
-    listed = [line for line in named[start:] if line]
-    known = sum(any(word in AFRICA for word in words(line)) for line in listed)
-    return known >= 52 and listed == sorted(listed, reverse=True)
+    trimmed_lines = [_trim(line) for line in lines(_plain(text).casefold())]
+    start = next((i for i, line in enumerate(trimmed_lines) if line.startswith("zimbabwe")), len(trimmed_lines))
+    filled_lines = [line for line in trimmed_lines[start:] if line]
+    known = sum(any(word in AFRICA for word in words(line)) for line in filled_lines)
+    return known >= 52 and filled_lines == sorted(filled_lines, reverse=True)
 
 
 def _plain(text: str) -> str:
@@ -383,8 +402,8 @@ def _plain(text: str) -> str:
 
 def word_reverse(text: str) -> bool:
     """Read backwards, word by word, the sentence names the bird."""
-    said = [word.casefold() for word in words(text)]
-    return len(said) > 2 and BIRD in " ".join(reversed(said))
+    known = [word.casefold() for word in words(text)]
+    return len(known) > 2 and BIRD in " ".join(reversed(known))
 
 
 def character_reverse(text: str) -> bool:
@@ -440,8 +459,8 @@ def date_format_list(text: str) -> bool:
 
 def repeat_change(text: str, prompt_to_repeat: Text) -> bool:
     """The request with another first word."""
-    asked, said = prompt_to_repeat.split(), text.split()
-    return len(said) > 1 and said[1:] == asked[1:] and said[0] != asked[0]
+    prompt_words, answer_words = prompt_to_repeat.split(), text.split()
+    return len(answer_words) > 1 and answer_words[1:] == prompt_words[1:] and answer_words[0] != prompt_words[0]
 
 
 def repeat_simple(text: str) -> bool:

@@ -92,8 +92,8 @@ def number_placeholders(text: str, num_placeholders: Count) -> bool:
 def postscript(text: str, postscript_marker: Text) -> bool:
     """The marker (spaces in it are optional) with some text after it."""
     letters = [re.escape(c) for c in postscript_marker.rstrip(".") if not c.isspace()]
-    said = re.findall(r"(?:^|\s)[*_]*" + r"[ ]?".join(letters) + r"[.:]?[*_]*([^\n]*\S)", text, re.IGNORECASE)
-    return any(c.isalnum() for rest in said for c in rest)
+    matches = re.findall(r"(?:^|\s)[*_]*" + r"[ ]?".join(letters) + r"[.:]?[*_]*([^\n]*\S)", text, re.IGNORECASE)
+    return any(c.isalnum() for rest in matches for c in rest)
 
 
 def number_bullet_lists(text: str, num_bullets: Count) -> bool:
@@ -119,10 +119,10 @@ def json_format(text: str) -> bool:
     """The whole text is one JSON object or array that is not empty; a code fence around it is allowed."""
     inside = re.sub(r"^```(?:json|JSON|Json)?|```$", "", text.strip()).strip()
     try:
-        found = json.loads(inside)
+        value = json.loads(inside)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict | list) and bool(found)
+    return isinstance(value, dict | list) and bool(value)
 
 
 def title(text: str) -> bool:

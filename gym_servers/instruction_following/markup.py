@@ -52,8 +52,8 @@ def regex(text: str, verify_regex: list[Pattern], verify_min_matches: int = 1, *
 
 def string_match(text: str, expected_markers: list[str], patterns: list[Pattern] = [], **_: Any) -> bool:  # noqa: B006
     """Every marker occurs, and the patterns match nothing else."""
-    found = {match.group() for pattern in patterns for match in re.finditer(pattern, text)}
-    return all(marker in text for marker in expected_markers) and found <= set(expected_markers)
+    matches = {match.group() for pattern in patterns for match in re.finditer(pattern, text)}
+    return all(marker in text for marker in expected_markers) and matches <= set(expected_markers)
 
 
 def _without_tags(text: str) -> str:
@@ -82,9 +82,9 @@ def citation_if(
     prose = _without_tags(text) if grammar == "claim_wrap_xml" else rest
     if ANY_ID.search(rest) or TAG.search(rest) or not re.search(r"\w", prose):
         return False
-    wanted = cited if expected_ids is None else set(expected_ids)
-    enough = len(cited) >= min_valid_citations and wanted <= cited
-    return enough and cited <= set(valid_id_set) and len(cited) <= len(wanted) + expected_slack
+    expected = cited if expected_ids is None else set(expected_ids)
+    enough = len(cited) >= min_valid_citations and expected <= cited
+    return enough and cited <= set(valid_id_set) and len(cited) <= len(expected) + expected_slack
 
 
 GROUP: tuple[Callable[..., bool], ...] = (regex, string_match, citation_if)

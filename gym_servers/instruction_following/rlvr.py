@@ -83,14 +83,16 @@ def count_increment_word(text: str, keyword1: Text, keyword2: Text) -> bool:
 
 def keyword_specific_position(text: str, keyword: Text, n: Count, m: Count) -> bool:
     """The keyword is the m-th word of the n-th sentence, both counted from 1."""
-    found = sentences(text)
-    return 1 <= n <= len(found) and m >= 1 and bare_words(found[n - 1])[m - 1 : m] == [keyword.casefold()]
+    all_sentences = sentences(text)
+    return (
+        1 <= n <= len(all_sentences) and m >= 1 and bare_words(all_sentences[n - 1])[m - 1 : m] == [keyword.casefold()]
+    )
 
 
 def start_end(text: str) -> bool:
     """The last word is the first word again, and nothing follows it."""
-    found = text.split()
-    return len(found) > 1 and found[0].casefold() == found[-1].casefold() and found[-1][-1].isalnum()
+    words = text.split()
+    return len(words) > 1 and words[0].casefold() == words[-1].casefold() and words[-1][-1].isalnum()
 
 
 def no_adjacent_consecutive(text: str) -> bool:
@@ -117,8 +119,8 @@ def counting_composition(text: str, n_sent: Count, n_words: Count) -> bool:
 
 def square_brackets(text: str) -> bool:
     """Every word is in its own brackets."""
-    found = text.split()
-    return all(re.fullmatch(r"\[[^\[\]]*\w[^\[\]]*\]", word) for word in found)
+    words = text.split()
+    return all(re.fullmatch(r"\[[^\[\]]*\w[^\[\]]*\]", word) for word in words)
 
 
 def bigram_wrapping(text: str) -> bool:
@@ -161,12 +163,16 @@ def copy_span_idx(
 
 def repeat_phrase(text: str, phrase: Text, small_n: Annotated[int, Field(ge=0, le=MAX_COPIES)]) -> bool:
     """The phrase small_n times, each time with exactly one other word, which is not its first or last."""
-    wanted, found = bare_words(phrase), bare_words(text)
-    size = len(wanted)
-    starts = range(len(found) - size + 1)
-    windows = (found[start : start + size] for start in starts)
-    repeats = [window for window in windows if (window[0], window[-1]) == (wanted[0], wanted[-1])] if size > 2 else []
-    changed = [sum(a != b for a, b in zip(window, wanted, strict=True)) for window in repeats]
+    phrase_words, text_words = bare_words(phrase), bare_words(text)
+    size = len(phrase_words)
+    starts = range(len(text_words) - size + 1)
+    windows = (text_words[start : start + size] for start in starts)
+    repeats = (
+        [window for window in windows if (window[0], window[-1]) == (phrase_words[0], phrase_words[-1])]
+        if size > 2
+        else []
+    )
+    changed = [sum(a != b for a, b in zip(window, phrase_words, strict=True)) for window in repeats]
     return changed == [1] * small_n and small_n > 0
 
 

@@ -95,10 +95,10 @@ def is_in(text: str, language: str) -> bool:
 
 
 def common_words(text: str, language: str) -> int:
-    said = words(text)
+    tokens = words(text)
     if SCRIPTS.get(language) == "DEVANAGARI":  # its words contain vowel signs, which are not word characters for `re`
-        said = [word.strip(".,!?\u0964\"'()") for word in text.split()]
-    return sum(word.casefold() in WORDS[language] for word in said)
+        tokens = [word.strip(".,!?\u0964\"'()") for word in text.split()]
+    return sum(word.casefold() in WORDS[language] for word in tokens)
 
 
 def script_share(text: str, script: str) -> float:

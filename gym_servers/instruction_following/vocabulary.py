@@ -3,8 +3,8 @@
 import re
 
 
-def _set(listed: str) -> frozenset[str]:
-    return frozenset(listed.split())
+def _set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 CONJUNCTIONS = _set("and but for nor or so yet")

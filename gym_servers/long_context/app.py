@@ -79,7 +79,7 @@ class Document:
             f"{rng.choice(WHO)} {rng.choice(DID)} {rng.choice(WHAT)} {rng.choice(WHEN)}."
             for _ in range(SENTENCES_A_PAGE)
         ]
-        facts = self._placed.get(page, [])
+        facts = self._place.get(page, [])
         places = sorted(rng.randrange(len(sentences) + 1) for _ in facts)
         for place, fact in reversed(list(zip(places, facts, strict=True))):
             sentences.insert(place, fact)
@@ -97,7 +97,7 @@ class Document:
         )
 
     @cached_property
-    def _placed(self) -> dict[int, list[str]]:
+    def _place(self) -> dict[int, list[str]]:
         rng = self._rng("places")
         facts = self._plan[2]
         placed: dict[int, list[str]] = defaultdict(list)
@@ -110,8 +110,8 @@ def needle(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
     gates = rng.sample([f"{colour} {thing}" for colour in COLOURS for thing in THINGS], facts)
     codes = [str(code) for code in rng.sample(range(10_000, 100_000), facts)]
     sentences = [f"The code of the {gate} is {code}." for gate, code in zip(gates, codes, strict=True)]
-    asked = rng.randrange(facts)
-    return f"What is the code of the {gates[asked]}?", codes[asked], sentences
+    number = rng.randrange(facts)
+    return f"What is the code of the {gates[number]}?", codes[number], sentences
 
 
 def variables(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
@@ -129,14 +129,14 @@ def variables(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
 
 def counting(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
     towns = rng.sample(TOWNS, 3)
-    came = [towns[0]] * rng.randint(facts // 4, facts // 2)
-    came += rng.choices(towns[1:], k=facts - len(came))
-    rng.shuffle(came)
-    count = came.count(towns[0])
+    visits = [towns[0]] * rng.randint(facts // 4, facts // 2)
+    visits += rng.choices(towns[1:], k=facts - len(visits))
+    rng.shuffle(visits)
+    count = visits.count(towns[0])
     return (
         f"How many couriers came from {towns[0]}?",
         str(count),
-        [f"A courier from {town} came to the house." for town in came],
+        [f"A courier from {town} came to the house." for town in visits],
     )
 
 
@@ -192,19 +192,19 @@ async def read_page(body: ReadPage, session: Session) -> str:
 
 async def verify(task: LongTask, options: LongOptions) -> dict[str, Any]:
     expected = task.document.answer
-    found: Any
+    answer: Any
     if task.kind == "variables":
-        found = named(short(task.text) or "")
-        right = found == named(expected)
-        found = sorted(found)
+        answer = named(short(task.text) or "")
+        right = answer == named(expected)
+        answer = sorted(answer)
     elif task.kind == "state":
-        found = short(task.text)
-        right = found is not None and exact(found, [expected, f"in the {expected}", f"the key is in the {expected}"])
+        answer = short(task.text)
+        right = answer is not None and exact(answer, [expected, f"in the {expected}", f"the key is in the {expected}"])
     else:
         numbers = re.findall(r"\d[\d,]*", short(task.text) or "")
-        found = numbers[0].replace(",", "").strip(",") if len(numbers) == 1 else None
-        right = found == expected
-    outcome = {"reward": float(right), "right": right, "extracted_answer": found, "expected_answer": expected}
+        answer = numbers[0].replace(",", "").strip(",") if len(numbers) == 1 else None
+        right = answer == expected
+    outcome = {"reward": float(right), "right": right, "extracted_answer": answer, "expected_answer": expected}
     return shaped(outcome, task.response, options.shaping)
 
 

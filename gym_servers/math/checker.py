@@ -112,12 +112,12 @@ class MarkedAnswer(NamedTuple):
 def marks(text: str) -> MarkedAnswer:
     bases = []
 
-    def without_base(found: re.Match[str]) -> str:
-        if not any(character.isdigit() for character in found[1]):  # `x_1` is a variable
-            return found[0]
-        said = (found[2] or found[3]).casefold()
-        bases.append(str(NUMERALS.get(said, said)))
-        return found[1]
+    def without_base(match: re.Match[str]) -> str:
+        if not any(character.isdigit() for character in match[1]):  # `x_1` is a variable
+            return match[0]
+        base = (match[2] or match[3]).casefold()
+        bases.append(str(NUMERALS.get(base, base)))
+        return match[1]
 
     plain = BASED.sub(without_base, text)
     return MarkedAnswer(plain, tuple(bases), unit_of(plain))
@@ -137,7 +137,7 @@ def unit_of(text: str) -> str | None:
 def hundredths(text: str) -> str:
     r"""Replace `50\%` by `\frac{50}{100}`. A sign after a longer formula divides what follows the last `=`."""
     text = PERCENT.sub(lambda _: "\\%", text)
-    text = PERCENTS.sub(lambda found: rf"\frac{{{found[1].replace(',', '')}}}{{100}}", text).strip()
+    text = PERCENTS.sub(lambda match: rf"\frac{{{match[1].replace(',', '')}}}{{100}}", text).strip()
     if not text.endswith("\\%"):
         return text
     name, equals, value = text.removesuffix("\\%").rpartition("=")
@@ -206,10 +206,10 @@ def in_latex(text: str) -> str:
     r"""LaTeX for symbols that the parser does not know: roots, degrees, superscripts, fractions of one character."""
     if text.isascii() and r"\log" not in text:
         return text
-    text = ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
-    text = SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+    text = SUPERSCRIPTS.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
     text = VULGAR.sub(
-        lambda found: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", found[0]).split("\u2044")), text
+        lambda match: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044")), text
     )
     for symbol, latex in SYMBOLS.items():
         text = text.replace(symbol, latex)

@@ -131,8 +131,8 @@ class Connections:
             connection = self._connect()
             session["mcp"] = connection
             session.when_over(connection.end)
-        found: Connection = session["mcp"]
-        return found
+        own: Connection = session["mcp"]
+        return own
 
     def _connect(self) -> Connection:
         connection = Connection(self.options, self.root, self._places)
@@ -153,7 +153,7 @@ class Connection:
         self._answers = 0
         self._check: asyncio.Task[None] | None = None
         self._used = time.monotonic()
-        self.task = asyncio.create_task(self._live(root))
+        self.task = asyncio.create_task(self._run_session(root))
 
     @property
     def is_over(self) -> bool:
@@ -197,17 +197,17 @@ class Connection:
             raise UpstreamError(f"{tool}: the MCP server's result is invalid: {error}") from error
 
     async def list_tools(self) -> list[types.Tool]:
-        found: list[types.Tool] = []
+        tools: list[types.Tool] = []
         try:
             async with self._used_by_a_call():
                 client, cursor = await self._ready(), None
                 async with asyncio.timeout(self._options.start_timeout_s):
-                    while len(found) <= MAX_TOOLS:
+                    while len(tools) <= MAX_TOOLS:
                         page = await client.list_tools(cursor=cursor)
-                        found += page.tools
+                        tools += page.tools
                         cursor = page.next_cursor
                         if not cursor:
-                            return found
+                            return tools
         except MCPError as error:
             raise self._failure(error, "tools/list", "start_timeout_s") from error
         except TimeoutError:
@@ -246,14 +246,14 @@ class Connection:
             log.warning("the shared MCP server does not answer; the next call starts another one")
             self.end()
 
-    async def _live(self, root: Path) -> None:
+    async def _run_session(self, root: Path) -> None:
         try:
             async with self._place():
                 limit = asyncio.get_running_loop().call_later(self._options.start_timeout_s, self._give_up_start)
                 async with _client(self._options, root) as client:
                     limit.cancel()
                     self._client.set_result(client)
-                    await self._until_over()
+                    await self._wait_until_over()
         except Exception as error:  # noqa: BLE001  (reported to the waiting caller, or logged)
             if not self._client.done():
                 self._fail(_reason(error))
@@ -293,13 +293,13 @@ class Connection:
         finally:
             self._places.release()
 
-    async def _until_over(self) -> None:
+    async def _wait_until_over(self) -> None:
         while not self._over.is_set():
-            left = self._options.idle_s - (time.monotonic() - self._used)
-            if left <= 0 and not self._calls and not self._options.shared:
+            remaining_s = self._options.idle_s - (time.monotonic() - self._used)
+            if remaining_s <= 0 and not self._calls and not self._options.shared:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), max(left, 1.0))
+                await asyncio.wait_for(self._over.wait(), max(remaining_s, 1.0))
 
     @asynccontextmanager
     async def _used_by_a_call(self) -> AsyncIterator[None]:
@@ -356,12 +356,12 @@ def _reason(error: BaseException) -> ServiceError:
     return Unreachable(f"the MCP server cannot be reached: {type(error).__name__}: {error}")
 
 
-def offered(tools: Sequence[types.Tool], server: Connections) -> Iterator[Tool]:
+def callable_tools(tools: Sequence[types.Tool], server: Connections) -> Iterator[Tool]:
     """The server's tools as ours. A tool whose schema cannot be written as JSON is left out and logged."""
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for tool in tools:
-        name = function_name(tool.name, taken)
-        taken.add(name)
+        name = function_name(tool.name, used_names)
+        used_names.add(name)
         if name != tool.name:
             log.warning("the MCP server's tool %.100r is called %r here", tool.name, name)
         try:
@@ -370,22 +370,22 @@ def offered(tools: Sequence[types.Tool], server: Connections) -> Iterator[Tool]:
             log.warning("the MCP server's tool %.100r is left out: its schema is not JSON: %s", tool.name, error)
             continue
         description = _utf8((tool.description or "")[:MAX_DESCRIPTION_CHARS]).decode()
-        yield Tool(described(name, description, schema), _asking(server, tool.name))
+        yield Tool(described(name, description, schema), _caller(server, tool.name))
 
 
-def function_name(theirs: str, taken: set[str]) -> str:
+def function_name(server_name: str, used_names: set[str]) -> str:
     """A unique, valid function name that is not a route: verify -> verify_tool, browser.click -> browser_click."""
-    name = re.sub(r"[^A-Za-z0-9_-]+", "_", theirs)[: MAX_NAME_CHARS - 5]
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", server_name)[: MAX_NAME_CHARS - 5]
     if name in RESERVED or not name.strip("_-"):
         name = f"{name.strip('_-')}_tool".lstrip("_")
     number = 2
     plain = name
-    while name in taken:
+    while name in used_names:
         name, number = f"{plain}_{number}", number + 1
     return name
 
 
-def _asking(server: Connections, tool: str) -> Any:
+def _caller(server: Connections, tool: str) -> Any:
     async def call(arguments: dict[str, Any], session: Session, request: Request) -> Response:
         result = await server.call(session, tool, await exact_arguments(arguments, request))
         text = text_of(result)
@@ -398,12 +398,12 @@ def _asking(server: Connections, tool: str) -> Any:
 
 def as_json(text: str) -> bytes:
     """The body of a tool's answer: text that is JSON goes unchanged, other text as a JSON string."""
-    said = _utf8(text)
+    plain_text = _utf8(text)
     try:
-        orjson.loads(said)
+        orjson.loads(plain_text)
     except orjson.JSONDecodeError:
-        return orjson.dumps(said.decode())
-    return said
+        return orjson.dumps(plain_text.decode())
+    return plain_text
 
 
 def text_of(result: types.CallToolResult) -> str:
@@ -453,8 +453,8 @@ class Task(VerifyRequest):
             raise ValueError("needs expected_answer or expected_tool_calls, or your own `verify` in the stanza")
         if isinstance(self.expected_answer, str) and not self.expected_answer.strip():
             raise ValueError("expected_answer is empty")
-        offered = app.state.callable.keys()
-        if unknown := sorted({call.name for call in self.expected_tool_calls or ()} - offered):
+        known_names = app.state.callable.keys()
+        if unknown := sorted({call.name for call in self.expected_tool_calls or ()} - known_names):
             raise ValueError(f"expected_tool_calls: the MCP server has no tool {unknown[0]!r}")
         return self
 
@@ -462,31 +462,31 @@ class Task(VerifyRequest):
 async def verify(task: Task) -> dict[str, Any]:
     """1 if the final answer and the calls are the expected ones; checks only what the row has."""
     answered = None if task.expected_answer is None else _is(task.text, task.expected_answer)
-    called = None if task.expected_tool_calls is None else _called(task.response, task.expected_tool_calls)
+    called = None if task.expected_tool_calls is None else _calls_match(task.response, task.expected_tool_calls)
     return {"reward": float(answered is not False and called is not False), "answered": answered, "called": called}
 
 
 def _is(text: str, expected: str | float) -> bool:
     try:
-        wanted = Decimal(str(expected))
+        expected_number = Decimal(str(expected))
     except InvalidOperation:
-        wanted = None
-    if wanted is None or not wanted.is_finite():  # `Infinity` and `NaN` are words
+        expected_number = None
+    if expected_number is None or not expected_number.is_finite():  # `Infinity` and `NaN` are words
         return exact(short(text) or "", [str(expected)])
-    found = number(text)
-    return found is not None and same_number(found, wanted)
+    number_in_text = number(text)
+    return number_in_text is not None and same_number(number_in_text, expected_number)
 
 
-def _called(response: dict[str, Any], expected: list[Call]) -> bool:
+def _calls_match(response: dict[str, Any], expected: list[Call]) -> bool:
     """Whether the expected tools got exactly the expected calls, in any order. [] allows no call at all."""
     names = {call.name for call in expected}
-    counted = [call for call in calls_in(response, exact=True) if call.name in names or not expected]
+    relevant = [call for call in calls_in(response, exact=True) if call.name in names or not expected]
     rounds = any(_is_rounded(call.arguments) for call in expected)
-    made = Counter(_spelled(call.name, call.arguments, rounds) for call in counted)
-    return made == Counter(_spelled(call.name, call.arguments, rounds) for call in expected)
+    made = Counter(_normalized(call.name, call.arguments, rounds) for call in relevant)
+    return made == Counter(_normalized(call.name, call.arguments, rounds) for call in expected)
 
 
-def _spelled(name: str, arguments: dict[str, Any] | None, rounds: bool) -> str:
+def _normalized(name: str, arguments: dict[str, Any] | None, rounds: bool) -> str:
     """A key that is equal for equal JSON: 3 is 3.0, and 1 is not true. rounds: integers beyond 64 bits, to floats."""
     return f"{name} {json.dumps(_plain(arguments, rounds), sort_keys=True)}"
 
@@ -519,7 +519,7 @@ async def serving(context: ServiceContext) -> AsyncIterator[None]:
         file = shipped_file(options.verify, context.root, "verify")
         app.state.verifier = inspected(_verify_in(file), VerifyRequest)
     async with Connections(options, context.root) as connections:
-        for tool in offered(await connections.list_tools(), connections):
+        for tool in callable_tools(await connections.list_tools(), connections):
             register_tool(app, tool)
         yield
 

@@ -39,8 +39,8 @@ class McqaTask(VerifyRequest):
     @property
     def choices(self) -> Options:
         """Letter -> text."""
-        named = {letter.strip().upper(): text for option in self.options for letter, text in option.items()}
-        return named or dict.fromkeys(ascii_uppercase, "")
+        choices = {letter.strip().upper(): text for option in self.options for letter, text in option.items()}
+        return choices or dict.fromkeys(ascii_uppercase, "")
 
     @property
     def patterns(self) -> list[str]:
@@ -54,11 +54,11 @@ pool = WorkerPool(Path(__file__).with_name("extraction.py"), "search", workers=1
 async def verify(task: McqaTask) -> dict[str, Any]:
     letter = None
     if task.patterns:  # in a worker, because a pattern may backtrack for very long on model text
-        found = await pool.run(task.patterns, task.text[-MAX_CHARS:])
-        if found.kind != "ok":
-            failure = found.failure()
+        answer = await pool.run(task.patterns, task.text[-MAX_CHARS:])
+        if answer.kind != "ok":
+            failure = answer.failure()
             return {**failure, "extracted_answer": None, "reason": f"output_regex: {failure['reason']}"}
-        letter = captured(found.value, task.choices)
+        letter = captured(answer.value, task.choices)
     if letter is None:
         letter = chosen(task.text, task.choices, task.grading_mode)
     return {"reward": float(letter == task.expected_answer), "extracted_answer": letter}

@@ -39,16 +39,16 @@ def _contained(box: str, options: Options) -> str | None:
 
 
 def _after_answer_colon(text: str, options: Options) -> str | None:
-    found = _ANSWER_COLON.findall(text[-MAX_CHARS:])
-    said = unwrapped(found[-1]).strip() if found else ""
-    if len(said) == 1 and said.upper() in options:
-        return said.upper()
+    matches = _ANSWER_COLON.findall(text[-MAX_CHARS:])
+    answer = unwrapped(matches[-1]).strip() if matches else ""
+    if len(answer) == 1 and answer.upper() in options:
+        return answer.upper()
     hits = [
         letter
         for letter, option in options.items()
-        if " ".join(option.casefold().split()) == " ".join(said.casefold().split())
+        if " ".join(option.casefold().split()) == " ".join(answer.casefold().split())
     ]
-    return hits[0] if said and len(hits) == 1 else None
+    return hits[0] if answer and len(hits) == 1 else None
 
 
 def search(patterns: list[str], text: str) -> list[str]:
@@ -56,22 +56,22 @@ def search(patterns: list[str], text: str) -> list[str]:
 
     Runs in a worker, because a pattern may backtrack for very long on model text.
     """
-    found = []
+    options_found = []
     for pattern in patterns:
         try:
             matches = [match for match in re.finditer(pattern, text, re.IGNORECASE) if match.lastindex]
         except re.error:
             continue
         if matches and matches[-1].group(1) is not None:
-            found.append(matches[-1].group(1))
-    return found
+            options_found.append(matches[-1].group(1))
+    return options_found
 
 
-def captured(found: list[str], options: Options) -> str | None:
+def captured(texts: list[str], options: Options) -> str | None:
     """The letter of the first captured text that is an option's letter or its whole text."""
-    for said in found:
-        if said.strip().upper() in options:
-            return said.strip().upper()
-        if letter := option_of(said, options):
+    for match in texts:
+        if match.strip().upper() in options:
+            return match.strip().upper()
+        if letter := option_of(match, options):
             return letter
     return None

@@ -85,12 +85,12 @@ async def with_schema(server: Server) -> Server:
 async def _tools(server: Server) -> tuple[Json, ...]:
     client = GenericEnvClient(server.url, message_timeout_s=server.timeout_s, headers=server.headers or None)
     try:
-        listed = (await client.step({"type": "list_tools"})).observation["tools"]
+        tools = (await client.step({"type": "list_tools"})).observation["tools"]
     except Exception as error:  # client, connection and environment errors have no common base class
         raise ConfigError(f"the tools of {server.url} cannot be listed: {type(error).__name__} {error}") from error
     finally:
         await client.close()
-    return tuple(described(tool["name"], tool["description"], tool["input_schema"]) for tool in listed)
+    return tuple(described(tool["name"], tool["description"], tool["input_schema"]) for tool in tools)
 
 
 class Refused(Exception):
@@ -115,9 +115,9 @@ class Episode:
         except ConnectionError as error:
             raise ServiceError(str(error), failure="tool_error", retryable=True) from error
         self._connection = self._client._ws
-        begun = await self._send("reset", lambda: self._client.reset(**arguments))
-        self.done = bool(begun.done)
-        observation: Json = begun.observation
+        result = await self._send("reset", lambda: self._client.reset(**arguments))
+        self.done = bool(result.done)
+        observation: Json = result.observation
         return observation
 
     async def act(self, action: Json) -> Json:
@@ -136,8 +136,8 @@ class Episode:
     @property
     def reward(self) -> float | None:
         """The sum over the steps; None if there were steps but no rewards, which means no verdict."""
-        given = [reward for reward in self.rewards if reward is not None]
-        return sum(given) if given or not self.rewards else None
+        rewards = [reward for reward in self.rewards if reward is not None]
+        return sum(rewards) if rewards or not self.rewards else None
 
     async def _send(self, what: str, send: Callable[[], Awaitable[StepResult[Json]]]) -> StepResult[Json]:
         self._same_connection(what)
@@ -167,10 +167,10 @@ class Episode:
 
 def observation_text(observation: Json) -> str:
     """An observation as text: JSON without empty members, or the plain text if that is the only member."""
-    said = {key: value for key, value in observation.items() if key != "metadata" and value not in (None, "", [], {})}
-    if len(said) == 1 and isinstance(text := next(iter(said.values())), str):
+    fields = {key: value for key, value in observation.items() if key != "metadata" and value not in (None, "", [], {})}
+    if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
         return text
-    return orjson.dumps(said).decode()
+    return orjson.dumps(fields).decode()
 
 
 class Options(ServiceOptions):
@@ -226,11 +226,11 @@ async def step(turn: Task, session: Session) -> Step:
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
     with Boundary("tool_error", f"{name} failed", retryable=True):
-        said = await called(name, arguments, session)
-        return Response(said.encode("utf-8", "replace"), media_type="text/plain")
+        text = await tool_output(name, arguments, session)
+        return Response(text.encode("utf-8", "replace"), media_type="text/plain")
 
 
-async def called(name: str, arguments: Json, session: Session) -> str:
+async def tool_output(name: str, arguments: Json, session: Session) -> str:
     """Call a tool. Returns the text that the model sees."""
     if "beginning" not in session or found_no_place(session["beginning"]):
         beginning(session["task"].get("reset") or {}, session)
@@ -248,8 +248,8 @@ async def called(name: str, arguments: Json, session: Session) -> str:
             raise ServiceError(f"{name} failed: {message}", failure="tool_error", retryable=True)
         return f"Error: {message}"
     result = observation.get("result")
-    said = result["data"] if isinstance(result, dict) and result.get("data") is not None else result
-    return said if isinstance(said, str) else orjson.dumps(said).decode()
+    output = result["data"] if isinstance(result, dict) and result.get("data") is not None else result
+    return output if isinstance(output, str) else orjson.dumps(output).decode()
 
 
 async def verify(task: Task, session: Session) -> Json:
@@ -278,7 +278,7 @@ async def replay(task: Task, session: Session) -> None:
         names = {tool["name"] for tool in app.state.server.tools}
         for call in calls_in(task.response):
             if call.name in names and call.arguments is not None:
-                await called(call.name, call.arguments, session)
+                await tool_output(call.name, call.arguments, session)
         return
     for turn in turns_of(task.response):
         if session["episode"].done:
@@ -341,15 +341,15 @@ async def end(episode: Episode, places: asyncio.Semaphore) -> None:
 
 def read_action(text: str, server: Server) -> Json:
     """The JSON object in an answer, or the plain value of an action with one field. Raises Refused."""
-    said = (fenced(text) or text).strip()
+    content = (fenced(text) or text).strip()
     try:
-        action = orjson.loads(said)
+        action = orjson.loads(content)
     except orjson.JSONDecodeError:
-        action = said
+        action = content
     if isinstance(action, dict):
         return action
-    if server.single and said:
-        return {server.single: said if server.is_text(server.single) else action}
+    if server.single and content:
+        return {server.single: content if server.is_text(server.single) else action}
     raise Refused("Your answer is not a JSON object.")
 
 

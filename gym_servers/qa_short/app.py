@@ -66,12 +66,12 @@ def measures(answer: str, accepted: Sequence[str], kind: Kind, tolerance: float)
 
 
 def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
-    if kind == "number" and (wanted := amount_of(expected)):
-        found = amount_of(answer)
-        if found is None:
+    if kind == "number" and (amount := amount_of(expected)):
+        amount_in_answer = amount_of(answer)
+        if amount_in_answer is None:
             return False
-        near = abs(found.number - wanted.number) <= Decimal(repr(tolerance)) * abs(wanted.number)
-        return near and found.fits(wanted)
+        near = abs(amount_in_answer.number - amount.number) <= Decimal(repr(tolerance)) * abs(amount.number)
+        return near and amount_in_answer.fits(amount)
     if kind == "date":
         found_day, wanted_day = day(answer), day(expected)
         if found_day is not None and wanted_day is not None:
@@ -152,11 +152,13 @@ def hedged(answer: str, accepted: Sequence[str]) -> bool:
     for signs in (OFFERS, DENIAL):
         if set(signs.findall(answer.casefold())) - set(signs.findall("\v".join(accepted).casefold())):
             return True
-    said = f" {normal(answer)} "
-    named = [text for text in {normal(text) for text in accepted} if text and f" {text} " in said]
-    several = [text for text in named if not any(text != other and f" {text} " in f" {other} " for other in named)]
+    padded = f" {normal(answer)} "
+    mentioned = [text for text in {normal(text) for text in accepted} if text and f" {text} " in padded]
+    several = [
+        text for text in mentioned if not any(text != other and f" {text} " in f" {other} " for other in mentioned)
+    ]
     longest = max(len(normal(text).split()) for text in accepted)
-    return len(several) > 1 or len(said.split()) > longest + MAX_EXTRA_WORDS
+    return len(several) > 1 or len(padded.split()) > longest + MAX_EXTRA_WORDS
 
 
 class QaOptions(ServiceOptions):
@@ -182,9 +184,9 @@ class QaTask(VerifyRequest):
 
 def verify(task: QaTask, options: QaOptions) -> dict[str, Any]:
     answer = in_json(task.text) or short(task.text)
-    found = measures(answer or "", task.accepted, task.answer_kind, task.tolerance)
-    reward = found.exact if options.metric == "exact" else found.f1
-    outcome = {"reward": reward, "extracted_answer": answer, **found._asdict()}
+    result = measures(answer or "", task.accepted, task.answer_kind, task.tolerance)
+    reward = result.exact if options.metric == "exact" else result.f1
+    outcome = {"reward": reward, "extracted_answer": answer, **result._asdict()}
     return shaped(outcome, task.response, options.shaping)
 
 

@@ -59,18 +59,18 @@ class Index:
 
     def best(self, query: str, count: int) -> list[str]:
         """At most `count` ids, best first; only texts with a word of the query."""
-        asked = set(words(query))
-        scores = {key: self._score(asked, key) for key in self._counts}
+        query_words = set(words(query))
+        scores = {key: self._score(query_words, key) for key in self._counts}
         hits = [key for key, score in scores.items() if score > 0]
         return sorted(hits, key=lambda key: (-scores[key], key))[:count]
 
-    def _score(self, asked: set[str], key: str) -> float:
+    def _score(self, query_words: set[str], key: str) -> float:
         counts, total = self._counts[key], len(self._counts)
         norm = K1 * (1 - B + B * self._lengths[key] / self._mean)
         return sum(
             math.log(1 + (total - self._holders[word] + 0.5) / (self._holders[word] + 0.5))
             * counts[word] * (K1 + 1) / (counts[word] + norm)
-            for word in asked & counts.keys()
+            for word in query_words & counts.keys()
         )  # fmt: skip
 
 
@@ -166,8 +166,8 @@ class Task(VerifyRequest):
 async def search(body: Search, session: Session) -> list[dict[str, str]]:
     """The documents that fit a query best: id, title, beginning."""
     seed = _seed(session)
-    found = [library(seed).documents[doc_id] for doc_id in index(seed).best(body.query, HITS)]
-    return [{"doc_id": d.doc_id, "title": d.title, "begins": d.text[:SNIPPET]} for d in found]
+    documents = [library(seed).documents[doc_id] for doc_id in index(seed).best(body.query, HITS)]
+    return [{"doc_id": d.doc_id, "title": d.title, "begins": d.text[:SNIPPET]} for d in documents]
 
 
 async def open_document(body: Open, session: Session) -> dict[str, str]:
@@ -192,11 +192,11 @@ def _seed(session: Session) -> int:
 
 async def verify(task: Task, session: Session) -> dict[str, Any]:
     text = without_reasoning(task.text)[-MAX_TEXT:]
-    asked = [call.arguments or {} for call in calls_in(task.response) if call.name == "open_document"]
-    opened = session.get("opened", set()) | {str(arguments.get("doc_id")) for arguments in asked}
+    requests = [call.arguments or {} for call in calls_in(task.response) if call.name == "open_document"]
+    opened = session.get("opened", set()) | {str(arguments.get("doc_id")) for arguments in requests}
     cited = list(dict.fromkeys(CITATION.findall(text)))
-    answered = ANSWER_LINE.findall(text)
-    answer = CITATION.sub("", answered[-1]) if answered else None
+    answers = ANSWER_LINE.findall(text)
+    answer = CITATION.sub("", answers[-1]) if answers else None
     right = answer is not None and _same(answer, task.expected_answer)
     support = set(task.support)
     good = set(cited) & opened & support  # unopened documents do not count
@@ -232,10 +232,10 @@ def _claims(text: str, known: Library) -> tuple[int, int]:
             continue
         there = {word for d in cited for word in words(f"{d.title} {d.text}")}
         first, *rest = NAME.findall(CITATION.sub("", sentence)) or [""]
-        named = [first.casefold()] if first.isdigit() else []
-        named += [word.casefold() for word in rest]
+        accepted = [first.casefold()] if first.isdigit() else []
+        accepted += [word.casefold() for word in rest]
         claims += 1
-        unsupported += not set(named) <= there
+        unsupported += not set(accepted) <= there
     return claims, unsupported
 
 

@@ -49,7 +49,7 @@ async def verify(task: VerifyRequest, options: RewardModelOptions, peers: Peers)
     parts: dict[str, float | None] = {MODEL: score}
     weights = {MODEL: options.weight}
     if options.beside is not None:
-        parts[PROGRAM] = await _verified(peers, options.beside, task)
+        parts[PROGRAM] = await _verify(peers, options.beside, task)
         weights[PROGRAM] = options.beside_weight
     outcome = weighted(parts, weights, gate=PROGRAM if options.gate else None)
     measured = {f"{name}_score": value for name, value in parts.items()}
@@ -57,7 +57,7 @@ async def verify(task: VerifyRequest, options: RewardModelOptions, peers: Peers)
     return shaped({**outcome, **measured, "answer_chars": length, "outcome": "scored"}, task.response, options.shaping)
 
 
-async def _verified(peers: Peers, gym: str, task: VerifyRequest) -> float | None:
+async def _verify(peers: Peers, gym: str, task: VerifyRequest) -> float | None:
     answer: dict[str, Any] = await peers[gym].post("/verify", task.model_dump(mode="json"))
     reward = answer.get("reward")
     if reward is not None and not isinstance(reward, int | float):
@@ -73,12 +73,14 @@ def compute_metrics(rows: list[Json]) -> dict[str, float | None]:
     prefers answers that the program rejects.
     """
     scores = [float(row["reward_model_score"]) for row in rows]
-    found: dict[str, float | None] = {"length_correlation": correlation(scores, [row["answer_chars"] for row in rows])}
+    metrics: dict[str, float | None] = {
+        "length_correlation": correlation(scores, [row["answer_chars"] for row in rows])
+    }
     both = [(score, row["programmatic_score"]) for score, row in zip(scores, rows, strict=True) if _known(row)]
     if both:
-        found["programmatic_correlation"] = correlation(*map(list, zip(*both, strict=True)))
-        found["programmatic_of_best"] = _of_best(both)
-    return found
+        metrics["programmatic_correlation"] = correlation(*map(list, zip(*both, strict=True)))
+        metrics["programmatic_of_best"] = _of_best(both)
+    return metrics
 
 
 def _known(row: Json) -> bool:

@@ -35,9 +35,9 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
 
 
 async def run(request: Request) -> Response:
-    asked: RunRequest = await valid_body(request, RunRequest, await json_body(request), "a run")
-    limits = asked.limits.at_most(context_of(request).options.most)
-    return JsonResponse(await app.state.sandbox.execute(asked.program, limits))
+    body: RunRequest = await valid_body(request, RunRequest, await json_body(request), "a run")
+    limits = body.limits.at_most(context_of(request).options.most)
+    return JsonResponse(await app.state.sandbox.execute(body.program, limits))
 
 
 app = service_app("gym_server", options=Options, lifespan=lifespan)

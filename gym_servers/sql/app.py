@@ -92,11 +92,11 @@ def has_order(sql: str) -> bool:
 
 def final_query(text: str) -> str | None:
     """The last closed code fence; without one, the whole answer if it is a query."""
-    found = fenced(text)
-    if found is None:
+    query = fenced(text)
+    if query is None:
         bare = without_reasoning(text).strip()
-        found = bare if re.match(r"(?:select|with)\b", bare, re.IGNORECASE) else ""
-    return found.strip() or None
+        query = bare if re.match(r"(?:select|with)\b", bare, re.IGNORECASE) else ""
+    return query.strip() or None
 
 
 pool = WorkerPool(Path(__file__).with_name("execution.py"), "call", memory_mib=512)
@@ -131,24 +131,24 @@ async def query(body: Query, session: Session, options: SqlOptions) -> dict[str,
         raise ToolError(f"query: the statement was stopped: {ran.kind}")
     if "error" in ran.value:
         raise ToolError(f"query: {ran.value['error']}")
-    shown: dict[str, Any] = ran.value
-    return shown
+    result: dict[str, Any] = ran.value
+    return result
 
 
 async def verify(task: SqlTask, options: SqlOptions) -> dict[str, Any]:
-    said = final_query(task.text)
-    if said is None:
+    answer = final_query(task.text)
+    if answer is None:
         return {"reward": 0.0, "outcome": "no_query", "extracted_answer": None}
     databases = task.all(options.databases)
     known = await pool.run("expect", databases, task.gold, deadline_s=options.deadline_s)
     if known.kind != "ok" or "error" in known.value:
         reason = known.detail if known.kind != "ok" else known.value["error"]
-        return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_answer": said}
+        return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_answer": answer}
     both_s = 2 * options.deadline_s  # the gold query runs once more, which must not take this one's time
-    ran = await pool.run("grade", databases, task.gold, said, task.is_ordered, deadline_s=both_s)
+    ran = await pool.run("grade", databases, task.gold, answer, task.is_ordered, deadline_s=both_s)
     if ran.kind != "ok":  # the gold query ended in time, this one did not
-        return {**ran.failure(), "extracted_answer": said}
-    return {**ran.value, "reward": float(ran.value["outcome"] == "correct"), "extracted_answer": said}
+        return {**ran.failure(), "extracted_answer": answer}
+    return {**ran.value, "reward": float(ran.value["outcome"] == "correct"), "extracted_answer": answer}
 
 
 app = gym_server(tools=[query], verify=verify, options=SqlOptions, lifespan=pool.lifespan)

@@ -60,8 +60,8 @@ def show(database: Database, sql: str) -> dict[str, Any]:
             columns, rows = fetch(connection, sql)
     except (sqlite3.Error, sqlite3.Warning, QueryTooExpensive, MemoryError, ValueError) as error:
         return {"error": str(error) or "out of memory"}
-    shown = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
-    return {"columns": columns, "rows": shown, "row_count": len(rows), "truncated": len(rows) > SHOWN_ROWS}
+    cells = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
+    return {"columns": columns, "rows": cells, "row_count": len(rows), "truncated": len(rows) > SHOWN_ROWS}
 
 
 def expect(databases: list[Database], gold: str) -> dict[str, Any]:
@@ -75,19 +75,19 @@ def expect(databases: list[Database], gold: str) -> dict[str, Any]:
     return {}
 
 
-def grade(databases: list[Database], gold: str, said: str, ordered: bool) -> dict[str, Any]:
+def grade(databases: list[Database], gold: str, query: str, ordered: bool) -> dict[str, Any]:
     """`{"outcome": "correct" | "wrong" | "sql_error" | "too_heavy", "reason"}`."""
     for number, database in enumerate(databases):
         with open_database(database) as connection:
-            wanted = fetch(connection, gold)[1]
+            expected = fetch(connection, gold)[1]
         try:
             with open_database(database) as connection:
-                got = fetch(connection, said)[1]
+                got = fetch(connection, query)[1]
         except QueryTooExpensive as error:
             return {"outcome": "too_heavy", "reason": str(error)}
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
             return {"outcome": "sql_error", "reason": str(error) or "out of memory"}
-        if not equal(wanted, got, ordered):
+        if not equal(expected, got, ordered):
             which = "the database" if number == 0 else f"hidden database {number}"
             return {"outcome": "wrong", "reason": f"other rows on {which}"}
     return {"outcome": "correct", "reason": None}
@@ -168,21 +168,21 @@ def counted(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def equal(wanted: Rows, got: Rows, ordered: bool) -> bool:
+def equal(expected: Rows, got: Rows, ordered: bool) -> bool:
     """The same rows equally often, in the same order if `ordered`; floats within TOLERANCE, column names ignored."""
-    if len(wanted) != len(got):
+    if len(expected) != len(got):
         return False
     if not ordered:
-        wanted, got = sorted(wanted, key=rank), sorted(got, key=rank)
-    return all(len(row) == len(other) and all(map(same, row, other)) for row, other in zip(wanted, got, strict=True))
+        expected, got = sorted(expected, key=rank), sorted(got, key=rank)
+    return all(len(row) == len(other) and all(map(same, row, other)) for row, other in zip(expected, got, strict=True))
 
 
-def same(wanted: Any, got: Any) -> bool:
-    if isinstance(wanted, int) and isinstance(got, int):
-        return wanted == got  # no tolerance for counts and ids
-    if isinstance(wanted, int | float) and isinstance(got, int | float):
-        return wanted == got or close(wanted, got, TOLERANCE)
-    return type(wanted) is type(got) and bool(wanted == got)
+def same(expected: Any, got: Any) -> bool:
+    if isinstance(expected, int) and isinstance(got, int):
+        return expected == got  # no tolerance for counts and ids
+    if isinstance(expected, int | float) and isinstance(got, int | float):
+        return expected == got or close(expected, got, TOLERANCE)
+    return type(expected) is type(got) and bool(expected == got)
 
 
 def rank(row: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -70,10 +70,10 @@ def parse_json(text: str, schema: Schema) -> Any:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise Malformed("an object has a key twice")
-    return found
+    return result
 
 
 def decimal(digits: str) -> float:
@@ -175,22 +175,22 @@ def of_element(element: Element, schema: Schema, whole: Schema, depth: int) -> A
         return scalar(text, schema)
     if text or any((child.tail or "").strip() for child in element):
         raise Malformed(f"<{element.tag}> has text next to its elements")
-    found: dict[str, Any] = {
+    children: dict[str, Any] = {
         f"@{name}": scalar(value, member(schema, f"@{name}", whole)) for name, value in element.attrib.items()
     }
     for child in element:
-        wanted = member(schema, child.tag, whole)
-        if "array" in types(wanted):
-            items = wanted.get("items", {})
-            found.setdefault(child.tag, []).append(of_element(child, items, whole, depth + 1))
-        elif child.tag in found and whole == {}:  # no schema says which elements are lists
-            again = found[child.tag] if isinstance(found[child.tag], list) else [found[child.tag]]
-            found[child.tag] = [*again, of_element(child, {}, whole, depth + 1)]
-        elif child.tag in found:
+        subschema = member(schema, child.tag, whole)
+        if "array" in types(subschema):
+            items = subschema.get("items", {})
+            children.setdefault(child.tag, []).append(of_element(child, items, whole, depth + 1))
+        elif child.tag in children and whole == {}:  # no schema says which elements are lists
+            values = children[child.tag] if isinstance(children[child.tag], list) else [children[child.tag]]
+            children[child.tag] = [*values, of_element(child, {}, whole, depth + 1)]
+        elif child.tag in children:
             raise Malformed(f"<{child.tag}> occurs twice")
         else:
-            found[child.tag] = of_element(child, wanted, whole, depth + 1)
-    return found
+            children[child.tag] = of_element(child, subschema, whole, depth + 1)
+    return children
 
 
 def parse_csv(text: str, schema: Schema) -> Any:
@@ -235,8 +235,8 @@ def types(schema: Schema) -> list[str]:
     if not isinstance(schema, dict):
         return []
     kinds = schema.get("type", [])
-    found = [*kinds] if isinstance(kinds, list) else [kinds]
-    return found + [kind for name in ALTERNATIVES for other in schema.get(name, ()) for kind in types(other)]
+    names = [*kinds] if isinstance(kinds, list) else [kinds]
+    return names + [kind for name in ALTERNATIVES for other in schema.get(name, ()) for kind in types(other)]
 
 
 def scalar(text: str, schema: dict[str, Any]) -> Any:
@@ -354,17 +354,17 @@ def _reaches(node: Any, steps: list[str]) -> bool:
     return isinstance(node, dict) and step in node and _reaches(node[step], rest)
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same(value: Any, expected: Any) -> bool:
     """JSON equality: 1 is 1.0 and is not true; the order of an object's members does not matter."""
-    if isinstance(found, bool) or isinstance(wanted, bool):
-        return found is wanted
-    if isinstance(found, int | float) and isinstance(wanted, int | float):
-        return found == wanted
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(same, found, wanted))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(same(found[key], wanted[key]) for key in wanted)
-    return type(found) is type(wanted) and bool(found == wanted)
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        return value == expected
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+    return type(value) is type(expected) and bool(value == expected)
 
 
 def pointer(path: list[str | int]) -> str:

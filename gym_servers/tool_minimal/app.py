@@ -76,12 +76,12 @@ class World:
 
     def call(self, tool: str, key: str) -> CallResult | None:
         """The tool's result for this argument, or None if there is no such thing."""
-        shown: CallResult | None = getattr(self, f"_{tool}")(key) if tool in TOOLS else None
-        return shown
+        result: CallResult | None = getattr(self, f"_{tool}")(key) if tool in TOOLS else None
+        return result
 
     def _find_ware(self, name: str) -> CallResult | None:
-        wanted = " ".join(name.casefold().split())
-        ware = next((ware for ware in self.wares.values() if ware.name == wanted), None)
+        normalized = " ".join(name.casefold().split())
+        ware = next((ware for ware in self.wares.values() if ware.name == normalized), None)
         return ware and CallResult({"sku": ware.sku}, frozenset({f"sku {ware.name}"}), frozenset({("sku", ware.sku)}))
 
     def _get_ware(self, sku: str) -> CallResult | None:
@@ -93,18 +93,18 @@ class World:
         return CallResult(ware._asdict(), frozenset(facts), frozenset(handles))
 
     def _list_aisle(self, aisle: str) -> CallResult | None:
-        found = [ware for ware in self.wares.values() if ware.aisle == aisle]
-        output = [{"sku": ware.sku, "name": ware.name, "price": ware.price} for ware in found]
-        return self._several(output, found, "price", f"aisle {aisle}") if found else None
+        wares = [ware for ware in self.wares.values() if ware.aisle == aisle]
+        output = [{"sku": ware.sku, "name": ware.name, "price": ware.price} for ware in wares]
+        return self._several(output, wares, "price", f"aisle {aisle}") if wares else None
 
     def _list_supplied(self, supplier_id: str) -> CallResult | None:
-        found = [ware for ware in self.wares.values() if ware.supplier_id == supplier_id]
-        output = [{"sku": ware.sku, "name": ware.name, "stock": ware.stock} for ware in found]
-        return self._several(output, found, "stock", f"supplied {supplier_id}") if found else None
+        wares = [ware for ware in self.wares.values() if ware.supplier_id == supplier_id]
+        output = [{"sku": ware.sku, "name": ware.name, "stock": ware.stock} for ware in wares]
+        return self._several(output, wares, "stock", f"supplied {supplier_id}") if wares else None
 
-    def _several(self, output: Any, found: list[Ware], column: str, whole: str) -> CallResult:
-        facts = {whole} | {f"{column} {ware.sku}" for ware in found} | {f"sku {ware.name}" for ware in found}
-        return CallResult(output, frozenset(facts), frozenset(("sku", ware.sku) for ware in found))
+    def _several(self, output: Any, wares: list[Ware], column: str, whole: str) -> CallResult:
+        facts = {whole} | {f"{column} {ware.sku}" for ware in wares} | {f"sku {ware.name}" for ware in wares}
+        return CallResult(output, frozenset(facts), frozenset(("sku", ware.sku) for ware in wares))
 
     def _get_supplier(self, supplier_id: str) -> CallResult | None:
         supplier = self.suppliers.get(supplier_id)
@@ -178,57 +178,57 @@ class Task(VerifyRequest):
         return expected
 
 
-def _look(tool: str, body: BaseModel, session: Session) -> Any:
+def _run_tool(tool: str, body: BaseModel, session: Session) -> Any:
     arguments = body.model_dump()
     session.setdefault("calls", []).append(Call(tool, arguments))
-    seen = None
+    result = None
     if "task" in session:
-        seen = world(SEED.validate_python(session["task"]["world"])).call(tool, arguments[TOOLS[tool]])
-    if seen is None:
+        result = world(SEED.validate_python(session["task"]["world"])).call(tool, arguments[TOOLS[tool]])
+    if result is None:
         raise ToolError(f"{tool}: there is no {TOOLS[tool]} {arguments[TOOLS[tool]][:60]!r}")
-    return seen.output
+    return result.output
 
 
 async def find_ware(body: Name, session: Session) -> Any:
     """The SKU of the ware with this name."""
-    return _look("find_ware", body, session)
+    return _run_tool("find_ware", body, session)
 
 
 async def get_ware(body: Sku, session: Session) -> Any:
     """A ware's name, aisle, price, stock and supplier."""
-    return _look("get_ware", body, session)
+    return _run_tool("get_ware", body, session)
 
 
 async def list_aisle(body: Aisle, session: Session) -> Any:
     """All wares of an aisle, with their prices."""
-    return _look("list_aisle", body, session)
+    return _run_tool("list_aisle", body, session)
 
 
 async def list_supplied(body: SupplierId, session: Session) -> Any:
     """All wares of a supplier, with their stock."""
-    return _look("list_supplied", body, session)
+    return _run_tool("list_supplied", body, session)
 
 
 async def get_supplier(body: SupplierId, session: Session) -> Any:
     """A supplier's name, city and lead time in days."""
-    return _look("get_supplier", body, session)
+    return _run_tool("get_supplier", body, session)
 
 
 async def get_freight(body: City, session: Session) -> Any:
     """The cost of freight from a city."""
-    return _look("get_freight", body, session)
+    return _run_tool("get_freight", body, session)
 
 
 async def get_reviews(body: Sku, session: Session) -> Any:
     """What customers think of a ware."""
-    return _look("get_reviews", body, session)
+    return _run_tool("get_reviews", body, session)
 
 
 def verify(task: Task, session: Session) -> dict[str, Any]:
     # An SDK-driven agent has no calls in its trajectory, a stored rollout has no session: use the longer list.
     calls = max(calls_in(task.response), session.get("calls", []), key=len)
-    seen = [world(task.world).call(call.name, _key(call)) for call in calls]
-    known = frozenset[str]().union(*(shown.facts for shown in seen if shown))
+    results = [world(task.world).call(call.name, _key(call)) for call in calls]
+    known = frozenset[str]().union(*(result.facts for result in results if result))
     answer = _answer(task.text, task.expected_answer)
     right = answer is not None and _same(answer, task.expected_answer)
     looked_up = known >= set(task.needs)
@@ -243,7 +243,7 @@ def verify(task: Task, session: Session) -> dict[str, Any]:
         "right": right,
         "looked_up": looked_up,
         "calls": len(calls),
-        "failed_calls": seen.count(None),
+        "failed_calls": results.count(None),
         "repeated_calls": len(calls) - len({(call.name, _key(call)) for call in calls}),
     }
 

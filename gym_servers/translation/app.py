@@ -94,8 +94,8 @@ class TranslationTask(VerifyRequest):
 def verify(task: TranslationTask, options: TranslationOptions) -> dict[str, Any]:
     text = translation_of(task.text)
     reason = fault(text, task.source, task.references)
-    found = score(text, task.references, options.word_order) if reason is None else {"chrf": 0.0, "bleu": 0.0}
-    paid = weighted(found, {"chrf": options.chrf_weight, "bleu": 1.0 - options.chrf_weight})
+    scores = score(text, task.references, options.word_order) if reason is None else {"chrf": 0.0, "bleu": 0.0}
+    paid = weighted(scores, {"chrf": options.chrf_weight, "bleu": 1.0 - options.chrf_weight})
     outcome = "scored" if reason is None else "refused"
     return shaped({**paid, "outcome": outcome, "reason": reason}, task.response, options.shaping)
 

@@ -137,16 +137,16 @@ class Game:
         self.task = task
         self.score = score
         self.traces: list[Trace] = []
-        self._shown: asyncio.Queue[str | None] = asyncio.Queue()
-        self._said: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._observations: asyncio.Queue[str | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[Json | None] = asyncio.Queue()
         self._run = asyncio.create_task(self._play())
 
     async def observe(self) -> str | None:
         """The next observation, or None when `run` is over. `finish` raises its error, if any."""
-        shown = await self._shown.get()
-        if shown is None:
-            self._shown.put_nowait(None)  # for later calls
-        return shown
+        observation = await self._observations.get()
+        if observation is None:
+            self._observations.put_nowait(None)  # for later calls
+        return observation
 
     @property
     def problem(self) -> str:
@@ -156,12 +156,12 @@ class Game:
 
     async def say(self, response: Json) -> str | None:
         """Pass on the model's turn. Returns the next observation."""
-        self._said.put_nowait(response)
+        self._answers.put_nowait(response)
         return await self.observe()
 
     async def finish(self) -> Trace:
         """The trace with its rewards. An unfinished `run` sees its turn as `terminated`, as at verifiers' limits."""
-        self._said.put_nowait(None)
+        self._answers.put_nowait(None)
         await self._run
         return self.traces[0]
 
@@ -179,11 +179,11 @@ class Game:
             trace = self.traces[0]
             await env.finalize(self.task, vf.Episode(task=trace.task, traces=[trace], ok=True))
         finally:
-            self._shown.put_nowait(None)
+            self._observations.put_nowait(None)
 
     async def turn(self, observation: str) -> Json | None:
-        self._shown.put_nowait(observation)
-        return await self._said.get()
+        self._observations.put_nowait(observation)
+        return await self._answers.get()
 
 
 class _Player:
@@ -225,12 +225,12 @@ class _Interaction:
             raise RuntimeError("the exchange is over (the run ended); read interaction.trace")
         if (message is None) != self._prompted:
             raise ValueError("a prompted task opens with a bare turn(); every other turn takes a message")
-        said = await self._game.turn(self._observation(message))
-        if said is None:
+        response = await self._game.turn(self._observation(message))
+        if response is None:
             self._over = True
             self.trace.stop("max_turns")
             return vf.Segment(messages=[], terminated=True)
-        return vf.Segment(messages=record_turn(self.trace, said))
+        return vf.Segment(messages=record_turn(self.trace, response))
 
     def _observation(self, message: str | vf.Messages | None) -> str:
         """The text for the model: the message, or the last message of the prompt."""
@@ -312,9 +312,9 @@ class Bridge:
 
     async def call(self, name: str, arguments: Json, session: Session) -> str:
         """Call a tool. Returns its answer."""
-        begun = await self._begun(session["task"]["task_data"], session)
-        box = begun.tools if name in begun.tools.tools else self.shared
-        return await box.call(name, arguments, begun.trace.state)
+        rollout = await self._rollout_of(session["task"]["task_data"], session)
+        box = rollout.tools if name in rollout.tools.tools else self.shared
+        return await box.call(name, arguments, rollout.trace.state)
 
     async def finished(self, data: Json, response: Json, session: Session) -> Trace:
         """The trace of a rollout with its rewards. A stored rollout, whose session is gone, is replayed.
@@ -324,11 +324,11 @@ class Bridge:
         """
         try:
             if self.environment.by_turns:
-                return await self._played(data, response, session)
+                return await self._play_game(data, response, session)
             if "begun" not in session:
                 session["task"] = {"task_data": data}
                 await self._repeat_calls(response, session)
-            trace = (await self._begun(data, session)).trace
+            trace = (await self._rollout_of(data, session)).trace
             record_turn(trace, response)
             trace.stop("agent_completed")
             trace.ok = True
@@ -337,7 +337,7 @@ class Bridge:
         finally:
             session.over()
 
-    async def _played(self, data: Json, response: Json, session: Session) -> Trace:
+    async def _play_game(self, data: Json, response: Json, session: Session) -> Trace:
         if "game" not in session:
             await self.reset(data, session)
             for turn in turns_of(response):
@@ -358,7 +358,7 @@ class Bridge:
             if call.name in names and call.arguments is not None:
                 await self.call(call.name, call.arguments, session)
 
-    async def _begun(self, data: Json, session: Session) -> ActiveRollout:
+    async def _rollout_of(self, data: Json, session: Session) -> ActiveRollout:
         """What tools and rewards need. Created once per session, also for concurrent first calls; again after a failure."""
         if "begun" not in session:
             session["begun"] = session.spawn(self._begin(data, session))
@@ -437,8 +437,8 @@ async def scores_a_plain_answer(bridge: Bridge, task: Task) -> bool:
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
     with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
-        said: str = await app.state.bridge.call(name, arguments, session)
-        return Response(said.encode("utf-8", "replace"), media_type="text/plain")
+        text: str = await app.state.bridge.call(name, arguments, session)
+        return Response(text.encode("utf-8", "replace"), media_type="text/plain")
 
 
 async def reset(task: Task, session: Session) -> str:

@@ -85,14 +85,16 @@ def items_of(messages: Iterable[vf.Message]) -> list[Json]:
 def _say(messages: list[vf.Message], kind: str, item: Json) -> None:
     if not messages or not isinstance(messages[-1], vf.AssistantMessage):
         messages.append(vf.AssistantMessage())
-    said = messages[-1]
+    message = messages[-1]
     if kind == "message":
-        said.content = (said.content or "") + _text(item.get("content"))
+        message.content = (message.content or "") + _text(item.get("content"))
     elif kind == "reasoning":
-        said.reasoning_content = (said.reasoning_content or "") + _text(item.get("content") or item.get("summary"))
+        message.reasoning_content = (message.reasoning_content or "") + _text(
+            item.get("content") or item.get("summary")
+        )
     elif kind == "function_call":
         call = ToolCall(id=item["call_id"], name=item["name"], arguments=item.get("arguments") or "{}")
-        said.tool_calls = [*(said.tool_calls or []), call]
+        message.tool_calls = [*(message.tool_calls or []), call]
 
 
 def _append(trace: vf.Trace[Any, Any, Any], message: vf.Message, *, sampled: bool) -> None:
@@ -144,8 +146,8 @@ class Environment:
 
     @property
     def state_type(self) -> type[State]:
-        found: type[State] = state_cls(self.task_type)
-        return found
+        state: type[State] = state_cls(self.task_type)
+        return state
 
     @property
     def tasks(self) -> vf.Taskset[Any, Any]:
@@ -185,12 +187,12 @@ class Environment:
 
 
 @functools.cache
-def _loaded(source: str) -> Environment:
-    wanted = Source.model_validate_json(source)
-    if wanted.path and wanted.path not in sys.path:
-        sys.path.append(wanted.path)  # last, so that a folder of environments does not hide installed packages
-    config = vf.resolve_env_config({"taskset": {**wanted.taskset, "id": wanted.environment}})
-    env = environment_class(wanted.environment)(config)
+def _load(source: str) -> Environment:
+    requested = Source.model_validate_json(source)
+    if requested.path and requested.path not in sys.path:
+        sys.path.append(requested.path)  # last, so that a folder of environments does not hide installed packages
+    config = vf.resolve_env_config({"taskset": {**requested.taskset, "id": requested.environment}})
+    env = environment_class(requested.environment)(config)
     return Environment(env, type(env.taskset).task_type(), not isinstance(env, vf.SingleAgentEnv))
 
 
@@ -201,7 +203,7 @@ def load(source: Source) -> Environment:
         ConfigError: it is not installed, its options are wrong, or it needs what a gym server does not have.
     """
     try:
-        environment = _loaded(source.model_dump_json())
+        environment = _load(source.model_dump_json())
         first = next(iter(environment.tasks.take(1)), None)
         problem = "it has no tasks" if first is None else next(_problems(environment, first), None)
     except Exception as error:  # code of the environment's author runs here: report any exception in one line

@@ -42,8 +42,8 @@ def score(source: Json, record: Json, state: Json) -> Json:
         asyncio.run(run())
     except Exception as error:  # noqa: BLE001 - code of the environment's author: an exception is not a verdict
         return {"problem": f"{type(error).__name__}: {error}"}
-    found: Json = trace.model_dump(mode="json", include={"rewards", "metrics", "info"})
-    return found
+    scored: Json = trace.model_dump(mode="json", include={"rewards", "metrics", "info"})
+    return scored
 
 
 async def scored(source: Source, trace: vf.Trace[Any, Any, Any], deadline_s: float) -> None:

@@ -68,9 +68,9 @@ async def verify(task: WeatherTask) -> dict[str, Any]:
     if task.expected_city is None:  # a row of NeMo Gym, whose example rewards the call
         return {"reward": float(any(call.name == "get_weather" for call in calls_in(task.response)))}
     sky = reported(task.response, task.expected_city)
-    said = task.text.casefold()
-    named = {word for word in (*SKIES, sky) if word and word in said}
-    return {"reward": float(sky is not None and named == {sky}), "reported_weather": sky}
+    text = task.text.casefold()
+    mentioned = {word for word in (*SKIES, sky) if word and word in text}
+    return {"reward": float(sky is not None and mentioned == {sky}), "reported_weather": sky}
 
 
 app = gym_server(tools=[get_weather], verify=verify)

@@ -64,19 +64,19 @@ def _office_of(session: Session) -> Office:
 
 
 async def verify(task: Task, session: Session) -> dict[str, Any]:
-    wanted = office(task.office)
+    expected = office(task.office)
     for tool, arguments in task.actions:
-        act(wanted, tool, arguments)
-    got = _office_of(session) if "task" in session else await asyncio.to_thread(_replayed, task)
-    missing, unasked = differences(initial_office(task.office), wanted, got)
+        act(expected, tool, arguments)
+    got = _office_of(session) if "task" in session else await asyncio.to_thread(_replay, task)
+    missing, unrequested = differences(initial_office(task.office), expected, got)
     return {
-        "reward": float(not missing and not unasked),
+        "reward": float(not missing and not unrequested),
         "missing_changes": missing[:20],
-        "unasked_changes": unasked[:20],
+        "unasked_changes": unrequested[:20],
     }
 
 
-def _replayed(task: Task) -> Office:
+def _replay(task: Task) -> Office:
     """The office of a stored rollout. Time is fixed and ids are counted, so the same calls give the same state."""
     state = office(task.office)
     for call in calls_in(task.response):

@@ -81,19 +81,19 @@ class Office:
     def _meet(self, rng: random.Random) -> None:
         others = [person for person in self.people if person != ME]
         titles = rng.sample([f"{topic} {name}" for name in SUBJECTS for topic in MEETINGS], 18)
-        taken: set[tuple[str, str, str]] = set()
+        booked: set[tuple[str, str, str]] = set()
         for title in titles:
             day = (TODAY + timedelta(days=rng.choice((0, 1, 2, 3, 4)))).isoformat()
             start = f"{rng.choice(HOURS):02}:00"
-            invited = sorted({*rng.sample(others, rng.randint(1, 4)), *([ME] if rng.random() < 0.6 else [])})
-            if not taken & {(day, start, person) for person in invited}:
-                taken |= {(day, start, person) for person in invited}
+            attendees = sorted({*rng.sample(others, rng.randint(1, 4)), *([ME] if rng.random() < 0.6 else [])})
+            if not booked & {(day, start, person) for person in attendees}:
+                booked |= {(day, start, person) for person in attendees}
                 row = {
                     "title": title,
                     "date": day,
                     "start": start,
                     "minutes": 60,
-                    "attendees": invited,
+                    "attendees": attendees,
                     "cancelled": False,
                 }
                 self.add("events", row)
@@ -104,7 +104,7 @@ class Office:
         moments = sorted(rng.sample(range(60 * 24 * 6), 16))
         for subject, minute in zip(subjects, moments, strict=True):
             day, clock = divmod(minute, 60 * 24)
-            sent = f"{(TODAY - timedelta(days=6 - day)).isoformat()} {clock // 60:02}:{clock % 60:02}"
+            sent_at = f"{(TODAY - timedelta(days=6 - day)).isoformat()} {clock // 60:02}:{clock % 60:02}"
             body = rng.choice(
                 (
                     f"Hello, here is what we said about {subject}. Best wishes",
@@ -119,7 +119,7 @@ class Office:
                 "to": [ME],
                 "subject": subject,
                 "body": body,
-                "sent": sent,
+                "sent": sent_at,
             }
             self.add("mails", row)
 
@@ -150,23 +150,23 @@ def initial_office(seed: int) -> Office:
     return Office(seed)
 
 
-def differences(before: Office, wanted: Office, got: Office) -> tuple[list[str], list[str]]:
+def differences(before: Office, expected: Office, got: Office) -> tuple[list[str], list[str]]:
     """Missing changes and unasked changes. Ids of new rows do not matter."""
-    asked, done = Counter(changes(before, wanted)), Counter(changes(before, got))
-    return sorted(asked - done), sorted(done - asked)
+    expected_changes, changes_made = Counter(changes(before, expected)), Counter(changes(before, got))
+    return sorted(expected_changes - changes_made), sorted(changes_made - expected_changes)
 
 
 def changes(before: Office, after: Office) -> list[str]:
     """New rows and changed fields, as normalised texts. Rows are never removed."""
-    found = []
+    texts = []
     for table in TABLES:
         old, new = getattr(before, table), getattr(after, table)
         for key, row in new.items():
             if key not in old:
-                found.append(f"{table}: new {_normalised(row)}")
+                texts.append(f"{table}: new {_normalised(row)}")
             else:
-                found += [f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]]
-    return found
+                texts += [f"{table} {key}: {name} = {_normalised(v)}" for name, v in row.items() if v != old[key][name]]
+    return texts
 
 
 def _normalised(value: Any) -> str:
@@ -186,8 +186,8 @@ class Action(BaseModel):
         raise NotImplementedError
 
 
-def found(rows: dict[str, Row], key: str, what: str, gone: str = "") -> Row:
-    if key not in rows or (gone and rows[key][gone]):
+def found(rows: dict[str, Row], key: str, what: str, deleted_flag: str = "") -> Row:
+    if key not in rows or (deleted_flag and rows[key][deleted_flag]):
         raise ToolError(f"there is no {what} {key[:40]!r}")
     return rows[key]
 
@@ -271,7 +271,7 @@ class MoveEvent(Action):
     start: time
 
     def do(self, office: Office) -> Any:
-        row = found(office.events, self.event, "meeting", gone="cancelled")
+        row = found(office.events, self.event, "meeting", deleted_flag="cancelled")
         row |= {"date": self.date.isoformat(), "start": f"{self.start:%H:%M}"}
         return "moved"
 
@@ -282,7 +282,7 @@ class CancelEvent(Action):
     event: EventId
 
     def do(self, office: Office) -> Any:
-        found(office.events, self.event, "meeting", gone="cancelled")["cancelled"] = True
+        found(office.events, self.event, "meeting", deleted_flag="cancelled")["cancelled"] = True
         return "cancelled"
 
 
@@ -293,7 +293,7 @@ class InviteToEvent(Action):
     person: PersonId
 
     def do(self, office: Office) -> Any:
-        row = found(office.events, self.event, "meeting", gone="cancelled")
+        row = found(office.events, self.event, "meeting", deleted_flag="cancelled")
         row["attendees"] = sorted({*row["attendees"], *people(office, [self.person])})
         return "invited"
 
@@ -387,7 +387,7 @@ class MoveFile(Action):
     folder: Folder
 
     def do(self, office: Office) -> Any:
-        found(office.files, self.file, "file", gone="deleted")["folder"] = self.folder
+        found(office.files, self.file, "file", deleted_flag="deleted")["folder"] = self.folder
         return "moved"
 
 
@@ -398,7 +398,7 @@ class RenameFile(Action):
     name: Text
 
     def do(self, office: Office) -> Any:
-        found(office.files, self.file, "file", gone="deleted")["name"] = self.name
+        found(office.files, self.file, "file", deleted_flag="deleted")["name"] = self.name
         return "renamed"
 
 
@@ -409,7 +409,7 @@ class ShareFile(Action):
     person: PersonId
 
     def do(self, office: Office) -> Any:
-        row = found(office.files, self.file, "file", gone="deleted")
+        row = found(office.files, self.file, "file", deleted_flag="deleted")
         row["shared_with"] = sorted({*row["shared_with"], *people(office, [self.person])})
         return "shared"
 
@@ -420,7 +420,7 @@ class DeleteFile(Action):
     file: FileId
 
     def do(self, office: Office) -> Any:
-        found(office.files, self.file, "file", gone="deleted")["deleted"] = True
+        found(office.files, self.file, "file", deleted_flag="deleted")["deleted"] = True
         return "deleted"
 
 

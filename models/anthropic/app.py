@@ -55,7 +55,7 @@ class Backend:
         try:
             message = await self._upstream.post(PATH, self._body(request))
         except ContextOverflow:
-            return self._nothing()
+            return self._empty_completion()
         self._check(answer_validation.message(message))
         return chat_from_message(message)
 
@@ -70,12 +70,12 @@ class Backend:
                     for chunk in self._chunks(converter, event):
                         yield chunk
         except ContextOverflow:
-            for chunk in chat_chunks(self._nothing(), include_usage=True):
+            for chunk in chat_chunks(self._empty_completion(), include_usage=True):
                 yield chunk
             return
         if last != "message_stop":
-            where = f"{self._options.base_url}{PATH}"
-            raise UpstreamError(f"{where} ended without message_stop", failure="model_error", retryable=True)
+            url = f"{self._options.base_url}{PATH}"
+            raise UpstreamError(f"{url} ended without message_stop", failure="model_error", retryable=True)
 
     def _body(self, request: Json) -> Json:
         body = messages_api_request(request, max_tokens=self._options.max_tokens)
@@ -90,10 +90,10 @@ class Backend:
 
     def _check(self, wrong: str | None) -> None:
         if wrong is not None:
-            where = f"{self._options.base_url}{PATH}"
-            raise UpstreamError(f"{where} answered with an invalid message: {wrong}", failure="model_error")
+            url = f"{self._options.base_url}{PATH}"
+            raise UpstreamError(f"{url} answered with an invalid message: {wrong}", failure="model_error")
 
-    def _nothing(self) -> Json:
+    def _empty_completion(self) -> Json:
         """An empty answer, for a conversation that does not fit the context."""
         response_id = f"resp_{secrets.token_hex(12)}"
         return chat_from_response(overflow_response({}, response_id=response_id, model=self._options.model))
@@ -102,11 +102,13 @@ class Backend:
 @asynccontextmanager
 async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     options: Options = context.options
-    said = {"anthropic-version": options.version} | ({"anthropic-beta": ",".join(options.beta)} if options.beta else {})
-    said |= {"x-api-key": options.key} if options.key else {}
+    default_headers = {"anthropic-version": options.version} | (
+        {"anthropic-beta": ",".join(options.beta)} if options.beta else {}
+    )
+    default_headers |= {"x-api-key": options.key} if options.key else {}
 
     async def headers() -> dict[str, str]:
-        return said
+        return default_headers
 
     async with watched(Upstream(options, context.name, options.model, headers), app) as upstream:
         yield Backend(options, upstream)

@@ -57,11 +57,11 @@ class Backend:
         try:
             if self._api != "chat":
                 try:
-                    return self._decided("responses", await self._responses(params))
+                    return self._settle_api("responses", await self._responses(params))
                 except NotSupported:
                     if self._api == "responses":
                         raise
-            return self._decided("chat", await self._chat(params))
+            return self._settle_api("chat", await self._chat(params))
         except ContextOverflow:
             return self._overflow(params)
 
@@ -72,19 +72,19 @@ class Backend:
                 try:
                     async with aclosing(self._responses_events(params)) as events:
                         async for event in events:
-                            yield self._decided("responses", event)
+                            yield self._settle_api("responses", event)
                     return
                 except NotSupported:
                     if self._api == "responses":
                         raise
             async with aclosing(self._chat_events(params)) as events:
                 async for event in events:
-                    yield self._decided("chat", event)
+                    yield self._settle_api("chat", event)
         except ContextOverflow:
             for event in response_events(self._overflow(params)):
                 yield event
 
-    def _decided(self, api: Api, answer: Json) -> Json:
+    def _settle_api(self, api: Api, answer: Json) -> Json:
         """Fix the API after a first answer; a failed call decides nothing."""
         if self._api == "auto":
             self._api = api
@@ -244,10 +244,10 @@ class Options(RemoteOptions, ModelOptions):
 
     @field_validator("token_ids")
     @classmethod
-    def _by_chat(cls, wanted: bool, info: ValidationInfo) -> bool:
-        if wanted and info.data.get("api") == "responses":
+    def _by_chat(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("api") == "responses":
             raise ValueError("token ids need Chat Completions; set api: chat")
-        return wanted
+        return value
 
 
 @asynccontextmanager

@@ -77,9 +77,9 @@ async def headers(azure: Azure | None, key: str | None) -> AsyncIterator[Headers
         yield _always({"authorization": f"Bearer {key}"} if key else {})
 
 
-def _always(said: dict[str, str]) -> Headers:
+def _always(fixed: dict[str, str]) -> Headers:
     async def headers() -> dict[str, str]:
-        return said
+        return fixed
 
     return headers
 

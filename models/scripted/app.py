@@ -68,7 +68,7 @@ class Reply(BaseModel):
     tool_calls: tuple[ToolCall, ...] = Field(default=(), description="Tool calls of the answer.")
 
     @model_validator(mode="after")
-    def _says_something(self) -> Reply:
+    def _check_content(self) -> Reply:
         if not self.model_fields_set & {"text", "tool_calls"}:
             raise ValueError("a reply needs text or tool_calls")
         return self
@@ -111,48 +111,48 @@ def situation(items: str | list[dict[str, Any]]) -> Situation:
 def answer(replies: Sequence[Reply], now: Situation) -> Answer:
     """The answer of the first matching reply. The last of `replies` must always match."""
     for reply in replies:
-        values = _fits(reply, now)
+        values = _placeholder_values(reply, now)
         if values is not None:
             break
     else:
         raise LookupError("no reply matches")
-    calls = [(_filled(call.name, values), _arguments(call.arguments, values)) for call in reply.tool_calls]
-    return Answer(_filled(reply.reasoning, values), _filled(reply.text, values), calls)
+    calls = [(_fill(call.name, values), _arguments(call.arguments, values)) for call in reply.tool_calls]
+    return Answer(_fill(reply.reasoning, values), _fill(reply.text, values), calls)
 
 
-def _fits(reply: Reply, now: Situation) -> dict[str, str] | None:
+def _placeholder_values(reply: Reply, now: Situation) -> dict[str, str] | None:
     """The values of the reply's placeholders, or None if a condition does not hold."""
     if reply.turn not in (None, now.turn) or (reply.contains is not None and reply.contains not in now.user):
         return None
     values = {"user": now.user, "tool_output": now.tool_output, "turn": str(now.turn)}
     if reply.match is None:
         return values
-    found = reply.match.search(now.user)
-    if found is None:
+    match = reply.match.search(now.user)
+    if match is None:
         return None
-    groups = {str(index): group or "" for index, group in enumerate((found[0], *found.groups()))}
-    return values | groups | {name: group or "" for name, group in found.groupdict().items()}
+    groups = {str(index): group or "" for index, group in enumerate((match[0], *match.groups()))}
+    return values | groups | {name: group or "" for name, group in match.groupdict().items()}
 
 
-def _filled(text: str, values: dict[str, str]) -> str:
+def _fill(text: str, values: dict[str, str]) -> str:
     """Replace placeholders once; inserted values are not expanded again."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), text) if "{" in text else text
 
 
 def _arguments(arguments: Any, values: dict[str, str]) -> str:
     if isinstance(arguments, str):
-        return _filled(arguments, values)
-    return orjson.dumps(_filled_in(arguments, values)).decode()
+        return _fill(arguments, values)
+    return orjson.dumps(_fill_all(arguments, values)).decode()
 
 
-def _filled_in(value: Any, values: dict[str, str]) -> Any:
+def _fill_all(value: Any, values: dict[str, str]) -> Any:
     match value:
         case str():
-            return _filled(value, values)
+            return _fill(value, values)
         case dict():
-            return {key: _filled_in(inner, values) for key, inner in value.items()}
+            return {key: _fill_all(inner, values) for key, inner in value.items()}
         case list():
-            return [_filled_in(inner, values) for inner in value]
+            return [_fill_all(inner, values) for inner in value]
         case _:
             return value
 
@@ -171,7 +171,7 @@ def render(request: dict[str, Any], seen: PriorCall | None = None) -> bytes:
     items = request["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    parts = [_system(request)] if seen is None else [_continued(seen)]
+    parts = [_system(request)] if seen is None else [_prior_ids(seen)]
     for role, run in groupby(items if seen is None else items[seen.place + 1 :], _role):
         if role == "assistant":  # all items of a turn form one message
             parts.append(_message(role, map(_item_bytes, run)))
@@ -180,26 +180,26 @@ def render(request: dict[str, Any], seen: PriorCall | None = None) -> bytes:
     return b"".join(parts) + BEGIN + b"assistant\n"
 
 
-def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
+def shortened(answer: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
     """The part of an answer within `limit` tokens, its ids, and whether it was cut.
 
     Text is cut between characters; reasoning and calls are kept whole or dropped, and nothing follows a cut. If nothing
     is kept, the ids are those of the part that was sampled: no ids would mean a conversation that does not fit.
     """
-    whole = _answer_bytes(said) + END
+    whole = _answer_bytes(answer) + END
     if limit is None or len(whole) <= limit:
-        return said, whole, False
-    left = Answer(said.reasoning, "", []) if len(_thought(said.reasoning)) <= limit else Answer("", "", [])
-    if left.reasoning == said.reasoning:
-        room = limit - len(_thought(left.reasoning))
-        left = left._replace(text=said.text.encode()[:room].decode(errors="ignore"))
-    if left.text == said.text:
-        for call in said.calls:
-            longer = left._replace(calls=[*left.calls, call])
+        return answer, whole, False
+    cut = Answer(answer.reasoning, "", []) if len(_thought(answer.reasoning)) <= limit else Answer("", "", [])
+    if cut.reasoning == answer.reasoning:
+        remaining = limit - len(_thought(cut.reasoning))
+        cut = cut._replace(text=answer.text.encode()[:remaining].decode(errors="ignore"))
+    if cut.text == answer.text:
+        for call in answer.calls:
+            longer = cut._replace(calls=[*cut.calls, call])
             if len(_answer_bytes(longer)) > limit:
                 break
-            left = longer
-    return left, _answer_bytes(left) or whole[:limit], True
+            cut = longer
+    return cut, _answer_bytes(cut) or whole[:limit], True
 
 
 def logprob(token: int) -> float:
@@ -207,14 +207,14 @@ def logprob(token: int) -> float:
     return -(token % 8 + 1) / 16
 
 
-def _answer_bytes(said: Answer) -> bytes:
-    return b"".join((_thought(said.reasoning), said.text.encode(), *(_call(*call) for call in said.calls)))
+def _answer_bytes(answer: Answer) -> bytes:
+    return b"".join((_thought(answer.reasoning), answer.text.encode(), *(_call(*call) for call in answer.calls)))
 
 
-def _continued(seen: PriorCall) -> bytes:
+def _prior_ids(call: PriorCall) -> bytes:
     """All ids up to the end of an answer."""
     try:
-        ids = bytes(seen.prompt_token_ids) + bytes(seen.generation_token_ids)
+        ids = bytes(call.prompt_token_ids) + bytes(call.generation_token_ids)
     except ValueError:
         raise BadRequest("the input has token ids that are not from this model: its ids are 0 to 255") from None
     return ids if ids.endswith(END) else ids + END
@@ -298,12 +298,12 @@ async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict
     """The same reply, word by word."""
     options: Options = call.options
     for event in response_events(await by_size(call.size, _response, request, call)):
-        said = False
+        sent = False
         for word in _words(event):
             await asyncio.sleep(options.word_latency_s)
             yield {**event, "delta": word}
-            said = True
-        if not said:
+            sent = True
+        if not sent:
             yield event
         if event["type"] == "response.in_progress" and options.latency_s:
             await asyncio.sleep(options.latency_s)
@@ -322,13 +322,13 @@ def _words(event: dict[str, Any]) -> Iterator[str]:
 
 def _response(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     options: Options = call.options
-    said = answer(call.state, situation(request["input"]))
+    reply = answer(call.state, situation(request["input"]))
     prompt = render(request, call.seen)
     if options.tokens and len(prompt) > CONTEXT:
         return overflow_response(request, response_id=f"resp_{secrets.token_hex(12)}", model=options.model)
-    said, sampled, cut = shortened(said, request.get("max_output_tokens"))
+    reply, sampled, cut = shortened(reply, request.get("max_output_tokens"))
     stem = secrets.token_hex(12)
-    output = _items(said, stem)
+    output = _items(reply, stem)
     if options.tokens:
         logprobs = [logprob(token) for token in sampled]
         output[-1] |= {"prompt_token_ids": list(prompt), "generation_token_ids": list(sampled)}
@@ -344,14 +344,14 @@ def _response(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     return {**response, "ng": {"policy_version": [[0, len(sampled), 0]]}} if options.tokens else response
 
 
-def _items(said: Answer, stem: str) -> list[dict[str, Any]]:
+def _items(answer: Answer, stem: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if said.reasoning:
-        text = {"type": "reasoning_text", "text": said.reasoning}
+    if answer.reasoning:
+        text = {"type": "reasoning_text", "text": answer.reasoning}
         items.append({"type": "reasoning", "id": f"rs_{stem}", "summary": [], "content": [text]})
-    if said.text or not said.calls:
-        items.append(message_item([output_text(said.text)], f"msg_{stem}"))
-    for index, (name, arguments) in enumerate(said.calls):
+    if answer.text or not answer.calls:
+        items.append(message_item([output_text(answer.text)], f"msg_{stem}"))
+    for index, (name, arguments) in enumerate(answer.calls):
         ids = {"id": f"fc_{stem}_{index}", "call_id": f"call_{stem}_{index}"}
         items.append({"type": "function_call", **ids, "name": name, "arguments": arguments, "status": "completed"})
     return items

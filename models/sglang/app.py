@@ -85,8 +85,8 @@ class Engine:
 
     async def ask(self) -> None:
         """Read from the server what it serves. Raises ServiceError if that fails."""
-        about = await self._either("/model_info", "/get_model_info")
-        arguments = await self._either("/server_info", "/get_server_info")
+        about = await self._get_either("/model_info", "/get_model_info")
+        arguments = await self._get_either("/server_info", "/get_server_info")
         self.model_path = about.get("tokenizer_path") or about.get("model_path")
         self.context = arguments.get("context_length") or arguments.get("max_req_input_len")
         self.version = _version(about.get("weight_version"))
@@ -131,7 +131,7 @@ class Engine:
         async with aclosing(self._answers(body, sampling.streamed)) as answers:
             async for answer in answers:
                 try:
-                    sampled, returned = self._sampled(answer, returned)
+                    sampled, returned = self._new_tokens(answer, returned)
                 except MALFORMED as error:
                     detail = f"{self._url}/generate answered without valid tokens"
                     raise UpstreamError(detail, failure="model_error") from error
@@ -145,9 +145,9 @@ class Engine:
 
     async def command(self, path: str, body: Json) -> None:
         """Call one of SGLang's control routes, without retries. Raises ServiceError, also for a reported failure."""
-        said = await self._upstream.send(path, body, once=True)
+        content = await self._upstream.send(path, body, once=True)
         try:
-            answer = orjson.loads(said)
+            answer = orjson.loads(content)
         except orjson.JSONDecodeError:  # /flush_cache answers with plain text
             return
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -166,7 +166,7 @@ class Engine:
         else:
             self._awake.set()
 
-    async def _either(self, path: str, older: str) -> Json:
+    async def _get_either(self, path: str, older: str) -> Json:
         try:
             return await self._upstream.get(path)
         except NotSupported:
@@ -180,7 +180,7 @@ class Engine:
             async for event in events:
                 yield event
 
-    def _sampled(self, answer: Json, returned: int) -> tuple[Sampled, int]:
+    def _new_tokens(self, answer: Json, returned: int) -> tuple[Sampled, int]:
         """The new tokens of an answer, and the count so far. SGLang sends all tokens again, or only the new ones."""
         meta = answer["meta_info"]
         entries, count = meta["output_token_logprobs"], meta["completion_tokens"]
@@ -344,11 +344,11 @@ class Weights:
     async def update(self, request: Request) -> Response:
         """Load a checkpoint, or begin a push. SGLang first finishes answers in flight, then drops its prefix cache."""
         self._check(request)
-        asked = await json_body(request, BULK_WEIGHT)
-        if "tensors" in asked:
-            return await self._begin(validated(Begin, asked, "a weight push"))
-        wanted: Update = validated(Update, asked, "a weight update")
-        return await self._load(wanted.version, wanted.path)
+        body = await json_body(request, BULK_WEIGHT)
+        if "tensors" in body:
+            return await self._begin(validated(Begin, body, "a weight push"))
+        update: Update = validated(Update, body, "a weight update")
+        return await self._load(update.version, update.path)
 
     async def _load(self, version: int, path: str, abort: bool = False) -> Response:
         engine = self._engine
@@ -365,36 +365,36 @@ class Weights:
         if version <= served:
             raise ServiceError(f"version {served} is already served; {version} is not newer", status=409)
 
-    async def _begin(self, wanted: Begin) -> Response:
+    async def _begin(self, request: Begin) -> Response:
         if self._root is None:
             problem = "this server takes no push; set weights_root in its stanza to a folder that SGLang sees, too"
             raise ServiceError(problem, status=409)
-        self._refuse_stale(wanted.version)
+        self._refuse_stale(request.version)
         if self._push is not None and time.monotonic() - self._push.used < LEASE_S:
             raise ServiceError(f"version {self._push.version} is being pushed", status=409, retryable=True)
         self._end()
         folder = self._root / f"push-{secrets.token_hex(8)}"
         folder.mkdir()
-        self._push = Push(wanted.version, {one.name for one in wanted.tensors}, folder)
+        self._push = Push(request.version, {one.name for one in request.tensors}, folder)
         return JsonResponse({"push": self._push.id, "lease_s": LEASE_S}, status_code=201)
 
     async def add_file(self, request: Request) -> Response:
         push = self._current(request)
-        wanted: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
+        file: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
         assert self._root is not None
-        source = (self._root / wanted.path).resolve()
+        source = (self._root / file.path).resolve()
         if not (source.is_relative_to(self._root) and source.is_file()):
-            raise BadRequest(f"field 'path': there is no file {wanted.path!r} under weights_root")
+            raise BadRequest(f"field 'path': there is no file {file.path!r} under weights_root")
         await asyncio.to_thread(push.add, source, request.query_params.get("sha256", ""))
         return JsonResponse({})
 
     async def commit(self, request: Request) -> Response:
         push = self._current(request)
-        wanted: Commit = validated(Commit, await json_body(request), "a commit")
+        commit: Commit = validated(Commit, await json_body(request), "a commit")
         if push.missing:
             raise BadRequest(f"{len(push.missing)} tensors are missing, such as {min(push.missing)!r}")
         try:
-            return await self._load(push.version, str(push.folder), abort=wanted.mode == "abort")
+            return await self._load(push.version, str(push.folder), abort=commit.mode == "abort")
         finally:
             self._end()
 
@@ -405,8 +405,8 @@ class Weights:
 
     async def prove(self, request: Request) -> Response:
         self._check(request)
-        wanted: Prove = validated(Prove, await json_body(request), "a proof")
-        version, logprobs = await self._engine.prompt_logprobs(wanted.prompt_token_ids)
+        proof: Prove = validated(Prove, await json_body(request), "a proof")
+        version, logprobs = await self._engine.prompt_logprobs(proof.prompt_token_ids)
         return JsonResponse({"policy_version": version, "dtype": self._engine.dtype, "logprobs": logprobs})
 
     def _current(self, request: Request) -> Push:
@@ -441,14 +441,14 @@ class Weights:
 
     async def wake(self, request: Request) -> Response:
         self._check(request)
-        wanted: Wake = validated(Wake, await json_body(request), "a waking")
-        if strange := set(wanted.parts) - MEMORY:
+        wake: Wake = validated(Wake, await json_body(request), "a waking")
+        if strange := set(wake.parts) - MEMORY:
             raise BadRequest(
                 f"a waking: field 'parts': {', '.join(sorted(strange))} is not one of {', '.join(sorted(MEMORY))}"
             )
         engine = self._engine
         async with self._one_at_a_time:
-            parts = sorted(engine.asleep & set(wanted.parts))
+            parts = sorted(engine.asleep & set(wake.parts))
             if parts:
                 await engine.command("/resume_memory_occupation", {"tags": parts})
                 engine.sleep(engine.asleep - set(parts))
@@ -543,15 +543,15 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
         )
 
 
-def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext) -> Any:
+def _tokenizer(name_or_path: str | None, of_server: str | None, context: ServiceContext) -> Any:
     """The Hugging Face tokenizer. Raises ConfigError if it cannot be loaded or has no chat template."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError("models/sglang needs transformers: pip install transformers") from None
-    folder = context.root / given if given else None
-    name = str(folder) if folder and folder.is_dir() else given or of_server
+    folder = context.root / name_or_path if name_or_path else None
+    name = str(folder) if folder and folder.is_dir() else name_or_path or of_server
     if name is None:
         raise ConfigError(f"service {context.name!r}: the server does not report its model_path; set tokenizer: NAME")
     try:

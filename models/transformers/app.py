@@ -195,14 +195,14 @@ async def classify(request: Request) -> Response:
     with Refusals(openai_refusal):
         if not isinstance(state, Scoring):
             raise BadRequest("this model generates text; /classify needs a folder for sequence classification")
-        asked: Classification = validated(Classification, await json_body(request), "a classification")
-        conversation = check_chat_request({"messages": asked.messages})
-        ids = state.template.whole(conversation | {"chat_template_kwargs": asked.chat_template_kwargs})
+        classification: Classification = validated(Classification, await json_body(request), "a classification")
+        conversation = check_chat_request({"messages": classification.messages})
+        ids = state.template.whole(conversation | {"chat_template_kwargs": classification.chat_template_kwargs})
         limit = state.classifier.context
         if len(ids) > limit:
             raise BadRequest(f"the conversation has {len(ids):,} tokens; this model's context is {limit:,}")
         logits = await state.classifier.logits(ids)
-    values = logits if asked.use_activation is False else _probabilities(logits)
+    values = logits if classification.use_activation is False else _probabilities(logits)
     label = state.classifier.labels.get(max(range(len(logits)), key=logits.__getitem__))
     scored = {"index": 0, "label": label, "probs": values, "num_classes": len(values)}
     usage = {"prompt_tokens": len(ids), "total_tokens": len(ids), "completion_tokens": 0}

@@ -199,9 +199,9 @@ class Batch:
             self.bytes_per_token = sum(2 * layer.keys[0, :, :1].nbytes for layer in cache.layers)
         over = [index for index, row in enumerate(self.rows) if row.is_over][: len(rows)]
         slots = [*over, *range(len(self.rows), len(self.rows) + len(rows) - len(over))]
-        if longest > self.end or max(slots) >= self._room[0]:
+        if longest > self.end or max(slots) >= self._buffer_size[0]:
             going = self.going
-            self._copy(going, len(going) + len(rows), longest, self.cache if any(self._room) else cache)
+            self._copy(going, len(going) + len(rows), longest, self.cache if any(self._buffer_size) else cache)
             slots = list(range(len(going), len(going) + len(rows)))
         for end in set(ends):
             some = [index for index in range(len(rows)) if ends[index] == end]
@@ -219,13 +219,13 @@ class Batch:
 
     def _write(self, slots: list[int], cache: Cache, places: list[int], end: int, *, longest: int) -> None:
         """Write the last columns before `end` of these rows of a cache into our rows."""
-        into, source, begin = self._index(slots), self._index(places), self.end - longest
-        for ours, theirs in zip(self.cache.layers, cache.layers, strict=True):
-            if ours.keys is not None:  # else no row has a token yet
-                for buffer, states in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-                    buffer[into, :, :begin] = 0
+        into, source, padding = self._index(slots), self._index(places), self.end - longest
+        for layer, source_layer in zip(self.cache.layers, cache.layers, strict=True):
+            if layer.keys is not None:  # else no row has a token yet
+                for buffer, states in ((layer.keys, source_layer.keys), (layer.values, source_layer.values)):
+                    buffer[into, :, :padding] = 0
                     if longest:
-                        buffer[into, :, begin : self.end] = states[source, :, end - longest : end]
+                        buffer[into, :, padding : self.end] = states[source, :, end - longest : end]
 
     def remember(self, slot: int) -> None:
         """Keep the keys and values of a row for prompts that begin with its ids."""
@@ -239,20 +239,20 @@ class Batch:
         ]
         self.prefixes.put(Prefix(list(row.ids), length, layers))
 
-    def continued(self, found: Sequence[Found], room: int) -> Cache:
+    def continued(self, prefixes: Sequence[Found], room: int) -> Cache:
         """A cache of one row for each of these prefixes, aligned at their ends, with room for so many more tokens."""
-        longest = max(common for _, common in found)
-        cache = self.new_cache(len(found))
+        longest = max(common for _, common in prefixes)
+        cache = self.new_cache(len(prefixes))
         rows_of: dict[tuple[int, int], list[int]] = {}
-        for row, (prefix, common) in enumerate(found):
+        for row, (prefix, common) in enumerate(prefixes):
             rows_of.setdefault((id(prefix), common), []).append(row)
         for index, layer in enumerate(cache.layers):
             buffers = [
-                states.new_zeros((len(found), states.shape[0], longest + room, states.shape[2]))
-                for states in found[0][0].layers[index]
+                states.new_zeros((len(prefixes), states.shape[0], longest + room, states.shape[2]))
+                for states in prefixes[0][0].layers[index]
             ]
             for rows in rows_of.values():
-                prefix, common = found[rows[0]]
+                prefix, common = prefixes[rows[0]]
                 for buffer, states in zip(buffers, prefix.layers[index], strict=True):
                     buffer[self._index(rows), :, longest - common : longest] = states[:, :common]
             layer.hold(*buffers, longest)
@@ -265,11 +265,11 @@ class Batch:
         if not rows:
             self.clear()
             return
-        staying = set(rows)
-        targets = [index for index in range(len(rows)) if index not in staying]
+        kept_rows = set(rows)
+        targets = [index for index in range(len(rows)) if index not in kept_rows]
         sources = [index for index in rows if index >= len(rows)]
         first = self._first(rows)
-        if targets and any(self._room):
+        if targets and any(self._buffer_size):
             into, source = self._index(targets), self._index(sources)
             for layer in self.cache.layers:
                 for buffer in (layer.keys, layer.values):
@@ -282,7 +282,7 @@ class Batch:
     def grow(self, count: int) -> None:
         """Add columns, which the next pass fills: one, unless the family has a cache of its own."""
         if self._sliding is not None:
-            if self.end == self._room[1] > 0:
+            if self.end == self._buffer_size[1] > 0:
                 going = self.going
                 self._copy(going, len(going), 0, self.cache)
             self._window.rows, self._window.first = len(self.rows), self._first(self.going)
@@ -304,7 +304,7 @@ class Batch:
         return min((self.starts[row] for row in rows), default=self.end)
 
     @property
-    def _room(self) -> tuple[int, int]:
+    def _buffer_size(self) -> tuple[int, int]:
         """The rows and columns of the buffers."""
         keys = None if self.cache is None else self.cache.layers[0].keys
         return (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
@@ -320,11 +320,11 @@ class Batch:
         """
         used = self.end - self._first(going)
         length = max(used, longest)
-        most, left = with_room(rows, MIN_GROWTH_ROWS), MIN_GROWTH_TOKENS
-        if most * (left + with_room(length)) * self.bytes_per_token > self._limit:
-            most, left = rows, 0
-        end, columns = left + length, left + with_room(length)
-        self.prefixes.shrink(max(0, self._limit - most * columns * self.bytes_per_token))
+        capacity, spare = with_room(rows, MIN_GROWTH_ROWS), MIN_GROWTH_TOKENS
+        if capacity * (spare + with_room(length)) * self.bytes_per_token > self._limit:
+            capacity, spare = rows, 0
+        end, columns = spare + length, spare + with_room(length)
+        self.prefixes.shrink(max(0, self._limit - capacity * columns * self.bytes_per_token))
         old, self.cache = self.cache, self._cache(self._window)
         for index, (layer, one) in enumerate(zip(self.cache.layers, like.layers, strict=True)):
             if one.keys is None:
@@ -333,7 +333,7 @@ class Batch:
             buffers = []
             for name in ("keys", "values"):
                 states = getattr(one, name)
-                buffer = states.new_empty((most, states.shape[1], columns, states.shape[3]))
+                buffer = states.new_empty((capacity, states.shape[1], columns, states.shape[3]))
                 buffer[: len(going), :, : end - used] = 0
                 if used:
                     before = getattr(old.layers[index], name)

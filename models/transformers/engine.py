@@ -253,16 +253,16 @@ class Engine:
 
     async def release_memory(self, level: int) -> None:
         """Move the weights of the paused engine to the host. Raises ServiceError."""
-        await self._moved("cpu")
+        await self._move_to("cpu")
 
     async def restore_memory(self, parts: list[str]) -> None:
         """Move the weights back to the device. With the last part, generation resumes. Raises ServiceError."""
         if "weights" in parts:
-            await self._moved(self._device)
+            await self._move_to(self._device)
         if self.asleep <= frozenset(parts):
             await self._run(self._unpause)
 
-    async def _moved(self, device: str) -> None:
+    async def _move_to(self, device: str) -> None:
         try:
             await self._run(partial(self._move, device))
         except RuntimeError as error:  # such as one of memory
@@ -291,7 +291,7 @@ class Engine:
     @torch.inference_mode()
     def _work(self) -> None:
         while True:
-            for item in self._received():
+            for item in self._read_inbox():
                 if item is None:
                     self._fail([*self._batch.rows, *self._waiting], NotReady(STOPPING))
                     self._send()
@@ -316,7 +316,7 @@ class Engine:
                 self._drained = None
             self._send()
 
-    def _received(self) -> list[Row | Callable[[], None] | None]:
+    def _read_inbox(self) -> list[Row | Callable[[], None] | None]:
         """What is in the inbox. An idle engine waits for it."""
         is_idle = self._paused or not (self._batch.rows or self._waiting)
         received = [self._inbox.get()] if is_idle else []
@@ -351,20 +351,20 @@ class Engine:
         if not batch.rows:
             return
         last = torch.tensor([row.ids[-count:] for row in batch.rows], device=self._device)
-        more: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {}
         if (mask := batch.mask()) is not None:
             if self._takes_mask:  # as SDPA adds it: each layer would convert booleans
                 zero = torch.zeros((), dtype=self.dtype, device=self._device)
-                more["attention_mask"] = zero.where(mask[:, None, None], -math.inf)
+                kwargs["attention_mask"] = zero.where(mask[:, None, None], -math.inf)
             else:
-                more["attention_mask"] = mask.long()
+                kwargs["attention_mask"] = mask.long()
         if self._takes_positions:
             positions = [
                 [0] if row.is_ended else list(range(batch.end - count - start, batch.end - start))
                 for row, start in zip(batch.rows, batch.starts, strict=True)
             ]
-            more["position_ids"] = torch.tensor(positions, device=self._device)
-        out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **self._last_only, **more)
+            kwargs["position_ids"] = torch.tensor(positions, device=self._device)
+        out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **self._last_only, **kwargs)
         batch.cache = out.past_key_values
         tokens, logprobs = sampled(batch.rows, out.logits[:, -1], self._draw)
         before = self.running
@@ -404,14 +404,14 @@ class Engine:
     def _send(self) -> None:
         """Give the callers what they wait for, with one call of their event loop."""
         if self._unsent and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_delivered, self._unsent)
+            self._loop.call_soon_threadsafe(_deliver_answers, self._unsent)
         self._unsent = []
 
     def _admit(self) -> None:
         """Prefill waiting requests and add them to the batch."""
         batch = self._batch
         rows: list[Row] = []
-        found: dict[int, Found] = {}  # the prefix of a row, by its number
+        prefixes: dict[int, Found] = {}  # the prefix of a row, by its number
         longest = 0
         going = len(batch.going)
         while self._waiting and going + len(rows) < self._most:
@@ -429,25 +429,28 @@ class Engine:
                 rows.append(row)
                 longest = length
                 if self._takes_positions and (prefix := batch.prefixes.find(row.ids, len(row.ids) - 1)):
-                    found[row.number] = prefix
+                    prefixes[row.number] = prefix
         self._largest = max(self._largest, going + len(rows))
         if rows and not self._is_batched:
             batch.add(rows, None, [0], [0])
             return
-        for some in ([row for row in rows if row.number in found], [row for row in rows if row.number not in found]):
+        for some in (
+            [row for row in rows if row.number in prefixes],
+            [row for row in rows if row.number not in prefixes],
+        ):
             try:
                 if some:
                     with MODEL_ERRORS:
-                        cache, places, ends = self._prefilled(some, found)
+                        cache, places, ends = self._prefill(some, prefixes)
                         batch.add(some, cache, places, ends)
-                        self._remember(some, places, found)
+                        self._remember(some, places, prefixes)
             except ServiceError as error:  # the callers raise it
                 self._fail(some, error)
 
-    def _remember(self, rows: list[Row], places: list[int], found: Mapping[int, Found]) -> None:
+    def _remember(self, rows: list[Row], places: list[int], prefixes: Mapping[int, Found]) -> None:
         """Keep prompts of which a part was computed: those of a group's other rollouts may come later."""
         for index, row in enumerate(rows):
-            known = found[row.number][1] if row.number in found else 0
+            known = prefixes[row.number][1] if row.number in prefixes else 0
             if places[index] not in places[:index] and len(row.ids) - 1 - known >= MIN_PREFIX_TOKENS:
                 self._batch.remember(self._batch.rows.index(row))
 
@@ -466,15 +469,15 @@ class Engine:
             self._waiting.extendleft(batch.rows[index] for index in reversed(oldest[count:]))
             batch.keep(sorted(oldest[:count]))
 
-    def _prefilled(self, rows: list[Row], found: Mapping[int, Found]) -> tuple[Any, list[int], list[int]]:
+    def _prefill(self, rows: list[Row], prefix_of_row: Mapping[int, Found]) -> tuple[Any, list[int], list[int]]:
         """A cache of all ids but the last of each row, the place there of each row, and the column after its last token.
-        Equal prompts, such as those of a group of rollouts, are computed once. found: prefixes of all rows, or of none.
+        Equal prompts, such as those of a group of rollouts, are computed once. prefix_of_row: prefixes of all rows, or of none.
         """
         distinct: dict[tuple[int, ...], int] = {}
         places = [distinct.setdefault(tuple(row.ids[:-1]), len(distinct)) for row in rows]
         prompts = list(distinct)
         firsts = [rows[places.index(place)].number for place in range(len(distinct))]
-        prefixes = [found[number] for number in firsts] if firsts[0] in found else []
+        prefixes = [prefix_of_row[number] for number in firsts] if firsts[0] in prefix_of_row else []
         common = [length for _, length in prefixes] or [0] * len(prompts)
         for row, place in zip(rows, places, strict=True):
             row.cached = row.cached or min(common[place], row.limit - row.sampling.max_tokens)
@@ -486,18 +489,18 @@ class Engine:
             return cache, places, ends
         # Padding behind the tokens of a row is computed, too, but none of them sees it.
         ids = [list(prompt[length:]) for prompt, length in zip(prompts, common, strict=True)]
-        more: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {}
         if min(common) < past:
             columns_T = torch.arange(past + rest, device=self._device)
             starts_B = torch.tensor([past - length for length in common], device=self._device)
-            more["attention_mask"] = (columns_T >= starts_B[:, None]).long()
+            kwargs["attention_mask"] = (columns_T >= starts_B[:, None]).long()
         if self._takes_positions:
             lasts_B = torch.tensor([max(0, len(prompt) - 1) for prompt in prompts], device=self._device)
             common_B = torch.tensor(common, device=self._device)
             positions_BT = common_B[:, None] + torch.arange(rest, device=self._device)
-            more["position_ids"] = positions_BT.minimum(lasts_B[:, None])
+            kwargs["position_ids"] = positions_BT.minimum(lasts_B[:, None])
         ids_BT = torch.tensor([each + [0] * (rest - len(each)) for each in ids], device=self._device)
-        self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **more)
+        self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **self._last_only, **kwargs)
         return cache, places, ends
 
     def _pause(self, mode: PauseMode) -> Future[None]:
@@ -542,8 +545,8 @@ class Engine:
                 shutil.copyfile(file, folder / file.name)
         places = {name: file.name for file in files for name in shapes_in([str(file)])}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-        where = next(self._model.parameters()).device
-        self._model = network(AutoModelForCausalLM, str(folder), self._options, self.tokenizer).to(where)
+        device = next(self._model.parameters()).device
+        self._model = network(AutoModelForCausalLM, str(folder), self._options, self.tokenizer).to(device)
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors that are not in files, likewise."""
@@ -583,6 +586,6 @@ class Engine:
             torch.cuda.empty_cache()
 
 
-def _delivered(answers: list[tuple[Row, Sampled | ServiceError]]) -> None:
+def _deliver_answers(answers: list[tuple[Row, Sampled | ServiceError]]) -> None:
     for row, answer in answers:
         row.answers.put_nowait(answer)

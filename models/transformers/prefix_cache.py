@@ -37,7 +37,9 @@ class PrefixCache:
     def __init__(self, limit: int) -> None:
         self.bytes = 0
         self._limit = limit
-        self._kept: OrderedDict[int, Prefix] = OrderedDict()  # by the hash of its last block, the longest unused first
+        self._by_last_block: OrderedDict[int, Prefix] = (
+            OrderedDict()
+        )  # by the hash of its last block, the longest unused first
         self._holders: defaultdict[int, list[int]] = defaultdict(list)  # by a block: the prefixes with it
 
     def takes(self, length: int, size: int) -> bool:
@@ -48,9 +50,9 @@ class PrefixCache:
         """Keep a prefix that this cache takes, instead of those with which it begins."""
         blocks = list(_blocks(prefix.ids, prefix.length))
         for block in blocks:
-            if block == blocks[-1] or (block in self._kept and _begins(prefix, self._kept[block])):
+            if block == blocks[-1] or (block in self._by_last_block and _is_prefix(prefix, self._by_last_block[block])):
                 self._remove(block)
-        self._kept[blocks[-1]] = prefix
+        self._by_last_block[blocks[-1]] = prefix
         self.bytes += prefix.bytes
         for block in blocks:
             self._holders[block].append(blocks[-1])
@@ -58,34 +60,34 @@ class PrefixCache:
 
     def find(self, ids: Sequence[int], most: int) -> Found | None:
         """The longest stored prefix of these ids, and the number of common tokens: MIN_PREFIX_TOKENS to `most`."""
-        found = None
+        match = None
         for block in _blocks(ids, most):
             if block not in self._holders:
                 break
-            found = self._holders[block][-1]
-        if found is None:
+            match = self._holders[block][-1]
+        if match is None:
             return None
-        prefix = self._kept[found]
+        prefix = self._by_last_block[match]
         most = min(most, prefix.length)
         common = next((place for place in range(most) if prefix.ids[place] != ids[place]), most)
         if common < MIN_PREFIX_TOKENS:
             return None
-        self._kept.move_to_end(found)
+        self._by_last_block.move_to_end(match)
         return prefix, common
 
     def shrink(self, limit: int) -> None:
         """Set the limit, and drop those that were used longest ago until it holds."""
         self._limit = limit
         while self.bytes > limit:
-            self._remove(next(iter(self._kept)))
+            self._remove(next(iter(self._by_last_block)))
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._by_last_block.clear()
         self._holders.clear()
         self.bytes = 0
 
     def _remove(self, last: int) -> None:
-        prefix = self._kept.pop(last, None)
+        prefix = self._by_last_block.pop(last, None)
         if prefix is None:
             return
         self.bytes -= prefix.bytes
@@ -95,7 +97,7 @@ class PrefixCache:
                 del self._holders[block]
 
 
-def _begins(longer: Prefix, shorter: Prefix) -> bool:
+def _is_prefix(longer: Prefix, shorter: Prefix) -> bool:
     return shorter.length <= longer.length and longer.ids[: shorter.length] == shorter.ids[: shorter.length]
 
 

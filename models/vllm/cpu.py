@@ -215,9 +215,9 @@ class BundlingScheduler(Scheduler):
     which the weights may change, is complete.
     """
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self._held: dict[str, BufferedRequest] = {}  # by request
+    def __init__(self, *arguments: Any, **kwargs: Any) -> None:
+        super().__init__(*arguments, **kwargs)
+        self._buffered: dict[str, BufferedRequest] = {}  # by request
         self._steps = 0
         extras = (self.connector, self.ec_connector, self.aux_output_connector, self.perf_metrics)
         self._sees_each_token = self.return_sampling_mask or any(extra is not None for extra in extras)
@@ -245,21 +245,21 @@ class BundlingScheduler(Scheduler):
             if message.outputs or message.scheduler_stats or message.finished_requests
         }
 
-    def make_stats(self, *arguments: Any, **more: Any) -> SchedulerStats | None:
+    def make_stats(self, *arguments: Any, **kwargs: Any) -> SchedulerStats | None:
         """The values of /metrics, with the bundles and when there are no requests."""
         if self._steps % BUNDLE_STEPS and any(self.get_request_counts()):
             return None
-        return super().make_stats(*arguments, **more)
+        return super().make_stats(*arguments, **kwargs)
 
     def has_requests(self) -> bool:
         """Whether there is work; in a pause, that includes sending held outputs."""
-        return super().has_requests() or any(held.tokens for held in self._held.values())
+        return super().has_requests() or any(buffered.tokens for buffered in self._buffered.values())
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """Drop the held outputs of aborted or failed requests, which have no reader."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
-            self._held.pop(request.request_id, None)
+            self._buffered.pop(request.request_id, None)
         return finished
 
     def _hold(self, step: SchedulerOutput, output: ModelRunnerOutput, sampled: list[float]) -> SchedulerOutput:
@@ -268,21 +268,21 @@ class BundlingScheduler(Scheduler):
             return step
         rest: dict[str, int] = {}
         for request_id, count in step.num_scheduled_tokens.items():
-            held = self._held.get(request_id)
-            if held is None or held.stops is None or count != 1:
+            buffered = self._buffered.get(request_id)
+            if buffered is None or buffered.stops is None or count != 1:
                 rest[request_id] = count
                 continue
-            row, request = output.req_id_to_index[request_id], held.request
+            row, request = output.req_id_to_index[request_id], buffered.request
             tokens = output.sampled_token_ids[row]
-            ends = len(tokens) != 1 or tokens[0] in held.stops or request.num_output_tokens >= held.room
+            ends = len(tokens) != 1 or tokens[0] in buffered.stops or request.num_output_tokens >= buffered.room
             if ends or request.events:
                 rest[request_id] = count
                 continue
             request.num_in_flight_tokens -= 1
             request.append_output_token_ids(tokens[0])
-            held.tokens += tokens
-            if held.has_logprobs:
-                held.logprobs.append(sampled[row])
+            buffered.tokens += tokens
+            if buffered.has_logprobs:
+                buffered.logprobs.append(sampled[row])
         return replace(step, num_scheduled_tokens=rest)
 
     def _held_back(
@@ -293,30 +293,30 @@ class BundlingScheduler(Scheduler):
         Args:
             sampled: the log-probability of each row's token.
         """
-        held = self._held.get(one.request_id)
+        buffered = self._buffered.get(one.request_id)
         request = self.requests.get(one.request_id)  # None: this was its last output
         if request is not None and _is_plain(one) and _is_read_whole(request.sampling_params):
-            if held is None:
-                held = self._held[one.request_id] = BufferedRequest.of(request, self.max_model_len)
-            held.add(one, sampled)
+            if buffered is None:
+                buffered = self._buffered[one.request_id] = BufferedRequest.of(request, self.max_model_len)
+            buffered.add(one, sampled)
             return None
         if request is None or one.finish_reason is not None:
-            self._held.pop(one.request_id, None)
-        if held is not None:
-            held.add(one, sampled)
-            return held.take(one)
+            self._buffered.pop(one.request_id, None)
+        if buffered is not None:
+            buffered.add(one, sampled)
+            return buffered.take(one)
         if one.new_logprobs is not None and lists is not None:
             one.new_logprobs = lists.slice_request(*one.new_logprobs)
         return one
 
     def _release(self, messages: dict[int, EngineCoreOutputs]) -> None:
-        for held in self._held.values():
-            if not held.tokens:
+        for buffered in self._buffered.values():
+            if not buffered.tokens:
                 continue
-            client = held.request.client_index
+            client = buffered.request.client_index
             if client not in messages:
                 messages[client] = EngineCoreOutputs(outputs=[])
-            messages[client].outputs.append(held.bundle())
+            messages[client].outputs.append(buffered.bundle())
 
 
 def reuse_slots(manager: KVCacheManager) -> None:

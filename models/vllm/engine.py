@@ -75,21 +75,21 @@ class Engine(AsyncLLM):
     """The pushed version of the weights under the adapter; 0: the checkpoint."""
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         tokens = recorded.get()
         if tokens is not None and sampling_params.logprobs is None:
             sampling_params.logprobs = 0  # only that of the sampled token
             sampling_params.flat_logprobs = sampling_params.prompt_logprobs is None
         if self.adapter is not None:
-            more["lora_request"] = self.adapter.request
-        async for output in super().generate(prompt, sampling_params, request_id, **more):
+            kwargs["lora_request"] = self.adapter.request
+        async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
             if tokens is not None:
                 tokens.add(output)
             yield output
 
-    async def _add_request(self, request: Any, *more: Any) -> None:
-        await super()._add_request(request, *more)
+    async def _add_request(self, request: Any, *args: Any) -> None:
+        await super()._add_request(request, *args)
         state = self.output_processor.request_states.get(request.request_id)
         if state is not None and request.sampling_params.flat_logprobs:
             # The text of each token is not used, and decoding it would be half of this process's work.
@@ -144,9 +144,9 @@ class Engine(AsyncLLM):
         left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not one_cpu_worker
         if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None
-        where = {"model_name_or_path": config.model_config.model, "revision": config.model_config.revision}
+        source = {"model_name_or_path": config.model_config.model, "revision": config.model_config.revision}
         _, files, are_safetensors, _ = loader._prepare_weights(
-            **where, subfolder=None, fall_back_to_pt=False, allow_patterns_overrides=None
+            **source, subfolder=None, fall_back_to_pt=False, allow_patterns_overrides=None
         )
         if not are_safetensors:
             return None

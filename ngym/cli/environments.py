@@ -54,27 +54,27 @@ async def try_environments(
     Raises:
         ConfigError: a name is not a gym server, or it has no gold answers.
     """
-    chosen = [_environment(config, name) for name in names] or _all(config, say)
-    tried = []
-    alone = with_stand_ins(config, chosen)
+    environments = [_environment(config, name) for name in names] or _all(config, say)
+    results = []
+    alone = with_stand_ins(config, environments)
     async with started(alone, alone.services, launcher) as peers:
-        for environment in chosen:
-            if asked := named_services(config, environment.name):
-                say(f"{environment.name} asks {', '.join(asked)}: a scripted model answers instead and judges nothing")
+        for environment in environments:
+            if needed := named_services(config, environment.name):
+                say(f"{environment.name} asks {', '.join(needed)}: a scripted model answers instead and judges nothing")
             peer = peers[environment.name]
             facts = await described(environment, readme_of(_app(config, environment.name)), peer)
-            tried.append(
+            results.append(
                 EnvironmentResult(
                     environment.name, [facts, *await validate_environment(environment, peer, within_s, call_s)]
                 )
             )
-            _show(tried[-1], say)
-    wrong = sum(each.wrong for each in tried)
+            _show(results[-1], say)
+    wrong = sum(each.wrong for each in results)
     say(
-        f"{len(chosen)} environment{'s' if len(chosen) > 1 else ''}, "
+        f"{len(environments)} environment{'s' if len(environments) > 1 else ''}, "
         + (f"{wrong} with mistakes" if wrong else "all right")
     )
-    return tried
+    return results
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ async def started(config: Config, names: Collection[str], launcher: ZygoteClient
     head = config.settings.head.model_copy(update={"port": 0})
     settings = config.settings.model_copy(update={"head": head})
     own = config.model_copy(update={"services": services, "settings": settings})
-    stack = Supervisor(own, _say_failure, launcher)
+    stack = Supervisor(own, _print_failure, launcher)
     async with stack, stack.peers("this command") as peers:
         yield peers
 
@@ -103,8 +103,8 @@ def _environment(config: Config, name: str) -> Environment:
             f"{stanza.where}: {name!r} has no gold answers; write data/gold.jsonl in the folder of its app"
         )
     if not can_be_alone(config, environment):
-        asked = ", ".join(named_services(config, name))
-        raise ConfigError(f"{stanza.where}: {name!r} asks {asked}, but no other service is started here; {_REMEDY}")
+        needed = ", ".join(named_services(config, name))
+        raise ConfigError(f"{stanza.where}: {name!r} asks {needed}, but no other service is started here; {_REMEDY}")
     return environment
 
 
@@ -115,20 +115,20 @@ def _app(config: Config, name: str) -> Path:
 
 def _all(config: Config, say: Say) -> list[Environment]:
     gyms = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"]
-    found = []
+    environments = []
     for environment in filter(None, (find_environment(config, stanza) for stanza in gyms)):
         if can_be_alone(config, environment):
-            found.append(environment)
+            environments.append(environment)
         else:
             say(f"{environment.name} asks {', '.join(named_services(config, environment.name))}: not tested; {_REMEDY}")
-    if not found:
+    if not environments:
         raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/gold.jsonl")
-    return found
+    return environments
 
 
-def _show(tried: EnvironmentResult, say: Say) -> None:
-    say(tried.name)
-    for finding in tried.findings:
+def _show(result: EnvironmentResult, say: Say) -> None:
+    say(result.name)
+    for finding in result.findings:
         say(f"  {'right' if not finding.mistakes else 'WRONG'}  {finding.check:<9} {finding.looked_at}")
         for mistake in finding.mistakes[:SHOWN]:
             say(f"           {mistake}")
@@ -136,6 +136,6 @@ def _show(tried: EnvironmentResult, say: Say) -> None:
             say(f"           and {len(finding.mistakes) - SHOWN} more")
 
 
-def _say_failure(state: ReplicaState) -> None:
+def _print_failure(state: ReplicaState) -> None:
     if state.status in ("restarting", "failed"):
         click.echo(sanitized(f"{state.name}: {state.detail or state.status}"), err=True)

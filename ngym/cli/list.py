@@ -73,14 +73,14 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
     for domain in domains:
         if domain not in words:
             raise UsageError(f"--domain {domain}: no such domain{did_you_mean(domain, words)}")
-    found = environments(configs or ((DEFAULT,) if DEFAULT.is_file() else ()))
-    shown = [each for each in found if not domains or (each.facts and each.facts.domain in domains)]
+    listed = environments(configs or ((DEFAULT,) if DEFAULT.is_file() else ()))
+    selected = [each for each in listed if not domains or (each.facts and each.facts.domain in domains)]
     if as_json:
-        click.echo(orjson.dumps([each.as_json() for each in shown], option=orjson.OPT_INDENT_2))
+        click.echo(orjson.dumps([each.as_json() for each in selected], option=orjson.OPT_INDENT_2))
         return
-    _print([each for each in shown if each.in_config], f"in {', '.join(map(str, configs)) or DEFAULT}")
+    _print([each for each in selected if each.in_config], f"in {', '.join(map(str, configs)) or DEFAULT}")
     _print(
-        [each for each in shown if not each.in_config],
+        [each for each in selected if not each.in_config],
         "shipped; to use one, put into the config:  NAME: {kind: gym_server, app: gym_servers/NAME}",
     )
 
@@ -91,22 +91,22 @@ def environments(configs: Sequence[Path]) -> list[ListedEnvironment]:
 
     config = load_config(configs) if configs else None
     stanzas = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"] if config else []
-    listed = [_of_stanza(config, stanza) for stanza in stanzas if config]
+    records = [_of_stanza(config, stanza) for stanza in stanzas if config]
     used = {app_file(stanza.app, config.root) for stanza in stanzas if config and stanza.app}
     for file in sorted((shipped() / "gym_servers").glob("*/app.py")):
         if file.resolve() not in used:
             name = file.parent.name
-            listed.append(_described(name, f"gym_servers/{name}", shipped(), in_config=False))
-    return [each for each in listed if each is not None]
+            records.append(_describe(name, f"gym_servers/{name}", shipped(), in_config=False))
+    return [each for each in records if each is not None]
 
 
 def _of_stanza(config: Config, stanza: Stanza) -> ListedEnvironment | None:
     if stanza.app is None:
         return ListedEnvironment(stanza.name, None, True, {}, None, f"at {', '.join(stanza.external_urls)}")
-    return _described(stanza.name, stanza.app, config.root, in_config=True)
+    return _describe(stanza.name, stanza.app, config.root, in_config=True)
 
 
-def _described(name: str, app: str, root: Path, in_config: bool) -> ListedEnvironment | None:
+def _describe(name: str, app: str, root: Path, in_config: bool) -> ListedEnvironment | None:
     """None for a gym server with neither facts nor data, such as gym_servers/sandbox, which is not an environment."""
     from ngym.errors import ConfigError
     from ngym.validation import data_places, facts_in, readme_of
@@ -138,11 +138,11 @@ def _count(path: Path) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def _print(listed: Sequence[ListedEnvironment], title: str) -> None:
-    if not listed:
+def _print(records: Sequence[ListedEnvironment], title: str) -> None:
+    if not records:
         return
     click.echo(title)
-    for line in aligned([HEADER, *map(_row, listed)]):
+    for line in aligned([HEADER, *map(_row, records)]):
         click.echo(f"  {line}")
 
 

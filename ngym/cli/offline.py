@@ -53,8 +53,8 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
         config.write_text(CONFIG.format(file=config, policy=os.path.relpath(policy, folder)), encoding="utf-8")
 
     def collect(source: Path, output: Path, *more: str) -> None:
-        where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(source))
-        walk.ng("collect_rollouts", *where, "--output", str(output), "--overwrite", *more)
+        arguments = ("--config", str(config), "--agent", "calculator_agent", "--input", str(source))
+        walk.ng("collect_rollouts", *arguments, "--output", str(output), "--overwrite", *more)
 
     held_out, before, after = data / "validation.jsonl", folder / "before.jsonl", folder / "after.jsonl"
     walk.step("its reward on held-out tasks")

@@ -68,21 +68,21 @@ def main(
         raise UsageError("--calibration draws one diagram of the last evaluation; it goes with --output or --json only")
     if band and axis == "time":
         raise UsageError("--band compares runs at the same steps; leave --x time or --band out")
-    patterns = [name for given in metrics for name in given.split(",") if name]
+    patterns = [name for option_value in metrics for name in option_value.split(",") if name]
     runs = read_runs(places)
     if calibration:
         _calibration(runs, output, as_json)
         return
-    found = curves(runs, patterns, axis, smooth, band)
+    drawn_curves = curves(runs, patterns, axis, smooth, band)
     if as_json:
-        click.echo(b"".join(orjson.dumps(curve.as_json(axis)) + b"\n" for curve in found), nl=False)
+        click.echo(b"".join(orjson.dumps(curve.as_json(axis)) + b"\n" for curve in drawn_curves), nl=False)
     if output is not None:
         from ngym.plot.figure import write_picture
 
-        write_picture(panels(found, axis, log), output)
-        click.echo(f"{output}: {len(found):,} curves of {len(runs):,} runs", err=as_json)
+        write_picture(panels(drawn_curves, axis, log), output)
+        click.echo(f"{output}: {len(drawn_curves):,} curves of {len(runs):,} runs", err=as_json)
     if output is None and not as_json:
-        click.echo("\n\n".join([*_plots(found, axis), *_table(runs, patterns)]))
+        click.echo("\n\n".join([*_plots(drawn_curves, axis), *_table(runs, patterns)]))
 
 
 def _calibration(runs: Sequence[PlottedRun], output: Path | None, as_json: bool) -> None:
@@ -90,31 +90,31 @@ def _calibration(runs: Sequence[PlottedRun], output: Path | None, as_json: bool)
     from ngym.plot.figure import calibrations, reliability_panel, write_picture
     from ngym.rollout import printable
 
-    found = calibrations(runs)
+    by_run = calibrations(runs)
     if as_json:
-        lines = [{"run": run, "bins": [each._asdict() for each in bins]} for run, bins in found.items()]
+        lines = [{"run": run, "bins": [each._asdict() for each in bins]} for run, bins in by_run.items()]
         click.echo(b"".join(orjson.dumps(line) + b"\n" for line in lines), nl=False)
     if output is not None:
-        write_picture([reliability_panel(found)], output)
-        click.echo(f"{output}: the calibration of {len(found):,} runs", err=as_json)
+        write_picture([reliability_panel(by_run)], output)
+        click.echo(f"{output}: the calibration of {len(by_run):,} runs", err=as_json)
     if output is None and not as_json:
-        for run, bins in found.items():
+        for run, bins in by_run.items():
             click.echo(f"{printable(run)}\nconfidence  accuracy   share")
             for each in bins:
                 click.echo(f"{each.confidence:10.3f}{each.accuracy:10.3f}{each.share:8.1%}")
 
 
-def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
+def _plots(curves: Sequence[Curve], axis: Axis) -> Iterator[str]:
     """All curves of one run in one plot; for several runs a plot for each metric."""
     from ngym.plot.figure import as_text
     from ngym.rollout import printable
 
-    if len({curve.run for curve in found}) == 1 and len(found) <= MAX_IN_ONE:
-        yield as_text([curve.series for curve in found], axis)
+    if len({curve.run for curve in curves}) == 1 and len(curves) <= MAX_IN_ONE:
+        yield as_text([curve.series for curve in curves], axis)
         return
-    for metric in dict.fromkeys(curve.metric for curve in found):
-        shown = [replace(curve.series, name=curve.run) for curve in found if curve.metric == metric]
-        yield f"{printable(metric)}\n{as_text(shown, axis)}"
+    for metric in dict.fromkeys(curve.metric for curve in curves):
+        drawn_series = [replace(curve.series, name=curve.run) for curve in curves if curve.metric == metric]
+        yield f"{printable(metric)}\n{as_text(drawn_series, axis)}"
 
 
 def _table(runs: Sequence[PlottedRun], patterns: Sequence[str]) -> Iterator[str]:
@@ -123,11 +123,11 @@ def _table(runs: Sequence[PlottedRun], patterns: Sequence[str]) -> Iterator[str]
     from ngym.rollout import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))
-    shown = matching_metrics(patterns, names) if patterns else [name for name in names if is_own(name)]
+    selected = matching_metrics(patterns, names) if patterns else [name for name in names if is_own(name)]
     last = [run.history.last() for run in runs]
     heads = ["last value", *(printable(run.name) for run in runs)]
     steps = ["step", *(f"{run.history.steps[-1]:,.0f}" if run.history.steps else "-" for run in runs)]
-    cells = [[printable(name), *(number_text(values.get(name, nan)) for values in last)] for name in shown]
+    cells = [[printable(name), *(number_text(values.get(name, nan)) for values in last)] for name in selected]
     lines = [heads, steps, *cells]
     widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
     yield "\n".join(

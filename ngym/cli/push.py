@@ -64,9 +64,9 @@ def main(
         click.echo(f"would upload to the {upload.kind} {repository}; nothing was uploaded", err=True)
     summary: dict[str, Any] = {"kind": upload.kind, "repository": repository, "files": [*upload.files, CARD]}
     if not dry_run:
-        done = commit_upload(upload, repository, private, branch, hub, hub_token)
+        result = commit_upload(upload, repository, private, branch, hub, hub_token)
         url = f"{hub.rstrip('/')}/{'datasets/' if upload.kind == 'dataset' else ''}{repository}"
-        summary |= {"url": url, "commit": done.oid}
-        click.echo(f"uploaded {len(upload.files) + 1} files to {url}, commit {done.oid[:12]}", err=as_json)
+        summary |= {"url": url, "commit": result.oid}
+        click.echo(f"uploaded {len(upload.files) + 1} files to {url}, commit {result.oid[:12]}", err=as_json)
     if as_json:
         click.echo(orjson.dumps(summary))

@@ -150,9 +150,9 @@ def _walk(walk: Walkthrough, places: QuickstartPaths, limit: int, repeats: int, 
         walk.ng("train", str(recipes / "sft.yaml"), f"data.path={made}", f"output={places.sft_policy.parent}", *common)
         walk.step(f"{server} serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
         tasks = str(places.data / "validation.jsonl")
-        where = ("--head", str(folder), "--agent", "calculator_agent", "--input", tasks)
+        arguments = ("--head", str(folder), "--agent", "calculator_agent", "--input", tasks)
         how_many = ("--limit", str(limit), "--repeats", str(repeats))
-        walk.ng("collect_rollouts", *where, "--output", str(places.rollouts), *how_many, "--overwrite")
+        walk.ng("collect_rollouts", *arguments, "--output", str(places.rollouts), *how_many, "--overwrite")
         walk.step("three of the rollouts")
         for row in [] if walk.dry_run else _example_rollouts(places.rollouts):
             walk.say(transcript(row) + "\n")
@@ -193,5 +193,5 @@ def _example_rollouts(rollouts: Path) -> list[Json]:
     others = sorted(
         (row for row in rows if row is not right and row is not wrong), key=lambda row: -row["ng"]["tool_calls"]
     )
-    chosen = [row for row in (right, wrong) if row is not None]
-    return (chosen + [row for row in others if row["reward"] == 0] + others)[:3]
+    examples = [row for row in (right, wrong) if row is not None]
+    return (examples + [row for row in others if row["reward"] == 0] + others)[:3]

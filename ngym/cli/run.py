@@ -118,11 +118,11 @@ def _all_mistakes(error: ConfigError, config: Config | None) -> list[str]:
         return [str(error)]
     launcher = ZygoteClient.start()
     try:
-        found = asyncio.run(mistakes_of(config, launcher, names))
+        mistakes = asyncio.run(mistakes_of(config, launcher, names))
     finally:
         launcher.close()
     first = str(error).splitlines()
-    return first + [line for line in "\n".join(found).splitlines() if line not in first]
+    return first + [line for line in "\n".join(mistakes).splitlines() if line not in first]
 
 
 def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[str, ...]) -> Config:
@@ -166,15 +166,15 @@ async def _run(
             serving.cancel()
             await asyncio.wait([serving])
         if serving.cancelled():
-            kept = ""
+            note = ""
             if warm:
                 from ngym.supervise import warm_zygote
 
                 pids = " and ".join(str(each.pid) for each in warm_zygote.running())
-                kept = f"; process {pids} is kept for later commands (ng_run --no-warm ends it)"
+                note = f"; process {pids} is kept for later commands (ng_run --no-warm ends it)"
                 if not pids:
-                    kept = f"; no process is kept: no app has a `preload`, or {warm_zygote.folder()}/*.log says why"
-            show.say("stopped", f"every service is stopped{kept}")
+                    note = f"; no process is kept: no app has a `preload`, or {warm_zygote.folder()}/*.log says why"
+            show.say("stopped", f"every service is stopped{note}")
             return
         if as_json:  # without --json the error goes to stderr
             show.say("failed", str(serving.exception()))
@@ -255,7 +255,7 @@ def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
     from ngym.supervise.placement import gpu_slices, with_own_gpus
 
     slices = gpu_slices(with_own_gpus(config)) if on == "local" else {}  # on a cluster, Ray chooses them
-    services = [_planned(config, stanza, slices) for stanza in config.services.values()]
+    services = [_plan_service(config, stanza, slices) for stanza in config.services.values()]
     logs = config.root / FOLDER / "logs"
     head = config.settings.head
     if on != "local":  # as `RayPlacer.reachable` decides it
@@ -278,8 +278,8 @@ def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
 
 def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int, as_json: bool) -> None:
     """Print what `ng_serve` would start. port: 0 for a free one."""
-    found = app_file(app, config.root, stanza.where)
-    one = _planned(config, stanza)._replace(app=found, replicas=1, host=host, port=port or None)
+    file = app_file(app, config.root, stanza.where)
+    one = _plan_service(config, stanza)._replace(app=file, replicas=1, host=host, port=port or None)
     if as_json:
         click.echo(orjson.dumps(one.as_json(), option=orjson.OPT_INDENT_2))
         return
@@ -288,7 +288,9 @@ def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int,
     click.echo("nothing was started", err=True)
 
 
-def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Sequence[str]] = {}) -> PlannedService:
+def _plan_service(
+    config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Sequence[str]] = {}
+) -> PlannedService:
     from ngym.supervise.venvs import venv_of
 
     app = app_file(stanza.app, config.root, stanza.where) if stanza.app and not stanza.external else None

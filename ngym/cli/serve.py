@@ -83,19 +83,19 @@ def main(
             f"{where}: nodes: ng_serve starts one process; a replica on {stanza.nodes} machines needs ng_run"
         )
     url_port = urlsplit(stanza.external_urls[0]).port if stanza.external else None
-    wanted = stanza.port or url_port or 0 if port is None else port
+    requested_port = stanza.port or url_port or 0 if port is None else port
     address = host or config.settings.host
     token = _token(config, address)
     if dry_run:
-        show_service(config, stanza, stanza.app, address, wanted, as_json)
+        show_service(config, stanza, stanza.app, address, requested_port, as_json)
         return
-    sock = listen(address, wanted, f"service {name!r}", "stop that program or give another --port")
+    sock = listen(address, requested_port, f"service {name!r}", "stop that program or give another --port")
     url = url_of(sock, config.settings.tls is not None)
     if join is not None and (problem := wrong_url(join)):
         raise UsageError(f"--join {problem}")
     head_url, urls = asyncio.run(_addresses(config, join, token))
     if join is not None:
-        asyncio.run(_joined(join.rstrip("/"), name, url, _admin_token(config, join)))
+        asyncio.run(_join(join.rstrip("/"), name, url, _admin_token(config, join)))
     _warn_of_unknown_addresses(stanza, urls)
     known = {**urls, name: urls[name] or [url]}
     spec = service_spec(config, stanza, known, head_url, admin_token=token_from(ADMIN_TOKEN), run_token=token)
@@ -141,7 +141,7 @@ def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> No
             )
 
 
-async def _joined(head_url: str, name: str, url: str, token: str) -> None:
+async def _join(head_url: str, name: str, url: str, token: str) -> None:
     """Announce this replica to the head, which waits for its readiness. UsageError if the head does not take it."""
     from ngym.peers import Peers
 

@@ -123,7 +123,7 @@ def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watc
 
     async def show() -> None:
         nonlocal ready
-        async with contextlib.aclosing(_looks(url, token, interval_s)) as looks:
+        async with contextlib.aclosing(_poll(url, token, interval_s)) as looks:
             async for servers in looks:
                 ready = all(server["status"] == "ready" for server in servers)
                 _print(url, servers, as_json, watch, screen)
@@ -170,7 +170,7 @@ def _running_head(config: Path) -> str:
     return running.url
 
 
-async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
+async def _poll(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
     """Yield the head's records forever, each with the metrics since the previous one."""
     from ngym.supervise.metrics_scraper import numbers, scrapes
 

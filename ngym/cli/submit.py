@@ -101,7 +101,7 @@ class CommandLine(NamedTuple):
     given: dict[str, Any]
 
 
-def _parsed(run: Sequence[str]) -> CommandLine | None:
+def _parse(run: Sequence[str]) -> CommandLine | None:
     """The command that would run; None for another program.
 
     Raises:
@@ -115,9 +115,9 @@ def _parsed(run: Sequence[str]) -> CommandLine | None:
     known = [f"ng_{each}" for each in COMMANDS]
     if name not in known:
         raise UsageError(f"{name}: no such command{did_you_mean(name, known)}")
-    called: Command = import_module(COMMANDS[name.removeprefix("ng_")][0]).main
+    command: Command = import_module(COMMANDS[name.removeprefix("ng_")][0]).main
     words = on_ray(run)[1:]
-    return CommandLine(called, words, called.make_context(name, list(words)).params)
+    return CommandLine(command, words, command.make_context(name, list(words)).params)
 
 
 def _check_command(target: Target, run: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ def _check_command(target: Target, run: Sequence[str]) -> None:
     Raises:
         UsageError, click.ClickException: they are wrong; in one line for each mistake.
     """
-    name, parsed = run[0], _parsed(run)
+    name, parsed = run[0], _parse(run)
     if parsed is None:
         if not target.setup and shutil.which(name) is None:  # `setup` can bring it
             raise UsageError(f"{name}: no such command here; name one, such as ng_train")
@@ -157,7 +157,7 @@ def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:
     from ngym.cluster.kuberay import render, secrets
 
     if run:
-        _parsed(run)
+        _parse(run)
     apply = ["kubectl", "apply", "-f", "-"]
     if dry_run:
         _apply(_yaml(render(target, run)), apply, dry_run)
@@ -171,7 +171,7 @@ def _skypilot(target: Target, run: Sequence[str], dry_run: bool) -> None:
     from ngym.cluster.skypilot import render
     from ngym.cluster.target import secret_values
 
-    _parsed(run)
+    _parse(run)
     if not dry_run:
         _need("sky")
         secret_values(target)
@@ -212,7 +212,7 @@ def _need(program: str) -> None:
 
 
 def _output(words: Sequence[str], text: str | None = None) -> str:
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NgymError(f"{words[0]} failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    result = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise NgymError(f"{words[0]} failed ({result.returncode}): {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout

@@ -30,24 +30,24 @@ Exit codes: 0    the policy is saved (with --sweep: each run's is)
             130  interrupted; --resume continues after the last checkpoint"""
 
 
-def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """The shipped recipes; after one, or once a word has begun, keys; else files."""
+def _recipes(ctx: click.Context, parameter: click.Parameter, prefix: str) -> list[CompletionItem]:
+    """The shipped recipes; after one, or after the first letters of a word, keys; else files."""
     from ngym.cli.shell.completion_names import of_recipe
 
     known = list(of_recipe())
     names = sorted(path.name for path in RECIPES.glob("*.yaml"))
-    found = [CompletionItem(name) for name in names if name.startswith(begun)]
+    items = [CompletionItem(name) for name in names if name.startswith(prefix)]
     if is_value(known, ctx, parameter):
-        found = []
-    elif begun or ctx.params.get("recipe"):
-        found += keys(known, ctx, parameter, begun)
-    return found or [CompletionItem(begun, type="file")]
+        items = []
+    elif prefix or ctx.params.get("recipe"):
+        items += keys(known, ctx, parameter, prefix)
+    return items or [CompletionItem(prefix, type="file")]
 
 
-def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+def _keys(ctx: click.Context, parameter: click.Parameter, prefix: str) -> list[CompletionItem]:
     from ngym.cli.shell.completion_names import of_recipe
 
-    return keys(list(of_recipe()), ctx, parameter, begun)
+    return keys(list(of_recipe()), ctx, parameter, prefix)
 
 
 @command("ng_train", epilog=EXIT_CODES)
@@ -147,8 +147,8 @@ def of_environment(name: str, files: list[str], overrides: list[str]) -> tuple[l
     """
     from ngym.config.service_config import load_config
 
-    given = {override.partition("=")[0]: override.partition("=")[2] for override in overrides}
-    services = given.get("rollouts.services", CONFIG)
+    values = {override.partition("=")[0]: override.partition("=")[2] for override in overrides}
+    services = values.get("rollouts.services", CONFIG)
     config = load_config([Path(services)])
     gym = config.stanza(name)
     if gym.kind != "gym_server":
@@ -157,15 +157,15 @@ def of_environment(name: str, files: list[str], overrides: list[str]) -> tuple[l
     if not agents:
         stanza = f"{name}_agent: {{kind: agent, app: agents/simple, gym: {name}, model: policy}}"
         raise ConfigError(f"{gym.where}: no agent uses {name!r}; add a stanza such as `{stanza}`")
-    agent = next((each for each in agents if each.name == given.get("rollouts.agent")), agents[0])
-    tasks = Path(given.get("rollouts.tasks") or _tasks(config, gym))
+    agent = next((each for each in agents if each.name == values.get("rollouts.agent")), agents[0])
+    tasks = Path(values.get("rollouts.tasks") or _tasks(config, gym))
     own = {"rollouts.agent": agent.name, "rollouts.tasks": str(tasks), "rollouts.services": services}
-    own |= _policy(config, agent, given) | {"output": f"runs/{name}"}
+    own |= _policy(config, agent, values) | {"output": f"runs/{name}"}
     if not tasks.with_name("validation.jsonl").is_file():
         own["evaluation"] = "null"
     extra = () if files else PRETRAINED
-    added = [f"{key}={value}" for key, value in own.items() if key not in given]
-    added += [override for override in extra if override.partition("=")[0] not in given]
+    added = [f"{key}={value}" for key, value in own.items() if key not in values]
+    added += [override for override in extra if override.partition("=")[0] not in values]
     return files or ["grpo.yaml"], [*added, *overrides]
 
 
@@ -182,14 +182,14 @@ def _tasks(config: Config, gym: Stanza) -> Path:
     raise ConfigError(f"{gym.where}: {data} has no train.jsonl; write tasks there, or name them: rollouts.tasks=FILE")
 
 
-def _policy(config: Config, agent: Stanza, given: Mapping[str, str]) -> dict[str, str]:
+def _policy(config: Config, agent: Stanza, values: Mapping[str, str]) -> dict[str, str]:
     """The policy's service and its weights. A server whose weights cannot change is replaced by models/vllm."""
     policy = config.stanza(str(agent.options.get("model")))
     own = {"rollouts.policy": policy.name}
     is_trainable = policy.app is not None and policy.app.endswith(TRAINABLE)
     if is_trainable and isinstance(policy.options.get("model"), str):
         return own | {"model.path": policy.options["model"]}
-    if "model.path" not in given:
+    if "model.path" not in values:
         raise UsageError(
             f"{policy.where}: the weights of {policy.name!r} ({policy.app or 'an external service'}) cannot be trained; "
             "name a model: model.path=FOLDER or model.path=Qwen/Qwen3-0.6B"

@@ -78,16 +78,16 @@ def main(
             config = load_config(configs, overrides)
         except ConfigMistakes as error:
             config = error.config
-            found = ValidationResult([str(error), *asyncio.run(mistakes_of(config, launcher, error.names))], [])
+            result = ValidationResult([str(error), *asyncio.run(mistakes_of(config, launcher, error.names))], [])
         else:
-            found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, call_s, say))
+            result = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, call_s, say))
     finally:
         launcher.close()
     if as_json:
-        click.echo(orjson.dumps(found.as_json(config), option=orjson.OPT_INDENT_2))
-    if found.mistakes:
-        raise ConfigError("\n".join(found.mistakes))
-    ctx.exit(EXIT_FAILED if any(each.wrong for each in found.tried) else EXIT_DONE)
+        click.echo(orjson.dumps(result.as_json(config), option=orjson.OPT_INDENT_2))
+    if result.mistakes:
+        raise ConfigError("\n".join(result.mistakes))
+    ctx.exit(EXIT_FAILED if any(each.wrong for each in result.tried) else EXIT_DONE)
 
 
 class ValidationResult(NamedTuple):
@@ -142,7 +142,7 @@ async def mistakes_of(
             return await _check(config, stanza, launcher, known)
 
     checks = [check(stanza) for stanza in config.services.values() if stanza.app]
-    mistakes = [mistake for found in await asyncio.gather(*checks) for mistake in found]
+    mistakes = [mistake for service_mistakes in await asyncio.gather(*checks) for mistake in service_mistakes]
     return mistakes + (missing_models(config) if models else [])
 
 

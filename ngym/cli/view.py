@@ -82,31 +82,31 @@ def main(
 
         check(tokenizer)
     title = path_text(title)
-    shown = open_runs(paths or (Path(),), tokenizer)
-    shown.start()
+    runs = open_runs(paths or (Path(),), tokenizer)
+    runs.start()
     try:
         if report is None:
-            _serve(shown, host, port, title, browse, as_json)
+            _serve(runs, host, port, title, browse, as_json)
         else:
-            _export(shown, report, ROWS if rows is None else rows, q or "", title, as_json)
+            _export(runs, report, ROWS if rows is None else rows, q or "", title, as_json)
     finally:
-        shown.close()
+        runs.close()
 
 
-def _serve(shown: OpenedRuns, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
+def _serve(runs: OpenedRuns, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
     from ngym.view.app import listen, open_browser, serve
 
     listening = listen(host, port)
 
     def ready() -> None:
-        _print_address(shown, listening, as_json)
+        _print_address(runs, listening, as_json)
         if browse:
             open_browser(listening.url)
 
-    serve(shown, listening, title, ready)
+    serve(runs, listening, title, ready)
 
 
-def _print_address(shown: OpenedRuns, listening: ListeningSocket, as_json: bool) -> None:
+def _print_address(runs: OpenedRuns, listening: ListeningSocket, as_json: bool) -> None:
     if as_json:
         import orjson
 
@@ -114,18 +114,18 @@ def _print_address(shown: OpenedRuns, listening: ListeningSocket, as_json: bool)
             "url": listening.url,
             "address": listening.address,
             "token": listening.token,
-            "runs": shown.as_json(),
+            "runs": runs.as_json(),
         }
         click.echo(orjson.dumps(summary))
         return
-    for run in shown.rollouts.values():
+    for run in runs.rollouts.values():
         click.echo(f"{run.id:<4} {run.path}")
-    for trained in shown.training.values():
+    for trained in runs.training.values():
         click.echo(f"{trained.id:<4} {trained.folder}")
     click.echo(f"{listening.url}  (Ctrl-C ends it)")
 
 
-def _export(shown: OpenedRuns, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:
+def _export(runs: OpenedRuns, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:
     from ngym.view.filter_query import WrongFilter
     from ngym.view.html_report import MAX_BYTES, export
 
@@ -135,13 +135,13 @@ def _export(shown: OpenedRuns, report: Path, rows: int, q: str, title: str, as_j
             click.echo(f"\r\x1b[K{text}\r", err=True, nl=False)
 
     try:
-        packed = export(shown, report, rows=rows, q=q, title=title, tick=tick)
+        packed = export(runs, report, rows=rows, q=q, title=title, tick=tick)
     except WrongFilter as error:
         raise UsageError(f"--filter: {error.detail}") from None
     if as_json:
         import orjson
 
-        click.echo(orjson.dumps({"report": str(report), **packed._asdict(), "runs": shown.as_json()}))
+        click.echo(orjson.dumps({"report": str(report), **packed._asdict(), "runs": runs.as_json()}))
         return
     click.echo(
         f"{report}: {packed.bytes / 1e6:.1f} MB; {packed.full:,} of {packed.of:,} rollouts in full, "

@@ -21,11 +21,11 @@ def render(target: Target, command: Sequence[str], values: Mapping[str, str] | N
     if target.image is None:
         raise UsageError("the settings have no image: Kubernetes needs one with ngym and the project (docker/)")
     names = (RUN_TOKEN, ADMIN_TOKEN, *target.secrets)
-    given = values or dict.fromkeys(names, SECRET_PLACEHOLDER)
-    secret = {**_named("v1", "Secret", target), "type": "Opaque", "stringData": dict(given)}
+    secrets = values or dict.fromkeys(names, SECRET_PLACEHOLDER)
+    secret = {**_resource("v1", "Secret", target), "type": "Opaque", "stringData": dict(secrets)}
     cluster = _cluster(target)
     if not command:
-        return [secret, _policy(target), {**_named("ray.io/v1", "RayCluster", target), "spec": cluster}]
+        return [secret, _policy(target), {**_resource("ray.io/v1", "RayCluster", target), "spec": cluster}]
     job = {
         "entrypoint": shell_text(command),
         "submissionMode": "K8sJobMode",
@@ -34,7 +34,7 @@ def render(target: Target, command: Sequence[str], values: Mapping[str, str] | N
         "backoffLimit": 0,  # a lost rank is restarted by the command itself, from its last checkpoint
         "rayClusterSpec": cluster,
     }
-    return [secret, _policy(target), {**_named("ray.io/v1", "RayJob", target), "spec": job}]
+    return [secret, _policy(target), {**_resource("ray.io/v1", "RayJob", target), "spec": job}]
 
 
 def secrets(target: Target) -> dict[str, str]:
@@ -42,7 +42,7 @@ def secrets(target: Target) -> dict[str, str]:
     return {RUN_TOKEN: new_token(), ADMIN_TOKEN: new_token()} | secret_values(target)
 
 
-def _named(version: str, kind: str, target: Target) -> Json:
+def _resource(version: str, kind: str, target: Target) -> Json:
     labels = {LABEL: target.name}
     return {
         "apiVersion": version,
@@ -106,4 +106,4 @@ def _policy(target: Target) -> Json:
     submitter = {"podSelector": {"matchLabels": {"job-name": target.name}}}
     ingress = [{"from": [{"podSelector": own}, submitter, operator]}]
     spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": ingress}
-    return {**_named("networking.k8s.io/v1", "NetworkPolicy", target), "spec": spec}
+    return {**_resource("networking.k8s.io/v1", "NetworkPolicy", target), "spec": spec}

@@ -143,7 +143,7 @@ class _OnRay:
 
     async def bind(self) -> None:
         """Wait until the actor listens."""
-        for left in reversed(range(ATTEMPTS)):
+        for attempts_left in reversed(range(ATTEMPTS)):
             self._host = self._host or self._create()
             try:
                 self.url, self.node = await self._host.listen.remote(self._port, self._tls)
@@ -152,7 +152,7 @@ class _OnRay:
                 raise error.cause if isinstance(error.cause, NgymError) else error from None
             except RayActorError as error:  # its node has died, or ngym is not installed there
                 self._host = None
-                if not left:
+                if not attempts_left:
                     raise NgymError(f"a node of the Ray cluster cannot run a service: {_reason(error)}") from None
                 await asyncio.sleep(SCHEDULED_S)
 
@@ -219,17 +219,17 @@ class RayPlacer:
         everywhere = [stanza for stanza in own if stanza.replicas == "per_node"]
         large = [stanza for stanza in own if stanza.nodes > 1]
         rest = [stanza for stanza in own if stanza not in everywhere and stanza not in large]
-        counted = [stanza for stanza in rest for _ in range(stanza.first_replicas)]
-        found: dict[str, list[ProcessHost]] = {stanza.name: [] for stanza in own}
-        groups = [(counted, "PACK")] if counted else []
+        processes = [stanza for stanza in rest for _ in range(stanza.first_replicas)]
+        hosts: dict[str, list[ProcessHost]] = {stanza.name: [] for stanza in own}
+        groups = [(processes, "PACK")] if processes else []
         groups += [([stanza] * nodes_for(stanza), "STRICT_SPREAD") for stanza in everywhere]
         for stanzas, strategy in groups:
             for stanza, place in zip(stanzas, await self._reserved(config, stanzas, strategy), strict=True):
-                found[stanza.name].append(place)
+                hosts[stanza.name].append(place)
         for stanza in large:
-            found[stanza.name] = [await self._replica(config, stanza) for _ in range(stanza.first_replicas)]
+            hosts[stanza.name] = [await self._replica(config, stanza) for _ in range(stanza.first_replicas)]
         await asyncio.gather(*(place.bind() for place in self._places))
-        return found
+        return hosts
 
     async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
         try:
@@ -297,14 +297,14 @@ def _remove(group: PlacementGroup) -> None:
 
 def nodes_for(stanza: Stanza) -> int:
     """The number of nodes that have what one process of this stanza asks for. Raises ConfigError: no node has it."""
-    asked = bundle_of(stanza)
+    requested = bundle_of(stanza)
     count = sum(
-        bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= amount for name, amount in asked.items())
+        bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= amount for name, amount in requested.items())
         for node in ray.nodes()
     )
     if not count:
         where = stanza.key_where.get("replicas", stanza.where)
-        raise ConfigError(f"{where}: replicas: per_node: no node of the Ray cluster has {_room([asked])}")
+        raise ConfigError(f"{where}: replicas: per_node: no node of the Ray cluster has {_resources_text([requested])}")
     return count
 
 
@@ -322,10 +322,10 @@ def connect(to: str) -> None:
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (OSError, RayError, RuntimeError, ValueError) as error:
-        raise UsageError(f"--on {to}: {_not_joined(error)} (docs/scale.md)") from None
+        raise UsageError(f"--on {to}: {_connection_error(error)} (docs/scale.md)") from None
 
 
-def _not_joined(error: BaseException) -> str:
+def _connection_error(error: BaseException) -> str:
     """Why `ray.init` failed, and what to do. Ray names a refused token in the traceback that is the cause's text."""
     reason = str(error).strip().partition("\n")[0]
     if isinstance(error, AuthenticationError):  # there was no token to send
@@ -346,10 +346,12 @@ async def reserved(
 ) -> PlacementGroup:
     """A placement group with these bundles. ConfigError if the cluster has no room for them within this time."""
     group: PlacementGroup = placement_group(bundles, strategy=strategy)
-    ready = asyncio.ensure_future(_awaited(group.ready()))
+    ready = asyncio.ensure_future(_await(group.ready()))
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(ready), SCHEDULED_S)
-    room = _room(bundles) + (f"; on {len(bundles)} nodes" if strategy == "STRICT_SPREAD" and len(bundles) > 1 else "")
+    room = _resources_text(bundles) + (
+        f"; on {len(bundles)} nodes" if strategy == "STRICT_SPREAD" and len(bundles) > 1 else ""
+    )
     if not ready.done():
         say(f"waiting for room on the cluster: {room}")
     try:
@@ -365,19 +367,19 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().rpartition("\n")[2]
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
+async def _await(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _room(bundles: list[dict[str, float]]) -> str:
-    wanted: Counter[str] = Counter()
+def _resources_text(bundles: list[dict[str, float]]) -> str:
+    requested: Counter[str] = Counter()
     for bundle in bundles:
-        wanted.update(bundle)
+        requested.update(bundle)
     there, free = ray.cluster_resources(), ray.available_resources()
     return "; ".join(
         f"{name.lower()}: {_amount(name, amount)} asked, {_amount(name, free.get(name, 0))} free of "
         f"{_amount(name, there.get(name, 0))}"
-        for name, amount in wanted.items()
+        for name, amount in requested.items()
     )
 
 
@@ -390,10 +392,10 @@ def bundle_of(stanza: Stanza) -> dict[str, float]:
     return bundle(stanza.resources or Resources(), stanza.pool)
 
 
-def bundle(asked: Resources, pool: str | None) -> dict[str, float]:
+def bundle(resources: Resources, pool: str | None) -> dict[str, float]:
     """Ray's names for these resources; those of zero are left out."""
-    memory = float(int((asked.memory_gb or 0) * 2**30))
-    whole = {"CPU": asked.cpus or MIN_CPU, "GPU": float(asked.gpus or 0), "memory": memory}
+    memory = float(int((resources.memory_gb or 0) * 2**30))
+    whole = {"CPU": resources.cpus or MIN_CPU, "GPU": float(resources.gpus or 0), "memory": memory}
     return {name: amount for name, amount in whole.items() if amount} | ({pool: POOL_SHARE} if pool else {})
 
 

@@ -75,12 +75,12 @@ def _slim_rows(output: Path, agent: str) -> tuple[list[Json], bool]:
             continue
         fields = {name: orjson.dumps(value) for name, value in line.row.items() if name not in NOT_SENT}
         short = {name: value for name, value in fields.items() if len(value) <= MAX_FIELD_BYTES}
-        kept = {name: line.row[name] for name in short}
-        size += len(orjson.dumps(kept)) + 1
+        columns = {name: line.row[name] for name in short}
+        size += len(orjson.dumps(columns)) + 1
         weight += ROW_WEIGHT + sum(NODE_WEIGHT + 1 + json_weight(value) for value in short.values())
         if len(slim) == MAX_ROLLOUTS or size > MAX_BYTES or weight > MAX_WEIGHT:
             return slim, True
-        slim.append(kept)
+        slim.append(columns)
     return slim, False
 
 
@@ -239,12 +239,12 @@ class Aggregates:
         return sum(tally.output_tokens for tally in self.by_agent.values())
 
     def add(self, row: Json) -> None:
-        self._of(row["agent_ref"]).add(row)
+        self._tally_of(row["agent_ref"]).add(row)
 
     def add_failure(self, row: Json, *, final: bool) -> None:
         """Count a row of `*_failures.jsonl`."""
         kind = row["failure"]["class"]
-        tally = self._of(row["agent_ref"])
+        tally = self._tally_of(row["agent_ref"])
         tally.failures[kind] += 1
         tally.first_failures.setdefault(kind, str(row["failure"].get("message") or ""))
         if final:
@@ -252,7 +252,7 @@ class Aggregates:
 
     def give_up(self, agent_ref: Json, kind: str) -> None:
         """Count a rollout that has no attempts left."""
-        self._of(agent_ref).given_up[kind] += 1
+        self._tally_of(agent_ref).given_up[kind] += 1
 
     def as_json(self) -> list[Json]:
         return [tally.as_json() for tally in self.by_agent.values()]
@@ -265,7 +265,7 @@ class Aggregates:
             yield from tally.as_bytes()
         yield b"\n]\n"
 
-    def _of(self, agent_ref: Json) -> AgentTally:
+    def _tally_of(self, agent_ref: Json) -> AgentTally:
         name = agent_ref["name"]
         if name not in self.by_agent:
             self.by_agent[name] = AgentTally(agent_ref, Subsets(self._by) if self._by else None)
@@ -273,19 +273,19 @@ class Aggregates:
 
 
 def _mean(numbers: Values) -> float:
-    values, scale = _scaled(numbers)
+    values, scale = _scale(numbers)
     return fmean(values) * scale
 
 
 def _statistics(numbers: Values) -> dict[str, float]:
-    values, scale = _scaled(numbers)
-    found = {"mean": fmean(values), "min": min(values), "max": max(values), "median": median(values)}
+    values, scale = _scale(numbers)
+    statistics = {"mean": fmean(values), "min": min(values), "max": max(values), "median": median(values)}
     if len(values) > 1:
-        found["std"] = stdev(values)
-    return {name: value * scale for name, value in found.items() if math.isfinite(value * scale)}
+        statistics["std"] = stdev(values)
+    return {name: value * scale for name, value in statistics.items() if math.isfinite(value * scale)}
 
 
-def _scaled(numbers: Values) -> tuple[array[float], float]:
+def _scale(numbers: Values) -> tuple[array[float], float]:
     """The numbers divided by a scale so that their sum does not overflow, and the scale."""
     values = array("d", iter(numbers))
     if max(max(values), -min(values)) <= HUGE:

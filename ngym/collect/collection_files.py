@@ -77,8 +77,8 @@ def recover(paths: CollectionPaths) -> None:
     fd = open_held(paths.output, paths.output, another_output())
     try:
         # `replace_files` renames the failures before the output, so an output alone is a replacement that has begun
-        begun = new.output.exists() and not new.failures.exists()
-        if begun or has_row(new.output) or has_row(new.failures):
+        replaced = new.output.exists() and not new.failures.exists()
+        if replaced or has_row(new.output) or has_row(new.failures):
             replace_files(paths)
         else:
             discard(paths)
@@ -188,7 +188,7 @@ class CollectionFiles:
         self.duplicates = 0
         self._on_stall = on_stall
         self._done: set[RolloutKey] = set()
-        self._left: list[Outcome] = []  # passed to the log when the run was cancelled
+        self._unsettled: list[Outcome] = []  # passed to the log when the run was cancelled
         self._failed: dict[RolloutKey, list[str]] = {}  # the class of each failed attempt
         self._record = RunRecord.new(self.paths.run)
         self._sent: MaterializedInputs | None = None
@@ -268,7 +268,7 @@ class CollectionFiles:
         """
         plan = plan_rollouts(input_rows(self.source.inputs, self.source.recipe), self.source.recipe)
         for _, group in groupby(plan, lambda rollout: rollout.first):
-            due = [rollout for rollout in group if not self._settled(rollout, max_attempts)]
+            due = [rollout for rollout in group if not self._is_settled(rollout, max_attempts)]
             keys = tuple(rollout.key for rollout in due)
             for rollout in due:
                 if self._check is not None:
@@ -287,12 +287,12 @@ class CollectionFiles:
         try:
             await log.append(orjson.dumps(outcome.row))
         except asyncio.CancelledError:
-            self._left.append(outcome)  # the caller no longer waits for it, but flush() writes it
+            self._unsettled.append(outcome)  # the caller no longer waits for it, but flush() writes it
             raise
         self._take_over()
         self._count(outcome)
 
-    def _settled(self, rollout: PlannedRollout, max_attempts: int) -> bool:
+    def _is_settled(self, rollout: PlannedRollout, max_attempts: int) -> bool:
         return rollout.key in self._done or self._failed_before(rollout) >= max_attempts
 
     def _failed_before(self, rollout: PlannedRollout) -> int:
@@ -331,7 +331,7 @@ class CollectionFiles:
         """Write all pending rows to the disk; no row can be kept afterwards."""
         await asyncio.gather(self._rows.flush(), self._failures.flush())
         self._take_over()
-        for outcome in self._left:
+        for outcome in self._unsettled:
             self._count(outcome)
 
     def close(self) -> None:
@@ -431,21 +431,21 @@ class CollectionFiles:
     def _materialize(self, agents: Collection[str] | None, max_attempts: int, tick: Callable[[str], None]) -> None:
         """Check every input row, and write the materialized inputs (to a temporary file, then renamed)."""
         path = self.paths.materialized
-        beside = path.with_name(path.name + ".tmp")
+        temporary = path.with_name(path.name + ".tmp")
         ticking = _Ticker(tick)
         self.progress = Progress()
         rows = input_rows(self.source.inputs, self.source.recipe, agents, self.progress.replaced)
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 for rollout in plan_rollouts(rows, self.source.recipe):
                     file.write(orjson.dumps(rollout.row) + b"\n")
                     self._settle(rollout, max_attempts)
                     ticking(f"checking the input: {self.progress.total} rollouts")
-            beside.rename(path)
+            temporary.rename(path)
         except OSError as error:
             raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         if self.progress.total == 0:
             raise no_rows(self.source.inputs)
         self.progress.complete = True
@@ -461,7 +461,7 @@ class CollectionFiles:
         self.progress.agents.add(rollout.agent)
         if rollout.key in self._done:
             self.progress.done += 1
-        elif self._settled(rollout, max_attempts):
+        elif self._is_settled(rollout, max_attempts):
             self.progress.given_up += 1
             self.aggregates.give_up(rollout.row["agent_ref"], self._failed[rollout.key][-1])
 
@@ -496,12 +496,12 @@ class MaterializedInputs:
 
     def add(self, row: Json) -> None:
         if self.problem is None:
-            self._try(lambda: self._file.write(orjson.dumps(row) + b"\n"))
+            self._record_error(lambda: self._file.write(orjson.dumps(row) + b"\n"))
 
     def close(self) -> None:
-        self._try(self._file.close)
+        self._record_error(self._file.close)
 
-    def _try(self, write: Callable[[], object]) -> None:
+    def _record_error(self, write: Callable[[], object]) -> None:
         try:
             write()
         except OSError as error:

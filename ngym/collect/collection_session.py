@@ -62,15 +62,15 @@ async def discover(head_url: str, token: str | None = None) -> Discovered:
     try:
         servers = await _get(peers, head_url, "/servers", servers_in)
         if servers is not None:
-            return _ours(head_url, servers, await _get(peers, head_url, "/config"))
-        theirs = await _get(peers, head_url, "/global_config_dict_yaml")
+            return _parse_config(head_url, servers, await _get(peers, head_url, "/config"))
+        text = await _get(peers, head_url, "/global_config_dict_yaml")
     finally:
         await peers.close()
-    if theirs is None:
+    if text is None:
         raise UsageError(
             f"{head_url} answers, but is not a head; use the URL that ng_run printed, or {option('config', 'FILE')}"
         )
-    return _nemo(yaml.safe_load(theirs))
+    return _parse_nemo_config(yaml.safe_load(text))
 
 
 async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], Any] = orjson.loads) -> Any:
@@ -90,7 +90,7 @@ async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], A
         raise UsageError(f"the answer of {url} is not that of a head ({error}); check the URL") from None
 
 
-def _ours(head_url: str, servers: list[Json], config: Json | None) -> Discovered:
+def _parse_config(head_url: str, servers: list[Json], config: Json | None) -> Discovered:
     urls = {server["name"]: server.get("urls") or [server["url"]] for server in servers}
     agents = frozenset(server["name"] for server in servers if server["kind"] == "agent")
     stanzas = config or {}
@@ -100,17 +100,17 @@ def _ours(head_url: str, servers: list[Json], config: Json | None) -> Discovered
     lost = {
         server["name"]: server.get("detail") or "it cannot be started"
         for server in servers
-        if server["kind"] == "agent" and any(name in failed for name in _needed(server["name"], stanzas))
+        if server["kind"] == "agent" and any(name in failed for name in _services_of(server["name"], stanzas))
     }
     return Discovered(urls, agents, stanzas, head_url.rstrip("/"), others, lost)
 
 
-def _needed(agent: str, stanzas: Json) -> list[str]:
+def _services_of(agent: str, stanzas: Json) -> list[str]:
     """The agent, and the services that its options name."""
     return [agent, *(value for value in stanzas.get(agent, {}).values() if isinstance(value, str))]
 
 
-def _nemo(config: Mapping[str, Any]) -> Discovered:
+def _parse_nemo_config(config: Mapping[str, Any]) -> Discovered:
     """`instance: {type: {implementation: {host, port, ...}}}`; other keys are ignored."""
     urls: dict[str, list[str]] = {}
     agents: set[str] = set()
@@ -174,15 +174,15 @@ class CollectionSession:
         run = store.run(reached.peers, self.limits, self.gate)
         meter = ProgressMeter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
         async with self.shown(meter) as show:
-            beside = asyncio.create_task(_report_not_ready(store, reached.peers, show))
+            watch = asyncio.create_task(_report_not_ready(store, reached.peers, show))
             began = time.monotonic()
             try:
                 plan = store.todo(self.limits.max_attempts)
                 await run_unless_failed(reached.failure(), self._consume(run, plan, show))
             finally:
                 self.seconds = time.monotonic() - began
-                beside.cancel()
-                await asyncio.gather(beside, return_exceptions=True)
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
 
     async def _consume(self, run: RolloutScheduler, plan: AsyncIterator[PlannedRollout], show: ProgressDisplay) -> None:
         """Consume all outcomes; shows the first failure of each class at once."""
@@ -208,11 +208,11 @@ class CollectionSession:
 
 async def _report_not_ready(store: CollectionFiles, peers: Peers, show: ProgressDisplay) -> None:
     """Show the services that are not ready until the first rollout ends: a model may load for minutes."""
-    said = ""
+    reported = ""
     while not (store.aggregates.done or store.aggregates.given_up):
         waiting = [server for server in await peers.servers() if server.get("status", "ready") != "ready"]
         names = ", ".join(f"{server['name']} ({server.get('detail') or server['status']})" for server in waiting)
-        if names and names != said:
+        if names and names != reported:
             show.say(f"not ready yet: {names}")
-        said = names
+        reported = names
         await asyncio.sleep(NOT_READY_S)

@@ -160,8 +160,8 @@ def input_rows(
 
 def check_agent(recipe: CollectionPlan, agents: Collection[str] | None) -> None:
     """Raise a UsageError if the agent of --agent or --map-agent does not exist."""
-    given = {"agent": [recipe.agent] if recipe.agent else [], "map_agent": list(recipe.agents.values())}
-    for argument, names in given.items():
+    names_by_argument = {"agent": [recipe.agent] if recipe.agent else [], "map_agent": list(recipe.agents.values())}
+    for argument, names in names_by_argument.items():
         for name in names:
             if agents is not None and name not in agents:
                 raise UsageError(f"{option_name(argument)}: no agent named {name!r}{did_you_mean(name, agents)}")
@@ -178,9 +178,9 @@ def checked_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collectio
 
 def replaced_note(agent: str, replaced: Mapping[str, int]) -> str:
     """The line about rows that name other agents than that of --agent."""
-    named = ", ".join(f"{rows:,} name {name!r}" for name, rows in sorted(replaced.items()))
-    kept = option("map_agent", {"NAME": "NAME"})
-    return f"note: {option('agent', agent)} also runs rows that name another agent: {named} ({kept} keeps one)"
+    names = ", ".join(f"{rows:,} name {name!r}" for name, rows in sorted(replaced.items()))
+    example = option("map_agent", {"NAME": "NAME"})
+    return f"note: {option('agent', agent)} also runs rows that name another agent: {names} ({example} keeps one)"
 
 
 class RowCheck:
@@ -231,11 +231,11 @@ class RowCheck:
         else:
             return f'agent_ref must be {{"name": ...}}, not {orjson.dumps(reference)[:80].decode()}'
         if self._agents is not None and name not in self._agents:
-            meant = did_you_mean(name, self._agents)
-            only = option("map_agent", {name: "NAME"})
-            other = f"; {option('agent', 'NAME')} runs all rows with another agent, {only} only its rows"
+            hint = did_you_mean(name, self._agents)
+            map_option = option("map_agent", {name: "NAME"})
+            other = f"; {option('agent', 'NAME')} runs all rows with another agent, {map_option} only its rows"
             other = other if reference is not None and self._recipe.agent is None else ""
-            return f"no agent named {name!r}{meant}{other}"
+            return f"no agent named {name!r}{hint}{other}"
         return None
 
     def _index(self, row: Json) -> str | None:
@@ -302,7 +302,7 @@ class InputCheck:
         self._paths = paths
         self._recipe = recipe
         self._lines = CheckedLines(paths, RowCheck(recipe, agents, self.replaced), recipe.limit)
-        self._left = iter(self._lines)
+        self._remaining = iter(self._lines)
         self._checked = 0  # bytes
         self._end = 0  # of the last checked line, in its file
         self._stop = threading.Event()
@@ -316,7 +316,7 @@ class InputCheck:
         Raises:
             UsageError: bad lines; all are named.
         """
-        for line in self._left:
+        for line in self._remaining:
             self._count(line)
             if self._checked >= size and not self._lines.bad:
                 return
@@ -358,17 +358,17 @@ class InputCheck:
         """
         if self.complete:
             return set()
-        found: set[bytes] = set()
+        references: set[bytes] = set()
         for number, path in enumerate(self._paths[self._lines.reads :]):
             with open_rows(path) as file:
-                found.update(_references(file, 0 if number else self._end))
-        names = {orjson.loads(name) for name in found if _is_json(name, str)}
+                references.update(_references(file, 0 if number else self._end))
+        names = {orjson.loads(name) for name in references if _is_json(name, str)}
         return {self._recipe.runner(name) for name in names}
 
     def _check_rest(self) -> None:
         self._hurry.wait(BEGIN_S)
         began = time.perf_counter()
-        for line in self._left:
+        for line in self._remaining:
             self._count(line)
             if self._stop.is_set():
                 return
@@ -418,11 +418,11 @@ def _references(file: BinaryIO, start: int) -> Iterator[bytes]:
     """The names after byte `start` that look like those of an agent_ref; those at the end of a part are read twice."""
     while start > 0 and (skipped := file.read(min(start, READ_BYTES))):  # decompressed content cannot be sought
         start -= len(skipped)
-    kept = b""
+    tail = b""
     while part := file.read(READ_BYTES):
-        text = kept + part
+        text = tail + part
         yield from _NAMED.findall(text)
-        kept = text[-MAX_REFERENCE:]
+        tail = text[-MAX_REFERENCE:]
 
 
 def _digest_of(path: Path, stop: threading.Event | None) -> str | None:

@@ -56,10 +56,10 @@ def subset_table(subsets: Subsets) -> Table:
     for column in (subsets.name, "rollouts", "unscored", "mean", *names):
         table.add_column(column, justify="left" if column == subsets.name else "right", overflow="fold")
     for value, scores in by_value:
-        found = {name: _number(item.mean) for name, item in scores.named()}
+        means = {name: _number(item.mean) for name, item in scores.named()}
         unscored = f"{scores.unscored:,} ({scores.unscored_share:.1%})"
         counts = (f"{scores.rollouts:,}", unscored, _number(scores.rewards.mean))
-        table.add_row(value, *counts, *(found.get(name, "-") for name in names))
+        table.add_row(value, *counts, *(means.get(name, "-") for name in names))
     return table
 
 
@@ -90,14 +90,14 @@ def first_failures(aggregates: Aggregates, inputs: Sequence[Path]) -> Iterator[s
 
 
 def _with_place(message: str, inputs: Sequence[Path]) -> str:
-    found = _ROW.search(message)
-    if found is None:
+    match = _ROW.search(message)
+    if match is None:
         return message
-    index = int(found[1])
+    index = int(match[1])
     lines = ((path, line) for path in inputs for line in read(path))
     for position, (path, line) in enumerate(lines):
         if line.row.get("_ng_task_index", position) == index:
-            return f"{message[: found.start()]}{path}:{line.number}:{message[found.end() :]}"
+            return f"{message[: match.start()]}{path}:{line.number}:{message[match.end() :]}"
     return message
 
 
@@ -140,9 +140,9 @@ def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     errors = means.get("tool_errors")
     yield "tool calls", _number(means.get("tool_calls"), 2), f"{errors:.2f} of them errors" if errors else ""
     yield "seconds", _number(means.get("seconds"), 2), ""
-    shares = (f"{name} {100 * count / tally.rollouts:.0f} %" for name, count in _ranked(tally.stops))
+    shares = (f"{name} {100 * count / tally.rollouts:.0f} %" for name, count in _by_count(tally.stops))
     yield "stopped by", "", ", ".join(shares)
-    yield from _own(tally)
+    yield from _environment_metrics(tally)
     if tally.unscored:
         yield "unscored", f"{tally.unscored:,}", "left out of the means"
     failed = tally.failures.total()
@@ -150,7 +150,7 @@ def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     yield "given up", f"{tally.given_up.total():,}", _counts(tally.given_up)
 
 
-def _own(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
+def _environment_metrics(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     """The environment's own metrics of its rollouts."""
     own = tally.own or {}
     for name, value in own.get("metrics", {}).items():
@@ -175,10 +175,10 @@ def _interval(interval: Interval | None) -> str:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in _ranked(counts))
+    return ", ".join(f"{name} {count:,}" for name, count in _by_count(counts))
 
 
-def _ranked(counts: Mapping[str, int]) -> Iterable[tuple[str, int]]:
+def _by_count(counts: Mapping[str, int]) -> Iterable[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])
 
 
@@ -221,8 +221,8 @@ class ProgressMeter:
         """A snapshot of the progress, which any thread may draw."""
         rollouts, _ = self.rates()
         total, complete = self.before.total, self.before.complete
-        left = total - self.settled
-        seconds = left / rollouts if complete and left and rollouts > 0 else None
+        remaining = total - self.settled
+        seconds = remaining / rollouts if complete and remaining and rollouts > 0 else None
         elapsed = time.monotonic() - self.started
         pauses = tuple(f"paused: {sanitized(reason)}; it continues by itself" for reason in self.reasons.values())
         return ProgressSnapshot(self.settled, total, elapsed, seconds, tuple(self._facts()), pauses, complete)
@@ -239,14 +239,14 @@ class ProgressMeter:
         return [*facts, f"{rollouts:,.1f} rollouts/s", f"{tokens:,.0f} tokens/s", f"{self.in_flight():,} in flight"]
 
     def _rewards(self) -> list[str]:
-        shown = []
+        texts = []
         for name, tally in list(self.aggregates.by_agent.items())[:SHOWN_AGENTS]:
             mean, interval = tally.rewards.mean, tally.rewards.interval
             if mean is not None:
                 half = f" ±{(interval.high - interval.low) / 2:.3f}" if interval else ""
                 unscored = f" ({tally.scores.unscored_share:.1%} unscored)" if tally.unscored else ""
-                shown.append(f"{name} reward {mean:.3f}{half}{unscored}")
-        return shown
+                texts.append(f"{name} reward {mean:.3f}{half}{unscored}")
+        return texts
 
     def _sample(self) -> _Sample:
         return _Sample(time.monotonic(), self.aggregates.done, self.aggregates.output_tokens)
@@ -279,8 +279,8 @@ class ProgressSnapshot:
         count = f"{self.count}  {clock(self.elapsed_s)}"
         if self.left_s is not None:
             count += f"  {clock(self.left_s)} to go"
-        drawn = bar(self.settled, self.total, size.width - len(count) - 2)
-        first = drawn.append("  ").append(count) if drawn else Text(count)
+        progress_bar = bar(self.settled, self.total, size.width - len(count) - 2)
+        first = progress_bar.append("  ").append(count) if progress_bar else Text(count)
         pauses = [Text(line, "bold yellow") for pause in self.pauses for line in wrap(pause, size.width)]
         facts = [Text(line, "dim") for line in packed(self.facts, size.width)]
         return [first, *pauses, *facts]
@@ -306,8 +306,8 @@ class _Plain:
 
     def draw(self, snapshot: ProgressSnapshot) -> None:
         last = self._last
-        still = last is not None and (last.settled, last.pauses) == (snapshot.settled, snapshot.pauses)
-        if last is None or not still or snapshot.elapsed_s - last.elapsed_s >= UNCHANGED_INTERVAL_S:
+        unchanged = last is not None and (last.settled, last.pauses) == (snapshot.settled, snapshot.pauses)
+        if last is None or not unchanged or snapshot.elapsed_s - last.elapsed_s >= UNCHANGED_INTERVAL_S:
             self._last = snapshot
             self.say(snapshot.line())
 

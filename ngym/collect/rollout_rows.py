@@ -61,14 +61,14 @@ class CaptureClient:
 
     def __init__(self, peers: Peers, models: Collection[str] | None) -> None:
         self._peers = peers
-        self._given = models
+        self._configured = models
         self._models: list[str] | None = list(models or ())  # None: the head has not answered yet
         self._of_agent: dict[str, list[str]] = {}
-        self._asking = asyncio.Lock()
+        self._probe_lock = asyncio.Lock()
 
     async def begin(self) -> None:
         """Ask the head which services are models, and which of them each agent's stanza names."""
-        if self._given is not None or self._peers.head_url is None:
+        if self._configured is not None or self._peers.head_url is None:
             return
         self._models = None
         servers = await self._peers.fetch_servers()
@@ -79,9 +79,9 @@ class CaptureClient:
         for server in servers:
             stanza = stanzas.get(server["name"]) if isinstance(stanzas, dict) else None
             if server.get("kind") == "agent" and isinstance(stanza, Mapping):
-                named = [model for model in self._models if model in stanza.values()]
-                if named:
-                    self._of_agent[server["name"]] = named
+                models = [model for model in self._models if model in stanza.values()]
+                if models:
+                    self._of_agent[server["name"]] = models
 
     async def complete(self, agent: str, rollout_id: str, answer: Any, began: float) -> None:
         """Add the captured token data to an answer that has no token data and no `ng.segments`.
@@ -93,7 +93,7 @@ class CaptureClient:
         """
         if not isinstance(answer, dict) or not isinstance(answer.get("ng", {}), dict) or _has_tokens(answer):
             return
-        async with self._asking:
+        async with self._probe_lock:
             if self._models is None:
                 await self.begin()
         if self._models is None:
@@ -103,8 +103,8 @@ class CaptureClient:
         calls: list[tuple[Span, FinishReason]] = []
         for model in self._of_agent.get(agent, models):
             for url in self._peers.urls.get(model, ()):
-                found, made = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
-                segments += found
+                captured, made = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
+                segments += captured
                 calls += made
         if segments or calls:
             calls.sort(key=lambda call: call[0][1])
@@ -117,7 +117,7 @@ class CaptureClient:
         self, model: str, url: str, began: float
     ) -> tuple[list[Segment], list[tuple[Span, FinishReason]]]:
         """The segments, and the span and finish reason of each call."""
-        where, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
+        upstream, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
         try:
             reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
             elapsed = time.perf_counter() - began
@@ -125,17 +125,17 @@ class CaptureClient:
                 return [], []
             if reply.status != 200:
                 detail = f"{model} answered {reply.status} to GET {url}"
-                raise UpstreamError(detail, failure="model_error", upstream=where | {"status": reply.status})
+                raise UpstreamError(detail, failure="model_error", upstream=upstream | {"status": reply.status})
             with suppress(OSError):  # the server also expires them
                 await self._peers.send("DELETE", url, None, opener, TIMEOUT_S)
         except OSError as error:
             detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
-            raise Unreachable(detail, upstream=where) from None
+            raise Unreachable(detail, upstream=upstream) from None
         with Boundary("model_error", f"{model} answered GET {url} with no segments"):
-            kept: Json = reply.json()
-            found: list[Segment] = kept["segments"]
-            spans: list[Span] = [("model", round(elapsed - ago, 6), seconds) for ago, seconds in kept["spans"]]
-            return found, list(zip(spans, kept["finish_reasons"], strict=True))
+            body: Json = reply.json()
+            segments: list[Segment] = body["segments"]
+            spans: list[Span] = [("model", round(elapsed - ago, 6), seconds) for ago, seconds in body["spans"]]
+            return segments, list(zip(spans, body["finish_reasons"], strict=True))
 
     async def _config(self) -> Any:
         url, opener = f"{self._peers.head_url}/config", self._peers.authorization(None)

@@ -76,12 +76,12 @@ class Gate:
     def __post_init__(self) -> None:
         self._open.set()
 
-    def hold(self, who: str, reason: str | None) -> None:
+    def hold(self, holder: str, reason: str | None) -> None:
         """Close the gate for this reason; None withdraws the holder's reason."""
         if reason is None:
-            self.reasons.pop(who, None)
+            self.reasons.pop(holder, None)
         else:
-            self.reasons[who] = reason
+            self.reasons[holder] = reason
         if self.reasons:
             self._open.clear()
         else:
@@ -105,21 +105,21 @@ class Window:
         self._limit = limit
         self._loop = asyncio.get_running_loop()
         self._opens_at = self._loop.time() + WINDOW_GROWTH_S
-        self._left = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def enter(self) -> None:
         """Wait until there is room for one more rollout. One caller at a time."""
         while self.in_flight >= self.size:
-            self._left.clear()
+            self._changed.clear()
             if self.size >= self._limit:
-                await self._left.wait()
+                await self._changed.wait()
             elif self._loop.time() >= self._opens_at:
                 self.size = min(self._limit, self.size * 3 // 2 + 1)
                 self._opens_at = self._loop.time() + WINDOW_GROWTH_S
             else:
-                timer = self._loop.call_at(self._opens_at, self._left.set)
+                timer = self._loop.call_at(self._opens_at, self._changed.set)
                 try:
-                    await self._left.wait()
+                    await self._changed.wait()
                 finally:
                     timer.cancel()
         self.in_flight += 1
@@ -135,7 +135,7 @@ class Window:
 
     def leave(self) -> None:
         self.in_flight -= 1
-        self._left.set()
+        self._changed.set()
 
 
 class ServiceGone(NgymError):
@@ -264,21 +264,21 @@ class PendingGroups:
         """Whether this outcome waits here for the rest of its group."""
         waits = bool(planned.group) and isinstance(outcome, Rollout) and is_pending(outcome.row)
         if waits and isinstance(outcome, Rollout):
-            self._of(planned).waiting.append(outcome)
+            self._group_of(planned).waiting.append(outcome)
         return waits
 
     def completed(self, planned: PlannedRollout) -> list[Rollout]:
         """The waiting rollouts of a group, if this was its last one. Call it once for each settled rollout."""
         if len(planned.group) < 2 and not self._groups:
             return []
-        group = self._of(planned)
+        group = self._group_of(planned)
         group.missing -= 1
         if group.missing > 0:
             return []
         self._groups.pop(planned.first, None)
         return sorted(group.waiting, key=lambda rollout: rollout.key.rollout_index)
 
-    def _of(self, planned: PlannedRollout) -> _Group:
+    def _group_of(self, planned: PlannedRollout) -> _Group:
         return self._groups.setdefault(planned.first, _Group(max(1, len(planned.group))))
 
 
@@ -367,7 +367,7 @@ class RolloutScheduler:
             await self._outages.begin()
             await self._captures.begin()
             async with asyncio.TaskGroup() as group:
-                async for planned in _each(plan):
+                async for planned in _iterate(plan):
                     await self._slots.acquire()
                     await self._window(planned.agent).enter()
                     await self.gate.opened()
@@ -456,11 +456,11 @@ class RolloutScheduler:
         )
         request_context.current.set(request_context.new_correlation(rollout_id, self._limits.timeout_s))
         with tracing.span("rollout", is_rollout=True) as span:
-            outcome = await self._answered(attempt)
+            outcome = await self._run_attempt(attempt)
             tell(span, attempt, outcome)
         return outcome
 
-    async def _answered(self, attempt: Attempt) -> Outcome:
+    async def _run_attempt(self, attempt: Attempt) -> Outcome:
         limits, planned, rollout_id = self._limits, attempt.planned, attempt.rollout_id
         began = time.perf_counter()
         try:
@@ -485,7 +485,7 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def _each(plan: Plan) -> AsyncIterator[PlannedRollout]:
+async def _iterate(plan: Plan) -> AsyncIterator[PlannedRollout]:
     if isinstance(plan, AsyncIterable):
         async for planned in plan:
             yield planned

@@ -56,14 +56,14 @@ def imported_class(path: str, base: type[Any], root: Path = Path()) -> type[Any]
         ValueError: there is no such class, with one line.
     """
 
-    def fits(found: Any) -> bool:
-        return isinstance(found, type) and issubclass(found, base) and found is not base
+    def fits(value: Any) -> bool:
+        return isinstance(value, type) and issubclass(value, base) and value is not base
 
-    found = cast("type[Any]", _imported(path, root, fits, f"subclass of {base.__name__}"))
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
+    value = cast("type[Any]", _import(path, root, fits, f"subclass of {base.__name__}"))
+    if inspect.isabstract(value):
+        missing = ", ".join(sorted(value.__abstractmethods__))
         raise ValueError(f"{path} does not define {missing}, which {base.__name__} requires")
-    return found
+    return value
 
 
 def imported_function(path: str, root: Path = Path()) -> Callable[..., Any]:
@@ -72,56 +72,56 @@ def imported_function(path: str, root: Path = Path()) -> Callable[..., Any]:
     Raises:
         ValueError: there is no such function, with one line.
     """
-    return cast("Callable[..., Any]", _imported(path, root, callable, "function"))
+    return cast("Callable[..., Any]", _import(path, root, callable, "function"))
 
 
-def check_arguments(path: str, found: Callable[..., Any], given: Iterable[str], own: Sequence[str] = ()) -> None:
+def check_arguments(path: str, function: Callable[..., Any], arguments: Iterable[str], own: Sequence[str] = ()) -> None:
     """Raise ValueError unless the callable at this import path takes these keyword arguments.
 
     own: names of the arguments that ngym passes itself, by position.
     """
-    parameters = inspect.signature(found).parameters.values()
-    named = [
+    parameters = inspect.signature(function).parameters.values()
+    accepted = [
         each for each in list(parameters)[len(own) :] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     ]
-    known = [each.name for each in named]
-    given = list(given)
-    unknown = next((name for name in given if name not in known), None)
+    known = [each.name for each in accepted]
+    arguments = list(arguments)
+    unknown = next((name for name in arguments if name not in known), None)
     if unknown is not None and not any(each.kind is each.VAR_KEYWORD for each in parameters):
         raise ValueError(f"{path} has no option {unknown!r}{did_you_mean(unknown, known)}")
-    missing = next((each.name for each in named if each.default is each.empty and each.name not in given), None)
+    missing = next((each.name for each in accepted if each.default is each.empty and each.name not in arguments), None)
     if missing is not None:
         raise ValueError(f"{path} needs the option {missing!r}")
     try:
-        inspect.signature(found).bind(*own, **dict.fromkeys(given))
+        inspect.signature(function).bind(*own, **dict.fromkeys(arguments))
     except TypeError as error:
-        raise ValueError(f"{path} cannot be called with {', '.join([*own, *given])}: {error}") from None
+        raise ValueError(f"{path} cannot be called with {', '.join([*own, *arguments])}: {error}") from None
 
 
-def refusal(field: str, shown: Any, error: ValueError) -> ValidationError:
-    """The error as one about a field, with `shown` as its value: the rest of the model may have secrets."""
+def refusal(field: str, value: Any, error: ValueError) -> ValidationError:
+    """The error as one about a field, with `value` as its value: the rest of the model may have secrets."""
     problem = InitErrorDetails(
-        type=PydanticCustomError("import_path", "{text}", {"text": str(error)}), loc=(field,), input=shown
+        type=PydanticCustomError("import_path", "{text}", {"text": str(error)}), loc=(field,), input=value
     )
     return ValidationError.from_exception_data("options", [problem])
 
 
-def _imported(path: str, root: Path, fits: Callable[[Any], bool], kind: str) -> Any:
-    where, _, name = path.rpartition(":")
+def _import(path: str, root: Path, fits: Callable[[Any], bool], kind: str) -> Any:
+    module_path, _, name = path.rpartition(":")
     try:
-        module = _module(where, root)
+        module = _module(module_path, root)
     except (ConfigError, ImportError, OSError) as error:
-        raise ValueError(f"{where} cannot be imported: {error}") from None
+        raise ValueError(f"{module_path} cannot be imported: {error}") from None
     except Exception as error:
         # The module's own code failed: the line there is what its author needs.
         raise ValueError(
-            f"{where} cannot be imported: {type(error).__name__}: {error}{source_location(error)}"
+            f"{module_path} cannot be imported: {type(error).__name__}: {error}{source_location(error)}"
         ) from error
-    found = getattr(module, name, None)
-    if not fits(found):
+    target = getattr(module, name, None)
+    if not fits(target):
         known = [each for each, value in vars(module).items() if fits(value) and not each.startswith("_")]
-        raise ValueError(f"{where} has no {kind} called {name!r}{did_you_mean(name, known)}")
-    return found
+        raise ValueError(f"{module_path} has no {kind} called {name!r}{did_you_mean(name, known)}")
+    return target
 
 
 def _module(where: str, root: Path) -> ModuleType:

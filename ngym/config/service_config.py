@@ -226,13 +226,13 @@ class Config(BaseModel):
         Raises:
             ConfigError: a name is not a service.
         """
-        wanted, found = [self.stanza(name).name for name in names], set[str]()
-        while wanted:
-            name = wanted.pop()
-            found.add(name)
-            named = [value for value in self.services[name].options.values() if isinstance(value, str)]
-            wanted += [value for value in named if value in self.services and value not in found]
-        services = {name: stanza for name, stanza in self.services.items() if name in found}
+        pending, selected = [self.stanza(name).name for name in names], set[str]()
+        while pending:
+            name = pending.pop()
+            selected.add(name)
+            references = [value for value in self.services[name].options.values() if isinstance(value, str)]
+            pending += [value for value in references if value in self.services and value not in selected]
+        services = {name: stanza for name, stanza in self.services.items() if name in selected}
         return self.model_copy(update={"services": services})
 
 
@@ -287,14 +287,14 @@ def _refuse_paths(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, _, files = override.lstrip("+").partition("=")
         if key == "config_paths":
-            named = [file.strip() for file in files.strip("[]").split(",") if file.strip()]
-            raise ConfigError(f"{COMMAND_LINE}: {override!r}: write {option('config', named or 'FILE')} instead")
+            paths = [file.strip() for file in files.strip("[]").split(",") if file.strip()]
+            raise ConfigError(f"{COMMAND_LINE}: {override!r}: write {option('config', paths or 'FILE')} instead")
 
 
 def _settings(tree: ConfigTree) -> Settings:
     settings = parse(Settings, subtree(tree, SETTINGS_KEY))
     if settings.tls is not None:
-        settings = settings.model_copy(update={"tls": _checked(settings.tls.within(tree.root), tree)})
+        settings = settings.model_copy(update={"tls": _check_tls(settings.tls.within(tree.root), tree)})
     if settings.tracing is not None:
         where = tree.where(f"{SETTINGS_KEY}.tracing")
         if problem := wrong_url(settings.tracing.endpoint):
@@ -330,7 +330,7 @@ def model_problem(name: str, root: Path) -> str | None:
 
 def missing_models(config: Config) -> list[str]:
     """A line for each started service whose model does not exist, except those that wait for it."""
-    found = []
+    mistakes = []
     for stanza in config.services.values():
         name = stanza.options.get("model")
         loads = not stanza.external and Path(stanza.app or "").as_posix().endswith(LOADS_A_MODEL)
@@ -338,8 +338,8 @@ def missing_models(config: Config) -> list[str]:
             continue
         if problem := model_problem(name, config.root):
             where = stanza.key_where.get("model", stanza.where)
-            found.append(f"{where}: service {stanza.name!r}: model {name!r}: {problem}")
-    return found
+            mistakes.append(f"{where}: service {stanza.name!r}: model {name!r}: {problem}")
+    return mistakes
 
 
 def tracing_from_environment() -> Destination | None:
@@ -363,7 +363,7 @@ def _has_otel() -> bool:
 
 def _check_ports(services: dict[str, Stanza], head: int) -> None:
     """Raise a ConfigError if two started processes have the same port: they share an address."""
-    taken = {head: "the head"} if head else {}
+    used = {head: "the head"} if head else {}
     for stanza in services.values():
         if stanza.port is None or stanza.external:
             continue
@@ -372,12 +372,12 @@ def _check_ports(services: dict[str, Stanza], head: int) -> None:
             raise ConfigError(
                 f"{where}: {stanza.name!r} has {stanza.most_replicas} replicas and one port; leave `port` out"
             )
-        if stanza.port in taken:
+        if stanza.port in used:
             where = stanza.key_where["port"]
             raise ConfigError(
-                f"{where}: port {stanza.port} is that of {taken[stanza.port]}; choose another, or remove it"
+                f"{where}: port {stanza.port} is that of {used[stanza.port]}; choose another, or remove it"
             )
-        taken[stanza.port] = f"service {stanza.name!r}"
+        used[stanza.port] = f"service {stanza.name!r}"
 
 
 def _check_remotes(services: dict[str, Stanza]) -> None:
@@ -397,7 +397,7 @@ def _check_remotes(services: dict[str, Stanza]) -> None:
             )
 
 
-def _checked(tls: TlsSettings, tree: ConfigTree) -> TlsSettings:
+def _check_tls(tls: TlsSettings, tree: ConfigTree) -> TlsSettings:
     try:
         if tls.ca is not None:
             trust(tls.ca)
@@ -425,9 +425,9 @@ def _stanza(name: str, tree: ConfigTree) -> Stanza:
         mistakes.append(
             f"{part.where('kind')}: {fields['kind']!r} is not a service kind{did_you_mean(str(fields['kind']), KINDS)}"
         )
-    given = {**fields, "name": name, **({"kind": "model"} if mistakes else {})}  # to find the other mistakes
+    fields_to_check = {**fields, "name": name, **({"kind": "model"} if mistakes else {})}  # to find the other mistakes
     try:
-        stanza = parse(Stanza, ConfigTree(given, part.lines, part.root, part.default_where, part.environment))
+        stanza = parse(Stanza, ConfigTree(fields_to_check, part.lines, part.root, part.default_where, part.environment))
     except ConfigError as error:
         raise ConfigError("\n".join([*mistakes, str(error)])) from None
     if mistakes := [*mistakes, *_problems(stanza, part, tree.root)]:
@@ -482,11 +482,11 @@ def shown_config(config: Config) -> dict[str, Any]:
     """The resolved config in the form that users write, with secrets redacted."""
     tree: dict[str, Any] = {SETTINGS_KEY: config.settings.model_dump(mode="json")}
     for stanza in config.services.values():
-        tree[stanza.name] = _written(stanza) | redacted(stanza.options)
+        tree[stanza.name] = _explicit_fields(stanza) | redacted(stanza.options)
     return tree
 
 
-def _written(stanza: Stanza) -> dict[str, Any]:
+def _explicit_fields(stanza: Stanza) -> dict[str, Any]:
     hidden = {"name", "options", "where", "key_where"}
     fields = stanza.model_dump(mode="json", exclude=hidden, exclude_none=True)
     return {

@@ -116,8 +116,8 @@ def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:
     """Remove the mapping under `key` if its name is not this one. name: None if none is given."""
     from omegaconf import OmegaConf
 
-    earlier = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False)).get(key)
-    if name is None or not isinstance(earlier, dict) or earlier.get("name", name) == name:
+    previous = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False)).get(key)
+    if name is None or not isinstance(previous, dict) or previous.get("name", name) == name:
         return
     del merged[key]
     for line in [line for line in lines if line == key or line.startswith(f"{key}.")]:
@@ -142,37 +142,39 @@ def parse(
 
 def _read_yaml(path: Path, texts: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
     """One YAML file as plain data, and the line of each of its keys. texts: as of `load_tree`."""
-    shown = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+    file_name = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
     content = b""
     try:
         content = path.read_bytes()
         text = content.decode("utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
-            _check_nodes(node, shown)
+            _check_nodes(node, file_name)
         data = yaml.safe_load(text)
     except FileNotFoundError:
         near = near_file(path)
         remedy = near or f"; name one with {option('config')}, or make a project with ng_init"
-        raise ConfigError(f"{shown}: no such file{remedy}") from None
+        raise ConfigError(f"{file_name}: no such file{remedy}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{shown}:{_line(content, error.start)}: not UTF-8: {_one_line(error)}") from None
+        raise ConfigError(f"{file_name}:{_line(content, error.start)}: not UTF-8: {_one_line(error)}") from None
     except OSError as error:
-        raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{file_name}: cannot be read: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}{_remedy(error)}") from None
+        raise ConfigError(
+            f"{file_name}:{line}: not valid YAML: {error.problem or error.context}{_remedy(error)}"
+        ) from None
     except yaml.reader.ReaderError as error:
         line = _line(text.encode(), len(text[: error.position].encode()))
-        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.reason}") from None
+        raise ConfigError(f"{file_name}:{line}: not valid YAML: {error.reason}") from None
     except RecursionError:
-        raise ConfigError(f"{shown}:1: not valid YAML: nested too deep to be read") from None
+        raise ConfigError(f"{file_name}:1: not valid YAML: nested too deep to be read") from None
     if node is None:
         return {}, {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{shown}:1: a config is a mapping of names to services, not a {type(data).__name__}")
+        raise ConfigError(f"{file_name}:1: a config is a mapping of names to services, not a {type(data).__name__}")
     lines: dict[str, str] = {}
-    _collect_lines(node, "", shown, lines)
+    _collect_lines(node, "", file_name, lines)
     written = {key.value: value for key, value in node.value if key.value in texts}
     return data | {key: _as_written(value, data[key]) for key, value in written.items()}, lines
 
@@ -185,22 +187,22 @@ def _as_written(node: yaml.Node | None, value: Any) -> Any:
 
 def _remedy(error: yaml.MarkedYAMLError) -> str:
     """A hint for two mistakes of indentation, which YAML's own messages lack."""
-    said = error.problem or ""
-    if said.startswith("expected <block end>"):
+    message = error.problem or ""
+    if message.startswith("expected <block end>"):
         return "; is this line indented as the lines around it?"
-    return "; indent with spaces" if r"'\t'" in said else ""
+    return "; indent with spaces" if r"'\t'" in message else ""
 
 
 def _line(content: bytes, position: int) -> int:
     return content.count(b"\n", 0, position) + 1
 
 
-def _check_nodes(root: yaml.Node, shown: str) -> None:
+def _check_nodes(root: yaml.Node, file_name: str) -> None:
     """Refuse nodes that cannot be built in bounded memory (nested aliases), and invalid numbers and dates."""
     sizes: dict[int, int] = {}  # of each node with its aliases expanded; 0: being counted
 
     def size(node: yaml.Node) -> int:
-        where = f"{shown}:{node.start_mark.line + 1}"
+        where = f"{file_name}:{node.start_mark.line + 1}"
         if id(node) in sizes:
             if not sizes[id(node)]:
                 raise ConfigError(f"{where}: not a tree: it contains itself by an alias")
@@ -235,15 +237,15 @@ def _check_scalar(node: yaml.ScalarNode, where: str) -> None:
 def _from_environment(written: Any) -> dict[str, str]:
     """The texts that name an environment variable, and those that refer to them directly or through other keys."""
     texts = {key: text for key, text in _texts(written) if "${" in text}
-    found = {key: text for key, text in texts.items() if "${oc.env:" in text}
+    texts_by_key = {key: text for key, text in texts.items() if "${oc.env:" in text}
 
     def leads_there(text: str) -> bool:
-        named = [f".{to.replace('[', '.').replace(']', '')}." for to in REFERENCE.findall(text)]
-        return any(to in f".{key}." or f".{key}." in to for to in named for key in found)
+        references = [f".{to.replace('[', '.').replace(']', '')}." for to in REFERENCE.findall(text)]
+        return any(to in f".{key}." or f".{key}." in to for to in references for key in texts_by_key)
 
-    while more := {key: text for key, text in texts.items() if key not in found and leads_there(text)}:
-        found |= more
-    return found
+    while more := {key: text for key, text in texts.items() if key not in texts_by_key and leads_there(text)}:
+        texts_by_key |= more
+    return texts_by_key
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -255,20 +257,20 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield from _texts(item, f"{key}.{name}" if key else str(name))
 
 
-def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, str], depth: int = 0) -> None:
+def _collect_lines(node: yaml.Node, prefix: str, file_name: str, lines: dict[str, str], depth: int = 0) -> None:
     if depth > 64:
-        raise ConfigError(f"{shown}:{node.start_mark.line + 1}: nested more than 64 levels deep")
+        raise ConfigError(f"{file_name}:{node.start_mark.line + 1}: nested more than 64 levels deep")
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:
         key = f"{prefix}{key_node.value}"
-        where = f"{shown}:{key_node.start_mark.line + 1}"
+        where = f"{file_name}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode) or (not prefix and not key_node.tag.endswith(":str")):
             raise ConfigError(f"{where}: {str(key_node.value)[:60]!r} is not a name: write it in quotes, with a letter")
         if key in lines:
             raise ConfigError(f"{where}: {key!r} is twice in this file (first at {lines[key]}); keep one")
         lines[key] = where
-        _collect_lines(value_node, f"{key}.", shown, lines, depth + 1)
+        _collect_lines(value_node, f"{key}.", file_name, lines, depth + 1)
 
 
 def subtree(tree: ConfigTree, prefix: str) -> ConfigTree:
@@ -294,34 +296,34 @@ def _describe(model: type[BaseModel], tree: ConfigTree, item: Any, other_names: 
     # A list ends with its last line.
     if "\n" in message or any(name.startswith(f"{key}.") for name in tree.environment):
         return f"{tree.where(key)}: {key}: {message}"
-    shown = tree.environment.get(key) or repr(item["input"])
-    return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
+    text = tree.environment.get(key) or repr(item["input"])
+    return f"{tree.where(key)}: {key}: {message}; got {text if len(text) < 80 else text[:77] + '...'}"
 
 
 def _suggestion(
     model: type[BaseModel], tree: ConfigTree, loc: Sequence[Any], other_names: Mapping[str, Sequence[str]]
 ) -> str:
     """The suggestion at an unknown key, for did_you_mean: a key of its section, or of another one."""
-    word, beside, known = str(loc[-1]), _fields_at(model, loc[:-1]), list(all_keys(model, tree.values))
-    if word in beside:  # a key of another of the models that may be here
+    word, siblings, known = str(loc[-1]), _fields_at(model, loc[:-1]), list(all_keys(model, tree.values))
+    if word in siblings:  # a key of another of the models that may be here
         kind = _at(tree.values, loc[:-1]).get("name", "this one")
         return f": it is a key of other kinds of {'.'.join(map(str, loc[:-1]))}, not of {kind}"
-    if nearest(word, beside, SURE):
-        return did_you_mean(word, beside)
+    if nearest(word, siblings, SURE):
+        return did_you_mean(word, siblings)
     same = _shallowest([key for key in known if key.rpartition(".")[2] == word])
     candidates = (
         other_names.get(".".join(map(str, loc))),
         other_names.get(word),
         same if len(same) <= MAX_SUGGESTED else (),
     )
-    for found in candidates:
-        if keys := [key for key in found or () if key in known]:
+    for candidate in candidates:
+        if keys := [key for key in candidate or () if key in known]:
             return f" (did you mean {' or '.join(map(repr, keys))}?)"
-    if nearest(word, beside):
-        return did_you_mean(word, beside)
+    if nearest(word, siblings):
+        return did_you_mean(word, siblings)
     near = nearest(word, {key.rpartition(".")[2] for key in known}, LIKELY)
     keys = _shallowest([key for key in known if key.rpartition(".")[2] == near])
-    return f" (did you mean {keys[0]!r}?)" if len(keys) == 1 else did_you_mean(word, beside)
+    return f" (did you mean {keys[0]!r}?)" if len(keys) == 1 else did_you_mean(word, siblings)
 
 
 def _shallowest(keys: list[str]) -> list[str]:
@@ -334,11 +336,11 @@ def all_keys(model: type[BaseModel], values: Any, depth: int = DEEPEST) -> Itera
 
     values: what was given. Among models that differ by their `name`, only the given one's keys count.
     """
-    given = values if isinstance(values, dict) else {}
+    mapping = values if isinstance(values, dict) else {}
     for name, info in model.model_fields.items():
         yield name
-        for part in _of_this_name(_sections(info.annotation), given.get(name)) if depth else ():
-            yield from (f"{name}.{key}" for key in all_keys(part, given.get(name), depth - 1))
+        for part in _of_this_name(_sections(info.annotation), mapping.get(name)) if depth else ():
+            yield from (f"{name}.{key}" for key in all_keys(part, mapping.get(name), depth - 1))
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
@@ -347,7 +349,7 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
         return [annotation]
     if get_origin(annotation) not in (Union, UnionType, Annotated):
         return []
-    return [found for part in get_args(annotation) for found in _sections(part)]
+    return [section for part in get_args(annotation) for section in _sections(part)]
 
 
 def _of_this_name(models: list[type[BaseModel]], value: Any) -> list[type[BaseModel]]:
@@ -368,18 +370,18 @@ def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:
     """The keys that are allowed at a place in a model, also inside unions and lists."""
     models = [model]
     for part in loc:
-        found: list[Any] = []
+        result: list[Any] = []
         for current in models:
             info = getattr(current, "model_fields", {}).get(part)
-            found += _models_in(info.annotation) if info else [current]
-        models = found
+            result += _models_in(info.annotation) if info else [current]
+        models = result
     return [name for current in models for name in getattr(current, "model_fields", {})]
 
 
 def _models_in(annotation: Any) -> list[Any]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in _models_in(part)]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
 
 
 def _one_line(error: BaseException) -> str:

@@ -166,9 +166,9 @@ def _block_problems(content: Any, where: str, allowed: dict[str, dict[str, type]
             hint = did_you_mean(kind, allowed) if isinstance(kind, str) else ""
             yield Problem(at, f"must be a block of type {', '.join(allowed)}, not {value_text(kind)}{hint}")
             continue
-        for name, wanted in allowed[kind].items():
-            if not isinstance(block.get(name), wanted):
-                yield Problem(f"{at}.{name}", f"must be {'an object' if wanted is dict else 'a string'}")
+        for name, expected in allowed[kind].items():
+            if not isinstance(block.get(name), expected):
+                yield Problem(f"{at}.{name}", f"must be {'an object' if expected is dict else 'a string'}")
         if not isinstance(block.get("signature", ""), (str, type(None))):
             yield Problem(f"{at}.signature", "must be a string")
         if kind == "thinking" and not are_tags(block.get("ng")):
@@ -230,13 +230,13 @@ def parts_from_blocks(content: str | list[Json], where: str) -> str | list[Json]
 
 def arguments_text(block: Json) -> str:
     """The arguments of a tool_use block as the model wrote them."""
-    given = block["input"]
-    match block.get("ng"), given:
+    arguments = block["input"]
+    match block.get("ng"), arguments:
         case {"arguments": str(text)}, _:
             return text
-        case _, {"INVALID_JSON": str(text)} if len(given) == 1:
+        case _, {"INVALID_JSON": str(text)} if len(arguments) == 1:
             return text
-    return json.dumps(given, ensure_ascii=False)
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def tool_use(call_id: str, name: str, arguments: str) -> Json:

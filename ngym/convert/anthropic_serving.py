@@ -130,10 +130,12 @@ def _thinking(body: Json) -> Json:
 
 
 def _format(body: Json) -> Json:
-    wanted = (body.get("output_config") or {}).get("format")
-    if not wanted:
+    output_format = (body.get("output_config") or {}).get("format")
+    if not output_format:
         return {}
-    return {"text": {"format": {"type": "json_schema", "name": "answer", "schema": wanted["schema"], "strict": True}}}
+    return {
+        "text": {"format": {"type": "json_schema", "name": "answer", "schema": output_format["schema"], "strict": True}}
+    }
 
 
 def _tools(body: Json) -> Json:
@@ -142,8 +144,8 @@ def _tools(body: Json) -> Json:
         return {}
     result: Json = {"tools": [_tool(tool) for tool in tools]}
     choice = body.get("tool_choice") or {"type": "auto"}
-    named = {"type": "function", "name": choice.get("name")}
-    result["tool_choice"] = {"any": "required", "tool": named}.get(choice["type"], choice["type"])
+    function_choice = {"type": "function", "name": choice.get("name")}
+    result["tool_choice"] = {"any": "required", "tool": function_choice}.get(choice["type"], choice["type"])
     if "disable_parallel_tool_use" in choice:
         result["parallel_tool_calls"] = not choice["disable_parallel_tool_use"]
     return result
@@ -217,8 +219,8 @@ class MessagesStream:
             yield from self._begin_block("text", text_block(""))
             yield from self._close()
         stop = stop_of(reader.finish, reader.stop, reader.usage, bool(self._calls), self._refused)
-        beside = ({} if self._calls else tokens) | ({} if reader.ng is None else {"ng": reader.ng})
-        yield {"type": "message_delta", "delta": stop, "usage": messages_api_usage(reader.usage), **beside}
+        extra = ({} if self._calls else tokens) | ({} if reader.ng is None else {"ng": reader.ng})
+        yield {"type": "message_delta", "delta": stop, "usage": messages_api_usage(reader.usage), **extra}
         yield {"type": "message_stop"}
 
     def fail(self, message: str, kind: str = "api_error") -> Iterator[Json]:
@@ -262,11 +264,11 @@ class MessagesStream:
         ids = CallIds(self._stem)
         for number, call in enumerate(self._calls.values(), 1):
             block = tool_use(ids.take(call.call_id), call.name, call.arguments)
-            given = call.arguments if is_object(call.arguments) else orjson.dumps(block["input"]).decode()
+            arguments = call.arguments if is_object(call.arguments) else orjson.dumps(block["input"]).decode()
             yield from self._begin_block(
                 "tool_use", block | {"input": {}} | (tokens if number == len(self._calls) else {})
             )
-            yield self._delta({"type": "input_json_delta", "partial_json": given})
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
             yield from self._close()
 
     def _begin_block(self, kind: str, block: Json) -> Iterator[Json]:
@@ -278,7 +280,7 @@ class MessagesStream:
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
 
-    def _close(self, beside: Json | None = None) -> Iterator[Json]:
+    def _close(self, extra: Json | None = None) -> Iterator[Json]:
         if self._open is not None:
             self._open = None
-            yield {"type": "content_block_stop", "index": self._count - 1, **(beside or {})}
+            yield {"type": "content_block_stop", "index": self._count - 1, **(extra or {})}

@@ -121,8 +121,8 @@ def _assistant_blocks(message: Json) -> list[Json]:
     texts = [content] if isinstance(content, str) else [text_only([part], "content") for part in content]
     blocks += [{"type": "text", "text": text} for text in texts if text]
     for call in message.get("tool_calls") or ():
-        given = arguments_object(call["function"]["arguments"])
-        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+        arguments = arguments_object(call["function"]["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     return blocks
 
 
@@ -186,22 +186,22 @@ def chat_from_message(message: Json) -> Json:
     blocks = message["content"]
     for block in blocks:
         _check_kind(block)
-    said: Json = {"role": "assistant", "content": None, "refusal": None}
+    answer: Json = {"role": "assistant", "content": None, "refusal": None}
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     thoughts = [own_block(block) for block in blocks if block["type"] in ("thinking", "redacted_thinking")]
     calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
     if text or not (thoughts or calls):
-        said["content"] = text
+        answer["content"] = text
     if thinking_text(thoughts):
-        said["reasoning_content"] = thinking_text(thoughts)
+        answer["reasoning_content"] = thinking_text(thoughts)
     if any(map(is_signed, thoughts)):
-        said["thinking_blocks"] = thoughts
+        answer["thinking_blocks"] = thoughts
     if calls:
-        said["tool_calls"] = calls
+        answer["tool_calls"] = calls
     return {
         **head_of(message),
         "object": "chat.completion",
-        "choices": [{"index": 0, "message": said, "logprobs": None, **finish_of(message)}],
+        "choices": [{"index": 0, "message": answer, "logprobs": None, **finish_of(message)}],
         "usage": chat_usage(message.get("usage")),
     }
 
@@ -211,15 +211,15 @@ def chat_usage(usage: Json | None) -> Json | None:
     if usage is None:
         return None
     read, written = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
-    prompt, said = usage.get("input_tokens"), usage.get("output_tokens")
+    prompt, completion = usage.get("input_tokens"), usage.get("output_tokens")
     whole = None if prompt is None else prompt + (read or 0) + (written or 0)
     reasoning = (usage.get("output_tokens_details") or {}).get("thinking_tokens")
     return {
         "prompt_tokens": whole,
         "prompt_tokens_details": {"cached_tokens": read, "cache_write_tokens": written},
-        "completion_tokens": said,
+        "completion_tokens": completion,
         "completion_tokens_details": {"reasoning_tokens": reasoning},
-        "total_tokens": None if whole is None or said is None else whole + said,
+        "total_tokens": None if whole is None or completion is None else whole + completion,
     }
 
 
@@ -310,12 +310,12 @@ class MessageChunks:
                 if block["text"]:
                     yield self._chunk({"content": block["text"]})
             case "thinking":
-                block["said"] = []
+                block["texts"] = []
                 yield from self._thinking(block, block["thinking"])
             case "redacted_thinking":
                 yield self._chunk({"thinking_blocks": [own_block(block)]})
             case "tool_use":
-                block["place"], block["said"] = self._calls, False
+                block["place"], block["has_arguments"] = self._calls, False
                 self._calls += 1
                 yield self._chunk_of_call(block, "", id=block["id"], type="function")
 
@@ -328,28 +328,28 @@ class MessageChunks:
             case "signature_delta":
                 block["signature"] = delta["signature"]
             case "input_json_delta" if delta["partial_json"] and block["type"] == "tool_use":
-                block["said"] = True
+                block["has_arguments"] = True
                 yield self._chunk_of_call(block, delta["partial_json"])
 
     def _stop(self, block: Json) -> Iterator[Json]:
         if block["type"] == "thinking" and block.get("signature"):
-            yield self._chunk({"thinking_blocks": [own_block(block | {"thinking": "".join(block["said"])})]})
-        elif block["type"] == "tool_use" and not block["said"]:
+            yield self._chunk({"thinking_blocks": [own_block(block | {"thinking": "".join(block["texts"])})]})
+        elif block["type"] == "tool_use" and not block["has_arguments"]:
             yield self._chunk_of_call(block, arguments_text(block))
 
     def _thinking(self, block: Json, text: str) -> Iterator[Json]:
         if text:
-            between = BETWEEN if self._reasoned and not block["said"] else ""
+            between = BETWEEN if self._reasoned and not block["texts"] else ""
             self._reasoned = True
-            block["said"].append(text)
+            block["texts"].append(text)
             yield self._chunk({"reasoning_content": between + text})
 
     def _chunk(self, delta: Json) -> Json:
         return {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}
 
-    def _chunk_of_call(self, block: Json, arguments: str, **begun: Any) -> Json:
-        """begun: fields of the first chunk of a call."""
-        named = {"name": block["name"]} if begun else {}
+    def _chunk_of_call(self, block: Json, arguments: str, **first_fields: Any) -> Json:
+        """first_fields: fields of the first chunk of a call."""
+        name = {"name": block["name"]} if first_fields else {}
         return self._chunk(
-            {"tool_calls": [{"index": block["place"], **begun, "function": {**named, "arguments": arguments}}]}
+            {"tool_calls": [{"index": block["place"], **first_fields, "function": {**name, "arguments": arguments}}]}
         )

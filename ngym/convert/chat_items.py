@@ -71,8 +71,8 @@ def _chat_part(part: Json, where: str) -> Json:
                 raise BadRequest(f"{where}: an input_image needs an image_url (a URL or a data: URL)")
             return {"type": "image_url", "image_url": {"url": part["image_url"], **_present(part, "detail")}}
         case "input_video" if part.get("video_url"):
-            given = part["video_url"]
-            return {"type": "video_url", "video_url": given if isinstance(given, dict) else {"url": given}}
+            video = part["video_url"]
+            return {"type": "video_url", "video_url": video if isinstance(video, dict) else {"url": video}}
         case "input_audio" if isinstance(part.get("input_audio"), dict):
             return {"type": "input_audio", "input_audio": part["input_audio"]}
         case "input_file":
@@ -355,9 +355,9 @@ class CallIds:
         self._used: set[str] = set()
         self._count = 0
 
-    def take(self, given: str | None) -> str:
-        """The id of the next call. given: the id from the back end, if any."""
-        call_id = given or f"call_{self._stem}_{self._count}"
+    def take(self, upstream_id: str | None) -> str:
+        """The id of the next call. upstream_id: the id from the back end, if any."""
+        call_id = upstream_id or f"call_{self._stem}_{self._count}"
         if call_id in self._used:
             call_id = f"{call_id}_fc_{self._stem}_{self._count}"
         self._used.add(call_id)

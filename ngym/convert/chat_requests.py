@@ -211,8 +211,8 @@ def _responses_tool(tool: Json) -> Json:
     """Convert a tool with explicit `strict`: the default is false in Chat Completions and true in the Responses API."""
     function = tool["function"]
     names = ("name", "description", "parameters")
-    given = {name: function[name] for name in names if function.get(name) is not None}
-    return {"type": "function", **given, "strict": bool(function.get("strict"))}
+    fields = {name: function[name] for name in names if function.get(name) is not None}
+    return {"type": "function", **fields, "strict": bool(function.get("strict"))}
 
 
 def _chat_choice(choice: Json) -> Json:
@@ -232,8 +232,8 @@ def _responses_choice(choice: Json) -> Json:
         case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}:
             return {"type": "allowed_tools", "mode": mode, "tools": [_responses_choice(tool) for tool in tools]}
         case _:
-            named = "{'type': 'function', 'function': {'name': ...}}"
-            raise BadRequest(f"field 'tool_choice': must be none, auto, required or {named}")
+            form = "{'type': 'function', 'function': {'name': ...}}"
+            raise BadRequest(f"field 'tool_choice': must be none, auto, required or {form}")
 
 
 def _chat_text(text: Json) -> Json:
@@ -405,8 +405,8 @@ def unfinished(response: Json) -> str | None:
 def _finish_of_response(response: Json) -> FinishReason:
     if response.get("status") == "incomplete":
         return _FINISH.get((response.get("incomplete_details") or {}).get("reason", ""), "length")
-    called = any(item.get("type") == "function_call" for item in response["output"])
-    return "tool_calls" if called else "stop"
+    has_calls = any(item.get("type") == "function_call" for item in response["output"])
+    return "tool_calls" if has_calls else "stop"
 
 
 def chat_from_response(response: Json) -> Json:
@@ -465,7 +465,7 @@ def usage_from_chat(usage: Json | None) -> Json | None:
         total = prompt + completion
     return {
         "input_tokens": prompt,
-        "input_tokens_details": _cached(usage.get("prompt_tokens_details")),
+        "input_tokens_details": _cached_tokens(usage.get("prompt_tokens_details")),
         "output_tokens": completion,
         "output_tokens_details": {
             "reasoning_tokens": (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
@@ -480,7 +480,7 @@ def usage_to_chat(usage: Json | None) -> Json | None:
         return None
     return {
         "prompt_tokens": usage.get("input_tokens"),
-        "prompt_tokens_details": _cached(usage.get("input_tokens_details")),
+        "prompt_tokens_details": _cached_tokens(usage.get("input_tokens_details")),
         "completion_tokens": usage.get("output_tokens"),
         "completion_tokens_details": {
             "reasoning_tokens": (usage.get("output_tokens_details") or {}).get("reasoning_tokens")
@@ -489,7 +489,7 @@ def usage_to_chat(usage: Json | None) -> Json | None:
     }
 
 
-def _cached(details: Json | None) -> Json:
+def _cached_tokens(details: Json | None) -> Json:
     """Cached input tokens, and those written to the cache if the back end reports them, as Anthropic's does."""
     details = details or {}
     written = {"cache_write_tokens": details["cache_write_tokens"]} if details.get("cache_write_tokens") else {}

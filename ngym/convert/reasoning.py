@@ -104,11 +104,11 @@ def split_think(content: str) -> Split:
     """Split content with think tags into its leading reasoning and the rest; `join_think` is the exact inverse."""
     blocks: list[Block] = []
     at = 0
-    found = _BLOCK.match(content) or _UNOPENED.match(content)
-    while found:
-        blocks.append(Block(found[2], found[1], found[3]))
-        at = found.end()
-        found = _BLOCK.match(content, at)
+    match = _BLOCK.match(content) or _UNOPENED.match(content)
+    while match:
+        blocks.append(Block(match[2], match[1], match[3]))
+        at = match.end()
+        match = _BLOCK.match(content, at)
     return Split(blocks, content[at:])
 
 
@@ -127,40 +127,40 @@ class ThinkSplitter:
 
     def __init__(self) -> None:
         self._state: Literal["start", "unopened", "block", "after", "text"] = "start"
-        self._held = ""
+        self._buffer = ""
         self._searched = 0
 
     def take(self, text: str) -> Iterator[SplitText]:
         """The outputs that are certain with this further piece."""
-        self._held += text
-        while self._held:
-            state, held = self._state, self._held
+        self._buffer += text
+        while self._buffer:
+            state, buffer = self._state, self._buffer
             if state == "text":
-                yield SplitText("text", self._release(len(held)))
+                yield SplitText("text", self._release(len(buffer)))
             elif state == "block":
                 yield from self._in_block()
             elif state == "unopened":
                 yield from self._unopened()
             else:
                 yield from self._before_block()
-            if (self._state, self._held) == (state, held):
+            if (self._state, self._buffer) == (state, buffer):
                 return
 
     def end(self) -> Iterator[SplitText]:
         """The text that was held back; everything after it is text."""
-        if self._held:
-            yield SplitText("reasoning" if self._state == "block" else "text", self._release(len(self._held)))
+        if self._buffer:
+            yield SplitText("reasoning" if self._state == "block" else "text", self._release(len(self._buffer)))
         if self._state == "block":
             yield SplitText("thought", "")
         self._state = "text"
 
     def _release(self, length: int) -> str:
-        text, self._held, self._searched = self._held[:length], self._held[length:], 0
+        text, self._buffer, self._searched = self._buffer[:length], self._buffer[length:], 0
         return text
 
     def _in_block(self) -> Iterator[SplitText]:
-        end = self._held.find(CLOSE)
-        known = end if end >= 0 else len(self._held) - _marker_prefix_length(self._held, CLOSE)
+        end = self._buffer.find(CLOSE)
+        known = end if end >= 0 else len(self._buffer) - _marker_prefix_length(self._buffer, CLOSE)
         if known:
             yield SplitText("reasoning", self._release(known))
         if end >= 0:
@@ -168,19 +168,19 @@ class ThinkSplitter:
             self._state = "after"
 
     def _before_block(self) -> Iterator[SplitText]:
-        word = _WORD.search(self._held, self._searched)
-        start = word.start() if word else len(self._held)
-        if self._held.startswith(OPEN, start):
+        word = _WORD.search(self._buffer, self._searched)
+        start = word.start() if word else len(self._buffer)
+        if self._buffer.startswith(OPEN, start):
             yield SplitText("think", self._release(start + len(OPEN)))
             self._state = "block"
-        elif OPEN.startswith(self._held[start : start + len(OPEN)]):
+        elif OPEN.startswith(self._buffer[start : start + len(OPEN)]):
             self._searched = start
         else:
             self._state = "text" if self._state == "after" else "unopened"
 
     def _unopened(self) -> Iterator[SplitText]:
-        tag = _TAG.search(self._held, self._searched)
-        self._searched = max(0, len(self._held) - len(CLOSE))
+        tag = _TAG.search(self._buffer, self._searched)
+        self._searched = max(0, len(self._buffer) - len(CLOSE))
         if tag is None:
             return
         self._state = "text"
@@ -238,7 +238,7 @@ class ChunkReader:
         self._thinking = False
         self._signed = self._reasoned = False
         self._calls: dict[int | None, _OpenToolCall] = {}
-        self._begun = 0
+        self._call_count = 0
         self._tokens: Json = {}
         self._prompt: list[int] | None = None
         self._sampled: list[int] | None = None
@@ -305,7 +305,7 @@ class ChunkReader:
             yield from self._block(block)
         if delta.get("content"):
             pieces = self._splitter.take(delta["content"]) if self._splitter else (SplitText("text", delta["content"]),)
-            yield from self._parsed(pieces)
+            yield from self._parse(pieces)
         if delta.get("refusal"):
             yield from self._end_text()
             yield ReasoningPiece("refusal", delta["refusal"])
@@ -336,7 +336,7 @@ class ChunkReader:
             yield from self._end_thought({"signature": block["signature"]} if block.get("signature") else {})
         self._signed = True
 
-    def _parsed(self, pieces: Any) -> Iterator[ReasoningPiece]:
+    def _parse(self, pieces: Any) -> Iterator[ReasoningPiece]:
         for kind, text in pieces:
             match kind:
                 case "think":
@@ -364,22 +364,22 @@ class ChunkReader:
         """
         yield from self._end_text()
         index, call_id, function = call.get("index"), call.get("id") or "", call.get("function") or {}
-        begun = self._calls.get(index)
-        if begun is None or (call_id and begun.call_id and call_id != begun.call_id):
-            begun = self._calls[index] = _OpenToolCall(self._begun)
-            self._begun += 1
-        begun.call_id = begun.call_id or call_id
-        begun.waiting += function.get("arguments") or ""
-        if not begun.named and function.get("name"):
-            begun.named = True
-            yield ReasoningPiece("call", function["name"], begun.place, {"id": begun.call_id})
-        if begun.named and begun.waiting:
-            yield ReasoningPiece("arguments", begun.waiting, begun.place)
-            begun.waiting = ""
+        open_call = self._calls.get(index)
+        if open_call is None or (call_id and open_call.call_id and call_id != open_call.call_id):
+            open_call = self._calls[index] = _OpenToolCall(self._call_count)
+            self._call_count += 1
+        open_call.call_id = open_call.call_id or call_id
+        open_call.waiting += function.get("arguments") or ""
+        if not open_call.named and function.get("name"):
+            open_call.named = True
+            yield ReasoningPiece("call", function["name"], open_call.place, {"id": open_call.call_id})
+        if open_call.named and open_call.waiting:
+            yield ReasoningPiece("arguments", open_call.waiting, open_call.place)
+            open_call.waiting = ""
 
     def _end_text(self) -> Iterator[ReasoningPiece]:
         if self._splitter:
-            yield from self._parsed(self._splitter.end())
+            yield from self._parse(self._splitter.end())
         yield from self._end_thought({})
 
 

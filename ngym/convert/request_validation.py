@@ -172,7 +172,7 @@ def _reasoning_problems(item: Json, where: str) -> Iterator[Problem]:
             yield from _content_problems(item[name], f"{where}.{name}")
             if isinstance(item[name], str):
                 yield Problem(f"{where}.{name}", "must be a list of parts")
-            elif isinstance(item[name], list) and not all(_says_text(part) for part in item[name]):
+            elif isinstance(item[name], list) and not all(_has_text(part) for part in item[name]):
                 yield Problem(f"{where}.{name}", "each part must have its text, a string")
     if not isinstance(item.get("encrypted_content") or "", str):
         yield Problem(f"{where}.encrypted_content", "must be a string")
@@ -188,19 +188,19 @@ def are_tags(ng: Any) -> bool:
     return False
 
 
-def _says_text(part: Any) -> bool:
+def _has_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def token_problems(item: Json, where: str) -> Iterator[Problem]:
     """Token data must be complete or absent, with one logprob for each sampled id."""
-    given = [name for name in TOKEN_FIELDS if name in item]
-    if not given:
+    present = [name for name in TOKEN_FIELDS if name in item]
+    if not present:
         return
     values = [item.get(name) for name in TOKEN_FIELDS]
     if not all(isinstance(value, list) for value in values):
         yield Problem(
-            where, f"{', '.join(TOKEN_FIELDS)} must be three lists, all of them or none; there is {', '.join(given)}"
+            where, f"{', '.join(TOKEN_FIELDS)} must be three lists, all of them or none; there is {', '.join(present)}"
         )
     elif len(item[TOKEN_FIELDS[1]]) != len(item[TOKEN_FIELDS[2]]):
         yield Problem(where, f"{TOKEN_FIELDS[1]} and {TOKEN_FIELDS[2]} must be equally long")
@@ -235,8 +235,8 @@ def _choice_problems(choice: Json, names: set[str]) -> Iterator[Problem]:
     """A function in tool_choice must be one of the tools."""
     inner = choice.get("allowed_tools") if isinstance(choice.get("allowed_tools"), dict) else choice
     allowed = (inner or {}).get("tools") if choice["type"] == "allowed_tools" else None
-    for named in allowed if isinstance(allowed, list) else [choice]:
-        match named:
+    for tool in allowed if isinstance(allowed, list) else [choice]:
+        match tool:
             case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
                 if name not in names:
                     yield Problem("tool_choice", f"there is no tool {value_text(name)}{did_you_mean(name, names)}")
@@ -247,9 +247,9 @@ def value_text(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 40 else f"a {type(value).__name__}"
 
 
-def must(right: Callable[[Any], bool], what: str) -> Check:
-    """A condition; `what`: a value for which it is true."""
-    return lambda value: None if right(value) else f"must be {what}"
+def must(right: Callable[[Any], bool], requirement: str) -> Check:
+    """A condition; `requirement`: a value for which it is true."""
+    return lambda value: None if right(value) else f"must be {requirement}"
 
 
 def of_type(kind: type | tuple[type, ...], name: str) -> Check:
@@ -368,8 +368,8 @@ def check_overrides(params: Json) -> None:
         BadRequest: a field is not known, not supported, or of the wrong type.
     """
     whole = {name.partition(".")[0]: None if "." in name else value for name, value in params.items()}
-    given = {name: value for name, value in whole.items() if value is not None or name not in RESPONSES}
-    sound({}, _field_problems(given, RESPONSES, RESPONSES_REFUSED))
+    fields = {name: value for name, value in whole.items() if value is not None or name not in RESPONSES}
+    sound({}, _field_problems(fields, RESPONSES, RESPONSES_REFUSED))
 
 
 def check_chat_request(body: Json) -> Json:
@@ -380,12 +380,12 @@ def check_chat_request(body: Json) -> Json:
 
 def known_fields(body: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Json:
     """The fields that are not null; a BadRequest if one is unknown, refused, or of the wrong type."""
-    given = {name: value for name, value in body.items() if value is not None}
-    return sound(given, _field_problems(given, checks, not_supported))
+    fields = {name: value for name, value in body.items() if value is not None}
+    return sound(fields, _field_problems(fields, checks, not_supported))
 
 
-def _field_problems(given: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Iterator[Problem]:
-    for name, value in given.items():
+def _field_problems(fields: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Iterator[Problem]:
+    for name, value in fields.items():
         check = checks.get(name)
         if check is not None:
             wrong = check(value)
@@ -399,11 +399,11 @@ def _field_problems(given: Json, checks: dict[str, Check], not_supported: dict[s
 
 def sound(value: Json, *problems: Iterable[Problem]) -> Json:
     """The value, if it has no problems; else raises a BadRequest with the first ones, without a search for all."""
-    found = chain.from_iterable(problems)
-    first = next(found, None)
+    all_problems = chain.from_iterable(problems)
+    first = next(all_problems, None)
     if first is None:
         return value
-    raise refused(chain((first,), found))
+    raise refused(chain((first,), all_problems))
 
 
 def _background(value: Any) -> str | None:

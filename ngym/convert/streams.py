@@ -61,10 +61,10 @@ def chat_chunks(completion: Json, *, include_usage: bool = False) -> Iterator[Js
         start = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
         yield chunk({"tool_calls": [start]})
         yield chunk({"tool_calls": [{"index": index, "function": {"arguments": call["function"]["arguments"]}}]})
-    beside = token_fields(message)
+    extra = token_fields(message)
     if "stop_reason" in choice:  # vLLM's: the stop string that was met
-        beside["stop_reason"] = choice["stop_reason"]
-    yield chunk({}, choice["finish_reason"], **beside) | ({"ng": completion["ng"]} if "ng" in completion else {})
+        extra["stop_reason"] = choice["stop_reason"]
+    yield chunk({}, choice["finish_reason"], **extra) | ({"ng": completion["ng"]} if "ng" in completion else {})
     if include_usage:
         yield {**head, "choices": [], "usage": completion.get("usage")}
 
@@ -106,18 +106,18 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
 
 def begun_response(response: Json) -> Json:
     """The Response as it was at its beginning, without output."""
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
-    return begun | {"incomplete_details": None, "error": None}
+    initial = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
+    return initial | {"incomplete_details": None, "error": None}
 
 
 def initial_item(item: Json) -> Json:
     """The item as it was at its beginning, without content."""
-    begun = {name: [] if name in ("content", "summary") else value for name, value in item.items()}
-    if "arguments" in begun:
-        begun["arguments"] = ""
-    if "status" in begun:
-        begun["status"] = "in_progress"
-    return begun
+    initial = {name: [] if name in ("content", "summary") else value for name, value in item.items()}
+    if "arguments" in initial:
+        initial["arguments"] = ""
+    if "status" in initial:
+        initial["status"] = "in_progress"
+    return initial
 
 
 def _content_events(parts: list[Json], place: Json) -> Iterator[tuple[str, Json]]:
@@ -158,34 +158,34 @@ class OpenItem:
         self.item = item
         self.place = place
         self._at = {"item_id": item["id"], "output_index": place}
-        self._said: list[str] = []
+        self._deltas: list[str] = []
 
     def part(self, kind: str) -> SplitText:
         """Begin a part."""
         part = _PARTS[kind]()
         self.item["content"].append(part)
-        yield "response.content_part.added", {**self._here(), "part": empty_part(part)}
+        yield "response.content_part.added", {**self._position(), "part": empty_part(part)}
 
     def more(self, kind: str, text: str, logprobs: list[Json] | None = None) -> SplitText:
         """Append to the part, or to the arguments of a call."""
         if kind == "arguments":
-            self._said.append(text)
+            self._deltas.append(text)
             yield "response.function_call_arguments.delta", {**self._at, "delta": text}
             return
         if self.item["content"][-1]["type"] != kind:
             yield from self._part_done()
             yield from self.part(kind)
-        self._said.append(text)
+        self._deltas.append(text)
         more = {"logprobs": logprobs} if kind == "output_text" else {}
-        yield f"response.{kind}.delta", {**self._here(), "delta": text, **more}
+        yield f"response.{kind}.delta", {**self._position(), "delta": text, **more}
 
     def settle(self) -> None:
         """Write the content so far into the item."""
         if self.item["type"] == "function_call":
-            self.item["arguments"] = "".join(self._said)
+            self.item["arguments"] = "".join(self._deltas)
         elif self.item.get("content"):
             part = self.item["content"][-1]
-            part[_field(part)] = "".join(self._said)
+            part[_field(part)] = "".join(self._deltas)
 
     def done(self) -> SplitText:
         """End the item."""
@@ -199,15 +199,15 @@ class OpenItem:
 
     def _part_done(self) -> SplitText:
         self.settle()
-        self._said = []
+        self._deltas = []
         part = self.item["content"][-1]
         fields = {_field(part): part[_field(part)]}
         if part["type"] == "output_text":
             fields["logprobs"] = part["logprobs"]
-        yield f"response.{part['type']}.done", {**self._here(), **fields}
-        yield "response.content_part.done", {**self._here(), "part": part}
+        yield f"response.{part['type']}.done", {**self._position(), **fields}
+        yield "response.content_part.done", {**self._position(), "part": part}
 
-    def _here(self) -> Json:
+    def _position(self) -> Json:
         return {**self._at, "content_index": len(self.item["content"]) - 1}
 
 
@@ -249,7 +249,7 @@ class ChunkStream:
         elif kind == "response.output_item.done":
             yield from self._rest(event["item"], event["output_index"])
         elif kind in _LAST:
-            yield from self._last(event["response"])
+            yield from self._last_chunks(event["response"])
         elif kind in ("error", "response.failed"):
             yield from self.fail(_message(event))
 
@@ -323,7 +323,7 @@ class ChunkStream:
                 if item.get("encrypted_content"):
                     yield self._chunk({"thinking_blocks": [block]})
 
-    def _last(self, response: Json) -> Iterator[Json]:
+    def _last_chunks(self, response: Json) -> Iterator[Json]:
         self._ended = True
         completion = chat_from_response(response)
         choice, message = completion["choices"][0], completion["choices"][0]["message"]
@@ -333,8 +333,8 @@ class ChunkStream:
         if self._include_usage:
             yield {**(self._head or {}), "choices": [], "usage": completion["usage"]}
 
-    def _chunk(self, delta: Json, finish: str | None = None, **beside: Any) -> Json:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None, **beside}
+    def _chunk(self, delta: Json, finish: str | None = None, **extra: Any) -> Json:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None, **extra}
         return {**(self._head or {}), "choices": [choice]}
 
 
@@ -417,9 +417,9 @@ class ResponseStream:
         model = self._model or head.get("model") or self._params.get("model") or ""
         created = head.get("created")
         self._base = new_response(self._params, [], response_id=response_id, model=model, created_at=created)
-        begun = begun_response(self._base)
-        yield self._event("response.created", {"response": begun})
-        yield self._event("response.in_progress", {"response": begun})
+        initial = begun_response(self._base)
+        yield self._event("response.created", {"response": initial})
+        yield self._event("response.in_progress", {"response": initial})
 
     def _response(self) -> Json:
         """The Response so far."""
@@ -508,8 +508,8 @@ class ResponseStream:
 
     def _close(self) -> Iterator[Json]:
         if self._open is not None:
-            done, self._open = self._open.done(), None
-            yield from self._numbered(done)
+            item, self._open = self._open.done(), None
+            yield from self._numbered(item)
 
     def _numbered(self, events: SplitText) -> Iterator[Json]:
         for kind, event in events:

@@ -127,31 +127,31 @@ def conversation(params: Json, response: Json, *, reasoning: bool) -> Conversati
         NotRepresentable: no prompt, no text of the policy, or an item without a Chat form.
     """
     # the Response echoes what an agent or a gym server added (a system prompt, its own tools)
-    given = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
-    asked = _chat({**given, "input": params.get("input")}, "responses_create_params.input")
+    context = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
+    request = _chat({**context, "input": params.get("input")}, "responses_create_params.input")
     output = response.get("output")
     if not isinstance(output, list):
         raise NotRepresentable("response.output is not a list of items")
-    said = _chat({"input": output}, "response.output")
-    turns = [index for index, message in enumerate(said["messages"]) if message["role"] == "assistant"]
+    answer = _chat({"input": output}, "response.output")
+    turns = [index for index, message in enumerate(answer["messages"]) if message["role"] == "assistant"]
     if not turns:
         raise NotRepresentable("the policy said nothing")
-    before = asked["messages"] + said["messages"][: turns[0]]
+    before = request["messages"] + answer["messages"][: turns[0]]
     if not before:
         raise NotRepresentable("there is no prompt")
     prompt, completion = (
         [_for_templates(message, reasoning) for message in messages]
-        for messages in (before, said["messages"][turns[0] : turns[-1] + 1])
+        for messages in (before, answer["messages"][turns[0] : turns[-1] + 1])
     )
-    return Conversation(prompt, completion, asked.get("tools", []))
+    return Conversation(prompt, completion, request.get("tools", []))
 
 
 def fingerprint(*messages: Json) -> bytes:
     """Equal for messages with the same content, regardless of call ids and of white space around texts."""
     ordinals: dict[Any, int] = {}
-    said = [_essence(message, ordinals) for message in messages]
+    essences = [_essence(message, ordinals) for message in messages]
     try:
-        written = orjson.dumps([[[[said]]]], option=orjson.OPT_SORT_KEYS)  # as deep as in a row of the output
+        written = orjson.dumps([[[[essences]]]], option=orjson.OPT_SORT_KEYS)  # as deep as in a row of the output
     except TypeError as error:
         raise NotRepresentable(f"it cannot be written as JSON: {error}") from None
     return hashlib.blake2b(written, digest_size=16).digest()
@@ -226,14 +226,14 @@ class ShapeNumbers:
 
 def one_per_shape_first(rows: Iterable[Row]) -> Iterator[Row]:
     """The first row of each shape, then the others; both in their order."""
-    seen: set[tuple[int, ...]] = set()
+    known: set[tuple[int, ...]] = set()
     others: list[Row] = []
     for row in rows:
         shapes = tuple(candidate.shape for candidate in row.candidates)
-        if shapes in seen:
+        if shapes in known:
             others.append(row)
         else:
-            seen.add(shapes)
+            known.add(shapes)
             yield row
     yield from others
 
@@ -249,8 +249,8 @@ def _shape(value: Any) -> Hashable:
     return type(value).__name__
 
 
-def demonstration(said: Conversation) -> Json:
-    return {"messages": said.prompt + said.completion} | _tools(said)
+def demonstration(conversation: Conversation) -> Json:
+    return {"messages": conversation.prompt + conversation.completion} | _tools(conversation)
 
 
 def preference(chosen: Conversation, rejected: Conversation, margin: float) -> Json:
@@ -259,11 +259,11 @@ def preference(chosen: Conversation, rejected: Conversation, margin: float) -> J
     return sides | _tools(chosen) | {"margin": margin}
 
 
-def kto(said: Conversation, label: bool) -> Json:
-    return {"prompt": said.prompt, "completion": said.completion, "label": label} | _tools(said)
+def kto(conversation: Conversation, label: bool) -> Json:
+    return {"prompt": conversation.prompt, "completion": conversation.completion, "label": label} | _tools(conversation)
 
 
-def sharegpt(said: Conversation) -> Json:
+def sharegpt(conversation: Conversation) -> Json:
     """A row as LLaMA-Factory documents it: human and gpt alternate, and so do function_call and observation; parallel
     calls, and their results, are one JSON list; reasoning is between think tags; the tools are a JSON string.
 
@@ -273,7 +273,7 @@ def sharegpt(said: Conversation) -> Json:
     """
     turns: list[Json] = []
     results: list[str] = []
-    for message in said.prompt + said.completion:
+    for message in conversation.prompt + conversation.completion:
         if not isinstance(message["content"], str):
             raise NotRepresentable(f"a {message['role']} message has more than text, which ShareGPT cannot represent")
         if message["role"] == "tool":
@@ -284,7 +284,7 @@ def sharegpt(said: Conversation) -> Json:
         turns.append(_turn(message))
     turns += _observation(results)
     _check_alternation([turn["from"] for turn in turns])
-    return {"conversations": turns} | ({"tools": _text(said.tools)} if said.tools else {})
+    return {"conversations": turns} | ({"tools": _text(conversation.tools)} if conversation.tools else {})
 
 
 def _check_alternation(speakers: list[str]) -> None:
@@ -296,16 +296,16 @@ def _check_alternation(speakers: list[str]) -> None:
             raise NotRepresentable(f"{speaker} {before}, where ShareGPT has {' or '.join(expected)}")
 
 
-def check_prompt(said: Conversation) -> None:
+def check_prompt(conversation: Conversation) -> None:
     """Raise NotRepresentable for a prompt that is not valid without its completion, as pairs and KTO need."""
-    role = said.prompt[-1]["role"]
+    role = conversation.prompt[-1]["role"]
     if role == "system":
         raise NotRepresentable("the prompt ends with a system message; it must end with a message of a user or a tool")
 
 
-def _tools(said: Conversation) -> Json:
+def _tools(conversation: Conversation) -> Json:
     # not []: some templates (Llama 3) announce tools for it
-    return {"tools": said.tools} if said.tools else {}
+    return {"tools": conversation.tools} if conversation.tools else {}
 
 
 def _turn(message: Json) -> Json:

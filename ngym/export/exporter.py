@@ -46,13 +46,13 @@ CACHED_CONVERSATIONS = 64  # conversations that are cached for the next pairs of
 def table(tally: ExportCounts, options: Options) -> Table:
     from rich.table import Table
 
-    shown = Table(show_header=False, pad_edge=False)
-    shown.add_column()
-    shown.add_column(justify="right")
-    shown.add_column()
+    result = Table(show_header=False, pad_edge=False)
+    result.add_column()
+    result.add_column(justify="right")
+    result.add_column()
     for line in _lines(tally, options):
-        shown.add_row(*line)
-    return shown
+        result.add_row(*line)
+    return result
 
 
 def as_object(tally: ExportCounts, options: Options, seconds: float) -> Json:
@@ -72,14 +72,14 @@ def _lines(tally: ExportCounts, options: Options) -> Iterator[tuple[str, str, st
     for reason in Reason:
         if tally.dropped[reason]:
             yield "left out", f"{tally.dropped[reason]:,}", _reason_text(reason, options)
-    yield "kept", f"{tally.kept:,}", _kept_text(tally, options)
+    yield "kept", f"{tally.kept:,}", _kept_line(tally, options)
 
 
 def _reason_text(reason: Reason, options: Options) -> str:
     return f"{reason.text}, {options.threshold:g}" if reason is Reason.LOW else reason.text
 
 
-def _kept_text(tally: ExportCounts, options: Options) -> str:
+def _kept_line(tally: ExportCounts, options: Options) -> str:
     match options.format:
         case "preferences" if tally.rows:
             return f"in {tally.rows:,} pairs; margin {fmean(tally.margins):.3g}, at least {min(tally.margins):.3g}"
@@ -124,19 +124,19 @@ class Renderer:
     def __init__(self, options: Options, sources: list[BinaryIO]) -> None:
         self._options = options
         self._sources = sources
-        self._said = lru_cache(CACHED_CONVERSATIONS)(self._conversation)
+        self._cached_conversation = lru_cache(CACHED_CONVERSATIONS)(self._conversation)
 
     def line(self, row: Row) -> bytes:
         if isinstance(row, Pair):
-            chosen, rejected = map(self._said, row)
+            chosen, rejected = map(self._cached_conversation, row)
             return orjson.dumps(preference(chosen, rejected, row.margin))
         match self._options.format:
             case "demonstrations":
-                return orjson.dumps(demonstration(self._said(row.candidate)))
+                return orjson.dumps(demonstration(self._cached_conversation(row.candidate)))
             case "kto":
-                return orjson.dumps(kto(self._said(row.candidate), row.label))
+                return orjson.dumps(kto(self._cached_conversation(row.candidate), row.label))
             case "sharegpt":
-                return orjson.dumps(sharegpt(self._said(row.candidate)))
+                return orjson.dumps(sharegpt(self._cached_conversation(row.candidate)))
         return self._bytes(row.candidate.place)
 
     def _conversation(self, candidate: Candidate) -> Conversation:
@@ -151,10 +151,10 @@ class Renderer:
     def _bytes(self, place: LinePosition) -> bytes:
         source = self._sources[place.file]
         source.seek(place.start)
-        found = source.read(place.end - place.start)
-        if len(found) < place.end - place.start:
+        data = source.read(place.end - place.start)
+        if len(data) < place.end - place.start:
             raise self._changed(place)
-        return found.removeprefix(BOM).strip()
+        return data.removeprefix(BOM).strip()
 
     def _changed(self, place: LinePosition) -> UsageError:
         path = self._options.inputs[place.file]
@@ -200,7 +200,7 @@ class Scan:
         """
         bad: list[str] = []
         bad_count = 0
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for number, path in enumerate(self.options.inputs):
             for line in read(path):
                 try:
@@ -213,15 +213,15 @@ class Scan:
                 self.tally.read += 1
                 self.tick(self.tally.read)
                 if isinstance(outcome, Candidate):
-                    found.append(outcome)
+                    candidates.append(outcome)
                 elif outcome is not None:
                     self.tally.drop(outcome)
         if bad_count > REPORTED_LINES:
             bad.append(f"... and {bad_count - REPORTED_LINES} more lines")
         if bad:
             raise UsageError("\n".join(bad))
-        self.tally.tasks = len({candidate.task for candidate in found})
-        return found
+        self.tally.tasks = len({candidate.task for candidate in candidates})
+        return candidates
 
     def _outcome(self, path: Path, number: int, line: Line) -> Candidate | Reason | None:
         """The candidate of a line, or the reason to drop it; None if it is already counted."""
@@ -234,7 +234,7 @@ class Scan:
             raise NoRollout(problem)
         if isinstance(rollout, Reason):
             return rollout
-        if reason := self._unfit(rollout):
+        if reason := self._drop_reason(rollout):
             return reason
         try:
             return self._candidate(LinePosition(number, line.start, line.end), rollout, line.row)
@@ -242,7 +242,7 @@ class Scan:
             self.tally.count_not_representable(f"{path}:{line.number}: {error}")
             return None
 
-    def _unfit(self, rollout: ScoredRollout) -> Reason | None:
+    def _drop_reason(self, rollout: ScoredRollout) -> Reason | None:
         """Why the format cannot represent the rollout truthfully, or why it is filtered out."""
         options = self.options
         good = reaches(rollout.reward, options.threshold)
@@ -250,45 +250,45 @@ class Scan:
             return None if good else Reason.LOW
         if rollout.ending == "cut":
             return Reason.CUT
-        to_be_said = options.imitated or (options.format == "kto" and good)
-        if rollout.ending == "step limit" and to_be_said and not options.keep_truncated:
+        is_imitated = options.imitated or (options.format == "kto" and good)
+        if rollout.ending == "step limit" and is_imitated and not options.keep_truncated:
             return Reason.TRUNCATED
         return Reason.LOW if options.imitated and not good else None
 
     def _candidate(self, place: LinePosition, rollout: ScoredRollout, row: Json) -> Candidate | Reason:
         """The candidate, or DUPLICATE. Raises NotRepresentable."""
         if self.options.format == "rollouts":  # copied unchanged: needs only an identity
-            if self.options.dedupe and self._seen(_identity(rollout)):
+            if self.options.dedupe and self._is_duplicate(_identity(rollout)):
                 return Reason.DUPLICATE
             return Candidate(place, self._task(rollout), rollout.reward, True, b"", self._shapes.number(row))
         whole = rollout.ending == "whole" or self.options.keep_truncated
-        said = self._representable(rollout)
-        prompt = fingerprint(*said.prompt, *said.tools)
-        if self.options.dedupe and self._seen(prompt + fingerprint(*said.completion)):
+        own = self._representable(rollout)
+        prompt = fingerprint(*own.prompt, *own.tools)
+        if self.options.dedupe and self._is_duplicate(prompt + fingerprint(*own.completion)):
             return Reason.DUPLICATE
         return Candidate(
             place,
             self._task(rollout, prompt),
             rollout.reward,
             exemplary=whole and reaches(rollout.reward, self.options.threshold),
-            words=fingerprint(*(message for message in said.completion if message["role"] == "assistant")),
-            shape=self._shapes.number([said.prompt, said.completion, said.tools]),
+            words=fingerprint(*(message for message in own.completion if message["role"] == "assistant")),
+            shape=self._shapes.number([own.prompt, own.completion, own.tools]),
         )
 
     def _representable(self, rollout: ScoredRollout) -> Conversation:
         """The conversation; raises NotRepresentable if Chat or the format cannot represent it."""
-        said = conversation(rollout.params, rollout.response, reasoning=self.options.keep_reasoning)
+        result = conversation(rollout.params, rollout.response, reasoning=self.options.keep_reasoning)
         if self.options.format == "sharegpt":
-            sharegpt(said)
+            sharegpt(result)
         elif self.options.format in ("preferences", "kto"):
-            check_prompt(said)
-        return said
+            check_prompt(result)
+        return result
 
     def _task(self, rollout: ScoredRollout, prompt: bytes = b"") -> int:
         """The number of its group. Rollouts of one task with different prompts or tools are different groups."""
         return self._tasks.setdefault((*rollout.task, prompt), len(self._tasks))
 
-    def _seen(self, identity: bytes) -> bool:
+    def _is_duplicate(self, identity: bytes) -> bool:
         known = identity in self._conversations
         self._conversations.add(identity)
         return known
@@ -296,7 +296,7 @@ class Scan:
 
 def _identity(rollout: ScoredRollout) -> bytes:
     try:
-        said = conversation(rollout.params, rollout.response, reasoning=True)
+        whole = conversation(rollout.params, rollout.response, reasoning=True)
     except NotRepresentable:
         return fingerprint(rollout.params, rollout.response)
-    return fingerprint(*said.prompt, *said.tools, *said.completion)
+    return fingerprint(*whole.prompt, *whole.tools, *whole.completion)

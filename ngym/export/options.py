@@ -99,13 +99,13 @@ class Options:
             if value is not None and self.format != "preferences":
                 raise UsageError(f"{option_name(name)} is for {option('format', 'preferences')}, not {self.format}")
         if self.format == "rollouts":
-            for given in (
+            for combination in (
                 option("keep_reasoning", False) if not self.keep_reasoning else "",
                 option("keep_truncated", True) if self.keep_truncated else "",
             ):
-                if given:
+                if combination:
                     rollouts = option("format", "rollouts")
-                    raise UsageError(f"{given} has no effect with {rollouts}, whose rows are copied unchanged")
+                    raise UsageError(f"{combination} has no effect with {rollouts}, whose rows are copied unchanged")
 
     def _check_files(self) -> None:
         if not self.inputs:

@@ -199,11 +199,11 @@ def ranked(group: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
 def _best_worst(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pair]:
     free = list(group)
     while free:
-        chosen = free.pop(0)
-        rejected = next((other for other in reversed(free) if fits(chosen, other)), None)
+        best = free.pop(0)
+        rejected = next((other for other in reversed(free) if fits(best, other)), None)
         if rejected is not None:
             free.remove(rejected)
-            yield Pair(chosen, rejected)
+            yield Pair(best, rejected)
 
 
 def _best_rest(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pair]:
@@ -236,11 +236,11 @@ def choose(candidates: Sequence[Candidate], options: Options, tally: ExportCount
 
 
 def _singles(candidates: Sequence[Candidate], options: Options, tally: ExportCounts, rng: random.Random) -> list[Row]:
-    kept = set(candidates)
+    selected = set(candidates)
     if options.best is not None:
-        kept = {best for group in _groups(candidates) for best in ranked(group, rng)[: options.best]}
-    tally.drop(Reason.NOT_BEST, len(candidates) - len(kept))
-    return [Single(candidate, candidate.exemplary) for candidate in candidates if candidate in kept]
+        selected = {best for group in _groups(candidates) for best in ranked(group, rng)[: options.best]}
+    tally.drop(Reason.NOT_BEST, len(candidates) - len(selected))
+    return [Single(candidate, candidate.exemplary) for candidate in candidates if candidate in selected]
 
 
 def _pairs(candidates: Sequence[Candidate], options: Options, tally: ExportCounts, rng: random.Random) -> list[Row]:
@@ -275,9 +275,9 @@ def _limited(rows: list[Row], limit: int | None, tally: ExportCounts, rng: rando
     """A random choice of rows, in their order."""
     if limit is None or len(rows) <= limit:
         return rows
-    kept = [rows[index] for index in sorted(rng.sample(range(len(rows)), limit))]
-    tally.drop(Reason.LIMIT, len(used(rows)) - len(used(kept)))
-    return kept
+    selected = [rows[index] for index in sorted(rng.sample(range(len(rows)), limit))]
+    tally.drop(Reason.LIMIT, len(used(rows)) - len(used(selected)))
+    return selected
 
 
 def _groups(candidates: Iterable[Candidate]) -> Iterable[list[Candidate]]:

@@ -92,18 +92,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """
     _check_regular(path)
     there = Path(os.path.realpath(path))
-    beside = there.with_name(there.name + ".tmp")
+    temporary = there.with_name(there.name + ".tmp")
     try:
-        with beside.open("wb", buffering=BUFFER_BYTES) as file:
+        with temporary.open("wb", buffering=BUFFER_BYTES) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.rename(there)
+        temporary.rename(there)
     except OSError as error:
         raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
     finally:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
     sync_folder(there.parent)
 
 
@@ -157,8 +157,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def _os_error(error: Exception) -> OSError | None:
     """The operating system's error that an error of safetensors quotes; None in other errors."""
-    found = re.search(r"I/O error: (.*?) \(os error (\d+)\)", str(error))
-    return OSError(int(found[2]), found[1]) if found else None
+    match = re.search(r"I/O error: (.*?) \(os error (\d+)\)", str(error))
+    return OSError(int(match[2]), match[1]) if match else None
 
 
 def _sync(folder: Path) -> None:

@@ -24,17 +24,17 @@ def local_copy(path: Path) -> Path:
     Raises:
         UsageError: the path has another form, or the file cannot be downloaded.
     """
-    shown = "hf://" + path.as_posix().removeprefix("hf:").lstrip("/")
+    address = "hf://" + path.as_posix().removeprefix("hf:").lstrip("/")
     match = FORM.fullmatch(path.as_posix())
     if match is None:
-        raise UsageError(f"{shown}: not of the form hf://datasets/OWNER/NAME/PATH (or .../NAME@REVISION/PATH)")
+        raise UsageError(f"{address}: not of the form hf://datasets/OWNER/NAME/PATH (or .../NAME@REVISION/PATH)")
     from huggingface_hub import hf_hub_download
 
     try:
-        found = hf_hub_download(match["name"], match["file"], repo_type="dataset", revision=match["revision"])
+        file = hf_hub_download(match["name"], match["file"], repo_type="dataset", revision=match["revision"])
     except hub_errors() as error:
-        raise UsageError(f"{shown}: cannot be downloaded: {first_line(error)}") from None
-    return Path(found)
+        raise UsageError(f"{address}: cannot be downloaded: {first_line(error)}") from None
+    return Path(file)
 
 
 def hub_model_problem(name: str) -> str | None:

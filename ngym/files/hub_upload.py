@@ -54,8 +54,8 @@ def commit_upload(
             repository, added, commit_message="Upload by ng_push", repo_type=upload.kind, revision=branch
         )
     except hub_errors() as error:
-        where = CREDENTIALS.sub("//", hub)
-        raise NgymError(f"{repository}: not uploaded to {where}: {first_line(error)}") from None
+        address = CREDENTIALS.sub("//", hub)
+        raise NgymError(f"{repository}: not uploaded to {address}: {first_line(error)}") from None
 
 
 def policy_upload(sources: Sequence[Path], repository: str, redact: Callable[[Any], Any]) -> Upload:
@@ -95,24 +95,24 @@ def _model_card(run: Path, repository: str, redact: Callable[[Any], Any]) -> str
     facts["tags"] = ["ngym", *([name] if name else [])]
     if base and REPOSITORY.fullmatch(base) and not Path(base).exists():
         facts["base_model"] = base
-    said = f"A policy trained by ngym with `{name}`" if name else "A policy trained by ngym"
-    parts = [said + (f", from `{base}`." if base else ".")]
-    if last := _last(run / METRICS):
+    first_line = f"A policy trained by ngym with `{name}`" if name else "A policy trained by ngym"
+    parts = [first_line + (f", from `{base}`." if base else ".")]
+    if last := _final_metrics(run / METRICS):
         parts.append(_table(("metric", "last value"), [(f"`{key}`", f"{value:.4g}") for key, value in last.items()]))
     if recipe:
         parts.append(f"## Recipe\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False, width=1000).strip()}\n```")
     return _card(facts, repository, parts)
 
 
-def _last(metrics: Path) -> dict[str, float]:
+def _final_metrics(metrics: Path) -> dict[str, float]:
     """The last values of the metrics that say how a run ended."""
-    found: dict[str, float] = {}
+    last_values: dict[str, float] = {}
     for line in jsonl.read(metrics) if metrics.is_file() else ():
         known = {key: value for key, value in line.row.items() if isinstance(value, int | float)}
-        found |= {
+        last_values |= {
             key: value for key, value in known.items() if key in ("step", *CARD_METRICS) or key.startswith("eval/")
         }
-    return found
+    return last_values
 
 
 def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:

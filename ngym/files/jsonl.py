@@ -62,8 +62,8 @@ def expanded(inputs: Iterable[str | Path], name: str = "input") -> tuple[Path, .
         path, is_pattern = Path(text), glob.has_magic(text)
         if text.startswith(HUB):
             path = local_copy(path)
-        found = sorted(map(Path, glob.iglob(text, recursive=True))) if is_pattern and not path.is_file() else [path]
-        files = [one for one in found if one.is_file()]
+        matches = sorted(map(Path, glob.iglob(text, recursive=True))) if is_pattern and not path.is_file() else [path]
+        files = [one for one in matches if one.is_file()]
         if not files:
             reason = "no file matches" if is_pattern else "no such file"
             where = f" ({option(name)})" if name else ""
@@ -188,30 +188,30 @@ class CheckedLines:
         self._limit = limit
 
     def __iter__(self) -> Iterator[Line]:
-        named: dict[str, _Problem] = {}
+        problems: dict[str, _Problem] = {}
         for line in islice(self._read(), self._limit):
             problem = line.problem or self._check(line.row)
             if problem is None:
                 yield line
                 continue
             self.bad += 1
-            if problem in named:
-                named[problem].count += 1
-            elif len(named) < REPORTED_LINES:
-                named[problem] = _Problem(f"{self._paths[self.reads]}:{line.number}")
-        if named:
-            raise UsageError("\n".join(self._report(named)))
+            if problem in problems:
+                problems[problem].count += 1
+            elif len(problems) < REPORTED_LINES:
+                problems[problem] = _Problem(f"{self._paths[self.reads]}:{line.number}")
+        if problems:
+            raise UsageError("\n".join(self._report(problems)))
 
     def _read(self) -> Iterator[Line]:
         for number, path in enumerate(self._paths):
             self.reads = number
             yield from read(path)
 
-    def _report(self, named: dict[str, _Problem]) -> Iterator[str]:
-        for problem, seen in named.items():
-            more = f" (and {seen.count - 1:,} more lines like it)" if seen.count > 1 else ""
-            yield f"{seen.first}: {problem}{more}"
-        if rest := self.bad - sum(seen.count for seen in named.values()):
+    def _report(self, problems: dict[str, _Problem]) -> Iterator[str]:
+        for problem, found_lines in problems.items():
+            more = f" (and {found_lines.count - 1:,} more lines like it)" if found_lines.count > 1 else ""
+            yield f"{found_lines.first}: {problem}{more}"
+        if rest := self.bad - sum(found_lines.count for found_lines in problems.values()):
             yield f"... and {rest} more lines of {', '.join(map(str, self._paths))}"
 
 
@@ -250,8 +250,8 @@ def _reason(error: orjson.JSONDecodeError) -> str:
 
 
 def _begin(text: bytes) -> str:
-    shown = text[:60].decode("utf-8", "replace")
-    return repr(shown + "..." if len(text) > 60 else shown)
+    beginning = text[:60].decode("utf-8", "replace")
+    return repr(beginning + "..." if len(text) > 60 else beginning)
 
 
 def write_rows(folder: Path, parts: Mapping[str, Iterable[Json]]) -> None:

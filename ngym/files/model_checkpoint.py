@@ -27,8 +27,8 @@ def holds_classifier(folder: str | Path) -> bool:
         config = json.loads(Path(folder, "config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    named = config.get("architectures") if isinstance(config, dict) else None
-    return isinstance(named, list) and is_classifier([str(each) for each in named])
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    return isinstance(architectures, list) and is_classifier([str(each) for each in architectures])
 
 
 @contextmanager
@@ -36,12 +36,12 @@ def load_report_held() -> Iterator[None]:
     """Hold back transformers' table of missing and unexpected tensors until the block ends. If the block raises, the table
     is dropped: `check_loaded` names them.
     """
-    logger, held = logging.getLogger("transformers.modeling_utils"), list[logging.LogRecord]()
+    logger, records = logging.getLogger("transformers.modeling_utils"), list[logging.LogRecord]()
 
     def passes(record: logging.LogRecord) -> bool:
         is_report = "LOAD REPORT" in record.getMessage()
         if is_report:
-            held.append(record)
+            records.append(record)
         return not is_report
 
     logger.addFilter(passes)
@@ -49,7 +49,7 @@ def load_report_held() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(passes)
-    for record in held:
+    for record in records:
         logger.handle(record)
 
 
@@ -70,9 +70,9 @@ def check_loaded(model: Any, info: Mapping[str, Any], tokenizer: Any, *, new_hea
     if missing:
         raise ValueError(f"it lacks {_tensors(missing)}; copy all files of the checkpoint again")
     if info["mismatched_keys"]:
-        name, found, expected = min(info["mismatched_keys"])
+        name, actual, expected = min(info["mismatched_keys"])
         raise ValueError(
-            f"its tensor {name} has the shape {list(found)}, but its config.json needs {list(expected)}; "
+            f"its tensor {name} has the shape {list(actual)}, but its config.json needs {list(expected)}; "
             "take both files from the same checkpoint"
         )
     if broken := [name for name, tensor in model.named_parameters() if not _is_finite(tensor)]:
@@ -86,8 +86,8 @@ def check_loaded(model: Any, info: Mapping[str, Any], tokenizer: Any, *, new_hea
 
 def _tensors(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    shown = ", ".join(ordered[:NAMED]) + (", ..." if len(ordered) > NAMED else "")
-    return f"{len(ordered):,} tensor{'s' if len(ordered) > 1 else ''} ({shown})"
+    listed_names = ", ".join(ordered[:NAMED]) + (", ..." if len(ordered) > NAMED else "")
+    return f"{len(ordered):,} tensor{'s' if len(ordered) > 1 else ''} ({listed_names})"
 
 
 def _is_finite(tensor: Any) -> bool:

@@ -81,8 +81,8 @@ class RowLog:
 
     def rows(self) -> Iterator[Line]:
         """Yield each row of the file once; then repair the file: no torn last line, no duplicates."""
-        seen: set[Hashable] = set()
-        again: list[Line] = []
+        keys: set[Hashable] = set()
+        repeated: list[Line] = []
         last: Line | None = None
         for line in read(self.path):
             last = line
@@ -90,17 +90,17 @@ class RowLog:
                 if line.complete:
                     raise UsageError(self._corrupt(line))
                 continue
-            if key in seen:
-                again.append(line)
+            if key in keys:
+                repeated.append(line)
                 continue
-            seen.add(key)
+            keys.add(key)
             yield line
-        self.duplicates = len(again)
+        self.duplicates = len(repeated)
         try:
             if last is not None and not last.complete:
                 self._repair_tail(last)
-            if again:
-                self._cut_out(again)
+            if repeated:
+                self._cut_out(repeated)
         except OSError as error:
             raise WriteFailed(f"{self.path}: cannot be repaired: {error.strerror}") from error
 
@@ -235,16 +235,16 @@ class RowLog:
 
     def _cut_out(self, lines: list[Line]) -> None:
         """Write a copy without these lines, and replace the file and its lock with it."""
-        beside = self.path.with_name(self.path.name + ".tmp")
-        beside.unlink(missing_ok=True)
-        new_fd = open_held(beside, beside, another_output())
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.unlink(missing_ok=True)
+        new_fd = open_held(temporary, temporary, another_output())
         start = 0
         for line in lines:
             _copy(self._fd, new_fd, start, line.start)
             start = line.end
         _copy(self._fd, new_fd, start, self._size)
         _sync(new_fd)
-        beside.rename(self.path)
+        temporary.rename(self.path)
         sync_folder(self.path.parent)
         os.close(self._fd)
         self._fd, self._size = new_fd, os.fstat(new_fd).st_size

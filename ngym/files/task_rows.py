@@ -42,16 +42,18 @@ def draw_distinct(count: int, draw: Callable[[int], Drawn | None], key: Callable
     Raises:
         ValueError: MAX_DRAWS in a row brought nothing new.
     """
-    drawn: dict[str, Drawn] = {}
-    in_vain = 0
-    while len(drawn) < count:
-        if in_vain == MAX_DRAWS:
-            raise ValueError(f"{in_vain:,} draws in a row brought nothing new: {len(drawn):,} of {count:,} are there")
-        before, one = len(drawn), draw(len(drawn))
+    distinct: dict[str, Drawn] = {}
+    failures_in_a_row = 0
+    while len(distinct) < count:
+        if failures_in_a_row == MAX_DRAWS:
+            raise ValueError(
+                f"{failures_in_a_row:,} draws in a row brought nothing new: {len(distinct):,} of {count:,} are there"
+            )
+        before, one = len(distinct), draw(len(distinct))
         if one is not None:
-            drawn.setdefault(key(one), one)
-        in_vain = in_vain + 1 if len(drawn) == before else 0
-    return list(drawn.values())
+            distinct.setdefault(key(one), one)
+        failures_in_a_row = failures_in_a_row + 1 if len(distinct) == before else 0
+    return list(distinct.values())
 
 
 def write_splits(

@@ -176,7 +176,7 @@ def without_reasoning(text: str) -> str:
 def boxed(text: str) -> str | None:
     r"""The content of the last complete `\boxed{...}`; a box that only contains a box is unwrapped."""
     text = text[-BOX_WINDOW:]
-    found: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     opened: list[tuple[bool, int]] = []
     for token in _BOX_TOKENS.finditer(text):
         mark = token.group()
@@ -185,29 +185,29 @@ def boxed(text: str) -> str | None:
         elif mark == "}" and opened:
             is_box, start = opened.pop()
             if is_box:
-                found = start, token.start()
-    if found is None:
+                span = start, token.start()
+    if span is None:
         return None
-    content = text[found[0] : found[1]].strip()
+    content = text[span[0] : span[1]].strip()
     inner = re.fullmatch(r"\\boxed\s*\{([^{}]*)\}", content)
     return inner.group(1).strip() if inner else content
 
 
 def answer_phrase(text: str) -> str | None:
     """The rest of the line after the last "answer is", "answer:" or "####"."""
-    found = _PHRASE.findall(text[-WINDOW:])
-    if not found:
+    matches = _PHRASE.findall(text[-WINDOW:])
+    if not matches:
         return None
-    said = "".join(found[-1]).strip()
-    while again := _AGAIN.match(said):  # Final Answer: The final answer is 5
-        said = said[again.end() :].strip()
-    return said
+    answer = "".join(matches[-1]).strip()
+    while prefix := _AGAIN.match(answer):  # Final Answer: The final answer is 5
+        answer = answer[prefix.end() :].strip()
+    return answer
 
 
 def fenced(text: str) -> str | None:
     """The content of the last closed code fence after the reasoning, without its info string; None if there is none."""
     inside: list[str] | None = None
-    found = None
+    content = None
     for line in without_reasoning(text).splitlines(keepends=True):
         if not line.lstrip().startswith("```"):
             if inside is not None:
@@ -215,8 +215,8 @@ def fenced(text: str) -> str | None:
         elif inside is None:
             inside = []
         else:
-            found, inside = "".join(inside), None
-    return found
+            content, inside = "".join(inside), None
+    return content
 
 
 def move(text: str) -> str:
@@ -253,7 +253,7 @@ def number(text: str, percent: bool = False) -> Decimal | None:
     box = boxed(text)
     plain = _with_signs(_plain((text if box is None else box)[-WINDOW:]), box is not None)
     numbers = list(_NUMBER.finditer(plain))
-    if not numbers or not _stands_alone(plain, numbers[-1]):
+    if not numbers or not _is_separate(plain, numbers[-1]):
         return None
     if _ONLY_NUMBERS.fullmatch(plain.rstrip().rpartition("\n")[2]):
         return None
@@ -314,7 +314,7 @@ def formula(text: str) -> str | None:
     around = [word.group() for word in _COMMAND.finditer(plain) if word.start() <= place < word.end()]
     if around:
         return around[0].rstrip(".,;")
-    if _stands_alone(plain, numbers[-1]):
+    if _is_separate(plain, numbers[-1]):
         return numbers[-1].group()
     word = next(word.group() for word in _WORD.finditer(plain) if word.start() <= place < word.end()).strip(".,;:")
     return word if word != numbers[-1].group() else None  # `9/7` is a formula, the 7 of `9 / 7` is not
@@ -352,11 +352,11 @@ def letter_of(fragment: str, letters: Mapping[str, str]) -> str | None:
 
 def option_of(fragment: str, options: Mapping[str, str]) -> str | None:
     """The letter of the only option that a short text names, with or without its letter: `Paris`, `B`, `(B) Paris.`"""
-    said = canonical(fragment)
+    normalized = canonical(fragment)
     hits = [
         letter
         for letter, text in options.items()
-        if said and said in (canonical(text), canonical(letter), canonical(f"{letter} {text}"))
+        if normalized and normalized in (canonical(text), canonical(letter), canonical(f"{letter} {text}"))
     ]
     return hits[0] if len(hits) == 1 else None
 
@@ -382,10 +382,10 @@ def _delimited(text: str) -> str | None:
     return formulas[-1].strip() if formulas else None
 
 
-def _stands_alone(text: str, found: re.Match[str]) -> bool:
+def _is_separate(text: str, match: re.Match[str]) -> bool:
     """Whether a number is a separate value, not an operand, an exponent, a base or a part of a fraction."""
-    before, after = text[max(0, found.start() - _CONTEXT) : found.start()], text[found.end() : found.end() + _CONTEXT]
-    if _OPERAND_BEFORE.search(before) or (found.group()[0] in "-+" and _SIGN_AFTER_OPERAND.search(before)):
+    before, after = text[max(0, match.start() - _CONTEXT) : match.start()], text[match.end() : match.end() + _CONTEXT]
+    if _OPERAND_BEFORE.search(before) or (match.group()[0] in "-+" and _SIGN_AFTER_OPERAND.search(before)):
         return False
     return not (after[:1].isnumeric() or _OPERAND_AFTER.match(after))
 

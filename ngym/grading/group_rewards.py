@@ -46,15 +46,15 @@ def unjudged(row: Json, failure: str, reason: str) -> Json:
 
 def rescored(row: Json, outcome: Json) -> Json:
     """A row with a verifier's new fields and reward, and the derived values in `ng`."""
-    kept = {name: value for name, value in row.items() if name not in (REWARD_PENDING, "reward_components")}
+    fields = {name: value for name, value in row.items() if name not in (REWARD_PENDING, "reward_components")}
     trace = row.get("ng")
     if not isinstance(trace, dict):
-        return {**kept, **outcome}
+        return {**fields, **outcome}
     cut_off = is_cut_off(trace.get("stop_reason"), trace.get("finish_reasons") or ())
     ended = "truncated" if cut_off else "ok"
     status = "unscored" if outcome.get("reward") is None else ended
     parts = outcome.get("reward_components") or {}
-    return {**kept, **outcome, "ng": {**trace, "status": status, "reward_components": parts}}
+    return {**fields, **outcome, "ng": {**trace, "status": status, "reward_components": parts}}
 
 
 def _bare_row(row: Json) -> Json:

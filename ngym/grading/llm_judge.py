@@ -88,15 +88,15 @@ async def ask(
             if error.failure != "context_length":
                 return Verdict("judge_error", None, reason)
             break
-        said = verdict_of(without_reasoning(last_text(response)), nonce)
-        value = None if said is None else read(said)
+        verdict = verdict_of(without_reasoning(last_text(response)), nonce)
+        value = None if verdict is None else read(verdict)
         if value is not None:
             return Verdict("judged", value, None)
         reason = f"the judge {model!r} gave no verdict that is {question.form}"
     plain = question.plain()
     if plain is not None:
-        again = await ask(peers, model, plain, read, attempts=attempts, timeout_s=timeout_s, sampling=sampling)
-        if again.value is not None:
+        retry = await ask(peers, model, plain, read, attempts=attempts, timeout_s=timeout_s, sampling=sampling)
+        if retry.value is not None:
             return Verdict(NO_VERDICT, None, f"{reason}, and one on a plain text")
     return Verdict("judge_error", None, reason)
 
@@ -110,13 +110,13 @@ def prompt(question: Question, nonce: str) -> list[dict[str, str]]:
         f"You may reason first. End with one line: VERDICT {nonce}: and then {question.form}."
     )
     fenced = "\n\n".join(
-        f"<<<{name} {nonce}\n{_shortened(text.replace(nonce, ''))}\n{nonce}>>>"
+        f"<<<{name} {nonce}\n{_shorten(text.replace(nonce, ''))}\n{nonce}>>>"
         for name, text in question.material.items()
     )
     return [{"role": "system", "content": rules}, {"role": "user", "content": f"{fenced}\n\nGive your verdict."}]
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     if len(text) <= MAX_MATERIAL_CHARS:
         return text
     return f"{text[:MAX_MATERIAL_CHARS]}\n[cut: {len(text) - MAX_MATERIAL_CHARS} more characters]"
@@ -124,12 +124,12 @@ def _shortened(text: str) -> str:
 
 def verdict_of(text: str, nonce: str) -> str | None:
     """The text after the last `VERDICT nonce:` on its own line; None if there is none, or several that differ."""
-    found = set()
+    verdicts = set()
     for line in text.split("\n"):
-        said = re.match(rf"VERDICT {nonce}[*_`]*:[*_`]*[ \t]*", line := line.lstrip(MARKS_BEFORE))
-        if said is not None:
-            found.add(line[said.end() :].rstrip(MARKS_AFTER))
-    return found.pop() if len(found) == 1 else None
+        match = re.match(rf"VERDICT {nonce}[*_`]*:[*_`]*[ \t]*", line := line.lstrip(MARKS_BEFORE))
+        if match is not None:
+            verdicts.add(line[match.end() :].rstrip(MARKS_AFTER))
+    return verdicts.pop() if len(verdicts) == 1 else None
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int | None]:

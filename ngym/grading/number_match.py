@@ -112,10 +112,10 @@ def close(expected: float, found: float, tolerance: float) -> bool:
 
 def quantity(text: str) -> Decimal | None:
     """The number of a text: `1,234.5`, `-3e2`, `2.5 million`, `forty-two`; currency and unit are not part of it."""
-    said = _plain(text)
-    match = _DIGITS.fullmatch(said)
+    plain = _plain(text)
+    match = _DIGITS.fullmatch(plain)
     if match is None:
-        return _in_words(said)
+        return _in_words(plain)
     digits, exponent, scale = match.groups()
     if scale and scale not in _SCALES:
         return None
@@ -143,13 +143,13 @@ def _in_words(text: str) -> Decimal | None:
 
 def day(text: str) -> date | None:
     """The date of a text: `2021-03-04`, `4 March 2021`, `4th of March, 2021`, `Mar. 4, 2021`."""
-    said = _AROUND_A_DATE.sub(" ", _plain(text).replace(",", " ").replace(". ", " "))
-    said = " ".join(_DATE_DASH.sub(" ", said).split())
-    if match := _ISO.fullmatch(said):
+    plain = _AROUND_A_DATE.sub(" ", _plain(text).replace(",", " ").replace(". ", " "))
+    plain = " ".join(_DATE_DASH.sub(" ", plain).split())
+    if match := _ISO.fullmatch(plain):
         year, month, number = map(int, match.groups())
-    elif (match := _DAY_FIRST.fullmatch(said)) and match[2] in _MONTH:
+    elif (match := _DAY_FIRST.fullmatch(plain)) and match[2] in _MONTH:
         year, month, number = int(match[3]), _MONTH[match[2]], int(match[1])
-    elif (match := _MONTH_FIRST.fullmatch(said)) and match[1] in _MONTH:
+    elif (match := _MONTH_FIRST.fullmatch(plain)) and match[1] in _MONTH:
         year, month, number = int(match[3]), _MONTH[match[1]], int(match[2])
     else:
         return None

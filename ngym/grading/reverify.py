@@ -36,7 +36,7 @@ async def reverified(
     under_way: deque[asyncio.Task[ReverifiedRollout]] = deque()
     try:
         for row in rows:
-            under_way.append(asyncio.create_task(_again(row, gym_of(row))))
+            under_way.append(asyncio.create_task(_verify_row(row, gym_of(row))))
             if len(under_way) >= at_once:
                 yield await under_way.popleft()
         while under_way:
@@ -59,14 +59,14 @@ async def verified(row: Json, gym: Peer) -> Json:
     return scored
 
 
-async def _again(row: Json, gym: Peer) -> ReverifiedRollout:
+async def _verify_row(row: Json, gym: Peer) -> ReverifiedRollout:
     before: float | None = row.get("reward")
     try:
         scored = await verified(row, gym)
     except ServiceError as error:
         # gym servers begin with the row's number in the input of the collection, which has other rows than this file
-        named = f"row {row.get('_ng_task_index')}: "
-        return ReverifiedRollout(row, before, None, error.detail.removeprefix(named).removeprefix("the row: "))
+        prefix = f"row {row.get('_ng_task_index')}: "
+        return ReverifiedRollout(row, before, None, error.detail.removeprefix(prefix).removeprefix("the row: "))
     if is_pending(scored):
         return ReverifiedRollout(
             row, before, None, "its reward comes from a comparison with the other rollouts of its task"
@@ -91,5 +91,5 @@ async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> Non
 
 def _is_an_error(item: Json) -> bool:
     """Whether it is a tool output that `RolloutContext.call_tool` marks as an error."""
-    said = item.get("output")
-    return item.get("type") == "function_call_output" and isinstance(said, str) and said.startswith("Error: ")
+    output = item.get("output")
+    return item.get("type") == "function_call_output" and isinstance(output, str) and output.startswith("Error: ")

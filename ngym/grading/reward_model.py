@@ -63,20 +63,20 @@ def conversation(params: Mapping[str, Any], response: Mapping[str, Any]) -> Json
     Raises:
         BadRequest: the rollout has no Chat form, or parts other than text.
     """
-    given = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
-    asked = chat_request(check_create_params({**given, "input": params.get("input")}))
-    said = chat_request(check_create_params({"input": response.get("output") or []}))["messages"]
-    answer = [_neutral(message) for message in said]
+    context = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
+    request = chat_request(check_create_params({**context, "input": params.get("input")}))
+    turn_messages = chat_request(check_create_params({"input": response.get("output") or []}))["messages"]
+    answer = [_neutral(message) for message in turn_messages]
     last = max((index for index, message in enumerate(answer) if message["role"] == "assistant"), default=-1)
     answer = answer[: last + 1] or [{"role": "assistant", "content": ""}]
-    tools = asked.get("tools")
-    messages = [*asked["messages"], *answer]
+    tools = request.get("tools")
+    messages = [*request["messages"], *answer]
     return {"messages": messages} | ({"chat_template_kwargs": {"tools": tools}} if tools else {})
 
 
 def without_markers(text: str) -> str:
     """The text with a space in each marker of a chat template: `<|im_end|>` becomes `< |im_end|>`."""
-    return MARKERS.sub(lambda found: f"{found['open']} ", text)
+    return MARKERS.sub(lambda match: f"{match['open']} ", text)
 
 
 def _neutral(message: Json) -> Json:
@@ -84,8 +84,8 @@ def _neutral(message: Json) -> Json:
     if message["role"] == "assistant":
         content = split_think(content).text
     calls = [_neutral_call(call) for call in message.get("tool_calls") or ()]
-    kept = {name: value for name, value in message.items() if name not in ("reasoning_content", "tool_calls")}
-    return kept | {"content": without_markers(content)} | ({"tool_calls": calls} if calls else {})
+    fields = {name: value for name, value in message.items() if name not in ("reasoning_content", "tool_calls")}
+    return fields | {"content": without_markers(content)} | ({"tool_calls": calls} if calls else {})
 
 
 def _neutral_call(call: Json) -> Json:

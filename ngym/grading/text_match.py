@@ -54,18 +54,18 @@ def unmasked(text: str) -> str:
 def normal(text: str) -> str:
     """Normalize a short text: no case, accents of Latin letters, punctuation or articles; plain numbers."""
     words = tokens(text)
-    kept = [word for word in words[:-1] if word not in ARTICLES] + words[-1:]
-    return " ".join(kept)
+    content = [word for word in words[:-1] if word not in ARTICLES] + words[-1:]
+    return " ".join(content)
 
 
 def tokens(text: str) -> list[str]:
     """The words, numbers and meaningful signs (`+ % $ #`) of a text, each in one canonical spelling."""
     text = visible(unicodedata.normalize("NFKC", apart(signed(text))).casefold().translate(_SAME))
     text = unicodedata.normalize("NFC", _ACCENT.sub("", unicodedata.normalize("NFD", text)))
-    return [word for word in map(_spelled, _TOKEN.findall(text)) if word]
+    return [word for word in map(_without_punctuation, _TOKEN.findall(text)) if word]
 
 
-def _spelled(token: str) -> str:
+def _without_punctuation(token: str) -> str:
     if token[-1].isdigit() and token[0] in "-0123456789" and token.replace(",", "").lstrip("-").isascii():
         plain = token.replace(",", "")
         return plain.rstrip("0").rstrip(".") if "." in plain else plain
@@ -76,12 +76,12 @@ def _spelled(token: str) -> str:
 
 def exact(found: str, accepted: Iterable[str]) -> bool:
     """Whether the text is one of the accepted ones; a text that is empty after normalization is not."""
-    said = normal(found)
-    return bool(said) and any(said == normal(text) for text in accepted)
+    normalized = normal(found)
+    return bool(normalized) and any(normalized == normal(text) for text in accepted)
 
 
 def f1(found: str, expected: str) -> float:
     """Harmonic mean of precision and recall over the two bags of words, 0 to 1 (SQuAD, arXiv 1606.05250, section 6)."""
-    said, wanted = Counter(normal(found).split()), Counter(normal(expected).split())
-    common = (said & wanted).total()
-    return 2 * common / (said.total() + wanted.total()) if common else 0.0
+    answer_words, expected_words = Counter(normal(found).split()), Counter(normal(expected).split())
+    common = (answer_words & expected_words).total()
+    return 2 * common / (answer_words.total() + expected_words.total()) if common else 0.0

@@ -34,15 +34,15 @@ def api_docs_routes(title: Callable[[], str]) -> list[Route]:
 
         root: str = request.scope.get("root_path", "")
         if request.url.path.endswith(REDOC):
-            shown = get_redoc_html(
+            response = get_redoc_html(
                 openapi_url=f"{root}/openapi.json",
                 title=title(),
                 redoc_js_url=root + REDOC_SCRIPT,
                 redoc_favicon_url=root + ICON,
                 with_google_fonts=False,
             )
-            shown.headers["content-security-policy"] = NO_IMAGES_FROM_ELSEWHERE
-            return shown
+            response.headers["content-security-policy"] = NO_IMAGES_FROM_ELSEWHERE
+            return response
         return get_swagger_ui_html(
             openapi_url=f"{root}/openapi.json",
             title=title(),
@@ -62,7 +62,7 @@ def api_docs_routes(title: Callable[[], str]) -> list[Route]:
 
 
 def _files() -> Path:
-    found = find_spec("fastapi_offline")  # the module itself is not imported
-    if found is None or found.origin is None:
+    spec = find_spec("fastapi_offline")  # the module itself is not imported
+    if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the package fastapi-offline, which ngym depends on, is not installed")
-    return Path(found.origin).parent / "static"
+    return Path(spec.origin).parent / "static"

@@ -127,16 +127,16 @@ class TokenAuth:
 
     def accepts(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether the headers (ASGI, names in lower case) have a valid token. A repeated header is not valid."""
-        shown: dict[bytes, list[bytes]] = {b"authorization": [], b"x-api-key": []}
+        values: dict[bytes, list[bytes]] = {b"authorization": [], b"x-api-key": []}
         for name, value in headers:
-            if name in shown:
-                shown[name].append(value)
-        bearer, key = shown[b"authorization"], shown[b"x-api-key"]
+            if name in values:
+                values[name].append(value)
+        bearer, key = values[b"authorization"], values[b"x-api-key"]
         if len(bearer) > 1 or len(key) > 1:
             return False
         tokens = [value.removeprefix(b"Bearer ") for value in bearer if value.startswith(b"Bearer ")] + key
-        found = [hmac.compare_digest(_digest(one), digest) for one in tokens for digest in self._digests]
-        return any(found)
+        matches = [hmac.compare_digest(_digest(one), digest) for one in tokens for digest in self._digests]
+        return any(matches)
 
     def accepts_document(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """As `accepts`; a browser may also send the token as the password of Basic authentication."""
@@ -195,20 +195,20 @@ class OriginCheck:
         return problem
 
     def _problem(self, scope: Scope) -> ServiceError | None:
-        shown: dict[bytes, list[bytes]] = {b"host": [], b"origin": [], b"sec-fetch-site": [], b"sec-fetch-mode": []}
+        headers: dict[bytes, list[bytes]] = {b"host": [], b"origin": [], b"sec-fetch-site": [], b"sec-fetch-mode": []}
         for name, value in scope["headers"]:
-            if name in shown:
-                shown[name].append(value)
-        hosts = [value.decode("latin-1").lower() for value in shown[b"host"]]
+            if name in headers:
+                headers[name].append(value)
+        hosts = [value.decode("latin-1").lower() for value in headers[b"host"]]
         if len(hosts) > 1 or not all(map(self._is_ours, hosts)):  # no Host is allowed: a browser always sends one
-            named = shorten(", ".join(hosts), MAX_HOST)
+            host_names = shorten(", ".join(hosts), MAX_HOST)
             return Misdirected(
-                f"no server here is called {named!r}: use {' or '.join(LOOPBACK[:2])}, a name in the config's urls, or lock the run "
+                f"no server here is called {host_names!r}: use {' or '.join(LOOPBACK[:2])}, a name in the config's urls, or lock the run "
                 "with NGYM_TOKEN (docs/security.md)"
             )
-        if self._is_link(scope["method"], shown[b"sec-fetch-mode"]):
+        if self._is_link(scope["method"], headers[b"sec-fetch-mode"]):
             return None
-        sites, origins = shown[b"sec-fetch-site"], [value.decode("latin-1").lower() for value in shown[b"origin"]]
+        sites, origins = headers[b"sec-fetch-site"], [value.decode("latin-1").lower() for value in headers[b"origin"]]
         if not all(site in _PAGE_OF_OURS for site in sites) or not all(
             self._is_ours_page(each, hosts) for each in origins
         ):
@@ -216,8 +216,8 @@ class OriginCheck:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        found = _HOST.fullmatch(host)
-        return found is not None and (found[1] in self._names or is_loopback(found[1]))
+        match = _HOST.fullmatch(host)
+        return match is not None and (match[1] in self._names or is_loopback(match[1]))
 
     def _is_ours_page(self, origin: str, hosts: list[str]) -> bool:
         """Whether a page of this server sent it. On loopback, other ports are other programs; a proxy in front of a

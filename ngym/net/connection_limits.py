@@ -123,11 +123,11 @@ class Exchange(RequestResponseCycle):
             return
         kind = message["type"]
         if not self.response_started and kind == "http.response.start":
-            self.head = self._begun(message["status"], message.get("headers", ()))
+            self.head = self._head_bytes(message["status"], message.get("headers", ()))
             if not self.expected_content_length or self.scope["method"] == "HEAD":
                 self.flush()
         elif self.response_started and not self.response_complete and kind == "http.response.body":
-            self._sent(message.get("body", b""), last=not message.get("more_body", False))
+            self._write(message.get("body", b""), last=not message.get("more_body", False))
         else:
             raise RuntimeError(f"Unexpected ASGI message {kind!r}.")
 
@@ -136,8 +136,8 @@ class Exchange(RequestResponseCycle):
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if not self.disconnected:
-            self.head = self._begun(status, headers)
-            self._sent(body, last=True)
+            self.head = self._head_bytes(status, headers)
+            self._write(body, last=True)
 
     def flush(self) -> None:
         """Write a head whose body does not come now."""
@@ -145,14 +145,14 @@ class Exchange(RequestResponseCycle):
         if head is not None:
             self.transport.write(head)
 
-    def _begun(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    def _head_bytes(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """The head of the answer."""
         self.response_started = True
         self.waiting_for_100_continue = False
         content, values = [STATUS_LINE[status]], []
         closes = False
         for name, value in (*self._first_headers, *headers) if self._first_headers else headers:
-            known = _NAMES.get(name) or _checked(name)
+            known = _NAMES.get(name) or _check_name(name)
             values.append(value)
             if known == b"content-length: ":
                 if self.chunked_encoding is None:
@@ -176,7 +176,7 @@ class Exchange(RequestResponseCycle):
         content.append(b"\r\n")
         return b"".join(content)
 
-    def _sent(self, body: bytes | memoryview, *, last: bool) -> None:
+    def _write(self, body: bytes | memoryview, *, last: bool) -> None:
         """Write the body, or a part of it."""
         if self.scope["method"] == "HEAD":
             self.expected_content_length = 0
@@ -204,7 +204,7 @@ class Exchange(RequestResponseCycle):
             self.on_response()
 
 
-def _checked(name: bytes) -> bytes:
+def _check_name(name: bytes) -> bytes:
     """The beginning of a header's line. RuntimeError if it is not a valid name."""
     if HEADER_RE.search(name):
         raise RuntimeError("Invalid HTTP header name.")
@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
         self._seconds = 0  # since the state began, or since the body last made progress
         self._bytes = 0
         self._unread_s = self._unwanted_s = self._idle_s = 0
-        self._answered: Exchange | None = None  # the exchange whose answer is being made, or was made last
+        self._last_exchange: Exchange | None = None  # the exchange whose answer is being made, or was made last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -246,11 +246,11 @@ class Connection(HttpToolsProtocol):
         HttpToolsProtocol.connection_lost(self, exc)
         self.pipeline.clear()
         self.app = self._served
-        for exchange in (self.cycle, self._answered):
+        for exchange in (self.cycle, self._last_exchange):
             if exchange is not None:
                 exchange.head = None
                 exchange.transport = self.transport  # breaks a reference cycle
-        self._answered = None
+        self._last_exchange = None
 
     def data_received(self, data: bytes) -> None:
         if self._awaits == "end":
@@ -313,7 +313,7 @@ class Connection(HttpToolsProtocol):
             self.pipeline.appendleft((exchange, app))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._answered = cycle
+        self._last_exchange = cycle
         cycle.task = self.loop.create_task(cycle.run_asgi(app))
         self.tasks.add(cycle.task)
 
@@ -360,11 +360,11 @@ class Connection(HttpToolsProtocol):
         if self._awaits == "nothing":
             self.transport.close()
         else:
-            self._leave()
+            self._close_when_read()
 
     def _flush(self) -> None:
-        if self._answered is not None:
-            self._answered.flush()
+        if self._last_exchange is not None:
+            self._last_exchange.flush()
 
     def second(self) -> None:
         """Check the limits; called every second."""
@@ -390,8 +390,8 @@ class Connection(HttpToolsProtocol):
         HttpToolsProtocol.shutdown(self)
 
     def _tick_head(self) -> None:
-        answered = self.cycle is None or self.cycle.response_complete
-        if answered and self._seconds > HEAD_S:
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self._seconds > HEAD_S:
             self._refuse(408, f"the head of the request did not come within {HEAD_S} s")
 
     def _tick_body(self) -> None:
@@ -413,13 +413,13 @@ class Connection(HttpToolsProtocol):
             return
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            self.transport.write(_written(ServiceError(detail, status=status, retryable=status == 408)))
+            self.transport.write(_error_bytes(ServiceError(detail, status=status, retryable=status == 408)))
         if cycle is not None:
             cycle.disconnected = True  # discards further output of its handler
             cycle.message_event.set()
-        self._leave()
+        self._close_when_read()
 
-    def _leave(self) -> None:
+    def _close_when_read(self) -> None:
         """Close the connection once the client has read the answer.
 
         Closing a socket while data still arrives resets the connection, and the client's system then discards what the
@@ -498,7 +498,7 @@ def max_connections() -> int:
     return max(1, (files - RESERVED_DESCRIPTORS) // 2)
 
 
-def _written(error: ServiceError) -> bytes:
+def _error_bytes(error: ServiceError) -> bytes:
     body = orjson.dumps(error.problem())
     head = (
         f"HTTP/1.1 {error.status} {error.title}",

@@ -110,7 +110,7 @@ def json_weight(raw: bytes) -> int:
     return len(raw) // BYTES_OF_WEIGHT + commas + NODE_WEIGHT * (len(marks) - commas)
 
 
-def _opens(raw: bytes, most: int) -> bool:
+def _has_more_brackets(raw: bytes, most: int) -> bool:
     """Whether there are more brackets than `most` that open."""
     if len(raw) <= LOOP_BYTES:
         return raw.count(b"[") + raw.count(b"{") > most
@@ -124,7 +124,7 @@ def _opens(raw: bytes, most: int) -> bool:
 
 def is_deep(raw: bytes, value: Any, depth: int = MAX_DEPTH) -> bool:
     """Whether parsed JSON is nested deeper than `depth`. Most `raw` JSON has fewer brackets than that."""
-    if len(raw) <= 2 * depth or not _opens(raw, depth):
+    if len(raw) <= 2 * depth or not _has_more_brackets(raw, depth):
         return False
     try:
         orjson.dumps(reduce(lambda inner, _: [inner], range(ORJSON_WRITES - depth), value))

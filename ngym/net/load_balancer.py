@@ -40,11 +40,11 @@ class RetryBudget:
         self.refused = 0
 
     def request(self) -> None:
-        self._now().requests += 1
+        self._current_slice().requests += 1
 
     def retry(self) -> bool:
         """Whether one more retry is within the budget; if so, it is counted."""
-        now = self._now()
+        now = self._current_slice()
         retries = sum(one.retries for one in self._slices)
         if retries >= FREE_RETRIES + self._ratio * sum(one.requests for one in self._slices):
             self.refused += 1
@@ -53,7 +53,7 @@ class RetryBudget:
         self.spent += 1
         return True
 
-    def _now(self) -> _Slice:
+    def _current_slice(self) -> _Slice:
         now = self._clock()
         if now > self._ends:
             self._slices.append(_Slice(now))

@@ -54,9 +54,9 @@ def trust_in_all_clients(ca: Path) -> None:
 def _has(file: Path, content: bytes) -> bool:
     """Whether the file has this content and is safe from changes by other users, who can write to the same folder."""
     try:
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as found:
-            status = os.fstat(found.fileno())
-            return status.st_uid == os.getuid() and not status.st_mode & 0o022 and found.read() == content
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            return status.st_uid == os.getuid() and not status.st_mode & 0o022 and stream.read() == content
     except OSError:
         return False
 

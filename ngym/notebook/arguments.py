@@ -59,12 +59,12 @@ def _as_json(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def at_least_one(**given: int | None) -> None:
+def at_least_one(**arguments: int | None) -> None:
     """
     Raises:
         UsageError: one of these arguments is not a whole number, or less than 1.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):

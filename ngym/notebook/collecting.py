@@ -124,34 +124,38 @@ async def collect_rollouts_async(
 class _Call:
     """One collection, from its input to its rollouts; `collected` runs on the loop of its services.
 
-    given: the arguments of `collect_rollouts` by name.
+    arguments: those of `collect_rollouts` by name.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
-        at_least_one(**{name: given[name] for name in ("repeats", "limit", "concurrency", "max_attempts")})
-        if given["resume"] and given["overwrite"]:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+        at_least_one(**{name: arguments[name] for name in ("repeats", "limit", "concurrency", "max_attempts")})
+        if arguments["resume"] and arguments["overwrite"]:
             raise UsageError("resume=True and overwrite=True contradict each other; keep one")
-        if given["resume"] and given["output"] is None:
+        if arguments["resume"] and arguments["output"] is None:
             raise UsageError("resume=True continues a file; name it with output=")
-        named = {name: given[name] for name in ("temperature", "max_output_tokens") if given[name] is not None}
-        params = {**(given["params"] or {}), **named}
-        agents = dict(given["map_agent"] or {})
-        self._recipe = CollectionPlan(given["agent"], given["repeats"], given["limit"], params, given["seed"], agents)
-        self._limits = CollectionLimits(given["concurrency"], given["timeout_s"], given["max_attempts"])
+        sampling = {
+            name: arguments[name] for name in ("temperature", "max_output_tokens") if arguments[name] is not None
+        }
+        params = {**(arguments["params"] or {}), **sampling}
+        agents = dict(arguments["map_agent"] or {})
+        self._recipe = CollectionPlan(
+            arguments["agent"], arguments["repeats"], arguments["limit"], params, arguments["seed"], agents
+        )
+        self._limits = CollectionLimits(arguments["concurrency"], arguments["timeout_s"], arguments["max_attempts"])
         self.folder = Folder()
-        self._output = Path(given["output"] or self.folder.path / "out.jsonl")
+        self._output = Path(arguments["output"] or self.folder.path / "out.jsonl")
         self._done = 0
         self.display = CallDisplay()
-        self.place = ServiceTarget(given["config"], given["overrides"], given["head"])
+        self.place = ServiceTarget(arguments["config"], arguments["overrides"], arguments["head"])
 
     async def collected(self) -> Rollouts:
         if self._limits.concurrency > MANY:
             raise_file_limit()
-        tasks = tasks_in(self._given["input"], self.folder.path)
+        tasks = tasks_in(self._arguments["input"], self.folder.path)
         known = await self.place.known()
         gate = Gate()
-        source = CollectionSettings(tasks, self._recipe, self._given["token_format"], known.services)
+        source = CollectionSettings(tasks, self._recipe, self._arguments["token_format"], known.services)
         store = CollectionFiles(self._output, source, on_stall=lambda reason: gate.hold("disk", reason))
         try:
             await self._collect(store, known, gate)
@@ -169,16 +173,16 @@ class _Call:
         """Print the file of the finished rollouts."""
         if not done:
             return
-        again = "resume=True continues" if self._given["output"] else "the file exists until this process ends"
-        if self._given["output"] is None:
+        hint = "resume=True continues" if self._arguments["output"] else "the file exists until this process ends"
+        if self._arguments["output"] is None:
             _STOPPED.append(self.folder)
-        self.display.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
+        self.display.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {hint}")
 
     async def _collect(self, store: CollectionFiles, known: Discovered, gate: Gate) -> None:
         config = self.place.config
         store.prepare(
-            resume=self._given["resume"],
-            overwrite=self._given["overwrite"],
+            resume=self._arguments["resume"],
+            overwrite=self._arguments["overwrite"],
             max_attempts=self._limits.max_attempts,
             agents=known.agents,
             command=COMMAND,
@@ -191,42 +195,42 @@ class _Call:
             return
         needed = config.only(store.progress.agents) if config is not None else None
         tracing.begin(config.tracing if config else tracing_of(known.services), services.OWNER)
-        shown = partial(drawing, show=self.display, tick_s=SAMPLE_S)
+        display = partial(drawing, show=self.display, tick_s=SAMPLE_S)
         try:
-            session = CollectionSession(store, self._limits, gate, shown, self.display.say)
+            session = CollectionSession(store, self._limits, gate, display, self.display.say)
             await session.collect(self.place.reached(known, needed, self.display))
         finally:
             tracing.end()
 
 
-def tasks_in(given: Input, folder: Path) -> Path:
-    """The given file, or a new one in this folder with the given rows.
+def tasks_in(source: Input, folder: Path) -> Path:
+    """The source, if it is a file, or a new file in this folder with its rows.
 
     Raises:
         UsageError: the input has another type.
     """
-    if isinstance(given, str | Path):
-        if not Path(given).is_file():
-            raise UsageError(f"{given}: no such file (input=)")
-        return Path(given)
+    if isinstance(source, str | Path):
+        if not Path(source).is_file():
+            raise UsageError(f"{source}: no such file (input=)")
+        return Path(source)
     path = folder / INPUT
     with path.open("wb") as file:
-        for number, row in enumerate(rows_of(given)):
+        for number, row in enumerate(rows_of(source)):
             file.write(_line(row, number))
     return path
 
 
-def rows_of(given: Any) -> Iterable[Json]:
+def rows_of(source: Any) -> Iterable[Json]:
     """The rows of an input; a missing value of a data frame is left out of its row."""
-    if isinstance(given, Mapping):
-        return [dict(given)]
-    if hasattr(given, "iter_rows"):  # polars
-        return map(_present, given.iter_rows(named=True))
-    if hasattr(given, "itertuples"):  # pandas
-        return map(_present, given.to_dict("records"))
-    if isinstance(given, Iterable):
-        return given
-    raise UsageError(f"input must be rows, a path or a data frame, not {type(given).__name__}")
+    if isinstance(source, Mapping):
+        return [dict(source)]
+    if hasattr(source, "iter_rows"):  # polars
+        return map(_present, source.iter_rows(named=True))
+    if hasattr(source, "itertuples"):  # pandas
+        return map(_present, source.to_dict("records"))
+    if isinstance(source, Iterable):
+        return source
+    raise UsageError(f"input must be rows, a path or a data frame, not {type(source).__name__}")
 
 
 def _present(row: Mapping[str, Any]) -> Json:

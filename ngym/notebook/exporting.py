@@ -44,8 +44,8 @@ class Exported(FileRows):
         return Table(self).to_dataset(parsed=True)
 
     def __repr__(self) -> str:
-        left = f"; left out: {self._reasons()}" if self.dropped else ""
-        return f"<{len(self):,} {self._format} of {self.tally.read:,} rollouts{left}>"
+        dropped = f"; left out: {self._reasons()}" if self.dropped else ""
+        return f"<{len(self):,} {self._format} of {self.tally.read:,} rollouts{dropped}>"
 
     def _reasons(self) -> str:
         with python_option_names():

@@ -75,15 +75,15 @@ class Table:
     def to_pandas(self) -> pandas.DataFrame:
         frames: Any = library("pandas")
         columns = {c.name: frames.Series(c.values, dtype=PANDAS[c.kind]) for c in self.columns}
-        found: pandas.DataFrame = frames.DataFrame(columns)
-        return found
+        frame: pandas.DataFrame = frames.DataFrame(columns)
+        return frame
 
     def to_polars(self) -> polars.DataFrame:
         frames: Any = library("polars")
         schema = {column.name: getattr(frames, POLARS[column.kind]) for column in self.columns}
         columns = {column.name: _flat(column) for column in self.columns}
-        found: polars.DataFrame = frames.DataFrame(columns, schema=schema)
-        return found
+        frame: polars.DataFrame = frames.DataFrame(columns, schema=schema)
+        return frame
 
     def to_dataset(self, *, parsed: bool = False) -> datasets.Dataset:
         """parsed: lists and objects are such when a row is read, with the keys of their own row; else JSON text."""
@@ -92,8 +92,8 @@ class Table:
         types = {kind: parts if kind == "json" else made.Value(name) for kind, name in DATASETS.items()}
         features = made.Features({column.name: types[column.kind] for column in self.columns})
         columns = {column.name: _flat(column) for column in self.columns}
-        found: datasets.Dataset = made.Dataset.from_dict(columns, features=features)
-        return found
+        dataset: datasets.Dataset = made.Dataset.from_dict(columns, features=features)
+        return dataset
 
 
 def library(name: str) -> Any:
@@ -149,7 +149,7 @@ def slim(row: Json) -> Json:
     trace, usage = trace_of(row), row["response"].get("usage") or {}
     timings = trace.get("timings") or {}
     record = {
-        **_who(row),
+        **_identity(row),
         "reward": row["reward"],
         **{name: usage.get(name) for name in ("input_tokens", "output_tokens")},
         **{name: timings.get(name) for name in ("queue_s", "model_s", "tools_s", "verify_s", "total_s")},
@@ -177,10 +177,10 @@ def full(row: Json) -> Json:
 
 def failed(row: Json) -> Json:
     """A failed attempt as one flat record."""
-    return {**_who(row), "attempt": row.get("attempt"), **row["failure"]}
+    return {**_identity(row), "attempt": row.get("attempt"), **row["failure"]}
 
 
-def _who(row: Json) -> Json:
+def _identity(row: Json) -> Json:
     params: Any = row.get("responses_create_params") or {}
     return {
         "task_index": row.get("_ng_task_index"),
@@ -243,11 +243,11 @@ def _cell(value: Any) -> str:
 
 
 def _turn(who: str, text: str) -> str:
-    said = f'<pre style="{TEXT}">{escaped(text)}</pre>'
+    block = f'<pre style="{TEXT}">{escaped(text)}</pre>'
     style = CARD.format(colour=COLOURS.get(who, "#888"))
     if who == "reasoning":
-        return f'<details style="{style}"><summary>reasoning</summary>{said}</details>'
-    return f'<div style="{style}"><small>{escaped(who)}</small>{said}</div>'
+        return f'<details style="{style}"><summary>reasoning</summary>{block}</details>'
+    return f'<div style="{style}"><small>{escaped(who)}</small>{block}</div>'
 
 
 class Failures(list[Json]):
@@ -267,9 +267,9 @@ class Failures(list[Json]):
         return f"<{len(self):,} failed attempts>"
 
     def _repr_html_(self) -> str:
-        shown = [failed(row) for row in self[:SHOWN_ROWS]]
+        records = [failed(row) for row in self[:SHOWN_ROWS]]
         names = ("task_index", "rollout_index", "attempt", "class", "service", "message")
-        return table(names, [[record.get(name) for name in names] for record in shown], repr(self)[1:-1])
+        return table(names, [[record.get(name) for name in names] for record in records], repr(self)[1:-1])
 
 
 class Transcript:
@@ -334,9 +334,9 @@ class TrainingMetrics(list[Json]):
 
     def _repr_html_(self) -> str:
         names = [name for name in REPR_METRICS if name == "step" or name in self.names]
-        shown = self[-SHOWN_STEPS:]
-        more = f"; the last {len(shown)}:" if len(self) > len(shown) else ""
-        return table(names, [[row.get(name) for name in names] for row in shown], repr(self)[1:-1] + more)
+        rows = self[-SHOWN_STEPS:]
+        more = f"; the last {len(rows)}:" if len(self) > len(rows) else ""
+        return table(names, [[row.get(name) for name in names] for row in rows], repr(self)[1:-1] + more)
 
 
 def training_metrics(run: str | Path) -> TrainingMetrics:

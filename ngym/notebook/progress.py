@@ -27,9 +27,9 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-def progress(wanted: bool) -> Progress:
+def progress(enabled: bool) -> Progress:
     """The display for the environment of this process: notebook, terminal or log."""
-    if not wanted:
+    if not enabled:
         return NoDisplay()
     if (display := _notebook_display()) is not None:
         return NotebookDisplay(display)
@@ -66,7 +66,7 @@ class LineDisplay:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._next = time.monotonic() + PLAIN_INTERVAL_S
-        self._said = ""
+        self._last_line = ""
         self._now: Callable[[], str] = lambda: ""
 
     def say(self, text: str) -> None:
@@ -76,12 +76,12 @@ class LineDisplay:
         self._now = line
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + PLAIN_INTERVAL_S
-            self._said = line()
-            self.say(self._said)
+            self._last_line = line()
+            self.say(self._last_line)
 
     def close(self) -> None:
         """Print the last state, if earlier ones were printed."""
-        if self._said and self._said != (last := self._now()):
+        if self._last_line and self._last_line != (last := self._now()):
             self.say(last)
 
 
@@ -91,11 +91,11 @@ class NotebookDisplay:
     def __init__(self, display: Any) -> None:
         self._display = display
         self._handle: Any = None
-        self._said: list[str] = []
-        self._shown = ""
+        self._messages: list[str] = []
+        self._html = ""
 
     def say(self, text: str) -> None:
-        self._said.append(sanitized(text))
+        self._messages.append(sanitized(text))
         self._show([])
 
     def draw(self, picture: Picture, line: Callable[[], str]) -> None:
@@ -106,10 +106,10 @@ class NotebookDisplay:
             self._show([])
 
     def _show(self, lines: list[str]) -> None:
-        text = "\n".join([*self._said, *lines])
-        if text == self._shown:
+        text = "\n".join([*self._messages, *lines])
+        if text == self._html:
             return
-        self._shown = text
+        self._html = text
         bundle = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
         if self._handle is None:
             self._handle = self._display(bundle, raw=True, display_id=True)
@@ -134,7 +134,7 @@ class CallDisplay:
     def __init__(self) -> None:
         self.hurry: Callable[[], None] = lambda: None
         self._board = Board()
-        self._said: deque[str] = deque()
+        self._pending_messages: deque[str] = deque()
         self._now: tuple[Picture, Callable[[], str]] = (self._board.picture, self._board.line)
         self._starts = True
 
@@ -145,7 +145,7 @@ class CallDisplay:
             self.say(status_line(state))
 
     def say(self, text: str) -> None:
-        self._said.append(text)
+        self._pending_messages.append(text)
 
     def draw(self, snapshot: ProgressSnapshot) -> None:
         """Show the progress of a collection from now on; another thread may draw it."""
@@ -156,20 +156,20 @@ class CallDisplay:
         self.draw(snapshot)
 
     @contextmanager
-    def opened(self, wanted: bool) -> Iterator[Callable[[], None]]:
+    def opened(self, enabled: bool) -> Iterator[Callable[[], None]]:
         """Show the progress during the block; yields a function to call a few times a second. Printed lines stay."""
-        shown = progress(wanted)
+        output = progress(enabled)
 
         def print_lines() -> None:
-            while self._said:
-                shown.say(self._said.popleft())
+            while self._pending_messages:
+                output.say(self._pending_messages.popleft())
 
         def tick() -> None:
             print_lines()
-            shown.draw(*self._now)
+            output.draw(*self._now)
 
         try:
             yield tick
         finally:
             print_lines()
-            shown.close()
+            output.close()

@@ -89,9 +89,9 @@ class StoredRows:
         """
         if not self._copies:
             return
-        seen: dict[int, int] = {}
+        first_of_copies: dict[int, int] = {}
         for place in places:
-            other = seen.setdefault(self._copies.get(place, place), place)
+            other = first_of_copies.setdefault(self._copies.get(place, place), place)
             if other != place:
                 raise UsageError(
                     f"the rollout {rollout_id(self.rows[place])} is there twice, as rows {other} and {place} of what "
@@ -115,7 +115,7 @@ class Rollouts(Sequence[Json]):
         self._places = places
 
     @classmethod
-    def _of(cls, stored: StoredRows, places: Sequence[int]) -> Rollouts:
+    def _select(cls, stored: StoredRows, places: Sequence[int]) -> Rollouts:
         rollouts = cls.__new__(cls)
         rollouts._choose(stored, places)
         return rollouts
@@ -129,7 +129,7 @@ class Rollouts(Sequence[Json]):
     def __getitem__(self, index: slice) -> Rollouts: ...
     def __getitem__(self, index: int | slice) -> Json | Rollouts:
         if isinstance(index, slice):
-            return self._of(self._stored, self._all[index])
+            return self._select(self._stored, self._all[index])
         return self._stored.rows[self._all[index]]
 
     def __iter__(self) -> Iterator[Json]:
@@ -139,10 +139,10 @@ class Rollouts(Sequence[Json]):
         return f"<{self._headline()}>"
 
     def _repr_html_(self) -> str:
-        shown = [slim(row) for row in self[:SHOWN_ROWS]]
-        more = f"; the first {len(shown)}:" if len(self) > len(shown) else ""
+        records = [slim(row) for row in self[:SHOWN_ROWS]]
+        more = f"; the first {len(records)}:" if len(self) > len(records) else ""
         return table(
-            REPR_COLUMNS, [[record[name] for name in REPR_COLUMNS] for record in shown], self._headline() + more
+            REPR_COLUMNS, [[record[name] for name in REPR_COLUMNS] for record in records], self._headline() + more
         )
 
     @property
@@ -215,20 +215,20 @@ class Rollouts(Sequence[Json]):
         for row in self:
             if problem := copies.problem(row):
                 raise UsageError(problem)
-            aggregates.add(_counted(row))
+            aggregates.add(_with_defaults(row))
         return aggregates.as_json()
 
     def filter(self, wanted: Callable[[Json], object]) -> Rollouts:
         """The rollouts whose row satisfies a condition: `rollouts.filter(lambda row: row["reward"] == 0)`."""
-        return self._of(self._stored, [place for place, row in zip(self._all, self, strict=True) if wanted(row)])
+        return self._select(self._stored, [place for place, row in zip(self._all, self, strict=True) if wanted(row)])
 
     def worst(self, n: int = 10) -> Rollouts:
         """The n scored rollouts with the smallest rewards, the worst first."""
-        return self._ranked(n, 1.0)
+        return self._rank(n, 1.0)
 
     def best(self, n: int = 10) -> Rollouts:
         """The n scored rollouts with the largest rewards, the best first."""
-        return self._ranked(n, -1.0)
+        return self._rank(n, -1.0)
 
     def groups(self) -> list[TaskGroup]:
         """The rollouts of each task, in order of appearance; each time that a training run samples a task is a group.
@@ -243,8 +243,8 @@ class Rollouts(Sequence[Json]):
             places.setdefault(fact._replace(reward=None), []).append(place)
         facts = self._stored.facts
         return [
-            TaskGroup(key.agent, key.task_id, key.task_index, self._of(self._stored, found), _scored(facts, found))
-            for key, found in places.items()
+            TaskGroup(key.agent, key.task_id, key.task_index, self._select(self._stored, group), _rewards(facts, group))
+            for key, group in places.items()
         ]
 
     def show(self, index: int = 0) -> Transcript:
@@ -276,14 +276,14 @@ class Rollouts(Sequence[Json]):
         mean += f" ({self.unscored_share:.1%} unscored)" if self.unscored_share else ""
         return f"{len(self):,} rollouts{tasks}, {mean}{where}"
 
-    def _ranked(self, n: int, sign: float) -> Rollouts:
+    def _rank(self, n: int, sign: float) -> Rollouts:
         scored = [(fact.reward, at) for fact, at in zip(self._facts, self._all, strict=True) if fact.reward is not None]
         if isinstance(n, bool) or not isinstance(n, int):
             raise UsageError(f"the number of rollouts must be a whole number, not {n!r:.60}")
         if n < 0:
             raise UsageError(f"the number of rollouts must be 0 or more, not {n}")
         ranked = sorted(scored, key=lambda pair: sign * pair[0])
-        return self._of(self._stored, [place for _, place in ranked[:n]])
+        return self._select(self._stored, [place for _, place in ranked[:n]])
 
     @property
     def _all(self) -> Sequence[int]:
@@ -330,11 +330,11 @@ def _fact(row: Json) -> RolloutSummary:
         raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is not a rollout") from None
 
 
-def _scored(facts: Sequence[RolloutSummary], places: Sequence[int]) -> list[float]:
+def _rewards(facts: Sequence[RolloutSummary], places: Sequence[int]) -> list[float]:
     return [reward for place in places if (reward := facts[place].reward) is not None]
 
 
-def _counted(row: Json) -> Json:
+def _with_defaults(row: Json) -> Json:
     """The row with defaults for the fields that metrics need and rows of other tools lack."""
     if row.get("_ng_task_index") is None:
         raise UsageError(NO_TASK)
@@ -374,13 +374,13 @@ class FileRows(Sequence[Json]):
     def __iter__(self) -> Iterator[Json]:
         """Iterate over all rows, reading each file once."""
         for path, starts in zip(self.paths, self._starts, strict=True):
-            wanted = len(starts)
+            remaining = len(starts)
             for line in read(path):
-                if not wanted:
+                if not remaining:
                     break
                 if line.problem:
                     raise UsageError(f"{path}:{line.number}: {line.problem}")
-                wanted -= 1
+                remaining -= 1
                 yield line.row
 
     @cached_property
@@ -390,13 +390,13 @@ class FileRows(Sequence[Json]):
     @cached_property
     def _plain(self) -> list[Path]:
         """The files, or the unpacked copies of compressed ones."""
-        return [self._unpacked(n) if path.suffix in COMPRESSED else path for n, path in enumerate(self.paths)]
+        return [self._unpack(n) if path.suffix in COMPRESSED else path for n, path in enumerate(self.paths)]
 
     @cached_property
     def _folder(self) -> Folder:
         return Folder()
 
-    def _unpacked(self, number: int) -> Path:
+    def _unpack(self, number: int) -> Path:
         copy = self._folder.path / f"{number}.jsonl"
         with open_rows(self.paths[number]) as packed, copy.open("wb") as file:
             shutil.copyfileobj(packed, file, READ_BYTES)
@@ -451,8 +451,8 @@ def load_rollouts(*sources: str | Path) -> Rollouts:
     Raises:
         UsageError: a file does not exist, or its first row is not a rollout.
     """
-    found = [path for source in sources for path in _files(str(source))]
-    paths = list({path.resolve(): path for path in reversed(found)}.values())[::-1]  # the first path of each file
+    files = [path for source in sources for path in _files(str(source))]
+    paths = list({path.resolve(): path for path in reversed(files)}.values())[::-1]  # the first path of each file
     if not paths:
         raise UsageError("load_rollouts: name a file that ng_collect_rollouts wrote")
     for path in paths:
@@ -474,10 +474,10 @@ def _failures_of(path: Path) -> Path:
 def _files(source: str) -> list[Path]:
     if Path(source).is_file() or _failures_of(Path(source)).is_file():
         return [Path(source)]
-    found = sorted(glob(source, recursive=True))
-    if not found:
+    files = sorted(glob(source, recursive=True))
+    if not files:
         raise UsageError(f"{source}: no such file")
-    return [Path(path) for path in found if not path.endswith(COMPANION_SUFFIXES)]
+    return [Path(path) for path in files if not path.endswith(COMPANION_SUFFIXES)]
 
 
 def _check(row: Json, path: Path) -> None:

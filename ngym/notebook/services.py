@@ -86,21 +86,21 @@ class _ServicesLifetime:
         self.config = config
         self.background = Background("ngym services")
         self.supervisor = Supervisor(config, display.service, launcher)
-        self._begun = asyncio.Event()
+        self._started = asyncio.Event()
 
     async def ready(self) -> None:
         """Start the services; they stop when the loop ends."""
-        self._task = asyncio.create_task(self._live())
+        self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `failure` raises it
-        begun = asyncio.create_task(self._begun.wait())
+        started = asyncio.create_task(self._started.wait())
         try:
-            await asyncio.wait([self._task, begun], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self._task, started], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._task.cancel()
             await asyncio.wait([self._task])
             raise
         finally:
-            begun.cancel()
+            started.cancel()
         if self._task.done():
             self._task.result()
 
@@ -108,9 +108,9 @@ class _ServicesLifetime:
         """Wait forever; raises the error that ends the services."""
         await asyncio.shield(self._task)
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         async with self.supervisor:
-            self._begun.set()
+            self._started.set()
             await self.supervisor.failure()
 
 
@@ -145,19 +145,19 @@ class ServiceTarget:
         Raises:
             UsageError: the services were stopped.
         """
-        begun, end = self._begin(work)
+        task, end = self._begin(work)
         try:
             with display.opened(progress) as tick:
-                return begun.result(tick, lambda: display.hurry())
+                return task.result(tick, lambda: display.hurry())
         finally:
             end()
 
     async def run_async(self, work: Coroutine[Any, Any, Result], display: CallDisplay, progress: bool) -> Result:
         """As `run`, without blocking the caller's loop."""
-        begun, end = self._begin(work)
+        task, end = self._begin(work)
         try:
             with display.opened(progress) as tick:
-                return await begun.awaited(tick, lambda: display.hurry())
+                return await task.awaited(tick, lambda: display.hurry())
         finally:
             await asyncio.to_thread(end)
 
@@ -219,7 +219,7 @@ def run(*config: str | Path, only: str | Sequence[str] = (), progress: bool = Tr
         ConfigError: the config is wrong. ServiceFailed: a service does not start; the message has the last lines of its
         log.
     """
-    life, display = _begun(config, only)
+    life, display = _prepare_services(config, only)
     try:
         with display.opened(progress) as tick:
             life.background.begin(life.ready()).result(tick, life.supervisor.hurry)
@@ -231,7 +231,7 @@ def run(*config: str | Path, only: str | Sequence[str] = (), progress: bool = Tr
 
 async def run_async(*config: str | Path, only: str | Sequence[str] = (), progress: bool = True) -> RunningServices:
     """`run` for a coroutine: `services = await ngym.run_async(...)`, or `async with await ngym.run_async(...) as services`."""
-    life, display = _begun(config, only)
+    life, display = _prepare_services(config, only)
     try:
         with display.opened(progress) as tick:
             await life.background.begin(life.ready()).awaited(tick, life.supervisor.hurry)
@@ -241,7 +241,7 @@ async def run_async(*config: str | Path, only: str | Sequence[str] = (), progres
     return RunningServices(life)
 
 
-def _begun(words: Sequence[str | Path], only: str | Sequence[str]) -> tuple[_ServicesLifetime, CallDisplay]:
+def _prepare_services(words: Sequence[str | Path], only: str | Sequence[str]) -> tuple[_ServicesLifetime, CallDisplay]:
     for word in words:
         if not isinstance(word, str | Path):
             raise UsageError(f"run takes config files and key=value overrides, not {word!r:.60}")
@@ -263,7 +263,7 @@ TICK_S = 0.25
 _RUNNING: set[asyncio.Task[Any]] = set()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None
 
 
@@ -271,10 +271,10 @@ class Background:
     """An event loop in its own daemon thread, until `close`. It handles no signals."""
 
     def __init__(self, name: str) -> None:
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        self._begun.wait()
+        self._started.wait()
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> BackgroundTask[Result]:
         """Start a coroutine on the loop."""
@@ -295,14 +295,14 @@ class Background:
         self.end()
         self._thread.join()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
-        self._begun.set()
+        self._started.set()
         await self._end.wait()
 
 
@@ -323,7 +323,7 @@ class BackgroundTask(Generic[Result]):
         self._awaiting: list[Callable[[], object]] = []
         loop.call_soon_threadsafe(self._start, work)
 
-    def result(self, tick: Callable[[], None] = _nothing, hurry: Callable[[], None] = _nothing) -> Result:
+    def result(self, tick: Callable[[], None] = _do_nothing, hurry: Callable[[], None] = _do_nothing) -> Result:
         """Block until the coroutine has ended, and return its result."""
         try:
             while not self._ended:
@@ -339,7 +339,7 @@ class BackgroundTask(Generic[Result]):
             raise
         return self._outcome()
 
-    async def awaited(self, tick: Callable[[], None] = _nothing, hurry: Callable[[], None] = _nothing) -> Result:
+    async def awaited(self, tick: Callable[[], None] = _do_nothing, hurry: Callable[[], None] = _do_nothing) -> Result:
         """As `result`, for a coroutine: its own loop continues to run."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         self._loop.call_soon_threadsafe(self._notify, lambda: loop.call_soon_threadsafe(ended.set))

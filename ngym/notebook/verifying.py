@@ -100,8 +100,8 @@ def verify(
     at_least_one(concurrency=concurrency)
     with as_arguments():
         call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
-    found = call.place.run(call.verdicts(), call.display, progress)
-    return found[0] if isinstance(rows, Mapping) else found
+    verdicts = call.place.run(call.verdicts(), call.display, progress)
+    return verdicts[0] if isinstance(rows, Mapping) else verdicts
 
 
 async def verify_async(
@@ -142,11 +142,11 @@ class _Call:
         gyms = [self._gym(row, known.services, known.urls or known.services) for row in self._rows]
         services = config_for_scoring(config, set(gyms), self._models, REMEDY) if config is not None else None
         async with self.place.reached(known, services, self.display) as reached:
-            return await run_unless_failed(reached.failure(), self._verified(gyms, reached))
+            return await run_unless_failed(reached.failure(), self._verify_all(gyms, reached))
 
-    async def _verified(self, gyms: Sequence[str], reached: ConnectedServices) -> list[VerifyResult]:
-        asked = [self._one(row, gym, reached.peers) for row, gym in zip(self._rows, gyms, strict=True)]
-        scored: list[Json | str] = await asyncio.gather(*asked)
+    async def _verify_all(self, gyms: Sequence[str], reached: ConnectedServices) -> list[VerifyResult]:
+        requests = [self._verify_row(row, gym, reached.peers) for row, gym in zip(self._rows, gyms, strict=True)]
+        scored: list[Json | str] = await asyncio.gather(*requests)
         waiting: dict[tuple[Any, ...], dict[int, Json]] = {}
         for index, row in enumerate(scored):
             if isinstance(row, dict) and is_pending(row):
@@ -159,7 +159,7 @@ class _Call:
                 scored[index] = row
         return list(map(_verdict, scored))
 
-    async def _one(self, row: Json, gym: str, peers: Peers) -> Json | str:
+    async def _verify_row(self, row: Json, gym: str, peers: Peers) -> Json | str:
         """The answer of /verify, or the message of its error."""
         async with self._slots:
             try:
@@ -182,11 +182,11 @@ class _Call:
         return gym
 
 
-def _rows(given: Any, answer: str | None) -> list[Json]:
-    if isinstance(given, str | Path):
-        raise UsageError(f"{given}: verify takes rows; load them with ngym.load_rollouts")
+def _rows(source: Any, answer: str | None) -> list[Json]:
+    if isinstance(source, str | Path):
+        raise UsageError(f"{source}: verify takes rows; load them with ngym.load_rollouts")
     rows = []
-    for number, each in enumerate(rows_of(given)):
+    for number, each in enumerate(rows_of(source)):
         if not isinstance(each, Mapping):
             raise UsageError(f"row {number} must be a rollout's row or a task, not {each!r:.60}")
         row: Json = orjson.loads(row_as_json(each, number))

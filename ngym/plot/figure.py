@@ -42,11 +42,14 @@ def smoothed(series: Series, weight: float) -> Series:
     if weight == 0:
         return series
     return replace(
-        series, y=_averaged(series.y, weight), low=_averaged(series.low, weight), high=_averaged(series.high, weight)
+        series,
+        y=_moving_average(series.y, weight),
+        low=_moving_average(series.low, weight),
+        high=_moving_average(series.high, weight),
     )
 
 
-def _averaged(values: Sequence[float], weight: float) -> tuple[float, ...]:
+def _moving_average(values: Sequence[float], weight: float) -> tuple[float, ...]:
     mean, missing, averaged = 0.0, 1.0, []
     for value in values:
         mean = weight * mean + (1 - weight) * value
@@ -75,7 +78,7 @@ def default_metrics(names: Sequence[str]) -> list[str]:
 
 
 def is_evaluation(name: str) -> bool:
-    last = _last(name)
+    last = _last_part(name)
     return name.startswith("eval/") and (last == "greedy" or last.startswith("avg@"))
 
 
@@ -86,24 +89,24 @@ def matching_metrics(patterns: Iterable[str], names: Sequence[str]) -> list[str]
     Raises:
         UsageError: a pattern matches no metric.
     """
-    found: list[str] = []
+    matches: list[str] = []
     for pattern in patterns:
         matching = [pattern] if pattern in names else [name for name in names if _matches(name, pattern)]
         if not matching:
             raise UsageError(f"--metric {pattern}: no run has logged it{did_you_mean(pattern, filter(is_own, names))}")
-        found += sorted(matching)
-    return list(dict.fromkeys(found))
+        matches += sorted(matching)
+    return list(dict.fromkeys(matches))
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) and (is_own(name) or _last(name) == _last(pattern))
+    return fnmatchcase(name, pattern) and (is_own(name) or _last_part(name) == _last_part(pattern))
 
 
 def is_own(name: str) -> bool:
-    return _last(name) not in OF_ANOTHER
+    return _last_part(name) not in OF_ANOTHER
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition("/")[2]
 
 
@@ -128,25 +131,25 @@ def curves(runs: Sequence[PlottedRun], patterns: Sequence[str], by: Axis, smooth
         UsageError: there is nothing to draw.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))
-    wanted = matching_metrics(patterns, names) if patterns else default_metrics(names)
+    selected = matching_metrics(patterns, names) if patterns else default_metrics(names)
     groups = by_seed(runs) if band else {run.name: [run] for run in runs}
-    found = [
+    result = [
         _smooth(Curve(name, metric, series, None), smooth)
-        for metric in wanted
+        for metric in selected
         for name, group in groups.items()
         if (series := _of_group(metric, group, by)).x and (patterns or _is_worth_a_curve(series, metric))
     ]
-    if not found:
-        said = f"logged so far: {', '.join(names[:20])}" if names else "nothing was logged yet"
-        raise UsageError(f"{', '.join(run.name for run in runs)}: no values to draw; {said}; name them with --metric")
-    return found
+    if not result:
+        hint = f"logged so far: {', '.join(names[:20])}" if names else "nothing was logged yet"
+        raise UsageError(f"{', '.join(run.name for run in runs)}: no values to draw; {hint}; name them with --metric")
+    return result
 
 
 def default_series(entries: Iterable[Mapping[str, float]]) -> list[Series]:
     """The most relevant series of one run, from its log entries."""
     history = History.of(entries)
-    found = [(name, history.series(name)) for name in default_metrics(history.names)]
-    return [series for name, series in found if series.x and _is_worth_a_curve(series, name)]
+    named_series = [(name, history.series(name)) for name in default_metrics(history.names)]
+    return [series for name, series in named_series if series.x and _is_worth_a_curve(series, name)]
 
 
 def _is_worth_a_curve(series: Series, metric: str) -> bool:
@@ -154,21 +157,21 @@ def _is_worth_a_curve(series: Series, metric: str) -> bool:
     return metric != UNSCORED or any(series.y)
 
 
-def panels(found: Sequence[Curve], by: Axis, log: bool) -> list[Panel]:
+def panels(curves: Sequence[Curve], by: Axis, log: bool) -> list[Panel]:
     """A panel for each metric; a run has one colour in all of them."""
-    runs = list(dict.fromkeys(curve.run for curve in found))
+    runs = list(dict.fromkeys(curve.run for curve in curves))
     return [
         Panel(
             metric,
             [
                 Line(replace(curve.series, name=curve.run), runs.index(curve.run), behind=curve.behind)
-                for curve in found
+                for curve in curves
                 if curve.metric == metric
             ],
             x="step" if by == "step" else "seconds",
             y_scale="log" if log else "linear",
         )
-        for metric in dict.fromkeys(curve.metric for curve in found)
+        for metric in dict.fromkeys(curve.metric for curve in curves)
     ]
 
 
@@ -182,7 +185,7 @@ class Bin(NamedTuple):
 
 def calibrations(runs: Sequence[PlottedRun]) -> dict[str, list[Bin]]:
     """Of each run the bins of its last evaluation, by confidence. Raises UsageError: a run has none."""
-    found = {}
+    by_run = {}
     for run in runs:
         last = run.history.last()
         names = {name.split("/")[2] for name in last if name.startswith(CALIBRATION)}
@@ -191,24 +194,26 @@ def calibrations(runs: Sequence[PlottedRun]) -> dict[str, list[Bin]]:
             raise UsageError(
                 f"{run.name}: no {CALIBRATION}... was logged; --calibration is for reward models with evaluation.data"
             )
-        found[run.name] = sorted(each for each in bins if each.share > 0)
-    return found
+        by_run[run.name] = sorted(each for each in bins if each.share > 0)
+    return by_run
 
 
-def reliability_panel(found: Mapping[str, Sequence[Bin]]) -> Panel:
+def reliability_panel(by_run: Mapping[str, Sequence[Bin]]) -> Panel:
     """A reliability diagram: accuracy by confidence, and the diagonal of a calibrated model."""
     lines = [
         Line(Series(run, tuple(each.confidence for each in bins), tuple(each.accuracy for each in bins)))
-        for run, bins in found.items()
+        for run, bins in by_run.items()
     ]
-    low = min(0.5, *(each.confidence for bins in found.values() for each in bins))
+    low = min(0.5, *(each.confidence for bins in by_run.values() for each in bins))
     diagonal = Line(Series("calibrated", (low, 1.0), (low, 1.0)), colour=len(COLOURS) - 1, dashed=True)
     return Panel("accuracy on held-out rows", [*lines, diagonal], x=CONFIDENCE, y_range=(0, 1.02))
 
 
 def _of_group(metric: str, group: Sequence[PlottedRun], by: Axis) -> Series:
-    found = [run.history.series(metric, by) for run in group]
-    return found[0] if len(found) == 1 else together(metric, [series for series in found if series.x])
+    group_series = [run.history.series(metric, by) for run in group]
+    return (
+        group_series[0] if len(group_series) == 1 else together(metric, [series for series in group_series if series.x])
+    )
 
 
 def _smooth(curve: Curve, weight: float) -> Curve:
@@ -261,9 +266,9 @@ class _Frame(NamedTuple):
     high: float
 
     @classmethod
-    def around(cls, shown: Sequence[Series]) -> Self:
-        along = [x for series in shown for x in series.x]
-        values = [y for series in shown for y in series.y]
+    def around(cls, all_series: Sequence[Series]) -> Self:
+        along = [x for series in all_series for x in series.x]
+        values = [y for series in all_series for y in series.y]
         low, high = min(0.0, *values), max(values)
         high = 1.0 if 0.5 < high <= 1 else high
         return cls(min(along), max(max(along), min(along) + 1), low, high if high > low else low + 1)
@@ -273,11 +278,11 @@ class _Frame(NamedTuple):
         return (x - self.first) / (self.last - self.first), (y - self.low) / (self.high - self.low)
 
 
-def as_text(shown: Sequence[Series], by: Axis = "step") -> str:
+def as_text(all_series: Sequence[Series], by: Axis = "step") -> str:
     """A text plot with its legend. Every series must have at least one point."""
-    frame = _Frame.around(shown)
+    frame = _Frame.around(all_series)
     rows = [[" "] * WIDTH for _ in range(HEIGHT)]
-    for number, series in enumerate(shown):
+    for number, series in enumerate(all_series):
         for point in zip(series.x, series.y, strict=True):
             x, y = frame.place(*point)
             rows[HEIGHT - 1 - round(y * (HEIGHT - 1))][round(x * (WIDTH - 1))] = _mark(number)
@@ -287,7 +292,7 @@ def as_text(shown: Sequence[Series], by: Axis = "step") -> str:
     margin = " " * (LABEL + 2)
     legend = [
         f"{margin}{_mark(number)} {printable(series.name)}: {number_text(series.y[0])} -> {number_text(series.y[-1])}"
-        for number, series in enumerate(shown)
+        for number, series in enumerate(all_series)
     ]
     return "\n".join([*lines, f"{'':>{LABEL}} +{'-' * WIDTH}", f"{margin}{first}{last:>{WIDTH - len(first)}}", *legend])
 
@@ -365,10 +370,10 @@ def picture(panels: Sequence[Panel], kind: str, across: int = ACROSS) -> bytes:
         columns = min(across, max(1, len(panels)))
         rows = max(1, math.ceil(len(panels) / columns))
         figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
-        drawn = [figure.add_subplot(rows, columns, place) for place in range(1, len(panels) + 1)]
-        for panel, axes in zip(panels, drawn, strict=True):
+        subplots = [figure.add_subplot(rows, columns, place) for place in range(1, len(panels) + 1)]
+        for panel, axes in zip(panels, subplots, strict=True):
             _draw(panel, axes)
-        _explain(figure, drawn, 2 * columns)
+        _explain(figure, subplots, 2 * columns)
         made = BytesIO()
         nothing: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
         figure.savefig(made, format=kind, metadata=nothing[kind])
@@ -430,15 +435,15 @@ def _scale_y(panel: Panel, axes: Axes) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _explain(figure: Figure, drawn: Sequence[Axes], columns: int) -> None:
+def _explain(figure: Figure, subplots: Sequence[Axes], columns: int) -> None:
     """Add legends: one for all panels, if one of them has the lines of all."""
-    if not drawn:
+    if not subplots:
         return
-    fullest = max(drawn, key=lambda axes: len(_names(axes)))
-    if len(drawn) > 1 and all(set(_names(axes)) <= set(_names(fullest)) for axes in drawn):
+    fullest = max(subplots, key=lambda axes: len(_names(axes)))
+    if len(subplots) > 1 and all(set(_names(axes)) <= set(_names(fullest)) for axes in subplots):
         figure.legend(*fullest.get_legend_handles_labels(), loc="outside lower left", ncols=columns)
         return
-    for axes in drawn:
+    for axes in subplots:
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.19))
 
 

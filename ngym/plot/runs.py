@@ -56,8 +56,8 @@ class _Column:
             self.values.append(value)
 
     def cut(self, row: int) -> None:
-        kept = bisect_left(self.rows, row)
-        del self.rows[kept:], self.values[kept:]
+        length = bisect_left(self.rows, row)
+        del self.rows[length:], self.values[length:]
 
 
 class History:
@@ -94,24 +94,24 @@ class History:
             self.steps.append(step)
             self._seconds.append(self._before + self._elapsed)
         row = len(self.steps) - 1
-        for name, said in entry.items():
-            value = _number(said)
-            if name not in (STEP, ELAPSED) and (value is not None or said is None):
+        for name, logged in entry.items():
+            value = _number(logged)
+            if name not in (STEP, ELAPSED) and (value is not None or logged is None):
                 column = self._columns.setdefault(name, _Column())
                 column.put(row, math.nan if value is None else value)
 
     def series(self, name: str, by: Axis = "step") -> Series:
         """The finite values of a metric; {name}/low and {name}/high are its band."""
-        kept = {row: value for row, value in self._of(name).items() if math.isfinite(value)}
+        values = {row: value for row, value in self._values_of(name).items() if math.isfinite(value)}
         along = self.steps if by == "step" else self._seconds
-        low, high = self._of(f"{name}/low"), self._of(f"{name}/high")
-        whole = kept and all(row in low and row in high for row in kept)
+        low, high = self._values_of(f"{name}/low"), self._values_of(f"{name}/high")
+        whole = values and all(row in low and row in high for row in values)
         return Series(
             name,
-            tuple(along[row] for row in kept),
-            tuple(kept.values()),
-            tuple(low[row] for row in kept) if whole else (),
-            tuple(high[row] for row in kept) if whole else (),
+            tuple(along[row] for row in values),
+            tuple(values.values()),
+            tuple(low[row] for row in values) if whole else (),
+            tuple(high[row] for row in values) if whole else (),
         )
 
     def last(self) -> dict[str, float]:
@@ -125,11 +125,11 @@ class History:
             for row, value in zip(column.rows, column.values, strict=True):
                 rows[row][name] = None if math.isnan(value) else value
         if any(self._seconds):
-            for found, seconds in zip(rows, self._seconds, strict=True):
-                found[ELAPSED] = seconds
+            for row_number, seconds in zip(rows, self._seconds, strict=True):
+                row_number[ELAPSED] = seconds
         return rows
 
-    def _of(self, name: str) -> dict[int, float]:
+    def _values_of(self, name: str) -> dict[int, float]:
         column = self._columns.get(name, _Column())
         return dict(zip(column.rows, column.values, strict=True))
 
@@ -137,10 +137,10 @@ class History:
         """Detect a restart of the run at this entry."""
         back = bool(self.steps) and step < self.steps[-1]
         if back:
-            kept = bisect_left(self.steps, step)
-            del self.steps[kept:], self._seconds[kept:]
+            length = bisect_left(self.steps, step)
+            del self.steps[length:], self._seconds[length:]
             for column in self._columns.values():
-                column.cut(kept)
+                column.cut(length)
         if back or (elapsed is not None and self.steps and elapsed < self._elapsed):
             self.resumed.append(step)
             self._before = self._seconds[-1] if self._seconds else 0.0
@@ -243,10 +243,10 @@ def read_recipe(file: Path) -> PlottedRecipe:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Json:
     """`{"engine": {"zero_stage": 2}}` as `{"engine.zero_stage": 2}`."""
-    found: Json = {}
+    result: Json = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return result
 
 
 def distinct(files: Sequence[Path]) -> list[str]:

@@ -66,8 +66,8 @@ def _usage(event: Json) -> Json | None:
         return of_sglang
     for holder in (event, event.get("response"), event.get("message")):
         if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
-            found: Json = holder["usage"]
-            return found
+            usage: Json = holder["usage"]
+            return usage
     return None
 
 
@@ -89,16 +89,16 @@ class Caps:
         """Raise QuotaExhausted once a cap is reached; the message has the option to raise."""
         tokens = self.used.input + self.used.output
         if self.max_tokens is not None and tokens >= self.max_tokens:
-            raise _reached(f"{tokens} tokens used of max_tokens_total {self.max_tokens}", "max_tokens_total")
+            raise _quota_error(f"{tokens} tokens used of max_tokens_total {self.max_tokens}", "max_tokens_total")
         if self.max_spend is not None and self.spend >= self.max_spend:
-            raise _reached(f"{self.spend:.4g} spent of max_spend {self.max_spend:g}", "max_spend")
+            raise _quota_error(f"{self.spend:.4g} spent of max_spend {self.max_spend:g}", "max_spend")
 
     def add(self, used: TokenUsage) -> None:
         self.used.input += used.input
         self.used.output += used.output
 
 
-def _reached(what: str, option: str) -> QuotaExhausted:
+def _quota_error(what: str, option: str) -> QuotaExhausted:
     detail = f"{what}: no more requests for this key; raise {option} in the stanza (a restart counts from 0)"
     return QuotaExhausted(detail, failure="model_error")
 

@@ -277,7 +277,7 @@ class EventData:
     """Incremental parser of server-sent events."""
 
     def __init__(self) -> None:
-        self._left = b""
+        self._rest = b""
 
     def take(self, part: bytes) -> Iterator[bytes]:
         """The data of the events that end in this part; data lines of one event are joined by line breaks.
@@ -285,12 +285,12 @@ class EventData:
         Raises:
             ValueError: an event has no end within 64 MiB.
         """
-        text = self._left + part
+        text = self._rest + part
         if b"\r" in text:
             cut = text.endswith(b"\r")  # the line feed may be in the next part
             text = text[: len(text) - cut].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + b"\r" * cut
-        *events, self._left = text.split(b"\n\n")
-        if len(self._left) > _MAX_EVENT_BYTES:
+        *events, self._rest = text.split(b"\n\n")
+        if len(self._rest) > _MAX_EVENT_BYTES:
             raise ValueError("an event without end")
         for event in events:
             data = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
@@ -387,7 +387,7 @@ class Upstream:
             self.caps.check()
             turn = await self._turn(site)
             try:
-                answer = await self._whole(turn, site, raw, once)
+                answer = await self._read_answer(turn, site, raw, once)
                 if isinstance(answer, bytes):
                     turn.answered()
                     return answer
@@ -405,7 +405,7 @@ class Upstream:
         """
         site, used = self._site(path), TokenUsage()
         try:
-            async with self._opened(site, serialized(body)) as answer:
+            async with self._open(site, serialized(body)) as answer:
                 if "text/event-stream" not in answer.headers.get("content-type", ""):
                     raise site.invalid_answer("did not answer with a stream, which was requested")
                 data = EventData()
@@ -439,7 +439,7 @@ class Upstream:
         return site
 
     @asynccontextmanager
-    async def _opened(self, site: RequestTarget, raw: bytes) -> AsyncIterator[Streamed]:
+    async def _open(self, site: RequestTarget, raw: bytes) -> AsyncIterator[Streamed]:
         """A 2xx answer whose body is not read, with retries; its slot in flight is held until it is read."""
         self.budget.request()
         attempt = 0
@@ -447,8 +447,8 @@ class Upstream:
             self.caps.check()
             turn = await self._turn(site)
             try:
-                async with AsyncExitStack() as held:
-                    answer = await self._begun(held, turn, site, raw)
+                async with AsyncExitStack() as stack:
+                    answer = await self._start_request(stack, turn, site, raw)
                     if isinstance(answer, Streamed):
                         yield answer
                         turn.answered()
@@ -466,7 +466,7 @@ class Upstream:
         except TimeoutError:
             raise site.timed_out(self._options.timeout_s) from None
 
-    async def _whole(
+    async def _read_answer(
         self, turn: RequestSlot, site: RequestTarget, raw: bytes | None, once: bool
     ) -> bytes | ServiceError:
         """The body of a 2xx answer, or a problem, which the caller raises unless it retries."""
@@ -480,14 +480,14 @@ class Upstream:
             return reply.body
         return _problem(turn, site, reply.status, reply.headers, reply.body)
 
-    async def _begun(
-        self, held: AsyncExitStack, turn: RequestSlot, site: RequestTarget, raw: bytes
+    async def _start_request(
+        self, stack: AsyncExitStack, turn: RequestSlot, site: RequestTarget, raw: bytes
     ) -> Streamed | ServiceError:
-        """As `_whole`, for a streamed body."""
+        """As `_read_answer`, for a streamed body."""
         try:
             headers = {**await self._headers(), **request_context.trace_headers()}
             opening = self._client.stream("POST", site.url, raw, headers, self._timeout_s())
-            answer = await held.enter_async_context(opening)
+            answer = await stack.enter_async_context(opening)
             if 200 <= answer.status < 300:
                 return answer
             body = b"".join([part async for part in answer.body])
@@ -511,18 +511,18 @@ class Upstream:
 
     async def _pause(self, attempt: int, failure: ServiceError, once: bool) -> None:
         """Wait before the next attempt. Raises the problem if no retry is left or it would not help."""
-        if attempt > self._options.max_retries or not self._again(failure, once):
+        if attempt > self._options.max_retries or not self._should_retry(failure, once):
             if isinstance(failure, Unreachable) and self._lost is not None and not self._lost.done():
                 self._lost.set_result(failure.detail)
             raise failure
-        if not _refused(failure):
+        if not _is_refusal(failure):
             await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1))
 
-    def _again(self, failure: ServiceError, once: bool) -> bool:
+    def _should_retry(self, failure: ServiceError, once: bool) -> bool:
         """Whether to retry. A refusal for the rate slows down all callers instead of using the retry budget."""
-        if once and not (_refused(failure) or isinstance(failure, Unreachable)):
+        if once and not (_is_refusal(failure) or isinstance(failure, Unreachable)):
             return False
-        return failure.retryable and (_refused(failure) or self.budget.retry())
+        return failure.retryable and (_is_refusal(failure) or self.budget.retry())
 
 
 def _problem(
@@ -539,7 +539,7 @@ def _problem(
     return failure
 
 
-def _refused(failure: ServiceError) -> bool:
+def _is_refusal(failure: ServiceError) -> bool:
     return bool(failure.upstream and failure.upstream["status"] in REFUSED_FOR_RATE)
 
 

@@ -45,17 +45,17 @@ def usable_cores() -> int:
     return cores
 
 
-def serving_threads(asked: int | None, parameters: int | None, processes: int = 1) -> int:
+def serving_threads(requested: int | None, parameters: int | None, processes: int = 1) -> int:
     """The threads of each process that computes a model for a server.
 
     Args:
-        asked: by its options; None: one, and another for every 10 million parameters, up to the usable cores. The threads
+        requested: by its options; None: one, and another for every 10 million parameters, up to the usable cores. The threads
             of a small model would wait for each other longer than they compute.
         parameters: of the model; None: not known, and taken for large.
         processes: that share the cores.
     """
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     cores = max(1, usable_cores() // processes)
     return cores if parameters is None else min(cores, 1 + parameters // PARAMETERS_PER_THREAD)
 

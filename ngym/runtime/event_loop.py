@@ -33,11 +33,11 @@ def signals_as_keyboard_interrupt() -> Iterator[None]:
     After that the process is about to end (`end_after_signal`). An event loop's own handlers replace these while it runs.
     In a thread it does nothing.
     """
-    came = False
+    received = False
 
     def interrupt(number: int, _: FrameType | None) -> NoReturn:
-        nonlocal came
-        came = True
+        nonlocal received
+        received = True
         end_after_signal()
         raise KeyboardInterrupt
 
@@ -49,7 +49,7 @@ def signals_as_keyboard_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        if not came:
+        if not received:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -65,11 +65,11 @@ def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
     before = {
         number: handler for number in NUMBERS if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
     }
-    came = False
+    received = False
 
     def note(number: int, _: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal received
+        received = True
         loop.call_soon_threadsafe(callback)
 
     try:
@@ -77,7 +77,7 @@ def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
             signal.signal(number, note)
         yield
     finally:
-        if came:
+        if received:
             end_after_signal()
         else:
             for number, handler in before.items():
@@ -90,12 +90,12 @@ def end_after_signal() -> None:
     The next SIGINT, SIGTERM or SIGHUP has no effect, and one after that ends it at once: an exception that a handler
     raises between any two lines could be reported as an error, or be lost in a finalizer. Ignored signals stay ignored.
     """
-    came = 0
+    received = 0
 
     def end(number: int, _: FrameType | None) -> None:
-        nonlocal came
-        came += 1
-        if came > 1:
+        nonlocal received
+        received += 1
+        if received > 1:
             os._exit(EXIT_INTERRUPTED)
 
     for number in NUMBERS:
@@ -116,10 +116,10 @@ def deferred_signals() -> Iterator[None]:
     A signal mask would also block them in child processes that start here. In a thread, where Python runs no handlers,
     it does nothing.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -132,7 +132,7 @@ def deferred_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for each in came:
+        for each in received:
             signal.raise_signal(each)
 
 

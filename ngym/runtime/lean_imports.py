@@ -286,18 +286,18 @@ class _ModuleNames(MetaPathFinder):
 
 def packages_distributions() -> dict[str, list[str]]:
     """As `importlib.metadata.packages_distributions`: the distributions of each package that can be imported."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    distributions: defaultdict[str, list[str]] = defaultdict(list)
     for distribution in metadata.distributions():
         declared = distribution.read_text("top_level.txt")
-        packages = set(declared.split()) if declared else _recorded(distribution)
+        packages = set(declared.split()) if declared else _packages_of(distribution)
         if packages:
             name = _name(distribution)
             for package in packages:
-                found[package].append(name)
-    return dict(found)
+                distributions[package].append(name)
+    return dict(distributions)
 
 
-def _recorded(distribution: metadata.Distribution) -> set[str]:
+def _packages_of(distribution: metadata.Distribution) -> set[str]:
     """The packages and modules of its Python files."""
     record = distribution.read_text("RECORD")
     if record is None:

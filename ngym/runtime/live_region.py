@@ -144,8 +144,8 @@ class Screen:
     def say(self, text: str) -> None:
         """Print above the region. The text may be untrusted: its control characters are escaped."""
         with self._lock:
-            said = "".join(f"{line}\n" for line in sanitized(text).split("\n"))
-            self._send(f"\r{ERASE_BELOW}{said}{self._frame(self._lines(self.size))}")
+            text_lines = "".join(f"{line}\n" for line in sanitized(text).split("\n"))
+            self._send(f"\r{ERASE_BELOW}{text_lines}{self._frame(self._lines(self.size))}")
 
     def keep(self) -> None:
         """Close the screen and leave the current picture."""
@@ -155,16 +155,16 @@ class Screen:
         """Remove the region, leave `last` instead, and show the cursor again."""
         with self._lock:
             lines = self._lines(self.size, last) if last else []
-            said = "".join(f"{line}\n" for line in lines)
+            text_lines = "".join(f"{line}\n" for line in lines)
             self._picture = lambda size: ()
-            self._send(f"\r{ERASE_BELOW}{said}{SHOW_CURSOR}" if self._drawn or said else "")
+            self._send(f"\r{ERASE_BELOW}{text_lines}{SHOW_CURSOR}" if self._drawn or text_lines else "")
             self._drawn = []
 
     def _lines(self, size: Size, picture: Picture | None = None) -> list[str]:
-        drawn = list((picture or self._picture)(size))[: size.height]
-        return [self._rendered(line, size.width) for line in drawn]
+        picture_lines = list((picture or self._picture)(size))[: size.height]
+        return [self._render(line, size.width) for line in picture_lines]
 
-    def _rendered(self, line: Text, width: int) -> str:
+    def _render(self, line: Text, width: int) -> str:
         if not line.plain.isprintable():
             line = type(line)(sanitized(line.plain).replace("\n", " "))
         with self._console.capture() as capture:

@@ -168,11 +168,11 @@ NO_SETUID, NO_DEVICES, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 4096, 16384, 1 <
 AT_FDCWD, AT_RECURSIVE = 0xFFFFFF9C, 0x8000
 
 
-def enter(shown: Iterable[str]) -> None:
+def enter(visible: Iterable[str]) -> None:
     """Enter the new namespaces as their first process; the calling process waits outside and ends with it.
 
     Args:
-        shown: absolute paths that are readable inside, under the same names.
+        visible: absolute paths that are readable inside, under the same names.
     """
     uid, gid = os.getuid(), os.getgid()
     apart = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET | NEW_CGROUP
@@ -186,14 +186,14 @@ def enter(shown: Iterable[str]) -> None:
         os.waitpid(first, 0)
         os._exit(0)
     die_with_parent()
-    _change_root(shown)
+    _change_root(visible)
 
 
-def _change_root(shown: Iterable[str]) -> None:
+def _change_root(visible: Iterable[str]) -> None:
     _mount(b"none", "/", None, RECURSIVE | PRIVATE)
     root = tempfile.mkdtemp(prefix="ngym-root-")  # a mount point; the folder itself stays empty and is removed
     _mount(b"tmpfs", root, b"tmpfs", NO_SETUID | NO_DEVICES, b"size=1m,nr_inodes=4096,mode=755")
-    for path in shown:
+    for path in visible:
         _show(path, root)
     os.mkdir(root + BOX)
     os.mkdir(root + "/.old")
@@ -257,27 +257,28 @@ def seccomp_program(pid: int, *, paths: bool) -> bytes:
         number = numbers[column]
         if number is not None:
             lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
-    lines += _when(CLONE[column], [
+    lines += _if_syscall(CLONE[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (ANY_BIT, 2, 0, CLONE_NEW), (ANY_BIT, 0, 1, CLONE_THREAD), (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, ERROR | errno.EPERM),
     ])  # fmt: skip
-    lines += _when(CLONE3[column], [(RETURN, 0, 0, ERROR | errno.ENOSYS)])  # the C library then falls back to clone
-    lines += _when(IOCTL[column], _one_of(1, IOCTLS))
-    lines += _when(FCNTL_CALL[column], _one_of(1, FCNTL))
-    lines += _when(PRCTL[column], _one_of(0, (SET_NAME, GET_NAME)))
+    # after ENOSYS the C library falls back to clone
+    lines += _if_syscall(CLONE3[column], [(RETURN, 0, 0, ERROR | errno.ENOSYS)])
+    lines += _if_syscall(IOCTL[column], _one_of(1, IOCTLS))
+    lines += _if_syscall(FCNTL_CALL[column], _one_of(1, FCNTL))
+    lines += _if_syscall(PRCTL[column], _one_of(0, (SET_NAME, GET_NAME)))
     # It may read its own limits. Lowering one could make the kernel kill it, which would look like a busy host.
-    lines += _when(PRLIMIT64[column], [
+    lines += _if_syscall(PRLIMIT64[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 1, 0, 0), (EQUAL, 0, 5, pid), (LOAD, 0, 0, ARGUMENTS_AT + 16),
         (EQUAL, 0, 3, 0), (LOAD, 0, 0, ARGUMENTS_AT + 20), (EQUAL, 0, 1, 0), (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, ERROR | errno.EPERM),
     ])  # fmt: skip
     # A datagram socket could send to any address; a stream of a pair cannot.
-    lines += _when(SOCKETPAIR[column], [
+    lines += _if_syscall(SOCKETPAIR[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 0, 4, AF_UNIX), (LOAD, 0, 0, ARGUMENTS_AT + 8), (AND, 0, 0, 0xFF),
         (EQUAL, 0, 1, SOCK_STREAM), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERROR | errno.EPERM),
     ])  # fmt: skip
     # Any other signal to itself could look like one from the kernel.
-    lines += _when(TGKILL[column], [
+    lines += _if_syscall(TGKILL[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 0, 3, pid), (LOAD, 0, 0, ARGUMENTS_AT + 16), (EQUAL, 0, 1, SIGABRT),
         (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERROR | errno.EPERM),
     ])  # fmt: skip
@@ -292,7 +293,7 @@ def enforce_seccomp(filter_program: bytes) -> None:
     call("prctl", PR_SET_SECCOMP, FILTER, header, 0, 0)
 
 
-def _when(number: int, lines: list[Instruction]) -> list[Instruction]:
+def _if_syscall(number: int, lines: list[Instruction]) -> list[Instruction]:
     return [(EQUAL, 0, len(lines), number), *lines]
 
 

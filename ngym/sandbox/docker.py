@@ -112,7 +112,7 @@ class DockerSandbox(Sandbox):
 
 def request(program: Program, limits: Limits) -> bytes:
     """The line of JSON for `contained`."""
-    asked = {
+    body = {
         "code": program.code,
         "stdin": program.stdin,
         "files": dict(program.files),
@@ -121,22 +121,22 @@ def request(program: Program, limits: Limits) -> bytes:
         "memory_bytes": limits.memory_mib << 20,
         "output_bytes": limits.output_kib << 10,
     }
-    return json.dumps(asked).encode() + b"\n"
+    return json.dumps(body).encode() + b"\n"
 
 
 def result(tier: str, limits: Limits, code: int, stdout: str) -> Result:
     """The result from the output of `contained`; without a valid report the program counts as failed."""
     try:
-        said = json.loads(stdout)
-        verdict, detail = _verdict(said["cause"], said["status"], said["cpu_s"], limits)
-        status = said["status"]
+        answer = json.loads(stdout)
+        verdict, detail = _verdict(answer["cause"], answer["status"], answer["cpu_s"], limits)
+        status = answer["status"]
         return Result(
             verdict=verdict,
             tier=tier,
             detail=detail,
             exit_code=status if status >= 0 else None,
             signal=signal.Signals(-status).name if status < 0 else None,
-            **{key: said[key] for key in ("stdout", "stderr", "answer", "cpu_s", "wall_s", "memory_bytes")},
+            **{key: answer[key] for key in ("stdout", "stderr", "answer", "cpu_s", "wall_s", "memory_bytes")},
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return Result(verdict="runtime_error", tier=tier, detail=f"its container ended with code {code}")

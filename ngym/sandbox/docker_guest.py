@@ -85,18 +85,18 @@ def collect(pipes: dict[int, str], request: dict[str, Any], began: float) -> tup
     waiting = select.poll()
     for fd in pipes:
         waiting.register(fd, select.POLLIN)
-    still = set(pipes)
-    while still:
-        left = request["wall_s"] - (time.monotonic() - began)
-        if left <= 0:
+    open_pipes = set(pipes)
+    while open_pipes:
+        remaining_s = request["wall_s"] - (time.monotonic() - began)
+        if remaining_s <= 0:
             return collected, "asleep"
-        for fd, _ in waiting.poll(left * 1000):
+        for fd, _ in waiting.poll(remaining_s * 1000):
             chunk = os.read(fd, 1 << 16)
             content = collected[pipes[fd]]
             content += chunk[: request["output_bytes"] - len(content)]
             if not chunk:
                 waiting.unregister(fd)
-                still.discard(fd)
+                open_pipes.discard(fd)
             elif len(content) >= request["output_bytes"]:
                 return collected, "output"
     return collected, "exit"

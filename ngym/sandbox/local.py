@@ -122,10 +122,10 @@ class Slot:
             ServiceError: this tier is not available; with the zygote's own reason.
             ZygoteLost: it died, or was not ready within START_TIMEOUT_S.
         """
-        process, ours = _exec_zygote()
-        slot = cls(process, ours, spec["tier"])
+        process, control = _exec_zygote()
+        slot = cls(process, control, spec["tier"])
         try:
-            ours.send(json.dumps(spec).encode())
+            control.send(json.dumps(spec).encode())
             async with asyncio.timeout(START_TIMEOUT_S):
                 answer = await slot._answer()
         except (OSError, TimeoutError, ZygoteLost):
@@ -192,8 +192,8 @@ class Slot:
         inputs = []
         try:
             inputs = [_sealed(contents), _sealed(stdin)]
-            given = [*inputs, *(pipe.theirs for pipe in pipes)]
-            socket.send_fds(self._control, [json.dumps(request).encode()], given)
+            fds = [*inputs, *(pipe.write_end for pipe in pipes)]
+            socket.send_fds(self._control, [json.dumps(request).encode()], fds)
         finally:
             for fd in inputs:
                 os.close(fd)
@@ -211,18 +211,18 @@ def _exec_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and our end of its control socket. Not from a helper thread: with die_with_parent it ends with that
     thread.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
+    parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with child_end:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", BOOT, str(theirs.fileno()), str(PACKAGE.parent)],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-I", "-S", "-B", "-c", BOOT, str(child_end.fileno()), str(PACKAGE.parent)],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=ENVIRONMENT,
             cwd="/",
         )
-    ours.setblocking(False)
-    return process, ours
+    parent_end.setblocking(False)
+    return process, parent_end
 
 
 class _Pipe:
@@ -230,20 +230,20 @@ class _Pipe:
 
     def __init__(self, limit: int, overflow: Callable[[], None]) -> None:
         self._limit, self._overflow = limit, overflow
-        self._ours, self.theirs = os.pipe()
+        self._read_end, self.write_end = os.pipe()
         self._loop = asyncio.get_running_loop()
         self.data = bytearray()
         self.truncated = False
-        os.set_blocking(self._ours, False)
-        self._loop.add_reader(self._ours, self._read)
+        os.set_blocking(self._read_end, False)
+        self._loop.add_reader(self._read_end, self._read)
 
     def close_theirs(self) -> None:
         """Close our copy of the end that was handed over."""
-        os.close(self.theirs)
+        os.close(self.write_end)
 
     def close(self) -> None:
-        self._loop.remove_reader(self._ours)
-        os.close(self._ours)
+        self._loop.remove_reader(self._read_end)
+        os.close(self._read_end)
 
     @property
     def text(self) -> str:
@@ -258,11 +258,11 @@ class _Pipe:
     def _read(self) -> None:
         with suppress(BlockingIOError):
             if not self._take():
-                self._loop.remove_reader(self._ours)
+                self._loop.remove_reader(self._read_end)
 
     def _take(self) -> bool:
         """Read a piece; False at the end."""
-        chunk = os.read(self._ours, 1 << 16)
+        chunk = os.read(self._read_end, 1 << 16)
         self.data += chunk[: self._limit - len(self.data)]
         if chunk and len(self.data) >= self._limit and not self.truncated:
             self.truncated = True
@@ -311,13 +311,13 @@ def _verdict(end: End, limits: Limits, truncated: bool) -> tuple[Verdict, str]:
     if status == MEMORY_EXIT:
         return "memory_limit", "ran out of memory"
     if status == -signal.SIGKILL:  # neither the zygote nor the program sent it, so the kernel did
-        return _killed(end, limits)
+        return _kill_verdict(end, limits)
     if status == 0:
         return "ok", ""
     return "runtime_error", f"exit code {status}" if status > 0 else signal.Signals(-status).name
 
 
-def _killed(end: End, limits: Limits) -> tuple[Verdict, str]:
+def _kill_verdict(end: End, limits: Limits) -> tuple[Verdict, str]:
     """When the host runs out of memory, the kernel kills the largest process."""
     if end["cpu_s"] >= limits.cpu_s:
         return "time_limit", "used its CPU time"
@@ -344,7 +344,7 @@ class LocalSandbox(Sandbox):
     ) -> None:
         self.tier: Tier | None = None
         self.slots = slots or usable_cores()
-        self._wanted = TIERS if tier == "auto" else (tier,)
+        self._tiers = TIERS if tier == "auto" else (tier,)
         self._preload = [name for name in preload if importlib.util.find_spec(name)]
         self._starting = asyncio.Lock()
         self._free: asyncio.LifoQueue[_ZygoteSlot] = asyncio.LifoQueue()
@@ -358,9 +358,9 @@ class LocalSandbox(Sandbox):
             if self.tier is not None:
                 return
             reasons = []
-            for tier in self._wanted:
+            for tier in self._tiers:
                 try:
-                    self._places[0].slot = await self._probed(tier)
+                    self._places[0].slot = await self._probe(tier)
                 except ServiceError as error:
                     reasons.append(error.detail)
                     continue
@@ -419,7 +419,7 @@ class LocalSandbox(Sandbox):
         finally:
             self._free.put_nowait(place)
 
-    async def _probed(self, tier: Tier) -> Slot:
+    async def _probe(self, tier: Tier) -> Slot:
         """A slot of this tier from which ESCAPES found no way out. Raises ServiceError."""
         slot = None
         try:
@@ -473,14 +473,14 @@ def _stdlib_files() -> list[str]:
 
 def _packages(names: list[str]) -> list[Path]:
     """The folders of the preloaded packages and of the libraries in their wheels."""
-    found = []
+    paths = []
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             home = Path(spec.origin)
             folder = home.parent if spec.submodule_search_locations else home
-            found += [folder, *folder.parent.glob(f"{name}.libs")]
-    return found
+            paths += [folder, *folder.parent.glob(f"{name}.libs")]
+    return paths
 
 
 def _libraries() -> list[str]:

@@ -62,7 +62,7 @@ def run(request: GuestRequest, how: Confinement, fds: list[int], status: int) ->
         status: receives `ok` when the program is about to begin, else the reason why it cannot.
     """
     rules = status if how["ruleset"] is None else how["ruleset"]
-    _place([*fds[1:], status, rules, fds[0]])
+    _move_descriptors([*fds[1:], status, rules, fds[0]])
     try:
         source = _confine(request, how, RULES_FD + 1)
     except BaseException as error:  # noqa: BLE001  (any error is reported to the server)
@@ -73,7 +73,7 @@ def run(request: GuestRequest, how: Confinement, fds: list[int], status: int) ->
     _run(source)
 
 
-def _place(fds: list[int]) -> None:
+def _move_descriptors(fds: list[int]) -> None:
     """Make these the descriptors 0, 1, 2, ..., and close all others."""
     # First move them out of the way: one may have the target number of another.
     away = [fcntl(fd, F_DUPFD, len(fds)) for fd in fds]

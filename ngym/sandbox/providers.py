@@ -76,8 +76,8 @@ class CustomOptions(BaseModel):
 PROVIDERS = {"local": "local", "docker": "docker", "gvisor": "docker", "remote": "remote"}
 
 
-def _tag(given: Any) -> str | None:
-    provider = given.get("provider", "local") if isinstance(given, dict) else getattr(given, "provider", None)
+def _tag(value: Any) -> str | None:
+    provider = value.get("provider", "local") if isinstance(value, dict) else getattr(value, "provider", None)
     return "own" if ":" in str(provider) else PROVIDERS.get(str(provider))
 
 

@@ -206,8 +206,8 @@ def _with_page(app: ASGIApp) -> ASGIApp:
     """The application, with the page for browsers at /. The page holds no data: it brings the token of a locked run."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        wanted = dict(scope["headers"]).get(b"accept", b"") if scope["type"] == "http" else b""
-        if b"text/html" in wanted and (scope["method"], scope["path"]) == ("GET", "/"):
+        accept = dict(scope["headers"]).get(b"accept", b"") if scope["type"] == "http" else b""
+        if b"text/html" in accept and (scope["method"], scope["path"]) == ("GET", "/"):
             await HTMLResponse(PAGE, headers=PAGE_HEADERS)(scope, receive, send)
         else:
             await app(scope, receive, send)
@@ -251,8 +251,8 @@ def _server(replicas: list[ReplicaState], sizes: Mapping[int, int]) -> dict[str,
 
 
 def _waiting(replicas: list[ReplicaState]) -> str:
-    held = [state.label for state in replicas if state.held]
-    return f"{', '.join(held)} without calls until the trainer has pushed its weights there" if held else ""
+    labels = [state.label for state in replicas if state.held]
+    return f"{', '.join(labels)} without calls until the trainer has pushed its weights there" if labels else ""
 
 
 def uptime_seconds(started: datetime | None) -> float:
@@ -275,17 +275,17 @@ def _app(supervisor: SupervisedRun) -> Starlette:
     async def show_status(request: Request) -> Response:
         records = servers(supervisor.states)
         measured = await snapshots.now(records)
-        shown = [{**record, "metrics": measured.get(record["name"])} for record in records]
-        for record in shown:
+        records_with_metrics = [{**record, "metrics": measured.get(record["name"])} for record in records]
+        for record in records_with_metrics:
             record["labels"] = [state.label for state in supervisor.states if state.name == record["name"]]
         running = await metrics_scraper.running(records, supervisor.run_token)
-        return JSONResponse({"head": supervisor.head_url, "servers": shown, "running": running})
+        return JSONResponse({"head": supervisor.head_url, "servers": records_with_metrics, "running": running})
 
     async def show_log(request: Request) -> Response:
-        found = supervisor.log_tail(label := request.path_params["label"])
-        if found is None:
+        tail = supervisor.log_tail(label := request.path_params["label"])
+        if tail is None:
             raise HTTPException(404, f"no process of this run is called {label!r:.80}")
-        return JSONResponse({"label": label, "path": str(found[0]), "lines": found[1]})
+        return JSONResponse({"label": label, "path": str(tail[0]), "lines": tail[1]})
 
     async def show_running(request: Request) -> Response:
         agent, rollout_id = request.path_params["agent"], quote(request.path_params["rollout_id"], safe="")

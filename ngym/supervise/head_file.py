@@ -164,7 +164,7 @@ def find_running(root: Path) -> RunningHead | None:
     return None
 
 
-def head_of(root: Path, given: str | None, otherwise: str) -> str:
+def head_of(root: Path, address: str | None, otherwise: str) -> str:
     """The URL of the head: the given one, else that of the run in this folder.
 
     There is no default port: its listener might serve another folder's code under the same names.
@@ -175,8 +175,8 @@ def head_of(root: Path, given: str | None, otherwise: str) -> str:
     Raises:
         UsageError: no URL is given, and nothing runs here.
     """
-    if given is not None:
-        return given.rstrip("/")
+    if address is not None:
+        return address.rstrip("/")
     running = find_running(root)
     if running is None:
         raise UsageError(f"nothing runs in {root}: start the services there with ng_run, {otherwise}")

@@ -39,16 +39,16 @@ SESSION, RESIDENT = 3, 21  # fields of /proc/PID/stat after the name
 
 def resident_bytes(leaders: Collection[int]) -> dict[int, int]:
     """Resident bytes by session leader, which every service process is; shared pages count in each process."""
-    found = dict.fromkeys(leaders, 0)
-    if not found:
+    totals = dict.fromkeys(leaders, 0)
+    if not totals:
         return {}
     for stat in PROC.glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):  # it has just ended
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             session = int(fields[SESSION])
-            if session in found:
-                found[session] += int(fields[RESIDENT]) * PAGE_BYTES
-    return {leader: size for leader, size in found.items() if size}
+            if session in totals:
+                totals[session] += int(fields[RESIDENT]) * PAGE_BYTES
+    return {leader: size for leader, size in totals.items() if size}
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ def together(replicas: Iterable[Scrape]) -> Scrape:
         first = Scrape(
             first.at,
             first.statuses + other.statuses,
-            _combined(first.buckets, other.buckets, 1),
+            _add_buckets(first.buckets, other.buckets, 1),
             first.errors + other.errors,
             first.tokens + other.tokens,
             first.in_flight + other.in_flight,
-            _of_both(sum, first.waiting, other.waiting),
-            _of_both(min, first.policy_version, other.policy_version),
+            _combine(sum, first.waiting, other.waiting),
+            _combine(min, first.policy_version, other.policy_version),
         )
     return first
 
@@ -154,7 +154,7 @@ def numbers(before: Scrape, now: Scrape) -> ServiceMetrics:
     seconds = max(now.at - before.at, 1e-9)
     if now.statuses.total() < before.statuses.total():
         before = Scrape(before.at)
-    recent = _combined(now.buckets, before.buckets, -1)
+    recent = _add_buckets(now.buckets, before.buckets, -1)
     buckets = recent if any(recent.values()) else now.buckets
     is_model = now.waiting is not None
     return ServiceMetrics(
@@ -190,21 +190,21 @@ def quantile(share: float, buckets: Mapping[float, int]) -> float | None:
     return lower
 
 
-def _combined(some: Mapping[float, int], others: Mapping[float, int], sign: int) -> dict[float, int]:
+def _add_buckets(some: Mapping[float, int], others: Mapping[float, int], sign: int) -> dict[float, int]:
     """Add buckets, keeping empty ones: their bounds are the lower bounds of the next."""
     return {bound: some.get(bound, 0) + sign * others.get(bound, 0) for bound in some.keys() | others.keys()}
 
 
-def _of_both(how: Callable[[list[int]], int], one: int | None, other: int | None) -> int | None:
+def _combine(how: Callable[[list[int]], int], one: int | None, other: int | None) -> int | None:
     known = [value for value in (one, other) if value is not None]
     return how(known) if known else None
 
 
 def targets(states: Sequence[ReplicaState], head_url: str) -> list[dict[str, Any]]:
     """Prometheus' http_sd format: the head, and every service process of ours. External services may have no metrics."""
-    ours = [state for state in states if state.app is not None]
+    services = [state for state in states if state.app is not None]
     described = [
-        (state.url, {"service": state.name, "kind": state.kind, "replica": str(state.replica)}) for state in ours
+        (state.url, {"service": state.name, "kind": state.kind, "replica": str(state.replica)}) for state in services
     ]
     return [_target(url, labels) for url, labels in [(head_url, {"service": "head", "kind": "head"}), *described]]
 
@@ -258,40 +258,40 @@ async def scrape_forever(
     """Report the traffic of each process of ours at each interval, forever. token: the run's."""
     before: dict[str, Scrape] = {}
     while True:
-        ours = [state for state in states() if state.app and state.status == "ready"]
-        found = await asyncio.gather(*(scrape(state.url, token, TIMEOUT_S, WANTED) for state in ours))
-        now = {state.label: scrape for state, scrape in zip(ours, found, strict=True) if scrape is not None}
+        services = [state for state in states() if state.app and state.status == "ready"]
+        results = await asyncio.gather(*(scrape(state.url, token, TIMEOUT_S, WANTED) for state in services))
+        now = {state.label: scrape for state, scrape in zip(services, results, strict=True) if scrape is not None}
         tell({label: _traffic(before[label], scrape) for label, scrape in now.items() if label in before})
         before = now
         await asyncio.sleep(SCRAPE_INTERVAL_S)
 
 
 def _traffic(before: Scrape, now: Scrape) -> ServiceTraffic:
-    seen = numbers(before, now)
-    return ServiceTraffic(seen.requests_per_s, sum(seen.errors.values()))
+    numbers_now = numbers(before, now)
+    return ServiceTraffic(numbers_now.requests_per_s, sum(numbers_now.errors.values()))
 
 
 async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeout_s: float) -> dict[str, Scrape]:
     """Metrics by service; services that report none are left out. servers: records of the head."""
-    found: dict[str, Scrape] = {}
+    by_name: dict[str, Scrape] = {}
     all_urls = [server.get("urls") or [server["url"]] for server in servers]
     # The token belongs to the run: external services do not receive it.
     tokens = [token if server["app"] else None for server in servers]
-    asked = [
+    requests = [
         asyncio.gather(*(scrape(url, opener, timeout_s) for url in urls))
         for urls, opener in zip(all_urls, tokens, strict=True)
     ]
-    for server, replicas in zip(servers, await asyncio.gather(*asked), strict=True):
+    for server, replicas in zip(servers, await asyncio.gather(*requests), strict=True):
         if present := [scrape for scrape in replicas if scrape is not None]:
-            found[server["name"]] = together(present)
-    return found
+            by_name[server["name"]] = together(present)
+    return by_name
 
 
 async def load_of(urls: Sequence[str], changing: int, token: str | None) -> ReplicaLoad | None:
     """The load of these replicas of a model; None if one does not answer. changing: further replicas."""
-    found = await asyncio.gather(*(scrape(url, token, TIMEOUT_S, LOAD_METRICS) for url in urls))
-    known = [each for each in found if each is not None]
-    if not known or len(known) < len(found):
+    results = await asyncio.gather(*(scrape(url, token, TIMEOUT_S, LOAD_METRICS) for url in urls))
+    known = [each for each in results if each is not None]
+    if not known or len(known) < len(results):
         return None
     return ReplicaLoad(
         len(urls), changing, sum(each.waiting or 0 for each in known), sum(each.in_flight for each in known)
@@ -318,8 +318,8 @@ class MetricsSnapshots:
                 await asyncio.sleep(RETRY_INTERVAL_S)
             now = await scrapes(servers, self._token, TIMEOUT_S)
             self._latest = {
-                name: numbers(self._before[name], found).as_json()
-                for name, found in now.items()
+                name: numbers(self._before[name], scrape).as_json()
+                for name, scrape in now.items()
                 if name in self._before
             }
             self._before, self._at = now, time.monotonic()
@@ -338,22 +338,22 @@ async def running(servers: Sequence[Mapping[str, Any]], token: str | None) -> li
     async def ask(name: str, url: str) -> list[dict[str, Any]]:
         try:
             reply = await http_get(f"{url.rstrip('/')}/running", TIMEOUT_S, token)
-            listed = json.loads(reply.body)["rollouts"] if reply.status == 200 else []
-            return [{"agent": name, "at": url, **rollout} for rollout in listed]
+            rollouts = json.loads(reply.body)["rollouts"] if reply.status == 200 else []
+            return [{"agent": name, "at": url, **rollout} for rollout in rollouts]
         except (OSError, ValueError, LookupError, TypeError):  # it is busy, or another program
             return []
 
-    found = await asyncio.gather(*(ask(name, url) for name, url in agents))
-    return sorted((rollout for each in found for rollout in each), key=lambda rollout: -rollout["seconds"])
+    results = await asyncio.gather(*(ask(name, url) for name, url in agents))
+    return sorted((rollout for each in results for rollout in each), key=lambda rollout: -rollout["seconds"])
 
 
-async def scrape(url: str, token: str | None, timeout_s: float, wanted: tuple[str, ...] = ("",)) -> Scrape | None:
-    """The metrics of a service; None if it does not answer in time, or has other metrics. wanted: first words of lines."""
+async def scrape(url: str, token: str | None, timeout_s: float, prefixes: tuple[str, ...] = ("",)) -> Scrape | None:
+    """The metrics of a service; None if it does not answer in time, or has other metrics. prefixes: first words of lines."""
     try:
         reply = await http_get(f"{url.rstrip('/')}/metrics", timeout_s, token)
         if reply.status != 200:
             return None
         lines = reply.body.decode().splitlines()
-        return read("\n".join(line for line in lines if line.startswith(wanted)) + "\n", time.monotonic())
+        return read("\n".join(line for line in lines if line.startswith(prefixes)) + "\n", time.monotonic())
     except (OSError, ValueError):  # it is busy, or a third-party service
         return None

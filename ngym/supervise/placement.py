@@ -86,7 +86,7 @@ class LocalPlacer:
         self._launcher = launcher
         self._warm = warm
         self._ranks = ranks
-        self._asked: dict[str, Resources | None] = {}  # of each process of a service
+        self._resources: dict[str, Resources | None] = {}  # of each process of a service
         self._preloaded: dict[Path, asyncio.Task[ZygoteClient | None]] = {}
         self._places: dict[_LocalHost, tuple[Resources, tuple[str, ...]]] = {}
         self._machine: Machine | None = None
@@ -95,7 +95,7 @@ class LocalPlacer:
         config = with_own_gpus(config, self._ranks)
         slices = gpu_slices(config)
         own = [stanza for stanza in config.services.values() if not stanza.external]
-        self._asked = {stanza.name: stanza.resources for stanza in own}
+        self._resources = {stanza.name: stanza.resources for stanza in own}
         return {
             stanza.name: [
                 self._replica(
@@ -118,21 +118,21 @@ class LocalPlacer:
         return await asyncio.shield(self._preloaded[app_file]) or self._launcher
 
     async def more(self, config: Config, stanza: Stanza) -> ProcessHost | None:
-        asked, slices = self._asked.get(stanza.name, stanza.resources), list[tuple[str, ...] | None]()
-        stanza = stanza.model_copy(update={"resources": asked})
+        resources, slices = self._resources.get(stanza.name, stanza.resources), list[tuple[str, ...] | None]()
+        stanza = stanza.model_copy(update={"resources": resources})
         reserved = list(self._places.values())
         for _ in range(stanza.nodes):
-            if asked is None:
+            if resources is None:
                 slices.append(None)
                 continue
             if self._machine is None:
                 machine = await asyncio.to_thread(this_machine)
                 self._machine = machine._replace(gpus=machine.gpus[self._ranks :])
-            gpus = spare_gpus(asked, reserved, self._machine)
+            gpus = spare_gpus(resources, reserved, self._machine)
             if gpus is None:
                 return None
-            reserved.append((asked, gpus))
-            slices.append(gpus if asked.gpus is not None else None)
+            reserved.append((resources, gpus))
+            slices.append(gpus if resources.gpus is not None else None)
         return self._replica(config, stanza, slices)
 
     async def release(self, place: ProcessHost) -> None:
@@ -143,10 +143,13 @@ class LocalPlacer:
 
     def _replica(self, config: Config, stanza: Stanza, slices: Sequence[tuple[str, ...] | None]) -> ProcessHost:
         """slices: the GPUs of each process. With `nodes`, this machine stands for all of them."""
-        hosts = [self._place(config, stanza, gpus, 0 if rank else stanza.port or 0) for rank, gpus in enumerate(slices)]
+        hosts = [
+            self._process_host(config, stanza, gpus, 0 if rank else stanza.port or 0)
+            for rank, gpus in enumerate(slices)
+        ]
         return hosts[0] if len(hosts) == 1 else NodeGroup(hosts)
 
-    def _place(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None, port: int) -> ProcessHost:
+    def _process_host(self, config: Config, stanza: Stanza, gpus: tuple[str, ...] | None, port: int) -> ProcessHost:
         remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
         sock = listen(config.settings.host, port, f"service {stanza.name!r}", remedy)
         environment = (asked_cores(stanza) or shared_cores(stanza)) | shared_memory(stanza)
@@ -228,20 +231,20 @@ def with_own_gpus(config: Config, ranks: int = 0, machine: Machine | None = None
 
     ranks: of a trainer on this machine, which use its first GPUs.
     """
-    found = {stanza.name: each for stanza in config.services.values() if (each := _filled_gpus(stanza))}
-    most = sum(config.stanza(name).most_replicas * config.stanza(name).nodes for name in found)
+    gpus_by_service = {stanza.name: each for stanza in config.services.values() if (each := _gpus_per_process(stanza))}
+    most = sum(config.stanza(name).most_replicas * config.stanza(name).nodes for name in gpus_by_service)
     if not most or ranks + most < 2:
         return config
     machine = machine or this_machine()
     changed = config
-    for name, gpus in found.items():
-        asked = config.stanza(name).resources or Resources()
-        changed = changed.changed(name, resources=asked.model_copy(update={"gpus": gpus}))
-    wanted = ranks + sum(asked.gpus or 0 for _, _, asked in processes(changed))
-    return changed if wanted <= len(machine.gpus) else config
+    for name, gpus in gpus_by_service.items():
+        requested = config.stanza(name).resources or Resources()
+        changed = changed.changed(name, resources=requested.model_copy(update={"gpus": gpus}))
+    total_gpus = ranks + sum(requested.gpus or 0 for _, _, requested in processes(changed))
+    return changed if total_gpus <= len(machine.gpus) else config
 
 
-def _filled_gpus(stanza: Stanza) -> int | None:
+def _gpus_per_process(stanza: Stanza) -> int | None:
     """The number of GPUs that each process of a stanza fills without asking for them; None for other stanzas."""
     engine = stanza.options.get("engine") or {}
     asks = stanza.resources is not None and stanza.resources.gpus is not None
@@ -271,40 +274,40 @@ def gpu_slices(config: Config, machine: Machine | None = None) -> dict[tuple[str
     machine = machine or this_machine()
     _check_fits(asking, machine)
     slices: dict[tuple[str, int], tuple[str, ...]] = {}
-    begin = len(machine.gpus) - sum(asked.gpus or 0 for _, _, asked in asking)
-    for stanza, number, asked in asking:
-        if asked.gpus is not None:
-            slices[stanza.name, number] = machine.gpus[begin : begin + asked.gpus]
-            begin += asked.gpus
+    begin = len(machine.gpus) - sum(resources.gpus or 0 for _, _, resources in asking)
+    for stanza, number, resources in asking:
+        if resources.gpus is not None:
+            slices[stanza.name, number] = machine.gpus[begin : begin + resources.gpus]
+            begin += resources.gpus
     return slices
 
 
 def spare_gpus(
-    asked: Resources, reserved: Collection[tuple[Resources, Sequence[str]]], machine: Machine
+    requested: Resources, reserved: Collection[tuple[Resources, Sequence[str]]], machine: Machine
 ) -> tuple[str, ...] | None:
     """The GPUs of one more process: the last free ones. None: the machine has no room for it.
 
     reserved: what the other processes asked for, and their GPUs.
     """
-    taken = {gpu for _, gpus in reserved for gpu in gpus}
-    free = [gpu for gpu in machine.gpus if gpu not in taken]
+    used = {gpu for _, gpus in reserved for gpu in gpus}
+    free = [gpu for gpu in machine.gpus if gpu not in used]
     for key, there in (("cpus", machine.cpus), ("memory_gb", machine.memory_gb)):
-        if sum(getattr(one, key) or 0 for one in (asked, *(one for one, _ in reserved))) > there:
+        if sum(getattr(one, key) or 0 for one in (requested, *(one for one, _ in reserved))) > there:
             return None
-    count = asked.gpus or 0
+    count = requested.gpus or 0
     return tuple(free[len(free) - count :]) if count <= len(free) else None
 
 
 def _check_fits(asking: list[tuple[Stanza, int, Resources]], machine: Machine) -> None:
     for key, there in (("gpus", len(machine.gpus)), ("cpus", machine.cpus), ("memory_gb", machine.memory_gb)):
         parts: dict[str, float] = {}
-        for stanza, _, asked in asking:
-            parts[stanza.name] = parts.get(stanza.name, 0) + (getattr(asked, key) or 0)
-        if (wanted := sum(parts.values())) > there:
+        for stanza, _, resources in asking:
+            parts[stanza.name] = parts.get(stanza.name, 0) + (getattr(resources, key) or 0)
+        if (total := sum(parts.values())) > there:
             each = ", ".join(f"{name} {part:g}" for name, part in parts.items() if part)
             largest = max((stanza for stanza, _, _ in asking), key=lambda stanza: parts[stanza.name])
             where = largest.key_where.get(f"resources.{key}", largest.where)
             raise ConfigError(
-                f"{where}: resources.{key}: this machine has {there:.4g}, the services ask for {wanted:g} ({each}); "
+                f"{where}: resources.{key}: this machine has {there:.4g}, the services ask for {total:g} ({each}); "
                 "ask for less, or run on several machines (docs/scale.md)"
             )

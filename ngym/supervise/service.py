@@ -92,20 +92,20 @@ class ServiceLog:
                 if len(rest) > MAX_LINE_BYTES:  # too long for one line; the rest continues in the next one
                     lines, rest = [*lines, rest], b""
                 if lines:
-                    self._take(self._redact(b"\n".join(lines)) + b"\n")
+                    self._take_lines(self._redact(b"\n".join(lines)) + b"\n")
             if rest:
-                self._take(self._redact(rest))
+                self._take_lines(self._redact(rest))
         finally:
             transport.close()
 
-    def _take(self, lines: bytes) -> None:
+    def _take_lines(self, lines: bytes) -> None:
         if self._wrap_as is not None:
-            lines = b"".join(self._wrapped(line) for line in lines.removesuffix(b"\n").split(b"\n"))
+            lines = b"".join(self._wrap(line) for line in lines.removesuffix(b"\n").split(b"\n"))
         self._write(lines)
         for line in lines.removesuffix(b"\n").split(b"\n"):
             self._keep(line)
 
-    def _wrapped(self, line: bytes) -> bytes:
+    def _wrap(self, line: bytes) -> bytes:
         text = line.decode(errors="replace").rstrip("\r")
         if not is_json(text):
             text = from_text(text, self._wrap_as or "")
@@ -119,11 +119,11 @@ class ServiceLog:
             self._file.write(chunk)
 
     def _rotate(self) -> None:
-        beside = self.path.with_suffix(".log.new")
-        empty = beside.open("wb", buffering=0)
+        replacement = self.path.with_suffix(".log.new")
+        empty = replacement.open("wb", buffering=0)
         try:
             self.path.replace(self.path.with_suffix(".log.1"))
-            beside.replace(self.path)
+            replacement.replace(self.path)
         except OSError:
             empty.close()
             raise
@@ -289,9 +289,9 @@ class PolledReplica:
         been_ready = False
         while True:
             # A listening socket queues the first probe until the service accepts it, so polling loses no time.
-            left = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
-            found = await health(self.state.url, min(PROBE_TIMEOUT_S, left), self._token)
-            if found.ready or (self._blocked and found.reason == self._blocked):
+            remaining_s = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
+            answer = await health(self.state.url, min(PROBE_TIMEOUT_S, remaining_s), self._token)
+            if answer.ready or (self._blocked and answer.reason == self._blocked):
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True
@@ -303,15 +303,15 @@ class PolledReplica:
             elif been_ready:
                 lost = self.without_weights() if self.restarts_unseen else {}
                 listed = self.state.listed and not self.is_guest
-                self.change(status="not ready", detail=found.reason, listed=listed, **lost)
+                self.change(status="not ready", detail=answer.reason, listed=listed, **lost)
             else:
-                self.describe(found.reason)
-                if found.is_distrusted and not self.state.external:
-                    reason = f"{found.reason.rstrip('.')}; it must be valid for each address at which services listen"
+                self.describe(answer.reason)
+                if answer.is_distrusted and not self.state.external:
+                    reason = f"{answer.reason.rstrip('.')}; it must be valid for each address at which services listen"
                     self.change(status="failed", detail=reason)
                     raise ConfigError(f"ngym.tls.certificate: service {self.state.label!r}: {reason}")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(found.reason)
+                    raise TimeoutError(answer.reason)
             await asyncio.sleep(READY_POLL_S if been_ready or self.state.external else STARTING_POLL_S)
 
     def without_weights(self) -> dict[str, Any]:
@@ -447,8 +447,8 @@ class ServiceProcess(PolledReplica):
         try:
             await self._restarting()
         except NgymError as error:
-            spared = self._spares == "failures" or (self._spares == "refusals" and isinstance(error, ServiceRefused))
-            if not spared:
+            is_spared = self._spares == "failures" or (self._spares == "refusals" and isinstance(error, ServiceRefused))
+            if not is_spared:
                 raise
             self.given_up = error
             reason = (

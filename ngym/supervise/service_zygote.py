@@ -92,8 +92,8 @@ class Zygote:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for mine in (self._control, self._wakeup, self._wakeup_write):
-            mine.close()
+        for own_socket in (self._control, self._wakeup, self._wakeup_write):
+            own_socket.close()
         os.setsid()
         # make the kernel kill this process when the parent dies (Linux; elsewhere the zygote's own end does it)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

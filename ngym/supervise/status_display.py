@@ -89,11 +89,11 @@ class Board:
         """The services that fit, those with trouble first, and a summary line."""
         from rich.text import Text
 
-        below = [Text(line, "bold") for line in _wrapped(self.footer or self._count(), size)]
+        below = [Text(line, "bold") for line in _wrap(self.footer or self._count(), size)]
         states = list(self._states.values())
         room = max(size.height - len(below), 0)
-        shown, more = _chosen(states, room)
-        rows = [self._row(state) for state in shown]
+        visible, more = _visible_states(states, room)
+        rows = [self._row(state) for state in visible]
         lines = _aligned(rows, size)
         if more:
             lines.append(Text(more, "dim"))
@@ -103,17 +103,19 @@ class Board:
         seconds = time.monotonic() - self._since[state.label]
         ready = state.status == "ready"
         word = state.status if ready or state.status == "stopped" else f"{state.status} {duration(seconds)}"
-        again = f"{state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
-        seen = self._traffic.get(state.label)
-        rate = (f"{seen.requests_per_s:,.1f} req/s" if seen.requests_per_s else "idle") if seen and ready else ""
-        errors = f"{seen.errors:,} error{'s' * (seen.errors != 1)}" if seen and seen.errors else ""
+        restarts = f"{state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
+        traffic = self._traffic.get(state.label)
+        rate = (
+            (f"{traffic.requests_per_s:,.1f} req/s" if traffic.requests_per_s else "idle") if traffic and ready else ""
+        )
+        errors = f"{traffic.errors:,} error{'s' * (traffic.errors != 1)}" if traffic and traffic.errors else ""
         return Row(
             sanitized(state.label),
             word,
             STYLES.get(state.status, BUSY),
             state.url if ready and not state.detail else sanitized(state.detail),
             rate,
-            ", ".join(filter(None, (again, errors))),
+            ", ".join(filter(None, (restarts, errors))),
         )
 
 
@@ -122,16 +124,16 @@ def status_line(state: ReplicaState) -> str:
     return f"{state.label}: {state.status}" + (f", {state.detail}" if state.detail else "")
 
 
-def _chosen(states: Sequence[ReplicaState], room: int) -> tuple[list[ReplicaState], str]:
+def _visible_states(states: Sequence[ReplicaState], room: int) -> tuple[list[ReplicaState], str]:
     """All states in the config's order; if there are too many, those that are not ready and the first others."""
     if len(states) <= room:
         return list(states), ""
     ranked = sorted(states, key=lambda state: state.status == "ready")
-    kept = {state.label for state in ranked[: max(room - 1, 0)]}
-    left = [state for state in states if state.label not in kept]
-    bad = sum(state.status != "ready" for state in left)
-    more = f"and {len(left)} more, " + (f"{bad} of them not ready" if bad else "all ready")
-    return [state for state in states if state.label in kept], more
+    kept_labels = {state.label for state in ranked[: max(room - 1, 0)]}
+    hidden = [state for state in states if state.label not in kept_labels]
+    bad = sum(state.status != "ready" for state in hidden)
+    more = f"and {len(hidden)} more, " + (f"{bad} of them not ready" if bad else "all ready")
+    return [state for state in states if state.label in kept_labels], more
 
 
 def _aligned(rows: Sequence[Row], size: Size) -> list[Text]:
@@ -159,13 +161,13 @@ def _widths(rows: Sequence[Row], width: int) -> tuple[int, int, int, int, int]:
     """
     longest = [max((len(row[index]) for row in rows), default=0) for index in (0, 1, 3, 4, 5)]
     name, state = min(longest[0], max(width // 3, 8)), longest[1]
-    left = max(width - name - state - 2 * GAP, 0)
-    what = min(longest[2], LEAST_WHAT, left)
-    trouble = max(min(longest[4], left - what - GAP), 0)
-    left -= trouble + GAP if trouble else 0
-    rate = longest[3] if longest[3] and left - what >= longest[3] + GAP else 0
-    left -= rate + GAP if rate else 0
-    return name, state, min(longest[2], left), rate, trouble
+    remaining = max(width - name - state - 2 * GAP, 0)
+    what = min(longest[2], LEAST_WHAT, remaining)
+    trouble = max(min(longest[4], remaining - what - GAP), 0)
+    remaining -= trouble + GAP if trouble else 0
+    rate = longest[3] if longest[3] and remaining - what >= longest[3] + GAP else 0
+    remaining -= rate + GAP if rate else 0
+    return name, state, min(longest[2], remaining), rate, trouble
 
 
 def _short(what: str, width: int) -> str:
@@ -177,7 +179,7 @@ def _cell(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else text[: max(width - 1, 0)] + "…" * (width > 0)
 
 
-def _wrapped(text: str, size: Size) -> list[str]:
+def _wrap(text: str, size: Size) -> list[str]:
     """Wrap the text at words, to at most half of the height."""
     import textwrap
 
@@ -201,18 +203,18 @@ class Output:
 
     def __init__(self, lost: Callable[[], None]) -> None:
         self._lost = lost
-        self._gone = False
+        self._is_closed = False
 
     def write(self, action: Callable[[], None]) -> None:
-        if self._gone:
+        if self._is_closed:
             return
         try:
             action()
             sys.stdout.flush()
         except OSError:
-            self._gone = True
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), 1)  # else Python would fail at exit on the buffered rest
+            self._is_closed = True
+            with open(os.devnull, "wb") as null_device:
+                os.dup2(null_device.fileno(), 1)  # else Python would fail at exit on the buffered rest
             self._lost()
 
 
@@ -223,7 +225,7 @@ class PlainLines:
         self._board = Board()
         self._output = output
         self._starts = True
-        self._said = self._said_before = 0  # numbers of lines
+        self._line_count = self._lines_before = 0  # numbers of lines
 
     def watch(self, states: States, token: str | None) -> None: ...
 
@@ -238,12 +240,12 @@ class PlainLines:
 
     def refresh(self) -> None:
         """Print what is waited for if services still start and nothing was printed for a while."""
-        if self._starts and self._said == self._said_before:
+        if self._starts and self._line_count == self._lines_before:
             self._print(self._board.line())
-        self._said_before = self._said
+        self._lines_before = self._line_count
 
     def _print(self, text: str) -> None:
-        self._said += 1
+        self._line_count += 1
         self._output.write(lambda: print(text))
 
 
@@ -327,12 +329,12 @@ async def display(as_json: bool, lost: Callable[[], None], plain: bool = False) 
 
 @contextlib.asynccontextmanager
 async def _every(seconds: float, do: Callable[[], None]) -> AsyncIterator[None]:
-    async def again() -> None:
+    async def redraw() -> None:
         while True:
             await asyncio.sleep(seconds)
             do()
 
-    ticking = asyncio.create_task(again(), name="display")
+    ticking = asyncio.create_task(redraw(), name="display")
     try:
         yield
     finally:

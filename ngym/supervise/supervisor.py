@@ -97,8 +97,8 @@ class Supervisor:
 
     def log_tail(self, label: str) -> tuple[Path, list[str]] | None:
         """The file and the last lines of the log of this process; None: it is not a process of ours."""
-        found = [each for each in self._watched if isinstance(each, ServiceProcess) and each.state.label == label]
-        return found[0].log_tail() if found else None
+        processes = [each for each in self._watched if isinstance(each, ServiceProcess) and each.state.label == label]
+        return processes[0].log_tail() if processes else None
 
     async def __aenter__(self) -> Self:
         self._engine = self._engine or LocalPlacer(self._launcher or ZygoteClient.start())
@@ -106,13 +106,13 @@ class Supervisor:
             await self._start()
             await self._all_ready()
         except BaseException:
-            await self._stopped()
+            await self._stop_all()
             raise
         self.ready_after_s = time.monotonic() - self._engine.started
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if await self._stopped() and kind is None:
+        if await self._stop_all() and kind is None:
             raise asyncio.CancelledError
 
     def peers(self, owner: str) -> Peers:
@@ -126,12 +126,12 @@ class Supervisor:
             ConfigError: there is no such service.
         """
         stanza = self.config.stanza(name)
-        if found := next((state for state in self.states if state.name == name and state.url == url), None):
-            return found
+        if state_of_url := next((state for state in self.states if state.name == name and state.url == url), None):
+            return state_of_url
         label, node = f"{name}@{urlsplit(url).netloc}", urlsplit(url).hostname or ""
         replica = 1 + max((state.replica for state in self.states if state.name == name), default=-1)
-        held = name in self._trained
-        state = ReplicaState(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=held)
+        is_held = name in self._trained
+        state = ReplicaState(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=is_held)
         guest = PolledReplica(state, self._changed, self.run_token, is_guest=True)
         self._watched.append(guest)
         self._guests.add(task := asyncio.create_task(self._watch_guest(guest)))
@@ -193,10 +193,10 @@ class Supervisor:
             ]
 
         async def look() -> ReplicaLoad | None:
-            ours = replicas()
-            ready = [each.state.url for each in ours if each.state.status == "ready" and each.state.listed]
-            failed = sum(each in self._grown and each.given_up is not None for each in ours)
-            load = await load_of(ready, len(ours) - len(ready) - failed, self.run_token)
+            own_replicas = replicas()
+            ready = [each.state.url for each in own_replicas if each.state.status == "ready" and each.state.listed]
+            failed = sum(each in self._grown and each.given_up is not None for each in own_replicas)
+            load = await load_of(ready, len(own_replicas) - len(ready) - failed, self.run_token)
             return load and load._replace(failed=failed)
 
         async def change(by: int) -> None:
@@ -259,15 +259,15 @@ class Supervisor:
 
     async def failure(self) -> None:
         """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up."""
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        finished, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished:
             task.result()
 
     def hurry(self) -> None:
         """Kill services instead of waiting for them to stop."""
         self._hurry.set()
 
-    async def _stopped(self) -> bool:
+    async def _stop_all(self) -> bool:
         """Stop everything; returns whether it was cancelled meanwhile. A cancellation only speeds it up and hides no
         earlier error.
         """
@@ -313,7 +313,7 @@ class Supervisor:
             external = stanza.external
             self.urls[stanza.name] = stanza.external_urls if external else [each.url for each in places[stanza.name]]
         self._head = Head(self)
-        self._head_file = HeadFile.claim(config.root, self._running())
+        self._head_file = HeadFile.claim(config.root, self._running_head())
         for stanza in config.services.values():
             self._watched += self._external(stanza) if stanza.external else self._processes(stanza, places[stanza.name])
         self._head.start()
@@ -324,7 +324,7 @@ class Supervisor:
             if isinstance(stanza.replicas, ReplicaRange) and not stanza.external:
                 self._tasks.append(asyncio.create_task(self._scale(stanza, stanza.replicas)))
 
-    def _running(self) -> RunningHead:
+    def _running_head(self) -> RunningHead:
         tls = self.config.settings.tls
         ca = str(tls.ca) if tls and tls.ca else None
         return RunningHead(self.head_url, os.getpid(), self.admin_token, self.run_token, ca)
@@ -437,6 +437,6 @@ def run_token(config: Config) -> str | None:
     A run is locked if something listens where other machines can reach it, if its config says so, or if the environment
     has a token.
     """
-    settings, given = config.settings, token_from(RUN_TOKEN)
+    settings, token = config.settings, token_from(RUN_TOKEN)
     exposed = not all(map(is_loopback, (settings.host, settings.head.host)))
-    return given or (new_token() if exposed or settings.require_token else None)
+    return token or (new_token() if exposed or settings.require_token else None)

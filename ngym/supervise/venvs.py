@@ -108,7 +108,7 @@ async def _locked(path: Path, say: Callable[[str], None]) -> AsyncIterator[None]
 
 async def _install(venv: Venv, folder: Path, uv: str | None) -> None:
     python = str(folder / "bin" / "python")
-    wanted = ["-r", str(venv.requirements), *_core_requirements()]
+    requirements = ["-r", str(venv.requirements), *_core_requirements()]
     environment = own_environment() | {"NO_COLOR": "1"}
     if uv:
         settings = await asyncio.to_thread(pip_settings, sys.executable)
@@ -116,11 +116,11 @@ async def _install(venv: Venv, folder: Path, uv: str | None) -> None:
         offline = ["--no-index"] if is_offline(settings) else []
         quiet = ["--quiet", "--no-progress", *offline]
         await _run(venv, [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, str(folder)], environment)
-        await _run(venv, [uv, "pip", "install", *quiet, "--python", python, *wanted], environment)
+        await _run(venv, [uv, "pip", "install", *quiet, "--python", python, *requirements], environment)
     else:
         quiet = ["--quiet", "--disable-pip-version-check"]
         await _run(venv, [sys.executable, "-m", "venv", str(folder)], environment)
-        await _run(venv, [python, "-m", "pip", "install", *quiet, *wanted], environment)
+        await _run(venv, [python, "-m", "pip", "install", *quiet, *requirements], environment)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     (site_packages / "ngym").symlink_to(CORE, target_is_directory=True)
 

@@ -132,16 +132,16 @@ def can_preload(app_file: Path) -> bool:
 
 def running() -> list[WarmZygote]:
     """Those of this user, on this machine."""
-    return list(_running()) if _is_used() else []
+    return list(_running_zygotes()) if _is_used() else []
 
 
 def end() -> list[WarmZygote]:
     """End all of this user. The services that they have forked go on."""
     ended = running()
-    for found in ended:
-        found.file.with_suffix(".sock").unlink(missing_ok=True)
+    for zygote in ended:
+        zygote.file.with_suffix(".sock").unlink(missing_ok=True)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(found.pid, signal.SIGTERM)
+            os.kill(zygote.pid, signal.SIGTERM)
     return ended
 
 
@@ -150,7 +150,7 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"ngym-{os.getuid()}"
 
 
-def _running() -> Iterator[WarmZygote]:
+def _running_zygotes() -> Iterator[WarmZygote]:
     for file in sorted(_own_folder().glob("*.lock")):
         with file.open("rb") as lock:
             try:
@@ -163,8 +163,8 @@ def _own_folder() -> Path:
     """Raises ConfigError unless only this user can use it."""
     path = folder()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{path}: must be a folder of this user that others cannot use; remove it, or set TMPDIR")
     return path
 
@@ -177,7 +177,7 @@ def _connection(app_file: Path, start: bool) -> socket.socket | None:
             with _short(path.with_suffix(".sock")) as address:
                 sock.connect(address)
         except OSError:
-            if not start or not _started(path, app_file):
+            if not start or not _start(path, app_file):
                 break
         else:
             if _uid(sock) == os.getuid():
@@ -187,7 +187,7 @@ def _connection(app_file: Path, start: bool) -> socket.socket | None:
     return None
 
 
-def _started(path: Path, app_file: Path) -> bool:
+def _start(path: Path, app_file: Path) -> bool:
     """Start one, unless another command does so now. Its socket listens at once; its imports follow."""
     descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -232,20 +232,20 @@ def _digest(app_file: Path) -> str:
     """Of what a process fixes when it starts: its program and packages, their code, variables, limits, namespaces."""
     import sysconfig
 
-    found = hashlib.sha256(repr((sys.executable, sys.version, sys.flags, sorted(os.sched_getaffinity(0)))).encode())
+    digest = hashlib.sha256(repr((sys.executable, sys.version, sys.flags, sorted(os.sched_getaffinity(0)))).encode())
     limits = [resource.getrlimit(each) for each in (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_MEMLOCK)]
-    found.update(repr((os.getpriority(os.PRIO_PROCESS, 0), limits)).encode())
+    digest.update(repr((os.getpriority(os.PRIO_PROCESS, 0), limits)).encode())
     for name in NAMESPACES:
-        found.update(os.readlink(f"/proc/self/ns/{name}").encode())
+        digest.update(os.readlink(f"/proc/self/ns/{name}").encode())
     for name, value in sorted(os.environ.items()):
         if IMPORT_TIME_VARIABLES.match(name) and name not in IGNORED_VARIABLES and not name.endswith("_TOKEN"):
-            found.update(f"{name}={value}\0".encode(errors="surrogateescape"))
+            digest.update(f"{name}={value}\0".encode(errors="surrogateescape"))
     package = importlib.util.find_spec("ngym")
     assert package is not None and package.origin is not None
     sources = [*Path(package.origin).parent.rglob("*.py"), *app_file.parent.rglob("*.py")]
     for path in [*sorted(sources), Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]:
-        found.update(f"{path} {path.stat().st_mtime_ns}\0".encode())
-    return found.hexdigest()[:32]
+        digest.update(f"{path} {path.stat().st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:32]
 
 
 def main() -> None:

@@ -45,10 +45,10 @@ def send(
     socket of that side must not block.
     """
     payload = json.dumps(content).encode()
-    left = memoryview(_LENGTH.pack(len(payload)) + payload)
-    while left:
-        write = partial(socket.send_fds, sock, [left], list(fds)) if fds else partial(sock.send, left)
-        left, fds = left[_when_ready(sock, select.POLLOUT, write, hear) :], ()
+    unsent = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while unsent:
+        write = partial(socket.send_fds, sock, [unsent], list(fds)) if fds else partial(sock.send, unsent)
+        unsent, fds = unsent[_when_ready(sock, select.POLLOUT, write, hear) :], ()
 
 
 def receive(sock: socket.socket) -> Message | None:
@@ -84,8 +84,8 @@ def _when_ready(
         except BlockingIOError:
             poll = select.poll()
             poll.register(sock, event | (select.POLLIN if hear else 0))
-            ((_, came),) = poll.poll()
-            if hear and came & select.POLLIN and not came & event:
+            ((_, events),) = poll.poll()
+            if hear and events & select.POLLIN and not events & event:
                 hear()
 
 
@@ -134,15 +134,15 @@ class ZygoteClient:
     @classmethod
     def start(cls) -> ZygoteClient:
         """Start the zygote in a separate session, so that Ctrl-C reaches only this process."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_end, child_end = socket.socketpair()
+        with child_end:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ngym.supervise.service_zygote", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", "ngym.supervise.service_zygote", str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        return cls(process, ours)
+        return cls(process, parent_end)
 
     async def fork(
         self,
@@ -161,7 +161,7 @@ class ZygoteClient:
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._control, self._hear)
+            self._loop.add_reader(self._control, self._read_messages)
         self._count += 1
         child = self._children[self._count] = Child(self, self._count)
         request = {"action": action, "number": self._count, "title": title, "spec": spec}
@@ -200,14 +200,14 @@ class ZygoteClient:
     def _send(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
         # Blocks on purpose: the zygote reads at once, except in its first second.
         try:
-            send(self._control, content, fds, self._hear)
+            send(self._control, content, fds, self._read_messages)
         except OSError:
             raise self._end_error() from None
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         message = receive(self._control)
         if message is None:
-            self._lost()
+            self._on_lost()
             return
         event, child = message.content, self._children[message.content["number"]]
         if event["event"] == "forked":
@@ -218,7 +218,7 @@ class ZygoteClient:
         if not future.cancelled():  # the waiting task may have been cancelled
             future.set_result(value)
 
-    def _lost(self) -> None:
+    def _on_lost(self) -> None:
         """The zygote is gone: the kernel kills its children, and this kills their workers."""
         self._unlisten()
         error = self._end_error()

@@ -62,12 +62,12 @@ def _without_secrets(text: str) -> str:
         return argument[1] + REDACTED
     text = _CREDENTIALS.sub(f"{REDACTED}@", text)
     for part in _IN_COMMAND:
-        text = part.sub(lambda found: found[1] + REDACTED if _is_secret_part(found) else found[0], text)
-    return _QUERY.sub(lambda found: f"{found[1]}={REDACTED}" if _is_secret_in_url(found[1]) else found[0], text)
+        text = part.sub(lambda match: match[1] + REDACTED if _is_secret_part(match) else match[0], text)
+    return _QUERY.sub(lambda match: f"{match[1]}={REDACTED}" if _is_secret_in_url(match[1]) else match[0], text)
 
 
-def _is_secret_part(found: re.Match[str]) -> bool:
-    return is_secret(found[2]) and found[2] not in FOLDERS and found[3] != REDACTED
+def _is_secret_part(match: re.Match[str]) -> bool:
+    return is_secret(match[2]) and match[2] not in FOLDERS and match[3] != REDACTED
 
 
 def _is_secret_in_url(name: str) -> bool:
@@ -105,10 +105,10 @@ class Redactor:
 
     def __init__(self, values: Iterable[str]) -> None:
         longest_first = sorted({value for value in values if len(value) >= MIN_LITERAL}, key=len, reverse=True)
-        self._found = re.compile(b"|".join(re.escape(value.encode()) for value in longest_first) or b"(?!)")
+        self._pattern = re.compile(b"|".join(re.escape(value.encode()) for value in longest_first) or b"(?!)")
 
     def __call__(self, line: bytes) -> bytes:
-        return self._found.sub(REDACTED.encode(), line)
+        return self._pattern.sub(REDACTED.encode(), line)
 
     def text(self, text: str) -> str:
         return self(text.encode(errors="surrogatepass")).decode(errors="surrogatepass")
@@ -141,7 +141,7 @@ def _secrets_of(text: str) -> Iterator[str]:
     if argument and is_secret(argument[2]):
         yield argument[3]
     yield from _PASSWORD.findall(text)
-    yield from (found[3] for part in _IN_COMMAND for found in part.finditer(text) if _is_secret_part(found))
+    yield from (match[3] for part in _IN_COMMAND for match in part.finditer(text) if _is_secret_part(match))
     yield from (value for name, value in _QUERY.findall(text) if _is_secret_in_url(name))
 
 

@@ -110,14 +110,14 @@ class InvalidParameter(ServiceError):
 
 
 def application(
-    shown: OpenedRuns, *, hosts: frozenset[str] | None, lock: TokenAuth | None, title: str = "ngym"
+    runs: OpenedRuns, *, hosts: frozenset[str] | None, lock: TokenAuth | None, title: str = "ngym"
 ) -> Starlette:
     """
     Args:
         hosts: what a request's Host header may say; None: anything.
         lock: what opens /api; None: it is open.
     """
-    api = Api(shown, title)
+    api = Api(runs, title)
     routes = [
         Route("/", _static),
         Route("/static/{name:path}", _static),
@@ -137,7 +137,7 @@ def application(
         Route("/api/training/{id}/config", api.training_config),
         Route("/api/training/{id}/samples", api.training_samples),
     ]
-    handlers: dict[Any, Any] = {NgymError: _refused, HTTPException: _no_route, Exception: _bug}
+    handlers: dict[Any, Any] = {NgymError: _refusal, HTTPException: _no_route, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.add_middleware(AccessGuard, hosts=hosts, lock=lock)
     return app
@@ -146,18 +146,18 @@ def application(
 class Api:
     """The answers under /api. Starlette runs them in threads: the event loop never waits for a disk."""
 
-    def __init__(self, shown: OpenedRuns, title: str) -> None:
-        self._shown = shown
+    def __init__(self, runs: OpenedRuns, title: str) -> None:
+        self._runs = runs
         self._title = title
 
     def _run(self, request: Request) -> RolloutRun:
-        return self._shown.rollout_run(request.path_params["id"])
+        return self._runs.rollout_run(request.path_params["id"])
 
     def _training_run(self, request: Request) -> training.TrainingRun:
-        return self._shown.training_run(request.path_params["id"])
+        return self._runs.training_run(request.path_params["id"])
 
     def runs(self, request: Request) -> Response:
-        return _json({"title": self._title, "runs": self._shown.as_json()})
+        return _json({"title": self._title, "runs": self._runs.as_json()})
 
     def rows(self, request: Request) -> Response:
         return _json(self._run(request).rows.page(*_table(request)).as_json())
@@ -181,7 +181,7 @@ class Api:
         return self._with_task(request, RunRows.task)
 
     def _with_task(self, request: Request, read: Callable[[RunRows, int], list[Json]]) -> Response:
-        run, task = self._run(request), _whole("task", request.path_params["task"])
+        run, task = self._run(request), _integer("task", request.path_params["task"])
         rows = read(run.rows, task)
         if not rows:
             raise NotFound(f"there is no task {task} in {run.name}")
@@ -205,11 +205,11 @@ class Api:
         return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
 
     def compare(self, request: Request) -> Response:
-        a, b = (self._shown.rollout_run(request.query_params.get(name, "")) for name in ("a", "b"))
+        a, b = (self._runs.rollout_run(request.query_params.get(name, "")) for name in ("a", "b"))
         return _json(compare(a.rows, b.rows, *_table(request)))
 
     def training(self, request: Request) -> Response:
-        return _json({"runs": self._shown.training_as_json()})
+        return _json({"runs": self._runs.training_as_json()})
 
     def training_metrics(self, request: Request) -> Response:
         after = request.query_params.get("after", training.BEGINNING)
@@ -220,7 +220,7 @@ class Api:
 
     def training_samples(self, request: Request) -> Response:
         run = self._training_run(request)
-        files = {"file": self._shown.id_of(run.rollouts), "held_out": self._shown.id_of(run.held_out)}
+        files = {"file": self._runs.id_of(run.rollouts), "held_out": self._runs.id_of(run.held_out)}
         return _json({**training.samples(run), **files})
 
 
@@ -228,22 +228,22 @@ async def _static(request: Request) -> Response:
     """One of the files in the folder; a path from the client is never opened."""
     name = request.path_params.get("name", "index.html")
     files = (path for path in STATIC.rglob("*") if path.suffix in KINDS)
-    found = next((path for path in files if path.relative_to(STATIC).as_posix() == name), None)
-    if found is None:
+    file = next((path for path in files if path.relative_to(STATIC).as_posix() == name), None)
+    if file is None:
         raise NotFound(f"there is no page file {name!r:.60}")
-    return Response(found.read_bytes(), media_type=KINDS[found.suffix])
+    return Response(file.read_bytes(), media_type=KINDS[file.suffix])
 
 
 def _table(request: Request) -> tuple[str, str, int, int]:
     """q, sort, offset, limit."""
-    asked = request.query_params
-    limit = _whole("limit", asked.get("limit", str(DEFAULT_ROWS)))
+    params = request.query_params
+    limit = _integer("limit", params.get("limit", str(DEFAULT_ROWS)))
     if limit > MAX_ROWS:
         raise InvalidParameter(f"limit={limit}: a page has at most {MAX_ROWS:,} rows; ask for the next with offset")
-    return asked.get("q", ""), asked.get("sort", ""), _whole("offset", asked.get("offset", "0")), limit
+    return params.get("q", ""), params.get("sort", ""), _integer("offset", params.get("offset", "0")), limit
 
 
-def _whole(name: str, text: str) -> int:
+def _integer(name: str, text: str) -> int:
     digits = text.removeprefix("-") if name == "task" else text
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
         raise InvalidParameter(f"{name}={text!r:.40} is not a whole number")
@@ -254,7 +254,7 @@ def _json(value: Any) -> Response:
     return Response(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, ServiceError):
         return _problem(error)
     return _problem(ServiceError(str(error), status=400 if isinstance(error, UsageError) else 500))
@@ -324,16 +324,16 @@ def listen(host: str, port: int | None) -> ListeningSocket:
     raise UsageError(f"port {ports[0]} on {host}: {problem.strerror or problem}; {remedy}")
 
 
-def serve(shown: OpenedRuns, listening: ListeningSocket, title: str, ready: Callable[[], None]) -> None:
+def serve(runs: OpenedRuns, listening: ListeningSocket, title: str, ready: Callable[[], None]) -> None:
     """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
     lock = TokenAuth([listening.token]) if listening.token else None
     # A token is not a cookie, so a page of another name has none to send along.
     hosts = None if lock else frozenset(hosts_of([listening.address]))
-    app = application(shown, hosts=hosts, lock=lock, title=title)
-    asyncio.run(_served(app, listening.socket, ready))
+    app = application(runs, hosts=hosts, lock=lock, title=title)
+    asyncio.run(_serve_until_stopped(app, listening.socket, ready))
 
 
-async def _served(app: ASGIApp, listener: socket.socket, ready: Callable[[], None]) -> None:
+async def _serve_until_stopped(app: ASGIApp, listener: socket.socket, ready: Callable[[], None]) -> None:
     from ngym.net.connection_limits import Server, server_config
 
     server = Server(server_config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))

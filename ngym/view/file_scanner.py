@@ -98,7 +98,7 @@ def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
     if problem := version_problem(trace):
         raise NoRollout(problem)
     usage, output = _object(response, "usage"), _items(response.get("output"))
-    task, task_id = _whole(row.get("_ng_task_index")), _text(trace.get("task_id"))
+    task, task_id = _exact_integer(row.get("_ng_task_index")), _text(trace.get("task_id"))
     agent = agent_name(row)
     reward = None if failure else _number(row.get("reward"))
     # by position: with names, this line alone would cost a tenth of the whole
@@ -109,20 +109,20 @@ def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
         _digest(agent, task_id, task),
         _digest(agent, task_id, None if task_id is not None else task),
         task,
-        _whole(row.get("_ng_rollout_index")),
+        _exact_integer(row.get("_ng_rollout_index")),
         agent,
         reward,
         "failed" if failure else _text(trace.get("status")) or ("unscored" if reward is None else "ok"),
         _text(trace.get("stop_reason")),
-        _whole(trace.get("turns")),
-        _whole(trace["tool_calls"]) if "tool_calls" in trace else _calls(output, failure),
-        _whole(trace.get("tool_errors")),
-        _whole(usage.get("input_tokens")),
-        _whole(usage.get("output_tokens")),
+        _exact_integer(trace.get("turns")),
+        _exact_integer(trace["tool_calls"]) if "tool_calls" in trace else _calls(output, failure),
+        _exact_integer(trace.get("tool_errors")),
+        _exact_integer(usage.get("input_tokens")),
+        _exact_integer(usage.get("output_tokens")),
         _number(_object(trace, "timings").get("total_s")),
-        _whole(row.get("attempt") if failure else trace.get("attempt")),
+        _exact_integer(row.get("attempt") if failure else trace.get("attempt")),
         _largest(trace.get("policy_version")),
-        _whole(_object(row, TRAINER_FIELD).get("oldest")),
+        _exact_integer(_object(row, TRAINER_FIELD).get("oldest")),
         _text(failure.get("class")) or "unknown" if failure else None,
         int(bool(trace.get("segments"))),
         task_id,
@@ -130,8 +130,8 @@ def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
         _text(trace.get("run_id")),
         _prompt(_object(row, "responses_create_params").get("input")),
         _text(failure.get("message")) if failure else _answer(output),
-        _dumped(_components(row, trace)),
-        _dumped(_fields(row)),
+        _dump(_components(row, trace)),
+        _dump(_fields(row)),
     )
 
 
@@ -160,15 +160,15 @@ def without_segments(text: bytes) -> bytes:
     place = text.find(_SEGMENTS)
     if place < 0:
         return text
-    kept, done = [], 0
+    parts, copied_to = [], 0
     while place >= 0:
         end = _segments_end(text, place + len(_SEGMENTS))
         if end is None:
             return text
-        kept += [text[done : place + len(b',"segments":[')], b"0]"]
-        done = end
+        parts += [text[copied_to : place + len(b',"segments":[')], b"0]"]
+        copied_to = end
         place = text.find(_SEGMENTS, end)
-    return b"".join([*kept, text[done:]])
+    return b"".join([*parts, text[copied_to:]])
 
 
 def _segments_end(text: bytes, place: int) -> int | None:
@@ -229,7 +229,7 @@ def _text(value: Any) -> str | None:
     return value[:FIELD_CHARS] if isinstance(value, str) else None
 
 
-def _whole(value: Any) -> int | None:
+def _exact_integer(value: Any) -> int | None:
     """As far as a browser's numbers are exact."""
     return value if type(value) is int and abs(value) < 1 << 53 else None
 
@@ -239,7 +239,7 @@ def _number(value: Any) -> float | None:
 
 
 def _largest(versions: Any) -> int | None:
-    return max([version for version in _list(versions) if _whole(version) is not None], default=None)
+    return max([version for version in _list(versions) if _exact_integer(version) is not None], default=None)
 
 
 def _calls(output: list[Json], failure: Json) -> int | None:
@@ -253,11 +253,11 @@ def _digest(agent: str | None, task_id: str | None, task: int | None) -> int | N
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big", signed=True)
 
 
-def _prompt(given: Any) -> str | None:
+def _prompt(value: Any) -> str | None:
     """The beginning of the last user message."""
-    if isinstance(given, str):
-        return given.strip()[:SHOWN_CHARS] or None
-    for item in reversed(_list(given)):
+    if isinstance(value, str):
+        return value.strip()[:SHOWN_CHARS] or None
+    for item in reversed(_list(value)):
         if isinstance(item, dict) and item.get("role") == "user":
             content = item.get("content")
             if not isinstance(content, str):
@@ -288,7 +288,7 @@ def _fields(row: Json) -> Json:
     return {name: value for name, value in fields.items() if type(value) is not str or len(value) <= FIELD_CHARS}
 
 
-def _dumped(value: Json) -> str | None:
+def _dump(value: Json) -> str | None:
     return orjson.dumps(value).decode() if value else None
 
 
@@ -367,16 +367,16 @@ def scan(job: ScanJob) -> ScannedBatch:
     # One buffer, read line by line: large blocks of their own would cost more in fresh memory than their parsing does.
     with open(job.path, "rb", buffering=BUFFER_BYTES) as file:
         place = _first_line(file, job)
-        found = _BatchBuilder(ScannedBatch(place))
+        builder = _BatchBuilder(ScannedBatch(place))
         while place < job.end:
             text = file.readline(min(MAX_LINE_BYTES, job.size - place))
-            if not text or not found.add(text, place):
+            if not text or not builder.add(text, place):
                 break  # a torn last line
             place += len(text)
             if not text.endswith(b"\n") and place < job.size:
                 place = _next_line(file, place, job.size)
-            found.batch.end = place
-        return found.whole()
+            builder.batch.end = place
+        return builder.whole()
 
 
 def _first_line(file: BinaryIO, job: ScanJob) -> int:
@@ -442,9 +442,9 @@ class _BatchBuilder:
         return self.batch
 
 
-def serve(asked: BinaryIO, answers: BinaryIO) -> None:
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Until there are no more jobs. A file that cannot be read is an answer, too."""
-    for line in iter(asked.readline, b""):
+    for line in iter(requests.readline, b""):
         try:
             batch = scan(ScanJob(**orjson.loads(line)))
             message: Any = batch
@@ -471,7 +471,7 @@ def scanned(path: str, start: int, size: int) -> Iterator[ScannedBatch]:
     with ONE_FILE, ExitStack() as stack:
         helpers = [stack.enter_context(_Helper()) for _ in range(min(MAX_HELPERS, usable_cores()))]
         yield scan(jobs[0])
-        yield from _shared(helpers, jobs[1:])
+        yield from _share(helpers, jobs[1:])
 
 
 def _jobs(path: str, start: int, size: int) -> Iterator[ScanJob]:
@@ -481,7 +481,7 @@ def _jobs(path: str, start: int, size: int) -> Iterator[ScanJob]:
         start, end = end, end + BLOCK_BYTES
 
 
-def _shared(helpers: Sequence[_Helper], jobs: Sequence[ScanJob]) -> Iterator[ScannedBatch]:
+def _share(helpers: Sequence[_Helper], jobs: Sequence[ScanJob]) -> Iterator[ScannedBatch]:
     """Job i is helper i mod n's; so the answers are in order without a queue."""
     count = len(helpers)
     for place, job in enumerate(jobs[: count * JOBS_AHEAD]):

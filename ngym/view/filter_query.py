@@ -115,13 +115,13 @@ def parse(text: str, fields: Collection[str] = ()) -> Query:
     texts: list[TextCondition] = []
     for term in _terms(text):
         bare = term.removeprefix("-")
-        wanted = bare == term
-        named = _NAMED.fullmatch(bare)
-        if named is None:
-            texts.append(TextCondition(_unquoted(bare, term), wanted))
+        is_positive = bare == term
+        match = _NAMED.fullmatch(bare)
+        if match is None:
+            texts.append(TextCondition(_unquoted(bare, term), is_positive))
             continue
-        condition, values = _condition(term, named["quoted"] or named["name"], named["sign"], named["value"], fields)
-        conditions.append(f"({condition}) IS {'' if wanted else 'NOT '}TRUE")
+        condition, values = _condition(term, match["quoted"] or match["name"], match["sign"], match["value"], fields)
+        conditions.append(f"({condition}) IS {'' if is_positive else 'NOT '}TRUE")
         parameters += values
     return Query(" AND ".join(conditions) or "TRUE", tuple(parameters), tuple(texts))
 
@@ -135,13 +135,13 @@ def order(text: str, fields: Collection[str] = ()) -> tuple[str, tuple[Any, ...]
     keys, parameters = [], []
     for key in filter(None, (part.strip() for part in text.split(","))):
         name = key.removeprefix("-")
-        found = _expression(name, fields)
-        if found is None and name in SORTED_ONLY:
-            found = SORTED_ONLY[name], []
-        if found is None:
-            near = _near(name, [*NUMBERS, *WORDS, *SORTED_ONLY, *fields])
+        sql = _expression(name, fields)
+        if sql is None and name in SORTED_ONLY:
+            sql = SORTED_ONLY[name], []
+        if sql is None:
+            near = _hint(name, [*NUMBERS, *WORDS, *SORTED_ONLY, *fields])
             raise WrongFilter(f"nothing to sort by is called {_quoted(name)}{near}")
-        expression, values = found
+        expression, values = sql
         keys.append(f"{expression} IS NULL, {expression} {'DESC' if name != key else 'ASC'}")
         parameters += [*values, *values]
     return ", ".join([*keys, "r.seq"]), tuple(parameters)
@@ -149,10 +149,10 @@ def order(text: str, fields: Collection[str] = ()) -> tuple[str, tuple[Any, ...]
 
 def _terms(text: str) -> list[str]:
     """The parts between spaces outside of quotes."""
-    found, term, quoted, escaped = [], "", False, False
+    result, term, quoted, escaped = [], "", False, False
     for character in text:
         if character.isspace() and not quoted:
-            found.append(term)
+            result.append(term)
             term = ""
             continue
         term += character
@@ -161,7 +161,7 @@ def _terms(text: str) -> list[str]:
         escaped = quoted and character == "\\" and not escaped
     if quoted:
         raise WrongFilter(f"the quote in {_quoted(term)} does not end; close it, or leave it out")
-    terms = [term for term in [*found, term] if term]
+    terms = [term for term in [*result, term] if term]
     if len(terms) > MAX_TERMS:
         raise WrongFilter(f"the filter has {len(terms)} terms; at most {MAX_TERMS} are read")
     return terms
@@ -179,10 +179,10 @@ def _plain(quoted: str) -> str:
 
 
 def _condition(term: str, name: str, sign: str, value: str, fields: Collection[str]) -> tuple[str, list[Any]]:
-    found = _expression(name, fields)
-    if found is None:
+    sql = _expression(name, fields)
+    if sql is None:
         raise WrongFilter(_unknown(term, name, fields))
-    expression, own = found
+    expression, own = sql
     if not value:
         raise WrongFilter(f"no value in {_quoted(term)}; say {name}{sign}VALUE, or {name}:null for what is not known")
     if sign in ("<", "<=", ">", ">="):
@@ -203,7 +203,7 @@ def _equals(term: str, name: str, expression: str, own: list[Any], value: tuple[
         return f"{expression} = ?", [*own, _number(term, text)]
     if name == "status" and text not in STATUSES:
         raise WrongFilter(
-            f"no status {_quoted(text)} in {_quoted(term)}{_near(text, STATUSES)}; there are {', '.join(STATUSES)}"
+            f"no status {_quoted(text)} in {_quoted(term)}{_hint(text, STATUSES)}; there are {', '.join(STATUSES)}"
         )
     if "*" in text and not quoted:
         pattern = re.sub(r"([\\%_])", r"\\\1", text).replace("*", "%")
@@ -224,7 +224,7 @@ def _equals(term: str, name: str, expression: str, own: list[Any], value: tuple[
 
 def _values(term: str, value: str) -> list[tuple[str, bool]]:
     """The alternatives, and whether each stood in quotes."""
-    found, place = [], 0
+    values, place = [], 0
     while place <= len(value):
         match = _VALUE.match(value, place)
         assert match is not None
@@ -234,9 +234,9 @@ def _values(term: str, value: str) -> list[tuple[str, bool]]:
             raise WrongFilter(
                 f"the values in {_quoted(term)} are not parted by commas; put a value with quotes or commas in quotes"
             )
-        found.append((text, quoted))
+        values.append((text, quoted))
         place = end + 1
-    return found
+    return values
 
 
 def _expression(name: str, fields: Collection[str]) -> tuple[str, list[Any]] | None:
@@ -271,13 +271,13 @@ def _maybe_number(value: str) -> float | int | None:
 
 
 def _unknown(term: str, name: str, fields: Collection[str]) -> str:
-    near = _near(name, [*NUMBERS, *WORDS, *fields])
+    near = _hint(name, [*NUMBERS, *WORDS, *fields])
     return f"no field {_quoted(name)}{near} in {_quoted(term)}; to look for the text itself, put it in quotes"
 
 
-def _near(name: str, names: Collection[str]) -> str:
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+def _hint(name: str, names: Collection[str]) -> str:
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def _quoted(text: str) -> str:
@@ -302,30 +302,30 @@ class Search:
         self._moment_s = moment_s
         self._epoch: int | None = None
         self._texts: OrderedDict[str, _Text] = OrderedDict()
-        self._asked: tuple[Sequence[int], Sequence[TextCondition]] | None = None
+        self._searched_for: tuple[Sequence[int], Sequence[TextCondition]] | None = None
         self._unknown: Sequence[int] = ()  # of what was asked, in the order of the file
         self._looked_at = 0  # of these
 
-    def among(self, candidates: Sequence[int], sought: Sequence[TextCondition], epoch: int) -> QueryResult:
+    def among(self, candidates: Sequence[int], conditions: Sequence[TextCondition], epoch: int) -> QueryResult:
         """The candidates (rows by seq) that have, or have not, these texts, as far as a moment is enough to tell.
 
         Args:
             epoch: of the index: with another one, the rows are others.
         """
         if epoch != self._epoch:
-            self._epoch, self._asked = epoch, None
+            self._epoch, self._searched_for = epoch, None
             self._texts.clear()
-        texts = [(self._text(each.text), PRESENT if each.wanted else ABSENT) for each in sought]
+        texts = [(self._text(each.text), PRESENT if each.wanted else ABSENT) for each in conditions]
         while len(self._texts) > max(MAX_TEXTS, len(texts)):
             self._texts.popitem(last=False)
-        if self._asked != (candidates, sought):
-            self._asked = (candidates, sought)
+        if self._searched_for != (candidates, conditions):
+            self._searched_for = (candidates, conditions)
             self._unknown = sorted(seq for seq in candidates if any(text.verdict(seq) == UNKNOWN for text, _ in texts))
             self._looked_at = 0
-        self._looked_at += self._look([text for text, _ in texts], self._unknown[self._looked_at :])
-        left = len(self._unknown) - self._looked_at
-        rows = [seq for seq in candidates if all(text.verdict(seq) == wanted for text, wanted in texts)]
-        return QueryResult(rows, 1 - left / len(candidates) if left else 1.0)
+        self._looked_at += self._search_rows([text for text, _ in texts], self._unknown[self._looked_at :])
+        remaining = len(self._unknown) - self._looked_at
+        rows = [seq for seq in candidates if all(text.verdict(seq) == verdict for text, verdict in texts)]
+        return QueryResult(rows, 1 - remaining / len(candidates) if remaining else 1.0)
 
     def _text(self, text: str) -> _Text:
         if text not in self._texts:
@@ -333,21 +333,21 @@ class Search:
         self._texts.move_to_end(text)
         return self._texts[text]
 
-    def _look(self, texts: Sequence[_Text], rows: Sequence[int]) -> int:
+    def _search_rows(self, texts: Sequence[_Text], rows: Sequence[int]) -> int:
         """Read the first of these rows, for `moment_s` at most, and note the texts in them; returns how many were read."""
         deadline = time.monotonic() + self._moment_s
-        done = 0
-        while done < len(rows):
-            some = rows[done : done + LOOKUP_ROWS]
+        position = 0
+        while position < len(rows):
+            some = rows[position : position + LOOKUP_ROWS]
             for seq, line in self._index.lines(some, MAX_BYTES):
-                said = without_segments(line)
-                lowered = said.lower()
+                text_of_row = without_segments(line)
+                lowered = text_of_row.lower()
                 for text in texts:
-                    text.note(seq, text.occurs_in(said, lowered))
-            done += len(some)
+                    text.note(seq, text.occurs_in(text_of_row, lowered))
+            position += len(some)
             if time.monotonic() >= deadline:
                 break
-        return done
+        return position
 
 
 class _Text:
@@ -374,9 +374,9 @@ class _Text:
     def occurs_in(self, line: bytes, lowered: bytes) -> bool:
         """lowered: the line with its ASCII letters in lower case."""
         if self._escaped is None:
-            return _stands_in(lowered, self._needle)
+            return _occurs_in(lowered, self._needle)
         whole = line.decode("utf-8", "replace").lower().encode()
-        return _stands_in(whole, self._needle) or _stands_in(_ESCAPE.sub(_lower_case, lowered), self._escaped)
+        return _occurs_in(whole, self._needle) or _occurs_in(_ESCAPE.sub(_lower_case, lowered), self._escaped)
 
 
 def _lower_case(escape: re.Match[bytes]) -> bytes:
@@ -385,7 +385,7 @@ def _lower_case(escape: re.Match[bytes]) -> bytes:
     return b"\\u%04x" % ord(letter) if len(letter) == 1 else escape[0]
 
 
-def _stands_in(line: bytes, needle: bytes) -> bool:
+def _occurs_in(line: bytes, needle: bytes) -> bool:
     """Whether it occurs outside of keys and not in the middle of an escape."""
     place = line.find(needle)
     while place >= 0:

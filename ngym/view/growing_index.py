@@ -80,10 +80,10 @@ def read_together(fd: int, places: Sequence[tuple[int, int, int]], most_bytes: i
 
 def status(path: Path) -> os.stat_result | None:
     try:
-        found = path.stat()
+        file_stat = path.stat()
     except FileNotFoundError:
         return None
-    return found if stat.S_ISREG(found.st_mode) else None
+    return file_stat if stat.S_ISREG(file_stat.st_mode) else None
 
 
 def path_text(path: Path | str) -> str:
@@ -93,10 +93,10 @@ def path_text(path: Path | str) -> str:
 
 def size(path: Path) -> int | None:
     try:
-        found = status(path)
+        stat = status(path)
     except OSError:
         return None
-    return None if found is None else found.st_size
+    return None if stat is None else stat.st_size
 
 
 def edges(fd: int, end: int) -> tuple[bytes, bytes]:
@@ -239,8 +239,8 @@ def index_path(output: Path) -> Path:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    found = status(path)
-    return None if found is None else (found.st_dev, found.st_ino)
+    stat = status(path)
+    return None if stat is None else (stat.st_dev, stat.st_ino)
 
 
 def _remove(path: Path) -> None:
@@ -314,7 +314,7 @@ def extent_of(store: Store, paths: Mapping[int, Path]) -> Extent:
     Raises:
         sqlite3.Error: the index is broken.
     """
-    sizes = {part: found for part, path in paths.items() if (found := size(path)) is not None}
+    sizes = {part: bytes_read for part, path in paths.items() if (bytes_read := size(path)) is not None}
     try:
         with store.reading() as database:
             version, epoch, read = database.execute("SELECT version, epoch, read FROM state").fetchone()
@@ -356,24 +356,21 @@ class Writer:
         Raises:
             sqlite3.Error: the index cannot be written. OSError, NgymError: a file cannot be read.
         """
-        stats = {part: found for part, path in self._paths.items() if (found := status(path)) is not None}
+        stats = {part: stat for part, path in self._paths.items() if (stat := status(path)) is not None}
         if any(part not in stats or not self._has_only_grown(part, stats[part]) for part in self._parts):
             self._forget()
         try:
-            for part, found in stats.items():
-                looked_at = (found.st_ino, found.st_size, found.st_mtime_ns)
-                if (
-                    found.st_size > self._parts.get(part, IndexedPart()).bytes
-                    and self._looked_at.get(part) != looked_at
-                ):
+            for part, stat in stats.items():
+                looked_at = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+                if stat.st_size > self._parts.get(part, IndexedPart()).bytes and self._looked_at.get(part) != looked_at:
                     self.reading_on = True
-                    self._read_on(part, found)
+                    self._read_new_rows(part, stat)
                 self._looked_at[part] = looked_at  # a torn line is not read again before there is more of it
         finally:
             self.reading_on = False
         if self._stopped.is_set():
             return False
-        self._has_read(sum(found.st_size for found in stats.values()))
+        self._has_read(sum(stat.st_size for stat in stats.values()))
         return True
 
     def _has_read(self, bytes: int) -> None:
@@ -386,12 +383,12 @@ class Writer:
             database.execute("UPDATE state SET read = ?", (bytes,))
         self._read = bytes
 
-    def _has_only_grown(self, part: int, found: os.stat_result) -> bool:
+    def _has_only_grown(self, part: int, stat: os.stat_result) -> bool:
         known = self._parts[part]
-        if (found.st_dev, found.st_ino) != (known.device, known.inode) or found.st_size < known.bytes:
+        if (stat.st_dev, stat.st_ino) != (known.device, known.inode) or stat.st_size < known.bytes:
             return False
-        if found.st_size == known.bytes:
-            return found.st_mtime_ns == known.mtime
+        if stat.st_size == known.bytes:
+            return stat.st_mtime_ns == known.mtime
         with open_descriptor(self._paths[part]) as fd:
             return edges(fd, known.bytes) == (known.head, known.tail)
 
@@ -405,10 +402,10 @@ class Writer:
         self._looked_at.clear()
         self._read = None
 
-    def _read_on(self, part: int, found: os.stat_result) -> None:
+    def _read_new_rows(self, part: int, stat: os.stat_result) -> None:
         known = self._parts.get(part, IndexedPart())
-        known = known._replace(device=found.st_dev, inode=found.st_ino, mtime=found.st_mtime_ns)
-        for batch in scanned(str(self._paths[part]), known.bytes, found.st_size):
+        known = known._replace(device=stat.st_dev, inode=stat.st_ino, mtime=stat.st_mtime_ns)
+        for batch in scanned(str(self._paths[part]), known.bytes, stat.st_size):
             if self._stopped.is_set():
                 return
             known = self._add_batch(part, known, batch)
@@ -498,16 +495,16 @@ class Index:
         if self.extent().version < 0:
             raise NotFound(f"there is no row {row_name(seq)} yet")
         with self.reading() as database:
-            found = database.execute("SELECT start, size FROM rows WHERE seq = ?", (seq,)).fetchone()
+            record = database.execute("SELECT start, size FROM rows WHERE seq = ?", (seq,)).fetchone()
             inode = database.execute("SELECT inode FROM parts WHERE part = ?", (seq >> PART_BITS,)).fetchone()
-        if found is None:
+        if record is None:
             raise NotFound(f"there is no row {row_name(seq)}")
         path = self.paths[seq >> PART_BITS]
         try:
             with open_descriptor(path) as fd:
                 if os.fstat(fd).st_ino != inode[0]:
                     raise NotFound(f"{path} was replaced; its rows are read again; repeat the request")
-                return os.pread(fd, found[1], found[0]).strip()
+                return os.pread(fd, record[1], record[0]).strip()
         except OSError as error:
             raise NotFound(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -518,9 +515,10 @@ class Index:
             NotFound: a file cannot be read.
         """
         with self.reading() as database:
-            asked = orjson.dumps(list(seqs)).decode()
+            numbers = orjson.dumps(list(seqs)).decode()
             places = database.execute(
-                "SELECT seq, start, size FROM rows WHERE seq IN (SELECT value FROM json_each(?)) ORDER BY seq", (asked,)
+                "SELECT seq, start, size FROM rows WHERE seq IN (SELECT value FROM json_each(?)) ORDER BY seq",
+                (numbers,),
             ).fetchall()
         for part, path in self.paths.items():
             own = [place for place in places if place[0] >> PART_BITS == part]
@@ -537,12 +535,12 @@ class Index:
         for _ in range(STORES_TRIED):
             try:
                 if self._store.is_lost():
-                    self._leave()
+                    self._detach_store()
                 caught_up = self._write() if self._store.is_writer() else self._look_at_another()
                 there = any(map(status, self.paths.values()))
             except sqlite3.Error as error:
                 # A broken index is rebuilt; one that cannot be stored is kept in memory
-                self._leave()
+                self._detach_store()
                 if self._store.path is not None and getattr(error, "sqlite_errorcode", None) in BROKEN:
                     self._store.remove()
                 else:
@@ -564,7 +562,7 @@ class Index:
         except BaseException as error:
             try:
                 if self._store.path is not None:
-                    self._leave()  # another process may continue once the error is reported
+                    self._detach_store()  # another process may continue once the error is reported
             finally:
                 self.error = f"the index ended: {error!r}"
             raise
@@ -581,7 +579,7 @@ class Index:
         self._awaited = min(extent.bytes, self._awaited if self._awaited is not None else extent.bytes)
         return self._awaited <= extent.read <= extent.bytes
 
-    def _leave(self) -> None:
+    def _detach_store(self) -> None:
         """The store, which is not what this process wrote."""
         self._writer = self._awaited = None
         self.caught_up = False

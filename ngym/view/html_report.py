@@ -121,7 +121,7 @@ class ReportData(NamedTuple):
 
 
 def export(
-    shown: OpenedRuns, output: Path, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+    runs: OpenedRuns, output: Path, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
 ) -> ReportData:
     """Write the report; returns what is in it.
 
@@ -132,36 +132,38 @@ def export(
     Raises:
         WrongFilter: the filter says nothing. NgymError: a file cannot be read. WriteFailed: the report cannot be written.
     """
-    page, packed = report(shown, rows=rows, q=q, title=title, tick=tick)
+    page, packed = report(runs, rows=rows, q=q, title=title, tick=tick)
     write_whole(output, page)
     return packed
 
 
 def report(
-    shown: OpenedRuns, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+    runs: OpenedRuns, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
 ) -> tuple[bytes, ReportData]:
     """The report as a page; the arguments and errors are those of `export`."""
     budget = ByteBudget(MAX_BYTES)
     packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
     of = full = listed = 0
-    for run in shown.rollouts.values():
+    for run in runs.rollouts.values():
         _wait(run, tick)
-        of += _found(run, q, tick)
+        of += _count_matches(run, q, tick)
     packed["compare"] = {
         f"{a.id},{b.id}": compare(a.rows, b.rows, q, "", 0, MAX_COMPARED)
-        for a, b in combinations(shown.rollouts.values(), 2)
+        for a, b in combinations(runs.rollouts.values(), 2)
     }
-    contrasts = _contrasts(shown, packed["compare"], rows)
-    for id, run in shown.rollouts.items():
-        chosen = _chosen(run, q, rows, contrasts[id])
+    contrasts = _most_different_tasks(runs, packed["compare"], rows)
+    for id, run in runs.rollouts.items():
+        selection = _select_rows(run, q, rows, contrasts[id])
         rollouts = {
-            row: orjson.Fragment(line) for row in chosen if (line := budget.browser_json(run.index.line(row_seq(row))))
+            row: orjson.Fragment(line)
+            for row in selection
+            if (line := budget.browser_json(run.index.line(row_seq(row))))
         }
-        table = _listed(run, q, chosen)
+        table = _table_rows(run, q, selection)
         full, listed = full + len(rollouts), listed + len(table)
         packed["full"][id], packed["rows"][id], packed["stats"][id] = rollouts, table, run.stats.of(q)
-    packed["runs"] = shown.as_json()
-    packed["training"] = _training(shown)
+    packed["runs"] = runs.as_json()
+    packed["training"] = _training(runs)
     page = _page(packed, title)
     return page, ReportData(full, listed, of, budget.refused, len(page))
 
@@ -226,7 +228,7 @@ def _wait(run: RolloutRun, tick: Callable[[str], None]) -> None:
         time.sleep(POLL_S)
 
 
-def _found(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
+def _count_matches(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
     """How many rows the filter lets through, once its texts are looked for everywhere."""
     while True:
         page = run.rows.page(q, "", 0, 0)
@@ -235,22 +237,22 @@ def _found(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
         tick(f"{run.name}: looking for the text, {page.scanned:.0%}")
 
 
-def _contrasts(shown: OpenedRuns, compared: dict[str, Json], count: int) -> dict[str, list[str]]:
+def _most_different_tasks(runs: OpenedRuns, compared: dict[str, Json], count: int) -> dict[str, list[str]]:
     """Of the tasks on which two runs differ most, what their page opens with: the best of one and the worst of the other."""
-    found: dict[str, list[str]] = {id: [] for id in shown.rollouts}
+    by_run: dict[str, list[str]] = {id: [] for id in runs.rollouts}
     for names, comparison in compared.items():
         for pair in comparison["rows"][: -(-count // 4)]:
             for id, side, sign in zip(names.split(","), (pair["a"], pair["b"]), (-1, 1), strict=True):
                 if not pair["delta"]:
                     continue
                 end = max if sign * pair["delta"] > 0 else min
-                group = [row for row in shown.rollouts[id].rows.task(side["task"]) if row["row"] in side["rows"]]
+                group = [row for row in runs.rollouts[id].rows.task(side["task"]) if row["row"] in side["rows"]]
                 scored = [row for row in group if row["reward"] is not None]
-                found[id] += [end(scored, key=_reward)["row"]] if scored else []
-    return found
+                by_run[id] += [end(scored, key=_reward)["row"]] if scored else []
+    return by_run
 
 
-def _chosen(run: RolloutRun, q: str, count: int, contrasts: list[str]) -> list[str]:
+def _select_rows(run: RolloutRun, q: str, count: int, contrasts: list[str]) -> list[str]:
     """The most telling rows: a failure of each class, then in turn the worst, the best, the ends of groups that differ, what
     differs from another run, any.
     """
@@ -271,12 +273,12 @@ def _chosen(run: RolloutRun, q: str, count: int, contrasts: list[str]) -> list[s
 
 def _ends(run: RolloutRun, q: str, count: int) -> list[str]:
     """The best and the worst rollout of the tasks whose rewards differ most."""
-    found = []
+    names = []
     for task in run.rows.tasks(q, "-spread", 0, min(1000, count)).rows:
         if task["task"] is not None and task["spread"]:
             group = [row for row in run.rows.task(task["task"]) if row["reward"] is not None]
-            found += [max(group, key=_reward)["row"], min(group, key=_reward)["row"]] if group else []
-    return found
+            names += [max(group, key=_reward)["row"], min(group, key=_reward)["row"]] if group else []
+    return names
 
 
 def _reward(row: Json) -> float:
@@ -291,25 +293,25 @@ def _evenly(run: RolloutRun, q: str, count: int) -> list[str]:
     """Rows from all over the run; so are the first few of them."""
     seqs = run.rows.all(q)
     count = min(count, len(seqs))
-    found = [row_name(seqs[place * len(seqs) // count]) for place in range(count)]
-    random.Random(0).shuffle(found)
-    return found
+    names = [row_name(seqs[place * len(seqs) // count]) for place in range(count)]
+    random.Random(0).shuffle(names)
+    return names
 
 
-def _listed(run: RolloutRun, q: str, chosen: Sequence[str]) -> list[Json]:
+def _table_rows(run: RolloutRun, q: str, selection: Sequence[str]) -> list[Json]:
     """Rows for the table, in the order of the file: all, or the chosen ones and others evenly."""
     seqs = run.rows.all(q)
     if len(seqs) > MAX_LISTED:
         every = -(-len(seqs) // MAX_LISTED)
-        seqs = sorted({*seqs[::every], *map(row_seq, chosen)})
+        seqs = sorted({*seqs[::every], *map(row_seq, selection)})
     return run.rows.rows(seqs)
 
 
-def _training(shown: OpenedRuns) -> Json | None:
+def _training(runs: OpenedRuns) -> Json | None:
     """As the page's calls answer it."""
-    if not shown.training:
+    if not runs.training:
         return None
-    packed = training.packed(shown.training.values())
-    for id, run in shown.training.items():
-        packed["samples"][id] |= {"file": shown.id_of(run.rollouts), "held_out": shown.id_of(run.held_out)}
+    packed = training.packed(runs.training.values())
+    for id, run in runs.training.items():
+        packed["samples"][id] |= {"file": runs.id_of(run.rollouts), "held_out": runs.id_of(run.held_out)}
     return packed

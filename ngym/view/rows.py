@@ -106,22 +106,22 @@ class RunRows:
             WrongFilter: the filter or the sort says nothing.
         """
         extent = self.index.extent()
-        keys, scanned = self._ordered("rows", q, sort, extent)
+        keys, scanned = self._order("rows", q, sort, extent)
         return Page(self.rows(keys[offset : offset + limit]), len(keys), extent.rows + extent.failures, scanned)
 
     def all(self, q: str) -> Sequence[int]:
         """All rows that a filter lets through, in the order of the file, by seq."""
-        return self._ordered("rows", q, "", self.index.extent()).keys
+        return self._order("rows", q, "", self.index.extent()).keys
 
     def rows(self, seqs: Sequence[int]) -> list[Json]:
         """These rows, in this order."""
         if not seqs:
             return []
         with self.index.reading() as database:
-            asked = orjson.dumps(list(seqs)).decode()
+            numbers = orjson.dumps(list(seqs)).decode()
             sql = f"{_ROW} WHERE r.seq IN (SELECT value FROM json_each(?))"
-            found = {row[0]: _as_json(row) for row in database.execute(sql, (asked,))}
-        return [found[seq] for seq in seqs if seq in found]
+            by_seq = {row[0]: _as_json(row) for row in database.execute(sql, (numbers,))}
+        return [by_seq[seq] for seq in seqs if seq in by_seq]
 
     def group(self, task: int) -> list[Json]:
         """The rows with this task index, failed attempts included: rollouts that were sampled together."""
@@ -144,9 +144,9 @@ class RunRows:
         """The tasks of these rows; their numbers are those of these rows alone."""
         extent = self.index.extent()
         selection = self.selection(q, extent)
-        keys, scanned = self._ordered("tasks", q, sort, extent)
+        keys, scanned = self._order("tasks", q, sort, extent)
         some = list(keys[offset : offset + limit])
-        found = {}
+        by_task = {}
         if some:
             with self.index.reading() as database:
                 columns = ", ".join(TASK_COLUMNS.values())
@@ -154,18 +154,20 @@ class RunRows:
                 sql = (
                     f"SELECT r.task_key, {columns} FROM {FROM} WHERE {own} AND ({selection.where}) GROUP BY r.task_key"
                 )
-                asked = (orjson.dumps(some).decode(), *selection.parameters)
-                found = {row[0]: dict(zip(TASK_COLUMNS, row[1:], strict=True)) for row in database.execute(sql, asked)}
-                for key, curve in _curves(database, f"{own} AND ({selection.where})", asked).items():
-                    found[key]["curve"] = curve[:: -(-len(curve) // MAX_POINTS)]
-        rows = [found[key] for key in some if key in found]
+                parameters = (orjson.dumps(some).decode(), *selection.parameters)
+                by_task = {
+                    row[0]: dict(zip(TASK_COLUMNS, row[1:], strict=True)) for row in database.execute(sql, parameters)
+                }
+                for key, curve in _curves(database, f"{own} AND ({selection.where})", parameters).items():
+                    by_task[key]["curve"] = curve[:: -(-len(curve) // MAX_POINTS)]
+        rows = [by_task[key] for key in some if key in by_task]
         return Page(rows, len(keys), extent.rows + extent.failures, scanned)
 
     def selection(self, q: str, extent: Extent) -> Selection:
         """The rows that a filter lets through."""
-        return _selection(parse(q, self.fields()), lambda: self._ordered("rows", q, "", extent))
+        return _selection(parse(q, self.fields()), lambda: self._order("rows", q, "", extent))
 
-    def _ordered(self, table: str, q: str, sort: str, extent: Extent) -> _Order:
+    def _order(self, table: str, q: str, sort: str, extent: Extent) -> _Order:
         if extent.version < 0:
             return _Order([], 1.0)
         with self._one_at_a_time:
@@ -174,13 +176,13 @@ class RunRows:
 
     def _cached_order(self, key: tuple[str, str, str, int], make: Callable[[], _Order]) -> _Order:
         """A cached or new order; an unfinished search is not cached."""
-        found = self._orders.get(key) or make()
-        if found.scanned >= 1:
-            self._orders[key] = found
+        order = self._orders.get(key) or make()
+        if order.scanned >= 1:
+            self._orders[key] = order
             self._orders.move_to_end(key)
             while len(self._orders) > CACHED_ORDERS:
                 self._orders.popitem(last=False)
-        return found
+        return order
 
     def _sorted_rows(self, q: str, sort: str, extent: Extent) -> _Order:
         query = parse(q, self.fields())
@@ -188,8 +190,8 @@ class RunRows:
             return self._candidates(query, sort)
         key = ("candidates", f"{query.where}{query.parameters}", sort, extent.version)
         candidates = self._cached_order(key, lambda: self._candidates(query, sort))
-        found = self._search.among(candidates.keys, query.texts, extent.epoch)
-        return _Order(array("q", found.rows), found.scanned)
+        result = self._search.among(candidates.keys, query.texts, extent.epoch)
+        return _Order(array("q", result.rows), result.scanned)
 
     def _candidates(self, query: Query, sort: str) -> _Order:
         """Rows in their order, whatever texts they have."""
@@ -242,7 +244,7 @@ def _column(database: sqlite3.Connection, sql: str, parameters: Sequence[Any]) -
 
 
 def _as_json(row: Sequence[Any]) -> Json:
-    found: Json = {"row": row_name(row[0]), **dict(zip(COLUMNS, row[1:], strict=True))}
+    record: Json = {"row": row_name(row[0]), **dict(zip(COLUMNS, row[1:], strict=True))}
     for name in ("components", "fields"):
-        found[name] = orjson.loads(found[name]) if found[name] else {}
-    return found
+        record[name] = orjson.loads(record[name]) if record[name] else {}
+    return record

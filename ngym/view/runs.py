@@ -87,7 +87,7 @@ class RolloutRun:
             "kind": "rollouts",
             "rows": extent.rows,
             "failures": extent.failures,
-            "modified": _modified(self.path),
+            "modified": _modified_at(self.path),
             "bytes": extent.bytes,
             "indexed_bytes": extent.indexed_bytes,
             "growing": growing,
@@ -180,7 +180,7 @@ def _summary(run: TrainingRun) -> Json:
     try:
         return summary(run)
     except UsageError as error:  # its files are gone; the others are still there
-        gone = {
+        problem = {
             "id": run.id,
             "name": run.name,
             "path": path_text(run.folder),
@@ -188,7 +188,7 @@ def _summary(run: TrainingRun) -> Json:
             "steps": 0,
             "last": {},
         }
-        return {**gone, "growing": False, "error": str(error)}
+        return {**problem, "growing": False, "error": str(error)}
 
 
 def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> OpenedRuns:
@@ -203,10 +203,10 @@ def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> OpenedRun
     outputs: dict[Path, None] = {}
     folders: dict[Path, None] = {}
     for path in paths:
-        found = list(_in(path))
-        if not found:
+        files = list(_in(path))
+        if not files:
             raise UsageError(f"{path}: nothing to show in it; {REMEDY}")
-        for kind, place in found:
+        for kind, place in files:
             (folders if kind == "training" else outputs)[place] = None
     if len(outputs) > MAX_RUNS:
         raise UsageError(f"{len(outputs):,} runs are too many to show at once, at most {MAX_RUNS}; name some of them")
@@ -241,7 +241,7 @@ def _in(path: Path) -> Iterator[tuple[str, Path]]:
 
 def _in_folder(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
     """Runs of which a file is a link that leads out of the folder are passed over."""
-    seen: set[Path] = set()
+    known: set[Path] = set()
     for place, folders, files in os.walk(folder):
         here = Path(place)
         depth = len(here.relative_to(top).parts)
@@ -252,8 +252,8 @@ def _in_folder(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
             yield "training", here
         for name in sorted(files):
             output = _output(here / name)
-            if output.suffix == SUFFIX and output not in seen and len(seen) < MAX_FILES:
-                seen.add(output)
+            if output.suffix == SUFFIX and output not in known and len(known) < MAX_FILES:
+                known.add(output)
                 if all(_is_inside(path, top) for path in (output, _failures(output))) and _has_rollouts(output):
                     yield "rollouts", output
 
@@ -314,11 +314,11 @@ def _head(output: Path) -> str | None:
     """The address of the run of ng_run in the file's folder, or in the one above: it shows the rollouts that still run."""
     from ngym.supervise.head_file import find_running
 
-    found = next(filter(None, map(find_running, (output.parent, output.parent.parent))), None)
-    return None if found is None or wrong_url(found.url) else found.url  # a folder may hold anything
+    head = next(filter(None, map(find_running, (output.parent, output.parent.parent))), None)
+    return None if head is None or wrong_url(head.url) else head.url  # a folder may hold anything
 
 
-def _modified(path: Path) -> float | None:
+def _modified_at(path: Path) -> float | None:
     """Seconds since 1970."""
     try:
         return path.stat().st_mtime
@@ -328,13 +328,13 @@ def _modified(path: Path) -> float | None:
 
 def _is_growing(paths: Iterable[Path]) -> bool:
     """Whether a process writes one of them: holds its lock, as our collector does, or has just written to it."""
-    held = _locked_inodes()
+    locked = _locked_inodes()
     for path in paths:
         try:
-            found = path.stat()
+            stat = path.stat()
         except OSError:
             continue
-        if found.st_ino in held or time.time() - found.st_mtime < RECENT_S:
+        if stat.st_ino in locked or time.time() - stat.st_mtime < RECENT_S:
             return True
     return False
 

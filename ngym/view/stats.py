@@ -52,28 +52,28 @@ class Stats:
 
     def __init__(self, rows: RunRows) -> None:
         self._rows = rows
-        self._kept: OrderedDict[tuple[str, int], Json] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], Json] = OrderedDict()
 
     def of(self, q: str) -> Json:
         """Of the rows that a filter lets through. Raises WrongFilter: the filter says nothing."""
         extent = self._rows.index.extent()
         key = (q, extent.version)
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._cache:
+            return self._cache[key]
         selection = self._rows.selection(q, extent)
         if extent.version < 0:
-            return _summarized([], {})
+            return _summarize([], {})
         with self._rows.index.reading() as database:
-            found = _computed(database, selection)
+            result = _compute(database, selection)
         if selection.scanned < 1:
-            return {**found, "searching": True, "scanned": selection.scanned}
-        self._kept[key] = found
-        while len(self._kept) > CACHED_COMPARISONS:
-            self._kept.popitem(last=False)
-        return found
+            return {**result, "searching": True, "scanned": selection.scanned}
+        self._cache[key] = result
+        while len(self._cache) > CACHED_COMPARISONS:
+            self._cache.popitem(last=False)
+        return result
 
 
-def _computed(database: sqlite3.Connection, selection: Selection) -> Json:
+def _compute(database: sqlite3.Connection, selection: Selection) -> Json:
     columns = "r.seq, r.task_key, r.agent, r.reward, r.failure, r.stop_reason, r.output_tokens, r.seconds"
     sql = f"SELECT {columns} FROM {FROM} WHERE {selection.where} ORDER BY r.seq"
     rows = database.execute(sql, selection.parameters).fetchall()
@@ -82,10 +82,10 @@ def _computed(database: sqlite3.Connection, selection: Selection) -> Json:
         "GROUP BY part.key ORDER BY part.key",
         selection.parameters,
     )
-    return _summarized(rows, dict(parts.fetchall()))
+    return _summarize(rows, dict(parts.fetchall()))
 
 
-def _summarized(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
+def _summarize(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
     whole = Rewards()
     environments: dict[str | None, Environment] = {}
     failures: dict[str, Json] = {}
@@ -154,8 +154,8 @@ def _histogram(rewards: Sequence[float]) -> Json:
 def _length(points: Sequence[tuple[int, float, int]]) -> Json:
     """Every so many of them, where they are more than a plot shows."""
     every = -(-len(points) // MAX_POINTS) or 1
-    shown = [[tokens, reward, row_name(seq)] for tokens, reward, seq in points[::every]]
-    return {"points": shown, "sampled": every > 1, "of": len(points)}
+    points_drawn = [[tokens, reward, row_name(seq)] for tokens, reward, seq in points[::every]]
+    return {"points": points_drawn, "sampled": every > 1, "of": len(points)}
 
 
 def _pair(interval: Interval | None) -> list[float] | None:
@@ -276,7 +276,7 @@ def compare(a: RunRows, b: RunRows, q: str, sort: str, offset: int, limit: int) 
         "matched_by": None if not common else "task_id" if any(isinstance(key, str) for key in common) else "task",
         "total": len(pairs),
         **({"searching": True, "scanned": searching} if searching < 1 else {}),
-        "rows": [pair.as_json() for pair in _sorted(pairs, sort or DEFAULT_SORT)[offset : offset + limit]],
+        "rows": [pair.as_json() for pair in _sort(pairs, sort or DEFAULT_SORT)[offset : offset + limit]],
     }
 
 
@@ -298,10 +298,10 @@ def _without_agents(tasks: dict[Key, Side]) -> dict[Key, Side]:
 
 def _tasks(rows: RunRows, q: str) -> tuple[dict[Key, Side], float]:
     """A run's tasks, and the share of the run that was searched. Failed attempts are not rollouts."""
-    found: dict[Key, Side] = {}
+    tasks: dict[Key, Side] = {}
     extent = rows.index.extent()
     if extent.version < 0:
-        return found, 1.0
+        return tasks, 1.0
     selection = rows.selection(q, extent)
     sql = (
         f"SELECT r.seq, t.task, t.task_id, r.agent, r.reward, (SELECT prompt FROM texts WHERE seq = t.first) "
@@ -309,23 +309,23 @@ def _tasks(rows: RunRows, q: str) -> tuple[dict[Key, Side], float]:
     )
     with rows.index.reading() as database:
         for seq, task, task_id, agent, reward, prompt in database.execute(sql, selection.parameters):
-            side = found.setdefault((agent, task) if task_id is None else task_id, Side(task, agent, prompt))
+            side = tasks.setdefault((agent, task) if task_id is None else task_id, Side(task, agent, prompt))
             side.n += 1
             if reward is not None:
                 side.rewards.append(reward)
             if len(side.rows) < MAX_NAMED:
                 side.rows.append(seq)
-    return found, selection.scanned
+    return tasks, selection.scanned
 
 
-def _sorted(pairs: list[Pair], sort: str) -> list[Pair]:
-    found = pairs
+def _sort(pairs: list[Pair], sort: str) -> list[Pair]:
+    result = pairs
     for key in reversed([part.strip() for part in sort.split(",") if part.strip()]):
         name = key.removeprefix("-")
         if name not in SORTS:
             raise WrongFilter(f"a comparison cannot be sorted by {name!r:.60}; there are {', '.join(SORTS)}")
         value = SORTS[name]
-        known = [pair for pair in found if value(pair) is not None]
+        known = [pair for pair in result if value(pair) is not None]
         known.sort(key=value, reverse=name != key)
-        found = known + [pair for pair in found if value(pair) is None]
-    return found
+        result = known + [pair for pair in result if value(pair) is None]
+    return result

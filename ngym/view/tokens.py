@@ -55,25 +55,29 @@ def row_tokens(line: bytes, advantage: float | None, tokenizer: Path | None) -> 
     return {"segments": decoded, "note": note}
 
 
-def tokenizer_file(named: Path | None, output: Path) -> Path | None:
+def tokenizer_file(model_path: Path | None, output: Path) -> Path | None:
     """The tokenizer.json of a run's policy: the one that was named, else one beside the rollouts, else what the run's record names."""
-    folders = [output.parent, output.parent / "policy", *_recorded(output)]
-    candidates = [named, *([named / FILE] if named else [])] if named else [folder / FILE for folder in folders]
+    folders = [output.parent, output.parent / "policy", *_recorded_models(output)]
+    candidates = (
+        [model_path, *([model_path / FILE] if model_path else [])]
+        if model_path
+        else [folder / FILE for folder in folders]
+    )
     return next((path for path in candidates if path and path.name.endswith(".json") and path.is_file()), None)
 
 
-def check(named: Path) -> None:
+def check(path: Path) -> None:
     """
     Raises:
         UsageError: there is no tokenizer.
     """
-    found = tokenizer_file(named, named)
-    if found is None:
-        raise UsageError(f"--tokenizer {named}: there is no {FILE}; name the folder of a Hugging Face model")
-    _pieces(found)
+    file = tokenizer_file(path, path)
+    if file is None:
+        raise UsageError(f"--tokenizer {path}: there is no {FILE}; name the folder of a Hugging Face model")
+    _pieces(file)
 
 
-def _recorded(output: Path) -> Iterator[Path]:
+def _recorded_models(output: Path) -> Iterator[Path]:
     """The folders that out_run.json names as models; by the config's folder, which often is that of the rollouts."""
     try:
         record = orjson.loads(output.with_name(f"{output.stem}_run.json").read_bytes())
@@ -81,8 +85,8 @@ def _recorded(output: Path) -> Iterator[Path]:
         models = [each["model"] for each in services if each.get("kind") == "model"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return  # there is no record, or it is not our collector's
-    named = [Path(model) for model in models if isinstance(model, str)]
-    yield from (folder / model for model in named for folder in (output.parent, Path()))
+    paths = [Path(model) for model in models if isinstance(model, str)]
+    yield from (folder / model for model in paths for folder in (output.parent, Path()))
 
 
 def _tokens(segment: Segment, pieces: Callable[[int], bytes] | None) -> list[Json]:
@@ -97,17 +101,17 @@ def _tokens(segment: Segment, pieces: Callable[[int], bytes] | None) -> list[Jso
         for token in tokens[start:end]:
             token["version"] = version
     if pieces is not None:
-        _spell(tokens, [pieces(id) for id in segment["token_ids"]])
+        _fill_texts(tokens, [pieces(id) for id in segment["token_ids"]])
     return tokens
 
 
-def _spell(tokens: list[Json], pieces: list[bytes]) -> None:
+def _fill_texts(tokens: list[Json], pieces: list[bytes]) -> None:
     """Add the texts."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for place, (token, piece) in enumerate(zip(tokens, pieces, strict=True)):
-        begun = bool(decoder.getstate()[0])
+        is_partial = bool(decoder.getstate()[0])
         token["text"] = decoder.decode(piece, final=place == len(pieces) - 1)
-        if begun or decoder.getstate()[0] or "\ufffd" in token["text"]:
+        if is_partial or decoder.getstate()[0] or "\ufffd" in token["text"]:
             token["bytes"] = piece.hex(" ")
 
 
@@ -154,8 +158,8 @@ def _sentence_piece(token: str) -> bytes:
 @lru_cache(maxsize=1)
 def _byte_of() -> dict[str, bytes]:
     """Byte-level BPE writes each byte as a character that can be seen: the printable ones as they are, the rest from U+0100 on."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in seen]
-    return {chr(byte): bytes([byte]) for byte in seen} | {
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): bytes([byte]) for byte in printable} | {
         chr(0x100 + n): bytes([byte]) for n, byte in enumerate(hidden)
     }

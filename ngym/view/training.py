@@ -106,7 +106,7 @@ def metrics(run: TrainingRun, after: str = BEGINNING) -> Json:
     """
     try:
         with run.metrics.open("rb") as file:
-            start = _place(after)
+            start = _cursor_position(after)
             reset = start > 0 and _cursor(file, start) != after
             start = 0 if reset else start
             file.seek(start)
@@ -159,7 +159,7 @@ def trained(rollouts: Path, rollout_id: str) -> Json | None:
 
     An empty object: no step trained it (yet). None: there is no such record.
     """
-    found: Json = {}
+    record: Json = {}
     try:
         with rollouts.with_name(ADVANTAGES).open("rb") as file:
             for line in file:
@@ -167,10 +167,10 @@ def trained(rollouts: Path, rollout_id: str) -> Json | None:
                     continue
                 with suppress(ValueError, LookupError, TypeError):  # a torn line, or another file of this name
                     entry = orjson.loads(line)
-                    found = {"step": entry["step"], "advantage": float(entry["advantages"][rollout_id])}
+                    record = {"step": entry["step"], "advantage": float(entry["advantages"][rollout_id])}
     except OSError:
         return None
-    return found
+    return record
 
 
 def packed(runs: Iterable[TrainingRun]) -> Json:
@@ -178,19 +178,19 @@ def packed(runs: Iterable[TrainingRun]) -> Json:
     some = list(runs)
     return {
         "runs": [summary(run) for run in some],
-        "metrics": {run.id: _thinned(run) for run in some},
+        "metrics": {run.id: _thin(run) for run in some},
         "config": {run.id: config(run) for run in some},
         "samples": {run.id: samples(run) for run in some},
     }
 
 
-def _thinned(run: TrainingRun) -> Json:
+def _thin(run: TrainingRun) -> Json:
     lines = run.metrics.read_bytes()
     entries = list(_entries(lines[: lines.rfind(b"\n") + 1]))
     every = math.ceil(len(entries) / PACKED_ENTRIES) or 1
     evaluation = ("eval/", "val/")
-    kept = [e for place, e in enumerate(entries) if place % every == 0 or any(n.startswith(evaluation) for n in e)]
-    return {"next": BEGINNING, "more": False, "reset": False, **_columns(kept)}
+    selected = [e for place, e in enumerate(entries) if place % every == 0 or any(n.startswith(evaluation) for n in e)]
+    return {"next": BEGINNING, "more": False, "reset": False, **_columns(selected)}
 
 
 def _columns(entries: Iterable[Json]) -> Json:
@@ -250,7 +250,7 @@ def _is_growing(run: TrainingRun, tail: _Tail) -> bool:
     return time.time() - tail.written < max(WAITED_S, WAITED_STEPS * longest)
 
 
-def _place(cursor: str) -> int:
+def _cursor_position(cursor: str) -> int:
     place = cursor.partition("-")[0]
     if not place.isascii() or not place.isdigit():
         raise UsageError(

@@ -323,7 +323,7 @@ class WeightPush:
         around: Callable[[Route], Route] = lambda route: route,
     ) -> None:
         self._engine = engine
-        self._ours = ours
+        self._shapes = ours
         self._adapters = adapters
         self._options = options
         self._transfer = transfer if transfer is not None and transfer.backend is not None else None
@@ -355,24 +355,24 @@ class WeightPush:
         """Add the routes; GET /weights replaces the model server's own."""
         for method, path, handler, summary in self.routes:
             most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by the announced size
-            asked = BODIES.get(path) if method == "POST" else None
-            body = asked.model_json_schema() if asked else None
+            body_type = BODIES.get(path) if method == "POST" else None
+            body = body_type.model_json_schema() if body_type else None
             add_route(app, method, path, handler, summary=summary, body=body, most_bytes=most_bytes, finishes=True)
 
     async def _describe(self, request: Request) -> Response:
         if "authorization" in request.headers:
             check_token(request, self._options.token)  # so that a pusher with a wrong token fails early
-        offered: dict[str, Any] = {
+        transports: dict[str, Any] = {
             "http": True,
             "filesystem": self._options.root,
             "lora": self._adapters is not None,
             **({str(self._transfer.backend): True} if self._transfer else {}),
         }
-        open_ = self._options.token and self._ours
+        open_ = self._options.token and self._shapes
         return JsonResponse(
             {
                 "policy_version": await self._engine.policy_version(),
-                "transport": [name for name, there in offered.items() if there and open_],
+                "transport": [name for name, there in transports.items() if there and open_],
                 "updating": self._current is not None,
                 "asleep": sorted(self._engine.asleep),
                 **(self._transfer.connection_info if self._transfer else {}),
@@ -381,13 +381,13 @@ class WeightPush:
 
     async def _begin(self, request: Request) -> Response:
         body: Begin = validated(Begin, await json_body(request, BULK_WEIGHT), "a weight push")
-        if self._ours is None:
+        if self._shapes is None:
             raise _conflict(
                 "this server cannot replace the weights of its model; the README of its app says which ones it can"
             )
         await self._refuse_stale(body.version)
         if body.adapter is None:
-            check_announced(body.tensors, self._ours)
+            check_announced(body.tensors, self._shapes)
         else:
             self._check_adapter(body.adapter, body.tensors)
         if self._current is not None:
@@ -515,8 +515,8 @@ class WeightPush:
         push = self._current
         async with push.at_work if push else asyncio.Lock():
             if push is None or self._current is not push or push.id != request.query_params.get("push"):
-                gone = "query 'push': no such push; it has ended, or its lease has expired: begin another"
-                raise NotFound(gone, retryable=True)
+                detail = "query 'push': no such push; it has ended, or its lease has expired: begin another"
+                raise NotFound(detail, retryable=True)
             if push.lease is not None:
                 push.lease.cancel()
             try:

@@ -31,13 +31,13 @@ ALIGNED = 64  # bytes, of each tensor in a file
 MAX_AT_ONCE = 4096  # tensors of a request: 3 MB of JSON
 
 
-def _decoded(value: Any) -> bytes:
+def _decode(value: Any) -> bytes:
     return value if isinstance(value, bytes) else base64.b64decode(value, validate=True)
 
 
 Count = Annotated[int, Field(ge=0)]
 Base64 = Annotated[
-    bytes, PlainValidator(_decoded), PlainSerializer(lambda value: base64.b64encode(value).decode(), return_type=str)
+    bytes, PlainValidator(_decode), PlainSerializer(lambda value: base64.b64encode(value).decode(), return_type=str)
 ]
 
 
@@ -95,10 +95,10 @@ def share(tensors: Mapping[str, Tensor]) -> SharedForReader:
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return _shared_file(tensors)
     kept = [tensor.detach().contiguous() for tensor in tensors.values()]
-    return SharedForReader([_exported(name, one) for name, one in zip(tensors, kept, strict=True)], kept)
+    return SharedForReader([_export(name, one) for name, one in zip(tensors, kept, strict=True)], kept)
 
 
-def _exported(name: str, tensor: Tensor) -> SharedTensor:
+def _export(name: str, tensor: Tensor) -> SharedTensor:
     _, arguments = reduce_tensor(tensor)
     _, shape, stride, start, _, dtype, _, handle, size, offset, _, counter, counter_offset, event, waits = arguments
     storage = CudaStorage(
@@ -122,14 +122,14 @@ def _shared_file(tensors: Mapping[str, Tensor]) -> SharedForReader:
         size += -(-tensor.nbytes // ALIGNED) * ALIGNED
     folder = PrivateFolder(size)
     there = torch.from_file(str(folder.path / CONTENT), shared=True, size=max(1, size), dtype=torch.uint8)
-    found = []
+    problems = []
     for (name, tensor), place in zip(tensors.items(), places, strict=True):
         whole = tensor.detach().contiguous()
         there[place : place + whole.nbytes] = whole.view(-1).view(torch.uint8)
         memory = SharedFile(folder=folder.path.name, offset=place)
         layout = {"shape": tuple(whole.shape), "stride": whole.stride(), "start": 0}
-        found.append(SharedTensor(name=name, dtype=NAMES[whole.dtype], memory=memory, **layout))
-    return SharedForReader(found, folder)
+        problems.append(SharedTensor(name=name, dtype=NAMES[whole.dtype], memory=memory, **layout))
+    return SharedForReader(problems, folder)
 
 
 def opened(shared: SharedTensor, device: torch.device) -> Tensor:

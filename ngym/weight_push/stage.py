@@ -65,16 +65,16 @@ def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_announced(announced: list[AnnouncedTensor], ours: Shapes) -> None:
+def check_announced(announced: list[AnnouncedTensor], own_shapes: Shapes) -> None:
     """Raise BadRequest unless these are the names and shapes of our checkpoint."""
-    _compare("the weights of this model", _by_name(announced), ours, "is not a tensor of this model")
+    _compare("the weights of this model", _by_name(announced), own_shapes, "is not a tensor of this model")
 
 
 def check_adapter(announced: list[AnnouncedTensor], rank: int, matrices: Shapes) -> None:
     """Raise BadRequest unless these are A [rank, in] and B [out, rank] of some of these matrices [out, in]."""
-    theirs = _by_name(announced)
-    layers = {name.removeprefix(PEFT_PREFIX).removesuffix(end) for name in theirs for end in PEFT_ENDS}
-    layers -= {name.removeprefix(PEFT_PREFIX) for name in theirs}
+    announced_shapes = _by_name(announced)
+    layers = {name.removeprefix(PEFT_PREFIX).removesuffix(end) for name in announced_shapes for end in PEFT_ENDS}
+    layers -= {name.removeprefix(PEFT_PREFIX) for name in announced_shapes}
     expected: dict[str, tuple[int, ...]] = {}
     for layer in layers:
         shape = matrices.get(f"{layer}.weight")
@@ -82,26 +82,26 @@ def check_adapter(announced: list[AnnouncedTensor], rank: int, matrices: Shapes)
             shapes = ((rank, shape[1]), (shape[0], rank))
             expected |= {f"{PEFT_PREFIX}{layer}{end}": expects for end, expects in zip(PEFT_ENDS, shapes, strict=True)}
     what = f"an adapter of rank {rank} for this model"
-    if not theirs:
+    if not announced_shapes:
         raise BadRequest(f"field 'tensors': not {what}: it has no tensors")
-    _compare(what, theirs, expected, "belongs to no matrix that an adapter may change")
+    _compare(what, announced_shapes, expected, "belongs to no matrix that an adapter may change")
 
 
 def _by_name(announced: list[AnnouncedTensor]) -> dict[str, tuple[int, ...]]:
-    theirs = {tensor.name: tensor.shape for tensor in announced}
-    if len(theirs) < len(announced):
+    shapes = {tensor.name: tensor.shape for tensor in announced}
+    if len(shapes) < len(announced):
         raise BadRequest("field 'tensors': a name occurs twice; announce each tensor once")
-    return theirs
+    return shapes
 
 
-def _compare(what: str, theirs: Shapes, expected: Shapes, unknown: str) -> None:
+def _compare(what: str, shapes: Shapes, expected: Shapes, unknown: str) -> None:
     """Raise BadRequest unless the names and shapes are equal. unknown: what is wrong with another name."""
     wrong = [
-        *(f"{name} is missing" for name in expected if name not in theirs),
-        *(f"{name} {unknown}" for name in theirs if name not in expected),
+        *(f"{name} is missing" for name in expected if name not in shapes),
+        *(f"{name} {unknown}" for name in shapes if name not in expected),
         *(
             f"{name} has the shape {list(shape)}, expected {list(expected[name])}"
-            for name, shape in theirs.items()
+            for name, shape in shapes.items()
             if name in expected and shape != expected[name]
         ),
     ]
@@ -119,7 +119,7 @@ class PrivateFolder:
 
     def __init__(self, size: int) -> None:
         """size: bytes of its future files. Raises ServiceError 507 if they fit nowhere."""
-        self.path, lock = _placed(size)
+        self.path, lock = _make_folder(size)
         self.remove = weakref.finalize(self, _remove, self.path, lock)  # when this process ends, at the latest
 
 
@@ -183,8 +183,8 @@ class Stage:
         announced = self._waiting.pop(name, None)
         if announced is None:
             raise BadRequest(f"tensor {name}: was not announced, or was already sent")
-        found = tensors.get_slice(name)
-        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        tensor_slice = tensors.get_slice(name)
+        shape, dtype = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
         if (shape, dtype) != (announced.shape, announced.dtype):
             want = f"{announced.dtype} {list(announced.shape)}"
             raise BadRequest(f"tensor {name}: is {dtype} {list(shape)}, announced as {want}")
@@ -206,27 +206,27 @@ def stage_in(folder: Path) -> None:
     STAGE_FOLDERS[:] = [folder]
 
 
-def _placed(size: int) -> tuple[Path, int]:
+def _make_folder(size: int) -> tuple[Path, int]:
     """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 without space."""
     places = [place for place in STAGE_FOLDERS or (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
-    found = []
+    problems = []
     for place in places:
         with _choosing(place) as is_locked:
             if not is_locked:
-                found.append(f"none in {place} (another process or user has {_lock_file(place)})")
+                problems.append(f"none in {place} (another process or user has {_lock_file(place)})")
                 continue
             _sweep(place)
             free = _free(place)
-            found.append(f"{free >> 20} MiB in {place}")
+            problems.append(f"{free >> 20} MiB in {place}")
             if free > size:
                 folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
                 lock = os.open(folder, os.O_RDONLY)
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                with (folder / PROMISED).open("wb") as promised:
-                    promised.truncate(size)  # sparse; its length reserves the space among the replicas
+                with (folder / PROMISED).open("wb") as placeholder:
+                    placeholder.truncate(size)  # sparse; its length reserves the space among the replicas
                 return folder, lock
     raise ServiceError(
-        f"a push needs {size >> 20} MiB, but there are only {' and '.join(found)}; free some space, or set TMPDIR",
+        f"a push needs {size >> 20} MiB, but there are only {' and '.join(problems)}; free some space, or set TMPDIR",
         status=507,
     )
 
@@ -273,12 +273,12 @@ def _flocked(lock: int) -> bool:
 def _free(place: Path) -> int:
     """Free bytes that are not reserved for pushes under way."""
     free = shutil.disk_usage(place).free
-    for promised in place.glob(f"{PREFIX}*/{PROMISED}"):
+    for placeholder in place.glob(f"{PREFIX}*/{PROMISED}"):
         with suppress(OSError):  # it was just deleted
-            if not _is_ours(promised.parent.lstat(), place):
+            if not _is_ours(placeholder.parent.lstat(), place):
                 continue  # an empty claim of another user would keep our pushes out
-            came = sum(path.stat().st_size for path in promised.parent.iterdir() if path.name != PROMISED)
-            free -= max(0, promised.stat().st_size - came)
+            received_bytes = sum(path.stat().st_size for path in placeholder.parent.iterdir() if path.name != PROMISED)
+            free -= max(0, placeholder.stat().st_size - received_bytes)
     return free
 
 

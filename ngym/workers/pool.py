@@ -120,10 +120,10 @@ class Zygote:
 
     async def fork(self) -> Worker:
         """A new worker. ZygoteLost."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            pid = (await self._ask({"fork": True}, fds=[theirs.fileno()]))["pid"]
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            pid = (await self._ask({"fork": True}, fds=[child_end.fileno()]))["pid"]
+        reader, writer = await asyncio.open_connection(sock=parent_end, limit=MAX_REPLY_BYTES)
         return Worker(self, pid, reader, writer)
 
     async def kill_and_reap(self, pid: int) -> Death:
@@ -162,13 +162,13 @@ class Zygote:
 
 def _exec_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and our end of its control socket. Not from a helper thread: the kernel ends it with its thread."""
-    ours, theirs = socket.socketpair()
-    with theirs:
+    parent_end, child_end = socket.socketpair()
+    with child_end:
         # -P: the working directory's modules are not importable
-        command = [sys.executable, "-P", str(ZYGOTE_FILE), str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR)
-    ours.setblocking(False)
-    return process, ours
+        command = [sys.executable, "-P", str(ZYGOTE_FILE), str(child_end.fileno())]
+        process = subprocess.Popen(command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR)
+    parent_end.setblocking(False)
+    return process, parent_end
 
 
 class Worker:
@@ -380,8 +380,8 @@ class _Slots:
         if not slot.wanted:
             return WorkerOutcome("crash", detail="no caller waits for this call any more", infra=True)
         outcome = await slot.worker.call(line, deadline_s)
-        worn = slot.worker.calls >= self._pool.recycle_after or outcome.kind == "memory"
-        if worn or slot.worker.gone:
+        is_worn = slot.worker.calls >= self._pool.recycle_after or outcome.kind == "memory"
+        if is_worn or slot.worker.gone:
             await self._drop(slot)
         return outcome
 

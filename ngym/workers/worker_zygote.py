@@ -81,11 +81,11 @@ def _load(file: Path) -> types.ModuleType:
     package = types.ModuleType("_ngym_worker")
     package.__path__ = [str(file.parent)]
     sys.modules[package.__name__] = package
-    found = importlib.util.spec_from_file_location(f"{package.__name__}.{file.stem}", file)
-    assert found is not None and found.loader is not None, file
-    module = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{file.stem}", file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
-    found.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 

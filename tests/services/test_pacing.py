@@ -33,7 +33,7 @@ async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_whi
     turns, begun = AdmissionQueue(), []
 
     async def rollout(number: int) -> None:
-        await turns.mine()
+        await turns.wait()
         begun.append(number)
 
     count = 5 * STARTS_PER_TURN
@@ -51,7 +51,7 @@ async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_whi
 
 async def test_a_rollout_that_is_cancelled_while_it_waits_costs_no_one_a_turn():
     turns = AdmissionQueue()
-    tasks = [asyncio.create_task(turns.mine()) for _ in range(3 * STARTS_PER_TURN)]
+    tasks = [asyncio.create_task(turns.wait()) for _ in range(3 * STARTS_PER_TURN)]
     await asyncio.sleep(0)
     for task in tasks[: 2 * STARTS_PER_TURN]:
         task.cancel()

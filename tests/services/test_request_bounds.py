@@ -85,7 +85,7 @@ def test_the_weight_of_json_is_that_of_its_values_whatever_its_texts_hold(
 
 def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parses: list[bytes] = []
-    monkeypatch.setattr(request_bodies, "_loaded", lambda raw: parses.append(raw) or {})
+    monkeypatch.setattr(request_bodies, "_loads", lambda raw: parses.append(raw) or {})
     for one, weight in ((b"[]", NODE_WEIGHT + 1), (b"{}", NODE_WEIGHT + 1), (b"300", 1), (b'{"a":1}', 17), (b'"a"', 1)):
         for most in (CALL_WEIGHT, ROW_WEIGHT):
             with pytest.raises(BadRequest, match="too many values") as refused:
@@ -171,7 +171,9 @@ async def test_of_an_authors_model_no_more_problems_are_made_than_are_reported(m
     """pydantic makes the whole list or none of it."""
     monkeypatch.setattr(request_bodies, "MAX_LISTED_PROBLEMS", 100)
     made: list[int] = []
-    monkeypatch.setattr(request_bodies, "_place", lambda problem: made.append(1) or ".".join(map(str, problem["loc"])))
+    monkeypatch.setattr(
+        request_bodies, "_location", lambda problem: made.append(1) or ".".join(map(str, problem["loc"]))
+    )
     wrong = (
         {"numbers": ["x"] * 1000},
         {"numbers": ["x"] * 100_000},

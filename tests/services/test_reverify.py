@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from ngym import ServiceError, Session, VerifyRequest, gym_server
-from ngym.cli.rollouts.reverify import _replaced, main
+from ngym.cli.rollouts.reverify import _replace_file, main
 from ngym.grading.reverify import verified
 from ngym.peers import Peer
 from ngym.services.gym.tools import Tool, described, register_tool
@@ -181,7 +181,7 @@ def test_what_cannot_be_verified_at_all_is_refused(
 
 def test_an_output_has_one_writer_and_a_killed_ones_part_is_replaced(root: Path, stored: Path, tmp_path: Path) -> None:
     words = ["--input", str(stored), "--output", str(tmp_path / "again.jsonl")]
-    with _replaced(tmp_path / "again.jsonl"):
+    with _replace_file(tmp_path / "again.jsonl"):
         result = run(root, *words)
     assert result.exit_code == 1
     assert re.search(r"again\.jsonl is being written by .*; wait for it, or choose another --output", result.stderr)
@@ -203,7 +203,7 @@ def test_an_output_that_is_a_link_stays_one(root: Path, stored: Path, tmp_path: 
 def test_the_output_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, synced = tmp_path / "again.jsonl", []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_size, output.exists())))
-    with _replaced(output) as file:
+    with _replace_file(output) as file:
         synced.clear()
         file.write(b"{}\n")
     assert synced[0] == (3, False)

@@ -168,7 +168,7 @@ async def test_answers_that_join_take_the_places_of_those_that_ended(
         def first_lost(name: str, call: Any) -> Any:
             def losing(self: Any, *given: Any) -> None:
                 over = [index for index, row in enumerate(self.rows) if row.is_over]
-                for layer in self.cache.layers if any(self._room) else ():
+                for layer in self.cache.layers if any(self._buffer_size) else ():
                     layer.keys[over] = layer.values[over] = torch.nan
                 replaced[name] += bool(over)
                 call(self, *given)
@@ -337,11 +337,11 @@ async def test_what_is_kept_and_the_answers_share_the_memory(folder: Path) -> No
         answers = await stream(engine, requests, 3)
         prefixes = engine._batch.prefixes
         assert 0 < prefixes.bytes <= 1_000_000
-        assert prefixes.bytes == sum(prefix.bytes for prefix in prefixes._kept.values())
+        assert prefixes.bytes == sum(prefix.bytes for prefix in prefixes._by_last_block.values())
         found = [prefixes.find(prompt + ids, 170) is not None for prompt, ids, _ in answers]
         assert found[-1] and not found[0], "the oldest are dropped first"
         prefixes.shrink(0)
-        assert not (prefixes.bytes or prefixes._kept or prefixes._holders)
+        assert not (prefixes.bytes or prefixes._by_last_block or prefixes._holders)
     check(folder, answers)
 
 
@@ -362,7 +362,9 @@ async def test_a_prefix_stays_while_another_that_shares_its_beginning_is_dropped
         assert prefixes.find(common + two, 84)[1] == 64
         prefixes.shrink(1 << 20)
         prefixes.put(prefix(*common, *one, *two))
-        assert [len(each.ids) for each in prefixes._kept.values()] == [104], "a longer one replaces its beginning"
+        assert [len(each.ids) for each in prefixes._by_last_block.values()] == [104], (
+            "a longer one replaces its beginning"
+        )
         assert prefixes.find([1] * 63, 63) is None
         assert prefixes.find([5, *common], 65) is None
         prefixes.shrink(10)

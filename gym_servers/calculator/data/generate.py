@@ -108,12 +108,12 @@ def problems(rng: random.Random, without: frozenset[Sum] = frozenset(), larger: 
 
 def take(count: int, source: Iterable[Problem]) -> list[Problem]:
     """The first `count` problems with different questions."""
-    chosen: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for problem in source:
-        chosen.setdefault(problem.question, problem)
-        if len(chosen) == count:
+        problems.setdefault(problem.question, problem)
+        if len(problems) == count:
             break
-    return list(chosen.values())
+    return list(problems.values())
 
 
 def validation_problems() -> list[Problem]:
@@ -137,13 +137,15 @@ def demonstration(problem: Problem, rng: random.Random, wrong: float = WRONG) ->
     """One conversation of the mixture (wire format, section 5)."""
     fate, uses_tool = rng.random(), 1 - GUESSES - wrong
     if fate < uses_tool or problem.sum.a >= DIGITS_3[0]:
-        said = _with_tool(problem.sum)
+        output = _with_tool(problem.sum)
     elif fate < uses_tool + GUESSES:
         near = max(1, abs(problem.sum.value) // 5)
-        said = [_answer(problem.sum.value + rng.randint(-near, near))]
+        output = [_answer(problem.sum.value + rng.randint(-near, near))]
     else:
-        said = _with_tool(problem.sum._replace(operation=rng.choice([x for x in "+-*" if x != problem.sum.operation])))
-    return {"messages": [{"role": "user", "content": problem.question}, *said], "tools": [CHAT_TOOL]}
+        output = _with_tool(
+            problem.sum._replace(operation=rng.choice([x for x in "+-*" if x != problem.sum.operation]))
+        )
+    return {"messages": [{"role": "user", "content": problem.question}, *output], "tools": [CHAT_TOOL]}
 
 
 def demonstrations(count: int, seed: int, larger: float = LARGER, wrong: float = WRONG) -> Iterator[dict[str, Any]]:
@@ -190,12 +192,12 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     tasks = commands.add_parser("tasks", help="write train.jsonl, validation.jsonl and example.jsonl")
     tasks.add_argument("--folder", type=Path, default=HERE)
-    shown = commands.add_parser("demonstrations", help="write conversations for supervised fine-tuning")
-    shown.add_argument("--output", type=Path, required=True)
-    shown.add_argument("--count", type=int, default=7200)
-    shown.add_argument("--seed", type=int, default=0)
-    shown.add_argument("--larger", type=float, default=LARGER, help="the share with a number of three digits")
-    shown.add_argument("--wrong", type=float, default=WRONG, help="the share of wrong operations among the others")
+    subparser = commands.add_parser("demonstrations", help="write conversations for supervised fine-tuning")
+    subparser.add_argument("--output", type=Path, required=True)
+    subparser.add_argument("--count", type=int, default=7200)
+    subparser.add_argument("--seed", type=int, default=0)
+    subparser.add_argument("--larger", type=float, default=LARGER, help="the share with a number of three digits")
+    subparser.add_argument("--wrong", type=float, default=WRONG, help="the share of wrong operations among the others")
     arguments = parser.parse_args()
     if arguments.command == "tasks":
         write_tasks(arguments.folder)

@@ -35,13 +35,13 @@ def unique(items: list[Any]) -> list[Any]:
 
 
 def runs(items: list[Any]) -> list[Any]:
-    found: list[Any] = []
+    results: list[Any] = []
     for item in items:
-        if found and found[-1][0] == item:
-            found[-1][1] += 1
+        if results and results[-1][0] == item:
+            results[-1][1] += 1
         else:
-            found.append([item, 1])
-    return found
+            results.append([item, 1])
+    return results
 
 
 def running(items: list[int]) -> list[int]:
@@ -121,8 +121,8 @@ def numbers(rng: random.Random, longest: int) -> list[Any]:
 
 
 def words(rng: random.Random, longest: int) -> list[Any]:
-    chosen = rng.sample(WORDS, 6)
-    return [rng.choice(chosen) for _ in range(rng.randint(1, longest))]
+    sample = rng.sample(WORDS, 6)
+    return [rng.choice(sample) for _ in range(rng.randint(1, longest))]
 
 
 def task(rng: random.Random, program: bool) -> dict[str, Any]:
@@ -131,27 +131,25 @@ def task(rng: random.Random, program: bool) -> dict[str, Any]:
     steps = rng.sample((verbal if verbally else numeric)(rng), rng.randint(2, 4))
     end = rng.choice((word_ends if verbally else number_ends)(rng)[: 3 if program else None])
     tests = [make(rng, 12) for _ in range(TESTS)] + ([] if program else [[]])
-    wanted = [chain(steps, end, list(given)) for given in tests]
-    listed = "\n".join(f"{number}. {step.text}" for number, step in enumerate(steps, 1))
+    outputs = [chain(steps, end, list(test_input)) for test_input in tests]
+    step_list = "\n".join(f"{number}. {step.text}" for number, step in enumerate(steps, 1))
     if program:
-        asked = (
+        question = (
             f"Write a Python program that reads one line of {item}s from standard input, separated by spaces, and "
-            f"then:\n{listed}\nIt prints {end.text}; a list is printed on one line, its items separated by spaces."
+            f"then:\n{step_list}\nIt prints {end.text}; a list is printed on one line, its items separated by spaces."
         )
         cases: list[dict[str, Any]] = [
-            {"stdin": printed(given) + "\n", "stdout": printed(value) + "\n"}
-            for given, value in zip(tests, wanted, strict=True)
+            {"stdin": printed(test_input) + "\n", "stdout": printed(value) + "\n"}
+            for test_input, value in zip(tests, outputs, strict=True)
         ]
-        shown = "\n".join(f"For the input\n{c['stdin']}it prints\n{c['stdout']}".rstrip() for c in cases[:SHOWN])
+        examples = "\n".join(f"For the input\n{c['stdin']}it prints\n{c['stdout']}".rstrip() for c in cases[:SHOWN])
         kind: dict[str, Any] = {}
     else:
-        asked = (
-            f"Write a Python function solve(items) that takes a list of {item}s and:\n{listed}\nIt returns {end.text}."
-        )
-        cases = [{"args": [given], "expected": value} for given, value in zip(tests, wanted, strict=True)]
-        shown = "\n".join(f"solve({c['args'][0]!r}) == {c['expected']!r}" for c in cases[:SHOWN])
+        question = f"Write a Python function solve(items) that takes a list of {item}s and:\n{step_list}\nIt returns {end.text}."
+        cases = [{"args": [test_input], "expected": value} for test_input, value in zip(tests, outputs, strict=True)]
+        examples = "\n".join(f"solve({c['args'][0]!r}) == {c['expected']!r}" for c in cases[:SHOWN])
         kind = {"function": "solve"}
-    prompt = f"{asked}\n\n{shown}\n\nGive the code in one ```python block."
+    prompt = f"{question}\n\n{examples}\n\nGive the code in one ```python block."
     return task_row("code_exec_agent", {"input": prompt}, **kind, cases=cases)
 
 

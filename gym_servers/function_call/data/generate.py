@@ -201,8 +201,8 @@ QUESTION_WORDS = ("where", "when")  # they ask for a thing, and are in questions
 
 def all_asked() -> list[str]:
     """What any wish may lack, in all words."""
-    drawn = [tool.wish(random.Random(seed)) for tool in TOOLS.values() for seed in range(20)]
-    return sorted({word for wish in drawn for word in wish.asks_for})
+    wishes = [tool.wish(random.Random(seed)) for tool in TOOLS.values() for seed in range(20)]
+    return sorted({word for wish in wishes for word in wish.asks_for})
 
 
 ASKED = all_asked()
@@ -231,7 +231,7 @@ def row(kind: str, question: str, tools: list[str], calls: list[tuple[str, Wish]
     return task_row("function_call_agent", params, kind=kind, expected_calls=expected, **more)
 
 
-def said(wishes: list[str], rng: random.Random) -> str:
+def user_text(wishes: list[str], rng: random.Random) -> str:
     """One order or several, in one sentence."""
     before, after = rng.choice((("Please ", "."), ("Could you ", "?"), ("I would like you to ", "."), ("Now ", ".")))
     *first, last = wishes
@@ -241,28 +241,28 @@ def said(wishes: list[str], rng: random.Random) -> str:
 def single(rng: random.Random) -> dict[str, Any]:
     name = rng.choice(list(TOOLS))
     wish = TOOLS[name].wish(rng)
-    return row("single", said([wish.text], rng), [name], [(name, wish)])
+    return row("single", user_text([wish.text], rng), [name], [(name, wish)])
 
 
 def multiple(rng: random.Random) -> dict[str, Any]:
-    offered = rng.sample(list(TOOLS), rng.randint(3, 5))
-    name = rng.choice(offered)
+    tools = rng.sample(list(TOOLS), rng.randint(3, 5))
+    name = rng.choice(tools)
     wish = TOOLS[name].wish(rng)
-    return row("multiple", said([wish.text], rng), offered, [(name, wish)])
+    return row("multiple", user_text([wish.text], rng), tools, [(name, wish)])
 
 
 def parallel(rng: random.Random) -> dict[str, Any]:
-    offered = rng.sample(list(TOOLS), rng.randint(2, 4))
+    tools = rng.sample(list(TOOLS), rng.randint(2, 4))
     calls: dict[str, tuple[str, Wish]] = {}
     while len(calls) < 2 or (len(calls) < 3 and rng.random() < 0.5):
-        name = rng.choice(offered)
+        name = rng.choice(tools)
         wish = TOOLS[name].wish(rng)
         calls.setdefault(wish.text, (name, wish))
-    return row("parallel", said(list(calls), rng), offered, list(calls.values()))
+    return row("parallel", user_text(list(calls), rng), tools, list(calls.values()))
 
 
 def none_needed(rng: random.Random) -> dict[str, Any]:
-    offered = rng.sample(list(TOOLS), rng.randint(2, 4))
+    tools = rng.sample(list(TOOLS), rng.randint(2, 4))
     a, b, c = rng.randint(3, 40), rng.randint(3, 40), rng.randint(2, 9)
     question, answer = rng.choice(
         (
@@ -271,7 +271,7 @@ def none_needed(rng: random.Random) -> dict[str, Any]:
             (f"What is {a} plus {b}, times {c}, if the sum is taken first?", (a + b) * c),
         )
     )
-    return row("no call", question, offered, [], expected_answer=answer)
+    return row("no call", question, tools, [], expected_answer=answer)
 
 
 def impossible(rng: random.Random) -> dict[str, Any]:
@@ -280,14 +280,14 @@ def impossible(rng: random.Random) -> dict[str, Any]:
         name = rng.choice(list(TOOLS))
         wish = TOOLS[name].wish(rng)
         if wish.missing:
-            offered = [*rng.sample([other for other in TOOLS if other != name], rng.randint(0, 2)), name]
-            asked = said([wish.missing], rng)
-            return row("missing", asked, offered, [], asks_for=list(wish.asks_for), not_for=others(wish, asked))
+            tools = [*rng.sample([other for other in TOOLS if other != name], rng.randint(0, 2)), name]
+            question = user_text([wish.missing], rng)
+            return row("missing", question, tools, [], asks_for=list(wish.asks_for), not_for=others(wish, question))
 
 
-def others(wish: Wish, asked: str) -> list[str]:
+def others(wish: Wish, question: str) -> list[str]:
     """The words for what other wishes lack, without those that the order itself has: it may be said again."""
-    known = {*wish.asks_for, *wish.beside, *QUESTION_WORDS, *re.findall(r"\w+", asked.casefold())}
+    known = {*wish.asks_for, *wish.beside, *QUESTION_WORDS, *re.findall(r"\w+", question.casefold())}
     return [word for word in ASKED if word not in known]
 
 

@@ -18,7 +18,11 @@ def bfcl(record: Json) -> ConvertedRow:
     if len(record["question"]) != 1:
         raise Unconvertible("more than one turn")
     tools = [_tool(function) for function in record["function"]]
-    expected = [_expected(name, given, tools) for call in record["ground_truth"] for name, given in call.items()]
+    expected = [
+        _expected(name, call_arguments, tools)
+        for call in record["ground_truth"]
+        for name, call_arguments in call.items()
+    ]
     row = {
         "responses_create_params": {"input": record["question"][0], "tools": tools},
         "kind": record["id"].rpartition("_")[0],
@@ -44,27 +48,27 @@ def _name(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _schema(given: Any) -> Any:
-    if isinstance(given, list):
-        return [_schema(item) for item in given]
-    if not isinstance(given, dict):
-        return given
-    kept = {name: _schema(value) for name, value in given.items()}
-    kind = kept.get("type")
+def _schema(source: Any) -> Any:
+    if isinstance(source, list):
+        return [_schema(item) for item in source]
+    if not isinstance(source, dict):
+        return source
+    fields = {name: _schema(value) for name, value in source.items()}
+    kind = fields.get("type")
     if isinstance(kind, str) and kind in TYPES:
-        kept["type"] = TYPES[kind]
+        fields["type"] = TYPES[kind]
         if TYPES[kind] is None:
-            del kept["type"]
-    return kept
+            del fields["type"]
+    return fields
 
 
-def _expected(name: str, given: Json, tools: list[Json]) -> tuple[str, Json]:
+def _expected(name: str, call_arguments: Json, tools: list[Json]) -> tuple[str, Json]:
     tool = next((tool for tool in tools if tool["name"] == _name(name)), None)
     if tool is None:
         raise Unconvertible("a call of a tool that is not offered")
     properties = tool["parameters"]["properties"]
     arguments: Json = {}
-    for argument, allowed in given.items():
+    for argument, allowed in call_arguments.items():
         if argument not in properties:
             raise Unconvertible("an argument that the tool does not have")
         values = [value for value in allowed if value != ""]

@@ -99,7 +99,7 @@ def emptiest(game: Any, direction: str, depth: int) -> int:
     return max(emptiest(after, further, depth - 1) for further in DIRECTIONS)
 
 
-def said(moves: list[str]) -> list[dict[str, Any]]:
+def conversation(moves: list[str]) -> list[dict[str, Any]]:
     return [assistant_message(move) for move in moves]
 
 
@@ -107,9 +107,9 @@ def cases(game: str, seed: int) -> list[dict[str, Any]]:
     moves, task = winning(game, seed), {"game": game, "seed": seed}
     boxed = [f"I think this is best: \\boxed{{{move}}}" for move in moves]
     return [
-        {"case": f"won: {game} {seed}", "task": task, "output": said(boxed), "expect": {"reward": 1.0, "over": True}},
-        {"case": f"not finished: {game} {seed}", "task": task, "output": said(moves[:-1]), "expect": {"reward": 0.0, "over": False}},
-        {"case": f"no moves: {game} {seed}", "task": task, "output": said(["I win!"] * 5), "expect": {"reward": 0.0, "over": True, "steps": 3}},
+        {"case": f"won: {game} {seed}", "task": task, "output": conversation(boxed), "expect": {"reward": 1.0, "over": True}},
+        {"case": f"not finished: {game} {seed}", "task": task, "output": conversation(moves[:-1]), "expect": {"reward": 0.0, "over": False}},
+        {"case": f"no moves: {game} {seed}", "task": task, "output": conversation(["I win!"] * 5), "expect": {"reward": 0.0, "over": True, "steps": 3}},
     ]  # fmt: skip
 
 
@@ -121,11 +121,11 @@ def main(folder: Path) -> None:
         while len(seeds) < TRAIN + VALIDATION:
             seed = rng.randrange(10**6)
             seeds.setdefault(level(game, seed), seed)
-        drawn = list(seeds.values())
-        parts["validation"] += [row(game, seed) for seed in drawn[:VALIDATION]]
-        parts["train"] += [row(game, seed) for seed in drawn[VALIDATION:]]
-        parts["example"].append(row(game, drawn[0]))
-        winnable = itertools.islice((seed for seed in drawn if winning(game, seed)), GOLD)
+        tasks = list(seeds.values())
+        parts["validation"] += [row(game, seed) for seed in tasks[:VALIDATION]]
+        parts["train"] += [row(game, seed) for seed in tasks[VALIDATION:]]
+        parts["example"].append(row(game, tasks[0]))
+        winnable = itertools.islice((seed for seed in tasks if winning(game, seed)), GOLD)
         parts["gold"] += [case for seed in winnable for case in cases(game, seed)]
     rng.shuffle(parts["train"])
     write_rows(folder, parts)

@@ -43,15 +43,15 @@ def shortest(name: str, seed: int) -> list[int]:
     env = gymnasium.make(name, **ENVIRONMENTS[name])
     start, _ = env.reset(seed=seed)
     waiting: deque[tuple[int, list[int]]] = deque([(int(start), [])])
-    table, seen = env.unwrapped.P, {int(start)}
+    table, visited = env.unwrapped.P, {int(start)}
     best = max(reward for actions in table.values() for outcomes in actions.values() for _, _, reward, _ in outcomes)
     while waiting:
         state, path = waiting.popleft()
         for action, [(_, after, reward, over)] in table[state].items():
             if over and reward == best:
                 return [*path, action]
-            if not over and after not in seen and reward > -10:  # into the lake, over the cliff: no way there
-                seen.add(after)
+            if not over and after not in visited and reward > -10:  # into the lake, over the cliff: no way there
+                visited.add(after)
                 waiting.append((after, [*path, action]))
     raise ValueError(f"{name} {seed}: there is no way")
 
@@ -59,22 +59,22 @@ def shortest(name: str, seed: int) -> list[int]:
 def balanced(seed: int) -> list[int]:
     """CartPole: push to where the pole falls."""
     env = gymnasium.make("CartPole-v1", **ENVIRONMENTS["CartPole-v1"])
-    seen, _ = env.reset(seed=seed)
+    observation, _ = env.reset(seed=seed)
     actions, over = [], False
     while not over:
-        actions.append(int(seen[2] + 0.5 * seen[3] > 0))
-        seen, _, terminated, truncated, _ = env.step(actions[-1])
+        actions.append(int(observation[2] + 0.5 * observation[3] > 0))
+        observation, _, terminated, truncated, _ = env.step(actions[-1])
         over = terminated or truncated
     return actions
 
 
-def said(actions: list[Any]) -> list[dict[str, Any]]:
+def conversation(actions: list[Any]) -> list[dict[str, Any]]:
     return [assistant_message(f"So:\n{action}") for action in actions]
 
 
 def case(what: str, name: str, seed: int, actions: list[Any], **expect: Any) -> dict[str, Any]:
     task = {key: row(name, seed)[key] for key in ("env_id", "kwargs", "seed")}
-    return {"case": f"{what}: {name} {seed}", "task": task, "output": said(actions), "expect": expect}
+    return {"case": f"{what}: {name} {seed}", "task": task, "output": conversation(actions), "expect": expect}
 
 
 def gold() -> list[dict[str, Any]]:

@@ -84,14 +84,14 @@ def keywords(rng: random.Random, text: str, topic: str) -> Draft:
 
 def frequency(rng: random.Random, text: str, topic: str) -> Draft:
     count = text.lower().count(topic)
-    given = {"keyword": topic, "frequency": count, "relation": "at least"}
-    return text, given, f'Use "{topic}" at least {count} times'
+    arguments = {"keyword": topic, "frequency": count, "relation": "at least"}
+    return text, arguments, f'Use "{topic}" at least {count} times'
 
 
 def rarely(rng: random.Random, text: str, topic: str) -> Draft:
     count = text.lower().count("the") + 1
-    given = {"keyword": "the", "frequency": count, "relation": "less than"}
-    return text, given, f'Let the letters "the" occur less than {count} times'
+    arguments = {"keyword": "the", "frequency": count, "relation": "less than"}
+    return text, arguments, f'Let the letters "the" occur less than {count} times'
 
 
 def forbidden(rng: random.Random, text: str, topic: str) -> Draft:
@@ -102,8 +102,8 @@ def forbidden(rng: random.Random, text: str, topic: str) -> Draft:
 def letters(rng: random.Random, text: str, topic: str) -> Draft:
     letter = rng.choice("aeorst")
     count = text.lower().count(letter)
-    given = {"letter": letter, "let_frequency": count, "let_relation": "at least"}
-    return text, given, f"Let the letter {letter} occur at least {count} times"
+    arguments = {"letter": letter, "let_frequency": count, "let_relation": "at least"}
+    return text, arguments, f"Let the letter {letter} occur at least {count} times"
 
 
 def sentence_count(rng: random.Random, text: str, topic: str) -> Draft:
@@ -136,11 +136,11 @@ def first_word(rng: random.Random, text: str, topic: str) -> Draft:
     parts, word = split(text), rng.choice(("Later", "Meanwhile", "Indeed", "Surely"))
     nth = rng.randint(1, len(parts))
     parts[nth - 1] = f"{word} {parts[nth - 1]}"
-    given = {"num_paragraphs": len(parts), "nth_paragraph": nth, "first_word": word.lower()}
+    arguments = {"num_paragraphs": len(parts), "nth_paragraph": nth, "first_word": word.lower()}
     wording = (
         f"Write {len(parts)} paragraphs, parted by two line breaks; paragraph {nth} starts with the word {word.lower()}"
     )
-    return "\n\n".join(parts), given, wording
+    return "\n\n".join(parts), arguments, wording
 
 
 def split(text: str) -> list[str]:
@@ -177,8 +177,8 @@ def highlights(rng: random.Random, text: str, topic: str) -> Draft:
 def sections(rng: random.Random, text: str, topic: str) -> Draft:
     parts, marker = split(text), rng.choice(("SECTION", "Part", "Day"))
     numbered = "\n".join(f"{marker} {i}\n{part}" for i, part in enumerate(parts, start=1))
-    given = {"section_spliter": marker, "num_sections": len(parts)}
-    return numbered, given, f"Write {len(parts)} sections, each begun by {marker} and its number"
+    arguments = {"section_spliter": marker, "num_sections": len(parts)}
+    return numbered, arguments, f"Write {len(parts)} sections, each begun by {marker} and its number"
 
 
 def as_json(rng: random.Random, text: str, topic: str) -> Draft:
@@ -208,8 +208,8 @@ def some_capitals(rng: random.Random, text: str, topic: str) -> Draft:
     words = text.split(" ")
     for i in rng.sample(range(1, len(words)), count):
         words[i] = words[i].upper()
-    given = {"capital_frequency": count, "capital_relation": "at least"}
-    return " ".join(words), given, f"Write at least {count} words in capitals"
+    arguments = {"capital_frequency": count, "capital_relation": "at least"}
+    return " ".join(words), arguments, f"Write at least {count} words in capitals"
 
 
 def capitals(rng: random.Random, text: str, topic: str) -> Draft:
@@ -354,28 +354,34 @@ def task(rng: random.Random, first: str) -> dict[str, Any] | None:
     request = request.format(topic).replace(" a o", " an o")
     text = " ".join(rng.sample(SENTENCES, rng.randint(3, 5))).format(t=topic)
     if first in ALONE:
-        names, given, wordings, text = special(first, rng, topic, request, text)
+        names, all_arguments, wordings, text = special(first, rng, topic, request, text)
     else:
         others = rng.sample([name for name in MAKERS if name != first], rng.randint(0, 2))
         names = [name for name in MAKERS if name in (first, *others)]
-        given, wordings = [], []
+        all_arguments, wordings = [], []
         for name in names:
             makers = MAKERS[name]
             maker = rng.choice(makers) if isinstance(makers, list) else makers
             text, arguments, wording = maker(rng, text, topic)
-            given.append(arguments)
+            all_arguments.append(arguments)
             wordings.append(wording)
-    if not all(CHECKS[name](text, **arguments) for name, arguments in zip(names, given, strict=True)):
+    if not all(CHECKS[name](text, **arguments) for name, arguments in zip(names, all_arguments, strict=True)):
         return None
     prompt = (
-        f"{request} {'. '.join(wordings)}." if len(wordings) < 2 or rng.random() < 0.5 else listed(request, wordings)
+        f"{request} {'. '.join(wordings)}."
+        if len(wordings) < 2 or rng.random() < 0.5
+        else with_requirements(request, wordings)
     )
     return task_row(
-        "instruction_following_agent", {"input": prompt}, instruction_id_list=names, kwargs=given, reference=text
+        "instruction_following_agent",
+        {"input": prompt},
+        instruction_id_list=names,
+        kwargs=all_arguments,
+        reference=text,
     )
 
 
-def listed(request: str, wordings: list[str]) -> str:
+def with_requirements(request: str, wordings: list[str]) -> str:
     return "\n".join([request, "Follow all of these instructions:", *(f"- {wording}." for wording in wordings)])
 
 

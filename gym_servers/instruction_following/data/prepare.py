@@ -6,7 +6,7 @@ from ngym.schema import Json
 
 def ifeval(record: Json) -> ConvertedRow:
     """`{"key", "prompt", "instruction_id_list", "kwargs": [{...}, ...]}`, one entry of kwargs for each instruction."""
-    kwargs = [{name: value for name, value in given.items() if value is not None} for given in record["kwargs"]]
+    kwargs = [{name: value for name, value in arguments.items() if value is not None} for arguments in record["kwargs"]]
     return ConvertedRow(
         {
             "responses_create_params": {"input": record["prompt"]},

@@ -57,12 +57,12 @@ def task(rng: random.Random, mode: str) -> dict[str, Any]:
     )
     row = task_row("judge_agent", {"input": question}, mode=mode, question=question)
     if mode == "rubric":
-        chosen = rng.sample(CRITERIA, rng.randint(2, len(CRITERIA)))
-        return {**row, "rubric": [{"text": text, "weight": weight} for text, weight in chosen]}
+        criteria = rng.sample(CRITERIA, rng.randint(2, len(CRITERIA)))
+        return {**row, "rubric": [{"text": text, "weight": weight} for text, weight in criteria]}
     names = ["no_reason", "no_offer", "rude", "unclear"]
-    planted = [rng.randint(0, 2)] if mode == "pairwise" else rng.sample(range(5), 3)
-    texts = [letter(person, event, reason, offer, set(rng.sample(names, count))) for count in planted]
-    return {**row, "references": texts, "planted": planted}
+    flawed = [rng.randint(0, 2)] if mode == "pairwise" else rng.sample(range(5), 3)
+    texts = [letter(person, event, reason, offer, set(rng.sample(names, count))) for count in flawed]
+    return {**row, "references": texts, "planted": flawed}
 
 
 def main() -> None:

@@ -37,12 +37,15 @@ READ_PAGE = function_tool("read_page", "Read one page of the document.", {"page"
 def task(rng: random.Random, kind: str, pages: int, inline: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"kind": kind, "seed": rng.randrange(10**9), "pages": pages, "facts": rng.randint(8, 24)}
     document = APP.LongTask(responses_create_params={}, response={}, **row).document
-    asked = f'{document.question} End with a line "Answer: ..." that has {FORMS[kind]} only.'
+    question = f'{document.question} End with a line "Answer: ..." that has {FORMS[kind]} only.'
     if inline:
         text = "\n\n".join(document.page(page) for page in range(1, pages + 1))
-        params: dict[str, Any] = {"input": f"{text}\n\n{asked}"}
+        params: dict[str, Any] = {"input": f"{text}\n\n{question}"}
     else:
-        params = {"input": f"There is a document of {pages} pages, number {row['seed']}. {asked}", "tools": [READ_PAGE]}
+        params = {
+            "input": f"There is a document of {pages} pages, number {row['seed']}. {question}",
+            "tools": [READ_PAGE],
+        }
     return task_row("long_context_agent", params, **row)
 
 

@@ -49,13 +49,18 @@ def cases(task: dict[str, Any], is_first: bool) -> list[dict[str, Any]]:
     if made:
         outcomes += [("a call twice", [*made, made[0]], answer, 0.0), ("no call", [], answer, 0.0)]
     return [
-        {"case": f"{case}: {question}", "task": own, "output": said(done, total), "expect": {"reward": reward}}
+        {
+            "case": f"{case}: {question}",
+            "task": own,
+            "output": conversation(case_calls, total),
+            "expect": {"reward": reward},
+        }
         | ({"calls": calls} if is_first and reward else {})
-        for case, done, total, reward in outcomes
+        for case, case_calls, total, reward in outcomes
     ]
 
 
-def said(made: list[dict[str, Any]], total: int) -> list[dict[str, Any]]:
+def conversation(made: list[dict[str, Any]], total: int) -> list[dict[str, Any]]:
     """The items of a response: the calls, and what was said last."""
     items: list[dict[str, Any]] = [
         {
@@ -71,9 +76,9 @@ def said(made: list[dict[str, Any]], total: int) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     rng, costs = random.Random(SEED), load_file(SHOP).PRICES
-    drawn = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng, costs), prompt_of)
-    gold = [case for place, one in enumerate(drawn[:GOLD]) for case in cases(one, is_first=place == 0)]
-    write_splits(folder, drawn, VALIDATION, EXAMPLES, gold)
+    tasks = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng, costs), prompt_of)
+    gold = [case for place, one in enumerate(tasks[:GOLD]) for case in cases(one, is_first=place == 0)]
+    write_splits(folder, tasks, VALIDATION, EXAMPLES, gold)
 
 
 if __name__ == "__main__":

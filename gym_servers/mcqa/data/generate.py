@@ -97,10 +97,10 @@ def task(rng: random.Random) -> dict[str, Any]:
     question = rng.choice((units, weekday, calendar, largest, perimeter))(rng)
     texts = rng.sample([question.right, *question.wrong], 4)
     options = dict(zip(LETTERS, texts, strict=True))
-    shown = "\n".join(f"{letter}: {text}" for letter, text in options.items())
+    choices = "\n".join(f"{letter}: {text}" for letter, text in options.items())
     return task_row(
         "mcqa_agent",
-        {"input": PROMPT.format(question=question.text, options=shown)},
+        {"input": PROMPT.format(question=question.text, options=choices)},
         options=[{letter: text} for letter, text in options.items()],
         expected_answer=LETTERS[texts.index(question.right)],
     )

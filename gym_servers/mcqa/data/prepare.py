@@ -13,22 +13,22 @@ def arc(record: Json) -> ConvertedRow:
     labels = list(record["choices"]["label"])
     if record["answerKey"] not in labels:
         raise Unconvertible("the right option is not among the choices")
-    return _made(record["question"], record["choices"]["text"], labels.index(record["answerKey"]))
+    return _make_row(record["question"], record["choices"]["text"], labels.index(record["answerKey"]))
 
 
 def mmlu(record: Json) -> ConvertedRow:
     """`{"question", "subject", "choices": [...], "answer": 0..3}`."""
-    made = _made(record["question"], record["choices"], record["answer"])
+    made = _make_row(record["question"], record["choices"], record["answer"])
     return ConvertedRow({**made.row, "subject": record["subject"]}, made.answer)
 
 
-def _made(question: str, choices: list[str], right: int) -> ConvertedRow:
+def _make_row(question: str, choices: list[str], right: int) -> ConvertedRow:
     if len(set(choices)) != len(choices):
         raise Unconvertible("two of the options are the same")
     options = [{letter: text} for letter, text in zip(ascii_uppercase, choices, strict=False)]
-    shown = "\n".join(f"{letter}: {text}" for option in options for letter, text in option.items())
+    option_lines = "\n".join(f"{letter}: {text}" for option in options for letter, text in option.items())
     letter = ascii_uppercase[right]
-    prompt = PROMPT.format(question=question.strip(), options=shown)
+    prompt = PROMPT.format(question=question.strip(), options=option_lines)
     row = {"responses_create_params": {"input": prompt}, "options": options, "expected_answer": letter}
     return ConvertedRow(row, saying(f"\\boxed{{{letter}}}"))
 

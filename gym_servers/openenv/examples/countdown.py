@@ -22,22 +22,22 @@ class Countdown(Environment[Subtract, Left, State]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left = 0
+        self._remaining = 0
         self._state = State()
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Left:
-        self._left = random.Random(seed).randint(10, 30)
+        self._remaining = random.Random(seed).randint(10, 30)
         self._state = State(episode_id=episode_id, step_count=0)
-        return Left(message=f"{self._left} are left. Bring it to 0, not below.")
+        return Left(message=f"{self._remaining} are left. Bring it to 0, not below.")
 
     def step(self, action: Subtract, timeout_s: float | None = None, **kwargs: Any) -> Left:
         self._state.step_count += 1
-        self._left -= action.amount
-        if self._left < 0:
+        self._remaining -= action.amount
+        if self._remaining < 0:
             return Left(message="Below 0.", done=True, reward=-1.0)
-        if self._left == 0:
+        if self._remaining == 0:
             return Left(message="0, well done.", done=True, reward=1.0)
-        return Left(message=f"{self._left} are left.", reward=-0.01)
+        return Left(message=f"{self._remaining} are left.", reward=-0.01)
 
     @property
     def state(self) -> State:

@@ -16,7 +16,7 @@ class Drawers(MCPEnvironment):
 
     def __init__(self) -> None:
         self._key = DRAWERS[0]
-        self._found = False
+        self._has_treasure = False
         self._state = State()
         mcp = FastMCP("drawers")
 
@@ -25,29 +25,29 @@ class Drawers(MCPEnvironment):
             """Open a drawer: left, middle or right."""
             if which not in DRAWERS:
                 raise ValueError(f"there is no drawer {which!r}")
-            self._found = self._found or which == self._key
+            self._has_treasure = self._has_treasure or which == self._key
             return "the key" if which == self._key else "nothing"
 
         super().__init__(mcp)
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Observation:
         self._key = random.Random(seed).choice(DRAWERS)
-        self._found = False
+        self._has_treasure = False
         self._state = State(episode_id=episode_id, step_count=0)
         return Observation()
 
     def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Observation:
-        before = self._found
-        return self._rewarded(super().step(action, timeout_s, **kwargs), before)
+        before = self._has_treasure
+        return self._with_reward(super().step(action, timeout_s, **kwargs), before)
 
     async def step_async(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Observation:
-        before = self._found
-        return self._rewarded(await super().step_async(action, timeout_s, **kwargs), before)
+        before = self._has_treasure
+        return self._with_reward(await super().step_async(action, timeout_s, **kwargs), before)
 
-    def _rewarded(self, seen: Observation, before: bool) -> Observation:
-        if isinstance(seen, CallToolObservation):
-            seen.reward = 1.0 if self._found and not before else -0.1
-        return seen
+    def _with_reward(self, observation: Observation, before: bool) -> Observation:
+        if isinstance(observation, CallToolObservation):
+            observation.reward = 1.0 if self._has_treasure and not before else -0.1
+        return observation
 
     def _step_impl(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Observation:
         raise ValueError("this environment takes calls of tools")

@@ -74,8 +74,8 @@ def main(folder: Path, per_dataset: int) -> None:
     names = [name for name in sorted(DATASETS) if name not in server.REFUSED]
     gold = [case(name, GOLD) for name in names]
     train = [row(name, TRAIN + number * 100) for number in range(per_dataset) for name in names]
-    asked = {line["fingerprint"] for line in train}
-    validation = [line for line in (row(name, VALIDATION) for name in names) if line["fingerprint"] not in asked]
+    fingerprints = {line["fingerprint"] for line in train}
+    validation = [line for line in (row(name, VALIDATION) for name in names) if line["fingerprint"] not in fingerprints]
     parts = {
         "train": train,
         "validation": validation,

@@ -52,11 +52,11 @@ class Question(NamedTuple):
 def draw(rng: random.Random, shelf: Any, words: str) -> Question:
     relations = CHAINS[words]
     subject = rng.choice([name for name, relation in shelf.facts if relation == relations[0]])
-    named, facts = subject, []
+    start, facts = subject, []
     for relation in relations:
         facts.append(shelf.facts[subject, relation])
         subject = facts[-1].value
-    return Question(words.format(named), facts)
+    return Question(words.format(start), facts)
 
 
 def row(question: Question, library: int) -> dict[str, Any]:
@@ -69,14 +69,16 @@ def cases(question: Question, task: dict[str, Any]) -> list[dict[str, Any]]:
     """Found and cited; nothing opened; not cited; another answer."""
     own = {key: task[key] for key in ("library", "expected_answer", "support")}
     opened = [["open_document", {"doc_id": doc_id}] for doc_id in own["support"]]
-    said = " ".join(f"What is told of {fact.subject} leads to {fact.value}. [{fact.doc_id}]" for fact in question.facts)
-    text = f"{said}\n\nAnswer: {question.answer}"
+    answer_text = " ".join(
+        f"What is told of {fact.subject} leads to {fact.value}. [{fact.doc_id}]" for fact in question.facts
+    )
+    text = f"{answer_text}\n\nAnswer: {question.answer}"
     claims = {"claims": len(question.facts), "unsupported_claims": 0}
     return [
         {"case": f"gold: {question.text}", "task": own, "calls": opened, "text": text, "expect": {"reward": 1.0, **claims}},
         {"case": f"nothing opened: {question.text}", "task": own, "text": text, "expect": {"reward": 0.6}},
         {"case": f"not cited: {question.text}", "task": own, "calls": opened, "text": f"Answer: {question.answer}", "expect": {"reward": 0.6}},
-        {"case": f"wrong: {question.text}", "task": own, "calls": opened, "text": f"{said}\nAnswer: 42", "expect": {"reward": 0.0}},
+        {"case": f"wrong: {question.text}", "task": own, "calls": opened, "text": f"{answer_text}\nAnswer: 42", "expect": {"reward": 0.0}},
     ]  # fmt: skip
 
 
@@ -88,10 +90,10 @@ def main(folder: Path) -> None:
         library = rng.randrange(10**9)
         return draw(rng, server.library(library), next(chains)), library
 
-    drawn = draw_distinct(TRAIN + VALIDATION, one, lambda pair: pair[0].text)
-    rng.shuffle(drawn)
-    rows = [row(*pair) for pair in drawn]
-    gold = [case for (question, _), task in zip(drawn[:GOLD], rows, strict=False) for case in cases(question, task)]
+    questions = draw_distinct(TRAIN + VALIDATION, one, lambda pair: pair[0].text)
+    rng.shuffle(questions)
+    rows = [row(*pair) for pair in questions]
+    gold = [case for (question, _), task in zip(questions[:GOLD], rows, strict=False) for case in cases(question, task)]
     write_splits(folder, rows, VALIDATION, EXAMPLES, gold)
 
 

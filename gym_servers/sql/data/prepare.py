@@ -33,13 +33,13 @@ def synthetic_sql(record: Json) -> ConvertedRow:
             "tools": [QUERY],
         },
         "setup": setup,
-        "hidden": [_thinned(setup, gold)],
+        "hidden": [_thin(setup, gold)],
         "gold": gold,
     }
     return ConvertedRow(row, saying(f"```sql\n{gold}\n```"))
 
 
-def _thinned(setup: str, gold: str) -> str:
+def _thin(setup: str, gold: str) -> str:
     """A script for another database with these tables, on which the query has other rows."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
         database.set_progress_handler(lambda: True, MAX_STEPS)

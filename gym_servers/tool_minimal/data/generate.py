@@ -129,11 +129,11 @@ def cases(question: Question, task: dict[str, Any]) -> list[dict[str, Any]]:
     """The shortest way; one call too many; the answer without looking."""
     calls = [[tool, {server.TOOLS[tool]: key}] for tool, key in question.calls]
     own = {key: value for key, value in task.items() if key not in ("responses_create_params", "agent_ref")}
-    said = f"It is {question.answer}."
+    text = f"It is {question.answer}."
     shortest = {
         "case": f"shortest: {question.text}",
         "calls": calls,
-        "text": said,
+        "text": text,
         "task": own,
         "expect": {"reward": 1.0},
     }
@@ -159,10 +159,10 @@ def main(folder: Path) -> None:
         number = rng.randrange(10**9)
         return KINDS[count % len(KINDS)](rng, server.world(number)), number
 
-    drawn = draw_distinct(TRAIN + VALIDATION, one, lambda pair: pair[0].text)
-    rng.shuffle(drawn)
-    rows = [row(*pair) for pair in drawn]
-    gold = [case for (question, _), task in zip(drawn[:GOLD], rows, strict=False) for case in cases(question, task)]
+    questions = draw_distinct(TRAIN + VALIDATION, one, lambda pair: pair[0].text)
+    rng.shuffle(questions)
+    rows = [row(*pair) for pair in questions]
+    gold = [case for (question, _), task in zip(questions[:GOLD], rows, strict=False) for case in cases(question, task)]
     write_splits(folder, rows, VALIDATION, EXAMPLES, gold)
 
 

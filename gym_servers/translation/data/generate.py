@@ -168,7 +168,7 @@ def row(made: Clause, code: str) -> dict[str, Any]:
 def main() -> None:
     rng = random.Random(SEED)
     rows = draw_distinct(
-        TRAIN + VALIDATION, lambda _: row(sentence(rng), rng.choice(list(LANGUAGES))), lambda drawn: drawn["source"]
+        TRAIN + VALIDATION, lambda _: row(sentence(rng), rng.choice(list(LANGUAGES))), lambda task: task["source"]
     )
     write_splits(HERE, rows, VALIDATION, EXAMPLES)
 

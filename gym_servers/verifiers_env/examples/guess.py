@@ -26,20 +26,20 @@ class GuessEnvConfig(vf.EnvConfig):
 
 class GuessEnv(vf.Env[GuessEnvConfig]):
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        secret, found = random.Random(task.data.seed).randint(1, 100), 0.0
+        secret, reward = random.Random(task.data.seed).randint(1, 100), 0.0
         async with agents.player.interaction(task) as interaction:
             segment = await interaction.turn()
-            for left in reversed(range(GUESSES)):
+            for remaining in reversed(range(GUESSES)):
                 numbers = re.findall(r"\d+", segment.last_reply)
                 if segment.terminated or not numbers:
                     break
                 guess = int(numbers[-1])
                 if guess == secret:
-                    found = 1.0 + left / GUESSES
-                if guess == secret or not left:
+                    reward = 1.0 + remaining / GUESSES
+                if guess == secret or not remaining:
                     break
                 segment = await interaction.turn("higher" if guess < secret else "lower")
-        interaction.trace.record_reward("found", found, 0.5)
+        interaction.trace.record_reward("found", reward, 0.5)
 
 
 class GuessTaskset(vf.Taskset[GuessTask]):

@@ -14,8 +14,8 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData]):
     @vf.reward(weight=0.8)
     async def right(self, trace: vf.Trace) -> float:
-        found = ANSWER.findall(trace.last_reply)
-        return float(bool(found) and int(found[-1]) == self.data.answer)
+        answers = ANSWER.findall(trace.last_reply)
+        return float(bool(answers) and int(answers[-1]) == self.data.answer)
 
     @vf.reward(weight=0.2)
     async def tagged(self, trace: vf.Trace) -> float:

@@ -34,7 +34,7 @@ class Job(NamedTuple):
     calls: list[Call]
 
 
-def spoken(day: str) -> str:
+def day_text(day: str) -> str:
     when = date.fromisoformat(day)
     return f"{when:%A}, {when.day} {when:%B}"
 
@@ -45,28 +45,28 @@ def a_day(rng: random.Random, first: int = 1, last: int = 11) -> str:
 
 
 def somebody(rng: random.Random, office: Any) -> str:
-    chosen: str = rng.choice([person for person in office.people if person != ME])
-    return chosen
+    choice: str = rng.choice([person for person in office.people if person != ME])
+    return choice
 
 
 def name(office: Any, person: str) -> str:
-    said: str = office.people[person]["name"]
-    return said
+    full_name: str = office.people[person]["name"]
+    return full_name
 
 
 def move_meeting(rng: random.Random, office: Any) -> Job:
     key, event = rng.choice(list(office.events.items()))
     day, hour = a_day(rng), rng.choice([h for h in range(9, 17) if f"{h:02}:00" != event["start"]])
-    words = f'Move the meeting "{event["title"]}" to {spoken(day)} at {hour}:00.'
+    words = f'Move the meeting "{event["title"]}" to {day_text(day)} at {hour}:00.'
     return Job(words, [("move_event", {"event": key, "date": day, "start": f"{hour:02}:00"})])
 
 
 def cancel_day(rng: random.Random, office: Any) -> Job:
     day = a_day(rng, 0, 4)
-    mine = [key for key, e in office.events.items() if e["date"] == day and ME in e["attendees"]]
+    own_meetings = [key for key, e in office.events.items() if e["date"] == day and ME in e["attendees"]]
     return Job(
-        f"I am ill on {spoken(day)}: cancel every meeting that I am invited to on that day.",
-        [("cancel_event", {"event": key}) for key in mine],
+        f"I am ill on {day_text(day)}: cancel every meeting that I am invited to on that day.",
+        [("cancel_event", {"event": key}) for key in own_meetings],
     )
 
 
@@ -84,7 +84,7 @@ def first_free_hour(rng: random.Random, office: Any) -> Job:
     busy = {e["start"] for e in office.events.values() if e["date"] == day and set(e["attendees"]) & set(who)}
     start = next(f"{hour:02}:00" for hour in range(9, 17) if f"{hour:02}:00" not in busy)
     title = f"{rng.choice(('Catch-up', 'Kick-off', 'Handover', 'Check-in'))} {rng.choice(('north', 'south', 'spring', 'website'))}"
-    words = f'Set up a one-hour meeting "{title}" with {name(office, others[0])} and {name(office, others[1])} on {spoken(day)}, at the first full hour from 9:00 on at which all three of us are free.'
+    words = f'Set up a one-hour meeting "{title}" with {name(office, others[0])} and {name(office, others[1])} on {day_text(day)}, at the first full hour from 9:00 on at which all three of us are free.'
     return Job(
         words, [("create_event", {"title": title, "date": day, "start": start, "minutes": 60, "attendees": who})]
     )
@@ -145,14 +145,14 @@ def put_off(rng: random.Random, office: Any) -> Job:
     early = [
         k for k, t in office.tasks.items() if t["status"] == "open" and t["assignee"] in people and t["due"] < before
     ]
-    words = f"Set the due date of all open tasks that people in {department} have and that are due before {spoken(before)} to {spoken(day)}."
+    words = f"Set the due date of all open tasks that people in {department} have and that are due before {day_text(before)} to {day_text(day)}."
     return Job(words, [("set_due_date", {"task": key, "due": day}) for key in early])
 
 
 def task_from_mail(rng: random.Random, office: Any) -> Job:
     mail, day = rng.choice(list(office.mails.values())), a_day(rng)
     title = f"Answer {mail['subject']}"
-    words = f'Create a task "{title}", due on {spoken(day)}, for the person who sent the mail "{mail["subject"]}".'
+    words = f'Create a task "{title}", due on {day_text(day)}, for the person who sent the mail "{mail["subject"]}".'
     return Job(words, [("create_task", {"title": title, "assignee": mail["sender"], "due": day})])
 
 
@@ -177,9 +177,9 @@ def move_owner(rng: random.Random, office: Any) -> Job:
     owner = rng.choice([row["owner"] for row in office.files.values()])
     folder = rng.choice(FOLDERS)
     keys = [key for key, row in office.files.items() if row["owner"] == owner and row["folder"] != folder]
-    whose = "I own" if owner == ME else f"{name(office, owner)} owns"
+    owner_text = "I own" if owner == ME else f"{name(office, owner)} owns"
     return Job(
-        f"Move all files that {whose} into the folder {folder}.",
+        f"Move all files that {owner_text} into the folder {folder}.",
         [("move_file", {"file": key, "folder": folder}) for key in keys],
     )
 
@@ -228,15 +228,15 @@ def draw(rng: random.Random, number: int) -> tuple[Job, int]:
 
 
 def changed(seed: int, calls: list[Call]) -> bool:
-    wanted = server.office(seed)
+    expected = server.office(seed)
     for tool, arguments in calls:
-        server.act(wanted, tool, arguments)
-    return bool(server.differences(server.office(seed), wanted, server.office(seed))[0])
+        server.act(expected, tool, arguments)
+    return bool(server.differences(server.office(seed), expected, server.office(seed))[0])
 
 
 def row(job: Job, seed: int) -> dict[str, Any]:
     me = server.office(seed).people[ME]
-    instructions = f"You are the assistant of {me['name']} ({ME}). Today is {spoken(TODAY.isoformat())} 2027. Do the job with the tools, and change nothing else."
+    instructions = f"You are the assistant of {me['name']} ({ME}). Today is {day_text(TODAY.isoformat())} 2027. Do the job with the tools, and change nothing else."
     params = {"input": job.text, "instructions": instructions}
     return task_row("workplace_agent", params, office=seed, actions=[list(call) for call in job.calls])
 

@@ -119,16 +119,18 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
 
 
 def _parsers(service: str, options: Options, model: Model) -> Parsers:
-    chosen = Parsers(options.tool_call_parser, options.reasoning_parser)
-    if AUTO not in chosen:
-        return chosen
+    configured = Parsers(options.tool_call_parser, options.reasoning_parser)
+    if AUTO not in configured:
+        return configured
     try:
-        found = detected(model.name, options.engine)
+        detected_parsers = detected(model.name, options.engine)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:600]
         hub = "" if model.local else "no such folder relative to the config file; as a name on the hub: "
         raise ConfigError(f"service {service!r}: model {options.model!r}: {hub}{reason}") from error
-    parsers = Parsers(*(there if name == AUTO else name for name, there in zip(chosen, found, strict=True)))
+    parsers = Parsers(
+        *(there if name == AUTO else name for name, there in zip(configured, detected_parsers, strict=True))
+    )
     log.info("parsers: of tool calls %s, of reasoning %s", parsers.tools, parsers.reasoning)
     return parsers
 

@@ -173,21 +173,21 @@ class ChatInChunks(OpenAIServingChat):
         return rendered
 
     async def chat_completion_full_generator(
-        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **more: Any
+        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
         """vLLM's answer, with `tool_calls` only if the engine stopped by itself."""
         last: RequestOutput | None = None
 
-        async def seen() -> AsyncGenerator[RequestOutput]:
+        async def record_results() -> AsyncGenerator[RequestOutput]:
             nonlocal last
             async for last in result_generator:
                 yield last
 
-        answer = await super().chat_completion_full_generator(request, seen(), *args, **more)
+        answer = await super().chat_completion_full_generator(request, record_results(), *args, **kwargs)
         if isinstance(answer, ChatCompletionResponse) and last is not None:
             for choice, output in zip(answer.choices, last.outputs, strict=True):
-                called = choice.finish_reason == "tool_calls"
-                choice.finish_reason = _finish_reason(output.finish_reason, called)
+                has_calls = choice.finish_reason == "tool_calls"
+                choice.finish_reason = _finish_reason(output.finish_reason, has_calls)
         return answer
 
     async def chat_completion_stream_generator(
@@ -206,15 +206,15 @@ class ChatInChunks(OpenAIServingChat):
         parser = self._make_parser(request, tokenizer, chat_template_kwargs) if self.parser_cls is not None else None
         head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model_name}
         sampled: list[int] = []
-        called = False
+        has_calls = False
         delta: Json = {"role": "assistant", "content": ""}
         async for result in result_generator:
             output = result.outputs[0]
             self._raise_if_error(output.finish_reason, request_id)
             sampled.extend(output.token_ids)
-            said = _parsed_delta(parser, output, result.prompt_token_ids, request)
-            called = called or "tool_calls" in said
-            choice: Json = {"index": 0, "delta": delta | said, "finish_reason": None}
+            parsed = _parse_delta(parser, output, result.prompt_token_ids, request)
+            has_calls = has_calls or "tool_calls" in parsed
+            choice: Json = {"index": 0, "delta": delta | parsed, "finish_reason": None}
             if request.logprobs:
                 choice["logprobs"] = self._create_chat_logprobs(
                     token_ids=output.token_ids,
@@ -230,8 +230,8 @@ class ChatInChunks(OpenAIServingChat):
                 if delta:
                     chunk["prompt_token_ids"] = result.prompt_token_ids
             if output.finish_reason is not None:
-                named = not isinstance(request.tool_choice, str | None)  # the API then says `stop`
-                choice["finish_reason"] = _finish_reason(output.finish_reason, called and not named)
+                is_named_tool = not isinstance(request.tool_choice, str | None)  # the API then says `stop`
+                choice["finish_reason"] = _finish_reason(output.finish_reason, has_calls and not is_named_tool)
                 chunk["usage"] = _usage(result, sampled, parser if self._include_reasoning_tokens_details else None)
             elif not (choice["delta"] or request.logprobs or request.return_token_ids):
                 continue
@@ -239,14 +239,14 @@ class ChatInChunks(OpenAIServingChat):
             yield chunk
 
 
-def _finish_reason(engines: str | None, called: bool) -> str | None:
-    """The finish_reason of an answer. engines: the engine's; its `repetition` cuts an answer off, like a limit."""
-    if engines == "stop" and called:
+def _finish_reason(engine_reason: str | None, has_calls: bool) -> str | None:
+    """The finish_reason of an answer. engine_reason: the engine's; its `repetition` cuts an answer off, like a limit."""
+    if engine_reason == "stop" and has_calls:
         return "tool_calls"
-    return "length" if engines == "repetition" else engines
+    return "length" if engine_reason == "repetition" else engine_reason
 
 
-def _parsed_delta(
+def _parse_delta(
     parser: Parser | None, output: CompletionOutput, prompt: list[int] | None, request: ChatCompletionRequest
 ) -> Json:
     """The new content as a delta, {} while the parser has not classified it."""
@@ -262,8 +262,8 @@ def _parsed_delta(
         for call in message.tool_calls
         if call.index == 0 or request.parallel_tool_calls is not False
     ]
-    said = {"reasoning_content": message.reasoning, "content": message.content, "tool_calls": calls}
-    return {name: value for name, value in said.items() if value}
+    delta = {"reasoning_content": message.reasoning, "content": message.content, "tool_calls": calls}
+    return {name: value for name, value in delta.items() if value}
 
 
 def _with_arguments(call: Json) -> Json:
@@ -302,9 +302,9 @@ class ChatHandler:
         """
         tokens = Tokens()
         try:
-            answer = await self._ask(self._checked(request | {"stream": False}), call.seen, tokens)
+            answer = await self._ask(self._validate(request | {"stream": False}), call.seen, tokens)
         except ContextFull as full:
-            return self._nothing("chat.completion", "message", full.tokens)
+            return self._empty_answer("chat.completion", "message", full.tokens)
         assert isinstance(answer, ChatCompletionResponse)
         if tokens.aborted or any(choice.finish_reason == "abort" for choice in answer.choices):
             raise NotReady(CUT_OFF)  # vLLM would report the partial answer as completed
@@ -323,11 +323,11 @@ class ChatHandler:
     async def stream(self, request: Json, call: ModelCall) -> AsyncGenerator[Json]:
         """Chat Completion chunks; the one with the finish_reason has the token fields. Raises as `respond`."""
         tokens = Tokens()
-        checked = self._checked(request | {"stream": True})
+        checked = self._validate(request | {"stream": True})
         try:
             answer = await self._ask(checked, call.seen, tokens)
         except ContextFull as full:
-            yield self._nothing("chat.completion.chunk", "delta", full.tokens)
+            yield self._empty_answer("chat.completion.chunk", "delta", full.tokens)
             return
         assert not isinstance(answer, ChatCompletionResponse)
         try:
@@ -347,7 +347,7 @@ class ChatHandler:
     async def count(self, request: Json, call: ModelCall) -> int:
         """The number of tokens of the prompt; vLLM counts up to one beyond the context."""
         try:
-            rendered = await self._serving.render_chat_request(self._checked(request | {"stream": False}))
+            rendered = await self._serving.render_chat_request(self._validate(request | {"stream": False}))
         except ContextFull as full:
             return full.tokens
         except Exception as error:
@@ -356,7 +356,7 @@ class ChatHandler:
             raise refusal(rendered.error)
         return max(int(self._serving._extract_prompt_len(prompt)) for prompt in rendered[1])
 
-    def _checked(self, request: Json) -> ChatCompletionRequest:
+    def _validate(self, request: Json) -> ChatCompletionRequest:
         """The request as vLLM's own record. Raises BadRequest for unknown fields and invalid values."""
         body = {name: value for name, value in request.items() if name not in HOSTED}
         width = body.pop("beam_width", None)
@@ -380,11 +380,11 @@ class ChatHandler:
             raise refusal(create_error_response(error).error) from None
 
     async def _ask(
-        self, request: ChatCompletionRequest, seen: PriorCall | None, tokens: Tokens
+        self, request: ChatCompletionRequest, prior_call: PriorCall | None, tokens: Tokens
     ) -> ChatCompletionResponse | Chunks:
         """vLLM's answer, or its stream if the request asks for one. Raises ServiceError or ContextFull."""
         try:
-            await self._continue_from(seen, request)
+            await self._continue_from(prior_call, request)
             recorded.set(None if request.use_beam_search or (request.n or 1) > 1 else tokens)
             answer = await self._serving.create_chat_completion(request)
         except (ContextFull, ServiceError):
@@ -398,16 +398,16 @@ class ChatHandler:
             raise asyncio.CancelledError  # vLLM has turned the cancellation into an error answer
         raise refusal(answer.error)
 
-    async def _continue_from(self, seen: PriorCall | None, request: ChatCompletionRequest) -> None:
+    async def _continue_from(self, prior_call: PriorCall | None, request: ChatCompletionRequest) -> None:
         """Have vLLM continue from the ids of an earlier call, if the history is unchanged."""
-        if seen is None or seen.turn_goes_on or request.truncate_prompt_tokens is not None:
+        if prior_call is None or prior_call.turn_goes_on or request.truncate_prompt_tokens is not None:
             return
         rendered = await self._render(request)
         if rendered is None:
             return
-        ids = PriorTokens(seen.prompt_token_ids, seen.generation_token_ids)
+        ids = PriorTokens(prior_call.prompt_token_ids, prior_call.generation_token_ids)
         if not begins_with(rendered, ids):
-            history = await self._render(request, until=seen.place + 1)
+            history = await self._render(request, until=prior_call.place + 1)
             rendered = (history and splice(rendered, history, ids, self._ends)) or rendered
         request.kv_transfer_params = {"prompt_token_ids": rendered}
 
@@ -422,14 +422,14 @@ class ChatHandler:
         ids: list[int] | None = engine_input["prompt_token_ids"] if engine_input["type"] == "token" else None
         return ids
 
-    def _nothing(self, kind: str, said: str, prompt: int) -> Json:
+    def _empty_answer(self, kind: str, field: str, prompt: int) -> Json:
         """An empty answer to a conversation that leaves no room in the context. prompt: its number of tokens."""
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
             "model": self._serving.models.model_name(),
-            "choices": [{"index": 0, said: {"role": "assistant", "content": ""}, "finish_reason": "length"}],
+            "choices": [{"index": 0, field: {"role": "assistant", "content": ""}, "finish_reason": "length"}],
             "usage": {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt},
         }
 

@@ -55,11 +55,11 @@ class LoadingServer:
     def __init__(self, sockets: list[socket.socket], service: str) -> None:
         for sock in sockets:
             sock.setblocking(False)  # a caller may hang up between select and accept
-        self._ours, theirs = socket.socketpair()
+        self._parent_end, child_end = socket.socketpair()
         self._pid: int | None = os.fork()
         if self._pid == 0:
-            _run_placeholder_server(self._ours, theirs, sockets, service)
-        theirs.close()
+            _run_placeholder_server(self._parent_end, child_end, sockets, service)
+        child_end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -73,35 +73,35 @@ class LoadingServer:
         """Publish the service's status for the supervisor's display and for /ready."""
         print(f"{STATUS_PREFIX}{status}", flush=True)
         with contextlib.suppress(BrokenPipeError):  # the child was killed: the engine can load without it
-            self._ours.sendall(status.encode() + b"\n")
+            self._parent_end.sendall(status.encode() + b"\n")
 
     def leave(self) -> None:
         """End the child. Returns when it accepts no more connections."""
         if self._pid is None:
             return
         with contextlib.suppress(BrokenPipeError):
-            self._ours.sendall(LEAVE_MESSAGE)
+            self._parent_end.sendall(LEAVE_MESSAGE)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
-        self._ours.close()
+        self._parent_end.close()
         self._pid = None
 
 
 def _run_placeholder_server(
-    ours: socket.socket, theirs: socket.socket, sockets: list[socket.socket], service: str
+    parent_end: socket.socket, child_end: socket.socket, sockets: list[socket.socket], service: str
 ) -> None:
     """The main function of the child; it never returns into the event loop that it was forked from."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # it ends with its parent
-        ours.close()
-        _attend(theirs, sockets, service)
+        parent_end.close()
+        _serve(child_end, sockets, service)
     finally:
         os._exit(0)
 
 
-def _attend(channel: socket.socket, sockets: list[socket.socket], service: str) -> None:
+def _serve(channel: socket.socket, sockets: list[socket.socket], service: str) -> None:
     """Serve until the parent says so, and then until the accepted callers have their answers."""
     status = "starting"
     deadline: float | None = None
@@ -113,21 +113,21 @@ def _attend(channel: socket.socket, sockets: list[socket.socket], service: str) 
         for key, _ in watched.select(None if deadline is None else deadline - time.monotonic()):
             sock = cast(socket.socket, key.fileobj)
             if sock in sockets:
-                _let_in(sock, watched, heads)
+                _accept(sock, watched, heads)
             elif sock is not channel:
-                if _has_left(sock, heads, service, status):
+                if _read_and_answer(sock, heads, service, status):
                     heads.pop(sock, None)
                     watched.unregister(sock)
                     sock.close()
-            elif (said := channel.recv(4096)) and LEAVE_MESSAGE not in said:
-                status = said.decode().splitlines()[-1]
+            elif (message := channel.recv(4096)) and LEAVE_MESSAGE not in message:
+                status = message.decode().splitlines()[-1]
             else:
                 deadline = time.monotonic() + DRAIN_S
                 for sock in (channel, *sockets):
                     watched.unregister(sock)
 
 
-def _let_in(listening: socket.socket, watched: selectors.BaseSelector, heads: dict[socket.socket, bytes]) -> None:
+def _accept(listening: socket.socket, watched: selectors.BaseSelector, heads: dict[socket.socket, bytes]) -> None:
     with contextlib.suppress(OSError):  # the caller went away
         caller = listening.accept()[0]
         caller.setblocking(False)
@@ -135,21 +135,21 @@ def _let_in(listening: socket.socket, watched: selectors.BaseSelector, heads: di
         watched.register(caller, selectors.EVENT_READ)
 
 
-def _has_left(caller: socket.socket, heads: dict[socket.socket, bytes], service: str, status: str) -> bool:
+def _read_and_answer(caller: socket.socket, heads: dict[socket.socket, bytes], service: str, status: str) -> bool:
     """Read from a caller and answer a complete request. True once the caller has hung up.
 
     The caller closes first: closing with unread bytes would reset the connection and lose the answer.
     """
     try:
-        heard = caller.recv(MAX_HEAD_BYTES)
-        if heard and caller in heads:
-            heads[caller] += heard
+        data = caller.recv(MAX_HEAD_BYTES)
+        if data and caller in heads:
+            heads[caller] += data
             if b"\r\n\r\n" in heads[caller] or len(heads[caller]) >= MAX_HEAD_BYTES:
                 caller.sendall(_reply(heads.pop(caller).split(b"\r\n", 1)[0], service, status))
                 caller.shutdown(socket.SHUT_WR)
     except OSError:
         return True
-    return not heard
+    return not data
 
 
 def _reply(request_line: bytes, service: str, status: str) -> bytes:

@@ -53,8 +53,8 @@ class LoggedErrors:
         """The first logged exception as one line, such as `ValueError: ...`, or None."""
         if self._file is None:
             return None
-        found = first_reason(os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace"))
-        return None if found is None else " ".join(found.split())[:MAX_CHARACTERS].rstrip(".")
+        reason = first_reason(os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace"))
+        return None if reason is None else " ".join(reason.split())[:MAX_CHARACTERS].rstrip(".")
 
 
 @contextmanager
@@ -104,11 +104,11 @@ def with_errors(level: str, path: str) -> dict[str, Any]:
 def first_reason(text: str) -> str | None:
     """The first exception in the records, such as `ValueError: ...`. Other processes fail because of it."""
     for record in text.split(RECORD):
-        _, found, trace = record.rpartition(TRACEBACK)
+        _, separator, trace = record.rpartition(TRACEBACK)
         lines = trace.splitlines()
         while lines and lines[0].startswith(" "):
             del lines[0]
-        if found and lines:
+        if separator and lines:
             return "\n".join(lines)
     return None
 

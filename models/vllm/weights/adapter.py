@@ -46,11 +46,11 @@ def linear_layers(config: VllmConfig, service: str) -> list[str]:
     return sorted(set(names))
 
 
-def beside(layers: Sequence[str], ours: Shapes) -> Shapes:
+def beside(layers: Sequence[str], shapes: Shapes) -> Shapes:
     """The weight matrices [out, in] of our checkpoint in these layers."""
     return {
         name: shape
-        for name, shape in ours.items()
+        for name, shape in shapes.items()
         if len(shape) == 2 and name.endswith(".weight") and name.split(".")[-2] in layers
     }
 

@@ -62,7 +62,7 @@ class Transfer:
             init_info = {"packed": False}
         await self._engine.shutdown_weight_transfer_engine()
         try:
-            await self._within(
+            await self._with_timeout(
                 self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)),
                 "the trainer did not connect",
             )
@@ -95,11 +95,11 @@ class Transfer:
 
     async def _or_broken(self, work: Awaitable[Any]) -> None:
         try:
-            await self._within(work, "the trainer sent nothing")
+            await self._with_timeout(work, "the trainer sent nothing")
         except BaseException as error:
             raise self.broken(str(error)) from error
 
-    async def _within(self, work: Awaitable[Any], problem: str) -> None:
+    async def _with_timeout(self, work: Awaitable[Any], problem: str) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
                 await work

@@ -136,7 +136,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         match = FLAG.fullmatch(argument)
         if match and (match["plus"] or match["key"].partition(".")[0] in (*SAME, *SPECIAL, *NOT_NEEDED)):
-            result += _ours(match["key"], match["value"])
+            result += _translate_option(match["key"], match["value"])
         else:
             result.append(argument)
     return result
@@ -150,7 +150,7 @@ def hint(arguments: Sequence[str]) -> str | None:
     )
 
 
-def _ours(key: str, text: str) -> list[str]:
+def _translate_option(key: str, text: str) -> list[str]:
     value = _value(key, text)
     if key in SAME:
         return [] if value is None else [SAME[key], text if isinstance(value, str) else str(value)]

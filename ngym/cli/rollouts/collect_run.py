@@ -111,8 +111,8 @@ class Options:
     @property
     def recipe(self) -> CollectionPlan:
         params: Json = dict(map(_setting, self.settings))
-        named = {"temperature": self.temperature, "max_output_tokens": self.max_output_tokens}
-        params |= {key: value for key, value in named.items() if value is not None}
+        sampling = {"temperature": self.temperature, "max_output_tokens": self.max_output_tokens}
+        params |= {key: value for key, value in sampling.items() if value is not None}
         return CollectionPlan(self.agent, self.repeats, self.limit, params, self.seed, _mapping(self.mapped))
 
     @property
@@ -177,11 +177,11 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
         UsageError: as without --dry-run, except that an existing output only prints a note.
     """
     check_places(options.output, options.inputs)
-    earlier = _earlier(options)
+    earlier = _read_existing(options)
     if options.resume and (earlier.done or earlier.failed):
         source = CollectionSettings(options.inputs, options.recipe, options.token_format, known.services)
         RunRecord.resumed(CollectionPaths.beside(options.output).run, source, options.output)
-    plan = _planned(options, known, earlier if options.resume else ExistingOutput())
+    plan = _make_plan(options, known, earlier if options.resume else ExistingOutput())
     needed = sorted(config.only(plan.agents).services) if config else None
     if options.as_json:
         click.echo(orjson.dumps(_as_json(options, known, plan, needed)))
@@ -191,7 +191,7 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
         click.echo(f"{options.output} already holds rollouts: --resume or --overwrite is needed", err=True)
 
 
-def _earlier(options: Options) -> ExistingOutput:
+def _read_existing(options: Options) -> ExistingOutput:
     paths, earlier = CollectionPaths.beside(options.output), ExistingOutput()
     for path in (paths.output, paths.failures):
         for line in read(path) if path.is_file() else ():
@@ -214,7 +214,7 @@ def _key(row: Json) -> RolloutKey | None:
         return None
 
 
-def _planned(options: Options, known: Discovered, earlier: ExistingOutput) -> Plan:
+def _make_plan(options: Options, known: Discovered, earlier: ExistingOutput) -> Plan:
     plan: Plan | None = None
     replaced: Counter[str] = Counter()
     rows = input_rows(options.inputs, options.recipe, known.agents, replaced)
@@ -253,8 +253,8 @@ def _print(options: Options, known: Discovered, plan: Plan, needed: list[str] | 
         click.echo(replaced_note(options.agent, plan.replaced))
     click.echo(f"{len(plan.tasks):,} tasks, {options.concurrency:,} rollouts at once")
     if plan.done or plan.given_up:
-        left = plan.rollouts - plan.done - plan.given_up
-        click.echo(f"--resume: {plan.done:,} are done, {plan.given_up:,} given up; {left:,} to go")
+        remaining = plan.rollouts - plan.done - plan.given_up
+        click.echo(f"--resume: {plan.done:,} are done, {plan.given_up:,} given up; {remaining:,} to go")
     where = (
         f"by the run at {known.head_url or options.head}"
         if needed is None
@@ -267,12 +267,12 @@ def collect_into_files(options: Options) -> int:
     """Run the whole command; returns its exit code. A signal at any moment ends it as Ctrl-C does."""
     try:
         with signals_as_keyboard_interrupt():
-            return _collected(options)
+            return _collect_and_report(options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def _collected(options: Options) -> int:
+def _collect_and_report(options: Options) -> int:
     starts = bool(options.configs) and not options.dry_run
     launcher = ZygoteClient.start() if starts else None  # before the checks: its imports take longer than they do
     try:
@@ -330,7 +330,7 @@ class Command:
             try:
                 if store.progress.left:
                     tracing.begin(config.tracing if config else tracing_of(self.known.services), OWNER)
-                    event_loop.run(self._collect(session, self._reached(store, config, launcher)))
+                    event_loop.run(self._collect(session, self._connect(store, config, launcher)))
                 else:
                     session.status = "done"
                     store.finish(session.status)
@@ -392,7 +392,7 @@ class Command:
         self._task.cancel()
 
     @asynccontextmanager
-    async def _reached(
+    async def _connect(
         self, store: CollectionFiles, config: Config | None, launcher: ZygoteClient | None
     ) -> AsyncIterator[ConnectedServices]:
         """The services: started here, or those of a running head."""

@@ -31,10 +31,10 @@ Exit codes: 0    train.jsonl, validation.jsonl and manifest.json are written
             130  interrupted; fetched files stay, and the next command continues"""
 
 
-def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+def _names(ctx: click.Context, parameter: click.Parameter, prefix: str) -> list[str]:
     from ngym.prepare import find_sets
 
-    return [name for name in find_sets((Path.cwd(), shipped())) if name.startswith(begun)]
+    return [name for name in find_sets((Path.cwd(), shipped())) if name.startswith(prefix)]
 
 
 @command("ng_prepare", epilog=EXIT_CODES)
@@ -94,19 +94,19 @@ def main(
     from ngym.prepare import MANIFEST, check_free, find_set, find_sets
     from ngym.supervise.zygote_client import ZygoteClient
 
-    chosen = find_set(find_sets((Path.cwd(), shipped())), name)
-    chosen = _at(chosen, revision) if revision else chosen
-    folder = output or Path("data") / chosen.name
-    check_free(folder, chosen.name)
+    public_set = find_set(find_sets((Path.cwd(), shipped())), name)
+    public_set = _at(public_set, revision) if revision else public_set
+    folder = output or Path("data") / public_set.name
+    check_free(folder, public_set.name)
     mirrors = Mirrors(cache, hub.rstrip("/"), github.rstrip("/"), hub_token)
     if dry_run:
-        show_plan(chosen, mirrors, folder, _environment(chosen, configs)[1], as_json)
+        show_plan(public_set, mirrors, folder, _environment(public_set, configs)[1], as_json)
         return
     say = partial(click.echo, err=as_json)
-    paths = _download(chosen, mirrors, say)
+    paths = _download(public_set, mirrors, say)
     launcher = ZygoteClient.start()
     try:
-        asyncio.run(_prepare(chosen, paths, folder, limit, configs, launcher, say))
+        asyncio.run(_prepare(public_set, paths, folder, limit, configs, launcher, say))
     finally:
         launcher.close()
     if as_json:
@@ -122,12 +122,12 @@ class Mirrors(NamedTuple):
     github: str
     token: str | None
 
-    def url(self, chosen: PublicSet, file: File) -> str:
-        return chosen.url(file, self.hub, self.github)
+    def url(self, public_set: PublicSet, file: File) -> str:
+        return public_set.url(file, self.hub, self.github)
 
-    def paths(self, chosen: PublicSet) -> dict[File, Path]:
-        home = self.cache / chosen.repo.replace("/", "__") / chosen.revision
-        return {file: home / file.path for part in chosen.parts for file in part.files}
+    def paths(self, public_set: PublicSet) -> dict[File, Path]:
+        home = self.cache / public_set.repo.replace("/", "__") / public_set.revision
+        return {file: home / file.path for part in public_set.parts for file in part.files}
 
 
 HEADER = ("NAME", "ENVIRONMENT", "ROWS", "LICENCE", "SOURCE")
@@ -158,40 +158,40 @@ def show_sets(as_json: bool) -> None:
     click.echo(f"\n{SEEN}")
 
 
-def show_plan(chosen: PublicSet, mirrors: Mirrors, folder: Path, stanza: Stanza, as_json: bool) -> None:
+def show_plan(public_set: PublicSet, mirrors: Mirrors, folder: Path, stanza: Stanza, as_json: bool) -> None:
     files = [
-        {"url": mirrors.url(chosen, file), "path": str(path), "there": path.is_file(), "sha256": file.sha256}
-        for file, path in mirrors.paths(chosen).items()
+        {"url": mirrors.url(public_set, file), "path": str(path), "there": path.is_file(), "sha256": file.sha256}
+        for file, path in mirrors.paths(public_set).items()
     ]
     if as_json:
-        plan = {"set": chosen.name, "licence": chosen.licence, "files": files, "output": str(folder)}
+        plan = {"set": public_set.name, "licence": public_set.licence, "files": files, "output": str(folder)}
         click.echo(orjson.dumps({**plan, "tried_on": stanza.name, "where": stanza.where}))
         return
     for file in files:
         click.echo(f"{'has it already' if file['there'] else 'would fetch'}: {file['url']}")
-    click.echo(f"would check each row on {stanza.name} ({stanza.where}) and write {folder} ({chosen.licence})")
+    click.echo(f"would check each row on {stanza.name} ({stanza.where}) and write {folder} ({public_set.licence})")
 
 
-def _at(chosen: PublicSet, revision: str) -> PublicSet:
+def _at(public_set: PublicSet, revision: str) -> PublicSet:
     if len(revision) != 40 or set(revision) - set("0123456789abcdef"):
         raise UsageError(f"--revision {revision}: must be a commit, 40 hex digits; a branch may change")
-    return chosen.at(revision)
+    return public_set.at(revision)
 
 
-def _download(chosen: PublicSet, mirrors: Mirrors, say: Callable[[str], None]) -> dict[File, Path]:
+def _download(public_set: PublicSet, mirrors: Mirrors, say: Callable[[str], None]) -> dict[File, Path]:
     from ngym.prepare import fetch
 
-    paths = mirrors.paths(chosen)
+    paths = mirrors.paths(public_set)
     for file, path in paths.items():
-        url = mirrors.url(chosen, file)
+        url = mirrors.url(public_set, file)
         if not path.is_file():
             say(f"fetching {url}")
-        fetch(url, path, file.sha256, mirrors.token if chosen.host == "hugging_face" else None)
+        fetch(url, path, file.sha256, mirrors.token if public_set.host == "hugging_face" else None)
     return paths
 
 
 async def _prepare(
-    chosen: PublicSet,
+    public_set: PublicSet,
     paths: Mapping[File, Path],
     folder: Path,
     limit: int | None,
@@ -202,21 +202,21 @@ async def _prepare(
     from ngym.cli.environments import started
     from ngym.prepare import accepted, converted, digest, distinct, some, write
 
-    config, stanza = _environment(chosen, configs)
+    config, stanza = _environment(public_set, configs)
     left_out: Counter[str] = Counter()
     agent = _agent(config, stanza.name)
-    rows = distinct(converted(chosen, paths, agent, limit, left_out), left_out)
+    rows = distinct(converted(public_set, paths, agent, limit, left_out), left_out)
     say(f"checking {sum(map(len, rows.values())):,} rows on {stanza.name}")
     async with started(config, {stanza.name}, launcher) as peers:
         rows = await accepted(peers[stanza.name], rows, left_out)
     if not any(rows.values()):
-        raise NgymError("\n".join([f"none of {chosen.name}'s records made a row:", *some(left_out, SHOWN)]))
+        raise NgymError("\n".join([f"none of {public_set.name}'s records made a row:", *some(left_out, SHOWN)]))
     files = [{"path": file.path, "sha256": digest(path), "expected": file.sha256} for file, path in paths.items()]
-    write(folder, chosen, rows, left_out, files)
-    _report(chosen, folder, rows, left_out, say)
+    write(folder, public_set, rows, left_out, files)
+    _report(public_set, folder, rows, left_out, say)
 
 
-def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, Stanza]:
+def _environment(public_set: PublicSet, configs: Sequence[Path]) -> tuple[Config, Stanza]:
     """The config and the stanza whose server checks the rows: the user's config, else the shipped one."""
     from ngym.config.service_config import load_config
     from ngym.validation import app_folder
@@ -227,9 +227,11 @@ def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, St
         for stanza in config.services.values() if config else ():
             if config is None or stanza.kind != "gym_server" or stanza.app is None:
                 continue
-            if app_folder(stanza.app).name == chosen.environment:
+            if app_folder(stanza.app).name == public_set.environment:
                 return config, stanza
-    raise UsageError(f"{', '.join(map(str, own)) or DEFAULT}: no gym server {chosen.environment!r} to check the rows")
+    raise UsageError(
+        f"{', '.join(map(str, own)) or DEFAULT}: no gym server {public_set.environment!r} to check the rows"
+    )
 
 
 def _agent(config: Config, gym: str) -> str:
@@ -239,7 +241,7 @@ def _agent(config: Config, gym: str) -> str:
 
 
 def _report(
-    chosen: PublicSet,
+    public_set: PublicSet,
     folder: Path,
     rows: Mapping[Split, list[Converted]],
     left_out: Counter[str],
@@ -248,11 +250,11 @@ def _report(
     from ngym.prepare import some
 
     counts = ", ".join(f"{len(rows[split]):,} for {what}" for split, what in _WHAT.items())
-    say(f"{folder}: {counts} ({chosen.licence}); manifest.json records the sources")
+    say(f"{folder}: {counts} ({public_set.licence}); manifest.json records the sources")
     if left_out:
         say("\n".join([f"left out: {left_out.total():,}", *some(left_out, SHOWN)]))
-    if chosen.note:
-        say(chosen.note)
+    if public_set.note:
+        say(public_set.note)
 
 
 _WHAT: dict[Split, str] = {"train": "training", "validation": "validation"}

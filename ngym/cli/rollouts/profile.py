@@ -100,8 +100,8 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
     click.echo(f"  no signal {nothing:>8,}  {nothing / len(tasks):6.1%}  (all rewards equal, or fewer than two)")
     counts = Counter(min(BARS - 1, int(rate * BARS)) for rate in rates)
     for bar in range(BARS):
-        drawn = "#" * round(WIDTH * counts[bar] / max(counts.values(), default=1))
-        click.echo(f"  {bar / BARS:.1f} - {(bar + 1) / BARS:.1f} {counts[bar]:>8,}  {drawn}")
+        bar_text = "#" * round(WIDTH * counts[bar] / max(counts.values(), default=1))
+        click.echo(f"  {bar / BARS:.1f} - {(bar + 1) / BARS:.1f} {counts[bar]:>8,}  {bar_text}")
 
 
 def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:

@@ -79,7 +79,7 @@ def main(
     if dry_run:
         _show(_needs(load_config(configs, overrides), inputs, models), output, as_json)
         return
-    with signals_as_keyboard_interrupt(), _replaced(output) as file:
+    with signals_as_keyboard_interrupt(), _replace_file(output) as file:
         check_new_output(output, inputs, overwrite)  # another process may have written it before the lock
         launcher = ZygoteClient.start()
         try:
@@ -124,7 +124,7 @@ def _show(needs: RequiredServices, output: Path, as_json: bool) -> None:
 
 
 @contextmanager
-def _replaced(output: Path) -> Iterator[BinaryIO]:
+def _replace_file(output: Path) -> Iterator[BinaryIO]:
     """A file beside the output, locked, that becomes the output if the block succeeds. A killed run's is replaced. A link
     stays a link.
 
@@ -168,9 +168,9 @@ async def _reverify(
     report = _Report()
     async with started(needs.config, needs.services, launcher) as peers:
         with writing(output):
-            async for again in reverified(_rows(inputs), _of(needs.gyms, peers), concurrency):
-                report.add(again)
-                file.write(orjson.dumps(again.row) + b"\n")
+            async for result in reverified(_rows(inputs), _gym_of_row(needs.gyms, peers), concurrency):
+                report.add(result)
+                file.write(orjson.dumps(result.row) + b"\n")
     return report
 
 
@@ -208,7 +208,7 @@ def _gym(config: Config, agent: str, source: str) -> str:
     return str(gym)
 
 
-def _of(gyms: dict[str, str], peers: Peers) -> Callable[[Json], Peer]:
+def _gym_of_row(gyms: dict[str, str], peers: Peers) -> Callable[[Json], Peer]:
     return lambda row: peers[gyms[str(agent_name(row))]]
 
 
@@ -219,16 +219,16 @@ class _Report:
         self.rows = self.same = self.failed = self.lost = 0
         self.changed: list[str] = []
 
-    def add(self, again: ReverifiedRollout) -> None:
+    def add(self, result: ReverifiedRollout) -> None:
         self.rows += 1
-        if again.failure is not None:
+        if result.failure is not None:
             self.failed += 1
-            click.echo(sanitized(f"row {self.rows}: {again.failure}"), err=True)
-        elif again.before == again.after:
+            click.echo(sanitized(f"row {self.rows}: {result.failure}"), err=True)
+        elif result.before == result.after:
             self.same += 1
         else:
-            self.lost += again.after is None
-            self.changed.append(f"row {self.rows}: {again.before} -> {again.after}")
+            self.lost += result.after is None
+            self.changed.append(f"row {self.rows}: {result.before} -> {result.after}")
 
     def show(self, output: Path, as_json: bool) -> None:
         if as_json:

@@ -40,17 +40,17 @@ def of_config(stanzas: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterato
     yield from (f"ngym.{key}" for key in of_model(config, "Settings"))
 
 
-def completions(keys: Iterable[str], begun: str) -> list[str]:
+def completions(keys: Iterable[str], prefix: str) -> list[str]:
     """The possible next words, up to the next `.` or `=`."""
-    stem = begun[: begun.rfind(".") + 1]
-    rest = (key.removeprefix(stem).partition(".") for key in keys if key.startswith(begun))
+    stem = prefix[: prefix.rfind(".") + 1]
+    rest = (key.removeprefix(stem).partition(".") for key in keys if key.startswith(prefix))
     return list(dict.fromkeys(f"{stem}{word}{dot or '='}" for word, dot, _ in rest))
 
 
 def of_model(file: Path, name: str) -> Iterator[str]:
     """Every key of a pydantic model and of the models inside it; lists and maps have no keys."""
-    found = _find(file, name)
-    return _keys(found) if found and isinstance(found.node, ast.ClassDef) else iter(())
+    definition = _find(file, name)
+    return _keys(definition) if definition and isinstance(definition.node, ast.ClassDef) else iter(())
 
 
 def _of_app(app: str, folder: Path) -> Iterator[str]:
@@ -62,9 +62,9 @@ def _of_app(app: str, folder: Path) -> Iterator[str]:
     if not app or file is None:
         return iter(())
     made = _definitions(file).get("app")
-    named = made.node.keywords if made and isinstance(made.node, ast.Call) else ()
-    given = (each.value.id for each in named if each.arg == "options" and isinstance(each.value, ast.Name))
-    return of_model(file, next(given, "Options"))
+    keywords = made.node.keywords if made and isinstance(made.node, ast.Call) else ()
+    option_classes = (each.value.id for each in keywords if each.arg == "options" and isinstance(each.value, ast.Name))
+    return of_model(file, next(option_classes, "Options"))
 
 
 def _keys(model: Definition) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _fields(model: Definition) -> dict[str, tuple[Path, ast.expr]]:
     file, node = model
     if not isinstance(node, ast.ClassDef):
         return {}
-    bases = [found for base in node.bases if isinstance(base, ast.Name) and (found := _find(file, base.id))]
+    bases = [definition for base in node.bases if isinstance(base, ast.Name) and (definition := _find(file, base.id))]
     fields = {name: field for base in bases for name, field in _fields(base).items()}
     own = (each for each in node.body if isinstance(each, ast.AnnAssign) and not _is_class_variable(each.annotation))
     return fields | {each.target.id: (file, each.annotation) for each in own if isinstance(each.target, ast.Name)}
@@ -111,40 +111,40 @@ def _models(file: Path, annotation: ast.expr) -> Iterator[Definition]:
             yield from _models(file, kind)
         case ast.Subscript(value=ast.Name(id="SerializeAsAny"), slice=kind):
             yield from _models(file, kind)
-        case ast.Name(id=name) if found := _find(file, name):
-            if isinstance(found.node, ast.ClassDef):
-                yield found
+        case ast.Name(id=name) if definition := _find(file, name):
+            if isinstance(definition.node, ast.ClassDef):
+                yield definition
             else:
-                yield from _models(found.file, found.node)
+                yield from _models(definition.file, definition.node)
 
 
 def _find(file: Path, name: str) -> Definition | None:
     """The definition of a name that this file uses, following imports; None if it is not in the sources of ngym."""
-    found = _definitions(file).get(name)
-    return found if found else next((_find(*place) for place in [_imports(file).get(name)] if place), None)
+    definition = _definitions(file).get(name)
+    return definition if definition else next((_find(*place) for place in [_imports(file).get(name)] if place), None)
 
 
 @cache
 def _definitions(file: Path) -> dict[str, Definition]:
     """The classes and constants of a file."""
-    found: dict[str, Definition] = {}
+    definitions: dict[str, Definition] = {}
     for node in _statements(file):
         match node:
             case ast.ClassDef(name=name):
-                found[name] = Definition(file, node)
+                definitions[name] = Definition(file, node)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                found[name] = Definition(file, value)
-    return found
+                definitions[name] = Definition(file, value)
+    return definitions
 
 
 @cache
 def _imports(file: Path) -> dict[str, tuple[Path, str]]:
     """Name -> the file of ngym that it is imported from, and its name there."""
-    found: dict[str, tuple[Path, str]] = {}
+    imports: dict[str, tuple[Path, str]] = {}
     for node in _statements(file):
         if isinstance(node, ast.ImportFrom) and (source := _source(file, node)):
-            found |= {each.asname or each.name: (source, each.name) for each in node.names}
-    return found
+            imports |= {each.asname or each.name: (source, each.name) for each in node.names}
+    return imports
 
 
 def _source(file: Path, node: ast.ImportFrom) -> Path | None:
@@ -169,37 +169,37 @@ def _statements(file: Path) -> list[ast.stmt]:
 def services(*kinds: str) -> Completer:
     """A `shell_complete=` function: the services of these kinds, or all, in the config of the command line."""
 
-    def complete(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    def complete(ctx: click.Context, parameter: click.Parameter, prefix: str) -> list[str]:
         stanzas = [stanza for file in _files(ctx) for stanza in _stanzas(file)]
-        return [name for name, stanza in stanzas if name.startswith(begun) and (not kinds or stanza["kind"] in kinds)]
+        return [name for name, stanza in stanzas if name.startswith(prefix) and (not kinds or stanza["kind"] in kinds)]
 
     return complete
 
 
-def overrides(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+def overrides(ctx: click.Context, parameter: click.Parameter, prefix: str) -> list[CompletionItem]:
     """A `shell_complete=` function: the keys of the config of the command line."""
 
     files = _files(ctx)
     stanzas: dict[str, dict[str, Any]] = {}
     for file in files:
         for name, stanza in _stanzas(file):
-            if name.startswith(begun.partition(".")[0]):
+            if name.startswith(prefix.partition(".")[0]):
                 stanzas[name] = stanzas.get(name, {}) | stanza
-    return keys(list(of_config(stanzas, files[0].parent)), ctx, parameter, begun)
+    return keys(list(of_config(stanzas, files[0].parent)), ctx, parameter, prefix)
 
 
-def keys(known: Sequence[str], ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+def keys(known: Sequence[str], ctx: click.Context, parameter: click.Parameter, prefix: str) -> list[CompletionItem]:
     """The possible completions of these keys, or a file as the value of one."""
 
     if is_value(known, ctx, parameter):
-        return [CompletionItem(begun, type="file")]
-    return [CompletionItem(word) for word in completions(known, begun)]
+        return [CompletionItem(prefix, type="file")]
+    return [CompletionItem(word) for word in completions(known, prefix)]
 
 
 def is_value(known: Sequence[str], ctx: click.Context, parameter: click.Parameter) -> bool:
     """Whether the word follows a key's `=`, which bash treats as a separate word."""
-    given = ctx.params.get(parameter.name or "") or ("",)
-    return given[-1] == "=" or given[-1] in known
+    words = ctx.params.get(parameter.name or "") or ("",)
+    return words[-1] == "=" or words[-1] in known
 
 
 def _files(ctx: click.Context) -> Sequence[Path]:

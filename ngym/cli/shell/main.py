@@ -63,9 +63,9 @@ def ended(run: Callable[[], object], name: str) -> int:
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     except click.ClickException as error:
-        return _say(_of_click(error, name), error.exit_code)
+        return _say(_usage_line(error, name), error.exit_code)
     except NgymError as error:
-        if _lost_folder():
+        if _is_folder_missing():
             return _say(DELETED, EXIT_USAGE)
         return _say(str(error), _code(error))
     except OSError as error:
@@ -100,7 +100,7 @@ def _say(text: str, code: int) -> int:
     return code
 
 
-def _of_click(error: click.ClickException, name: str) -> str:
+def _usage_line(error: click.ClickException, name: str) -> str:
     """A mistake on the command line as one line."""
     text = " ".join(error.format_message().split())
     if not isinstance(error, click.UsageError):
@@ -127,7 +127,7 @@ def _of_system(error: OSError, name: str) -> int:
     if isinstance(error, BrokenPipeError):
         _give_up_output()
         return EXIT_FAILED
-    if _lost_folder():
+    if _is_folder_missing():
         return _say(DELETED, EXIT_USAGE)
     reason = error.strerror or str(error)
     if error.errno in DISK_FULL:
@@ -170,7 +170,7 @@ def _give_up_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _lost_folder() -> bool:
+def _is_folder_missing() -> bool:
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -243,8 +243,8 @@ def context_settings() -> dict[str, Any]:
     return {"help_option_names": ["-h", "--help"], "max_content_width": 100, "color": color}
 
 
-def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
+def _print_version(ctx: click.Context, _: click.Parameter, enabled: bool) -> None:
+    if enabled and not ctx.resilient_parsing:
         click.echo(f"{ctx.command_path} (ngym) {__version__}")
         ctx.exit()
 
@@ -313,20 +313,22 @@ class Choice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         near = get_close_matches(str(value), self.choices, n=1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
-        return super().get_invalid_choice_message(value, ctx).rstrip(".") + meant
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return super().get_invalid_choice_message(value, ctx).rstrip(".") + hint
 
 
 def command(name: str, epilog: str = "", cls: type[Command] = Command) -> Callable[[Callable[..., Any]], Command]:
     """`@command("ng_run")` instead of `@click.command`. The epilog's lines are kept as they are."""
-    kept = "\b\n" + epilog if epilog else None
-    return click.command(name, cls=cls, epilog=kept, context_settings=context_settings())
+    epilog_text = "\b\n" + epilog if epilog else None
+    return click.command(name, cls=cls, epilog=epilog_text, context_settings=context_settings())
 
 
 def count(name: str, help: str, default: int | None = None) -> Callable[[Function], Function]:
     """An option with a whole number, 1 or more."""
-    shown = default is not None
-    return click.option(name, type=click.IntRange(1), default=default, show_default=shown, metavar="N", help=help)
+    show_default = default is not None
+    return click.option(
+        name, type=click.IntRange(1), default=default, show_default=show_default, metavar="N", help=help
+    )
 
 
 def on_option(help: str) -> Callable[[Function], Function]:
@@ -359,9 +361,16 @@ def hub_token_option(help: str) -> Callable[[Function], Function]:
 
 def config_files(help: str, *default: str) -> Callable[[Function], Function]:
     """`--config FILE ...`, as `configs`."""
-    path, shown = click.Path(path_type=Path), bool(default)
+    path, show_default = click.Path(path_type=Path), bool(default)
     return click.option(
-        "--config", "configs", multiple=True, type=path, default=default, show_default=shown, metavar="FILE", help=help
+        "--config",
+        "configs",
+        multiple=True,
+        type=path,
+        default=default,
+        show_default=show_default,
+        metavar="FILE",
+        help=help,
     )
 
 
@@ -383,8 +392,8 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-def _command_names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    return [name for name in COMMANDS if name.startswith(begun)]
+def _command_names(ctx: click.Context, parameter: click.Parameter, prefix: str) -> list[str]:
+    return [name for name in COMMANDS if name.startswith(prefix)]
 
 
 @main.command("help", cls=Command, context_settings=context_settings())
@@ -402,9 +411,9 @@ def help_of(ctx: click.Context, name: str | None) -> None:
     if name is None:
         click.echo(ng.get_help())
         return
-    found, named, _ = ng.command.resolve_command(ng, [name])
-    assert isinstance(named, Command)
-    with click.Context(named, info_name=found, parent=ng) as context:
+    resolved_name, command, _ = ng.command.resolve_command(ng, [name])
+    assert isinstance(command, Command)
+    with click.Context(command, info_name=resolved_name, parent=ng) as context:
         click.echo(context.get_help())
 
 

@@ -21,7 +21,7 @@ LAST_LINES = 12
 
 
 class Background(NamedTuple):
-    """A command that runs beside the steps, with its output in a file."""
+    """A command that runs in the background of the steps, with its output in a file."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -58,14 +58,14 @@ class Walkthrough:
 
     @contextmanager
     def background(self, log: Path, name: str, *arguments: str) -> Iterator[None]:
-        """Run `ng_<name>` beside the steps of this block, with its output in the file `log`. It stops with the block,
+        """Run `ng_<name>` in the background of this block, with its output in the file `log`. It stops with the block,
         and also when this process dies. If it ends by itself, the step that runs then is stopped, and so is the walk.
         """
         self._show(shlex.join([f"ng_{name}", *arguments]) + f" > {shlex.quote(str(log))} 2>&1 &")
         if self.dry_run:
             yield
         else:
-            with _beside([sys.executable, "-m", "ngym", name, *arguments], log) as process:
+            with _background_command([sys.executable, "-m", "ngym", name, *arguments], log) as process:
                 self._background = Background(f"ng_{name}", process, log)
                 try:
                     yield
@@ -84,11 +84,13 @@ class Walkthrough:
         """Run a step. A failed step has printed its error, so this command only ends with the same exit code."""
         if self.dry_run:
             return
-        beside = self._background
-        code = _exit_code(arguments, sys.stderr.fileno() if self.err else None, beside.process if beside else None)
-        if beside is not None and beside.process.poll() is not None:
-            _report(beside)
-            sys.exit(_shell_code(beside.process.returncode) or 1)
+        background = self._background
+        code = _exit_code(
+            arguments, sys.stderr.fileno() if self.err else None, background.process if background else None
+        )
+        if background is not None and background.process.poll() is not None:
+            _report(background)
+            sys.exit(_shell_code(background.process.returncode) or 1)
         if code:
             click.echo(f"{name} ended with exit code {code}; its message is above", err=True)
             sys.exit(_shell_code(code))
@@ -109,27 +111,27 @@ def _report(ended: Background) -> None:
     )
 
 
-def _exit_code(arguments: Sequence[str], stdout: int | None, beside: subprocess.Popen[bytes] | None = None) -> int:
+def _exit_code(arguments: Sequence[str], stdout: int | None, background: subprocess.Popen[bytes] | None = None) -> int:
     """The exit code of a step. A step is never left running: it stops what it has started, and this waits for it.
 
-    beside: a process that the step needs; when it ends, the step is stopped.
+    background: a process that the step needs; when it ends, the step is stopped.
 
     Raises:
         KeyboardInterrupt, SystemExit: for the first signal, once the step has ended.
     """
     process: subprocess.Popen[bytes] | None = None
-    with _passed_on(lambda: process) as came:
+    with _forward_signals(lambda: process) as signals:
         process = subprocess.Popen(arguments, stdout=stdout)
-        if came:
+        if signals:
             process.terminate()
-        code = process.wait() if beside is None else _with(process, beside)
-    _raise_first(came)
+        code = process.wait() if background is None else _wait_with(process, background)
+    _raise_first(signals)
     return code
 
 
-def _with(process: subprocess.Popen[bytes], beside: subprocess.Popen[bytes]) -> int:
+def _wait_with(process: subprocess.Popen[bytes], background: subprocess.Popen[bytes]) -> int:
     """The exit code of a process that is stopped when the other one ends."""
-    while beside.poll() is None:
+    while background.poll() is None:
         try:
             return process.wait(BACKGROUND_POLL_S)
         except subprocess.TimeoutExpired:
@@ -139,7 +141,7 @@ def _with(process: subprocess.Popen[bytes], beside: subprocess.Popen[bytes]) -> 
 
 
 @contextmanager
-def _beside(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _background_command(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs until the block ends, in whatever way; on Linux also when SIGKILL ends this process."""
     from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 
@@ -148,7 +150,7 @@ def _beside(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[by
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with log.open("wb") as output:
-            with _passed_on(lambda: process) as came:
+            with _forward_signals(lambda: process) as signals:
                 process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.DEVNULL,
@@ -156,41 +158,41 @@ def _beside(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[by
                     stderr=output,
                     preexec_fn=end_with_us,  # noqa: PLW1509 (this process has one thread)
                 )
-            _raise_first(came)
+            _raise_first(signals)
         yield process
     finally:
         if process is not None:
-            with _passed_on(lambda: process):
+            with _forward_signals(lambda: process):
                 process.terminate()
                 process.wait()
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def _passed_on(running: Callable[[], subprocess.Popen[bytes] | None]) -> Iterator[list[int]]:
+def _forward_signals(running: Callable[[], subprocess.Popen[bytes] | None]) -> Iterator[list[int]]:
     """Record signals instead of raising, and pass some on to the running process; yields those that came.
 
     A terminal sends Ctrl-C to the process, too. SIGTERM, a Ctrl-C while the process starts, and every Ctrl-C after the
     first are passed on as SIGTERM. The handlers raise nothing: an exception within Popen.wait can leave its lock taken,
     and the next wait would not return.
     """
-    came: list[int] = []
+    signals: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        came.append(number)
+        signals.append(number)
         process = running()
-        if process is not None and (number == signal.SIGTERM or len(came) > 1):
+        if process is not None and (number == signal.SIGTERM or len(signals) > 1):
             process.terminate()
 
-    heard = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in heard}
+    handled = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _raise_first(came: Sequence[int]) -> None:
-    if came:
-        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
+def _raise_first(signals: Sequence[int]) -> None:
+    if signals:
+        raise KeyboardInterrupt if signals[0] == signal.SIGINT else SystemExit(128 + signals[0])

@@ -73,7 +73,7 @@ class RolloutContext:
         self._started = time.perf_counter()
         self._usage: Json | None = None
         self._captured_at: str | None = None
-        self._called: list[tuple[Json, Json]] = []
+        self._tool_results: list[tuple[Json, Json]] = []
         self._result_bytes = 0
         self._declared: set[str] = set()
         self._calling = asyncio.Semaphore(CALLS_AT_ONCE)
@@ -130,7 +130,7 @@ class RolloutContext:
         if self.turns == 0:
             self.declare(request.get("tools"))
         with Boundary("model_error", "the model call failed"):
-            response = self._checked(await self._call_model(request))
+            response = self._check_answer(await self._call_model(request))
             try:
                 call = tokens_of(response)
             except ValueError as error:
@@ -155,7 +155,7 @@ class RolloutContext:
             # Third-party endpoints refuse a request that does not fit; our model servers return an empty answer.
             return overflow_response({}, response_id=f"resp_{secrets.token_hex(12)}", model=self.options.model)
 
-    def _checked(self, answer: Any) -> Json:
+    def _check_answer(self, answer: Any) -> Json:
         """The answer, checked to be a usable Response."""
         items = answer.get("output") if isinstance(answer, dict) else None
         if isinstance(items, list) and all(isinstance(item, dict) for item in items):
@@ -189,7 +189,7 @@ class RolloutContext:
         self.took(f"tool:{call['name']}" if self._is_declared(call) else "tool", started, "tools_s")
         self.doing = "model"
         output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
-        self._called.append((call, output))
+        self._tool_results.append((call, output))
         self.so_far.append(output)
         return output
 
@@ -242,10 +242,10 @@ class RolloutContext:
         """The last response of a rollout that an SDK drove: the calls made through `call_tool`, and its final text."""
         stem = secrets.token_hex(12)
         output: list[Json] = []
-        for index, (call, result) in enumerate(self._called):
+        for index, (call, result) in enumerate(self._tool_results):
             ids = {"id": f"fc_{stem}_{index}", "call_id": call.get("call_id") or f"call_{stem}_{index}"}
-            said = {"name": call["name"], "arguments": call["arguments"], "status": "completed"}
-            output += [{"type": "function_call", **ids, **said}, {**result, "call_id": ids["call_id"]}]
+            fields = {"name": call["name"], "arguments": call["arguments"], "status": "completed"}
+            output += [{"type": "function_call", **ids, **fields}, {**result, "call_id": ids["call_id"]}]
         output.append(message_item([output_text(text)], f"msg_{stem}"))
         response = new_response({}, output, response_id=f"resp_{stem}", model=self.options.model)
         return self.finish(response, output, stop_reason)
@@ -260,7 +260,7 @@ class RolloutContext:
         path = f"/rollouts/{self.rollout_id}/segments"
         with Boundary("model_error", "the captured calls could not be fetched"):
             try:
-                kept = (await self.model.request(path, None, method="GET", idempotent=True)).json()
+                captured = (await self.model.request(path, None, method="GET", idempotent=True)).json()
             except ServiceError as error:
                 lost = not self._captured_at.startswith(self.model.url)  # with the replica that had them
                 if error.status != 404 or lost:
@@ -268,14 +268,14 @@ class RolloutContext:
                 return response
             await self.model.request(path, None, method="DELETE", idempotent=True)
         elapsed = time.perf_counter() - self._started
-        for ago, seconds in kept["spans"]:
+        for ago, seconds in captured["spans"]:
             self.spans.append(("model", round(elapsed - ago, 6), seconds))
             self.seconds["model_s"] += seconds
         self.spans.sort(key=itemgetter(1))
-        self.segments += kept["segments"]
-        self._usage = kept["usage"] if self.turns == 0 else added(self._usage, kept["usage"])
-        self.turns += kept["calls"]
-        self.finish_reasons += kept["finish_reasons"]
+        self.segments += captured["segments"]
+        self._usage = captured["usage"] if self.turns == 0 else added(self._usage, captured["usage"])
+        self.turns += captured["calls"]
+        self.finish_reasons += captured["finish_reasons"]
         return {**response, "usage": self._usage}
 
     def finish(self, response: Json, output: list[Json], stop_reason: StopReason) -> Json:

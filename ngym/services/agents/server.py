@@ -63,7 +63,7 @@ class AdmissionQueue:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def mine(self) -> None:
+    async def wait(self) -> None:
         """Wait until the caller may begin."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
@@ -73,12 +73,12 @@ class AdmissionQueue:
         await turn
 
     def _next(self) -> None:
-        begun = 0
-        while self._waiting and begun < STARTS_PER_TURN:
+        started = 0
+        while self._waiting and started < STARTS_PER_TURN:
             turn = self._waiting.popleft()
             if not turn.done():  # else its caller was cancelled
                 turn.set_result(None)
-                begun += 1
+                started += 1
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
 
@@ -139,7 +139,7 @@ def agent(
     async def run(request: Request) -> Response:
         await _turn(turns)
         row = await json_body(request)
-        params = _checked(row.get("responses_create_params"), "responses_create_params.")
+        params = _check_params(row.get("responses_create_params"), "responses_create_params.")
         rollout = _rollout(request, params, len(await request.body()))
         rollout.row = row
         running_now[rollout.rollout_id] = rollout
@@ -154,8 +154,8 @@ def agent(
                     stateless.release_waiting(rollout)
             rollout.missing_tools = [str(name) for name in seeded.get("missing_tools") or ()]
             response = await _respond(respond, rollout, _params(row, seeded))
-            shown = {**response, "output": without_tokens(response["output"])}
-            result = {**row, "response": shown}
+            visible = {**response, "output": without_tokens(response["output"])}
+            result = {**row, "response": visible}
             scored = await _verify(rollout, result) if rollout.scored is None else {**result, **rollout.scored}
         except BaseException:
             if not rollout.stateless or rollout.tool_calls:  # a tool may still run
@@ -176,7 +176,7 @@ def agent(
     async def responses(request: Request) -> Response:
         await _turn(turns)
         params = await json_body(request)
-        rollout = _rollout(request, _checked(params), len(await request.body()))
+        rollout = _rollout(request, _check_params(params), len(await request.body()))
         rollout.row = {"responses_create_params": params}
         return await off_loop(request, JsonResponse, await _respond(respond, rollout, params))
 
@@ -228,11 +228,11 @@ def agent(
 
 async def _watch_needed(app: FastAPI, context: ServiceContext) -> None:
     """Keep /ready true to what the head knows: a service that the options name may be one that cannot be started."""
-    named = {value for value in vars(context.options).values() if isinstance(value, str)}
+    names = {value for value in vars(context.options).values() if isinstance(value, str)}
     while True:
         records = await context.peers.fetch_servers()
         if records is not None:  # else the head did not answer
-            lost = [each for each in records if each["name"] in named and _is_lost(each)]
+            lost = [each for each in records if each["name"] in names and _is_lost(each)]
             app.state.not_ready = next((given_up(each["name"], each.get("detail", "")) for each in lost), None)
         await asyncio.sleep(HEAD_POLL_S)
 
@@ -245,7 +245,7 @@ def _is_lost(record: Json) -> bool:
 async def _turn(turns: AdmissionQueue) -> None:
     """Wait until the rollout may begin; the wait counts towards its deadline."""
     try:
-        await turns.mine()
+        await turns.wait()
     except asyncio.CancelledError:
         remaining_s = request_context.current.get().remaining_s()
         if remaining_s is None or remaining_s > TIMER_SLACK_S:
@@ -256,14 +256,14 @@ async def _turn(turns: AdmissionQueue) -> None:
         ) from None
 
 
-def _checked(params: Any, where: str = "") -> Any:
+def _check_params(params: Any, where: str = "") -> Any:
     """Check what every agent relies on; the model server checks the rest."""
     if params is None:
         return None
     if not isinstance(params, dict):
         raise BadRequest(f"field '{where.removesuffix('.')}': must be an object, not {type(params).__name__}")
-    asked, tools = params.get("input"), params.get("tools") or []
-    if not (asked is None or isinstance(asked, str) or _are_objects(asked)):
+    items, tools = params.get("input"), params.get("tools") or []
+    if not (items is None or isinstance(items, str) or _are_objects(items)):
         raise BadRequest(f"field '{where}input': must be a string or a list of items")
     if not _are_tools(tools):
         raise BadRequest(f"field '{where}tools': must be a list of objects, each with its name")
@@ -287,10 +287,10 @@ def _rollout(request: Request, params: Any, request_bytes: int) -> RolloutContex
         here = request_context.new_correlation(secrets.token_hex(16))._replace(deadline=here.deadline)
         request_context.current.set(here)
     state = request.app.state.agent_state
-    return RolloutContext(context, cast(str, here.rollout_id), _beginning(params, context), state, request_bytes)
+    return RolloutContext(context, cast(str, here.rollout_id), _affinity_key(params, context), state, request_bytes)
 
 
-def _beginning(params: Any, context: ServiceContext) -> str:
+def _affinity_key(params: Any, context: ServiceContext) -> str:
     """A key shared by conversations with the same beginning, so that one replica has it in its prefix cache. "" with a
     single replica.
     """
@@ -314,30 +314,30 @@ class _Stateless:
         self._rows: dict[bytes, Json] = {}  # their digests, and what the server answered
         self._last: Json = {}  # the last of these answers: most are equal
         self._session: PeerSession | None = None  # of the last rollout that was seeded
-        self._asking: dict[str, tuple[bytes, asyncio.Future[None]]] = {}  # by rollout
-        self._asked: dict[bytes, asyncio.Future[None]] = {}  # by row
+        self._pending_of_rollout: dict[str, tuple[bytes, asyncio.Future[None]]] = {}
+        self._pending: dict[bytes, asyncio.Future[None]] = {}  # of the /seed_session calls in progress, by row
 
     async def accepted(self, rollout: RolloutContext) -> Json | None:
-        """What the server answered to the row; waits while another rollout asks that. After None, `asked` must follow."""
+        """The server's earlier answer to this row, after waiting for a call in progress. None: call /seed_session."""
         if time.monotonic() >= self._until or not self._urls or _gym_urls(rollout) != self._urls:
             self.forget()
             return None
         if rollout.request_bytes > LOOP_BYTES:
             return None
         digest = _digest(rollout.row)
-        while (asked := self._asked.get(digest)) is not None:
-            await asyncio.wait([asked])
+        while (pending := self._pending.get(digest)) is not None:
+            await asyncio.wait([pending])
         seeded = self._rows.get(digest)
         if seeded is not None:
             if self._session is not None:
                 rollout.gym.copy_expectations(self._session)
             return seeded
-        self._asked[digest] = asyncio.get_running_loop().create_future()
-        self._asking[rollout.rollout_id] = digest, self._asked[digest]
+        self._pending[digest] = asyncio.get_running_loop().create_future()
+        self._pending_of_rollout[rollout.rollout_id] = digest, self._pending[digest]
         return None
 
     def answered(self, rollout: RolloutContext, seeded: Json) -> None:
-        """Note that the server accepted the rollout's row, and its answer."""
+        """Remember the server's answer to the rollout's row."""
         is_stateless = seeded.get("stateless") is True
         if not is_stateless or _gym_urls(rollout) != self._urls or len(self._rows) >= MAX_ACCEPTED:
             self.forget()
@@ -345,17 +345,17 @@ class _Stateless:
             return
         self._urls = _gym_urls(rollout)
         self._until = time.monotonic() + STATELESS_S
-        kept = {name: seeded.get(name) for name in ("tools", "missing_tools")}
-        self._last = self._last if self._last == kept else kept
+        answer = {name: seeded.get(name) for name in ("tools", "missing_tools")}
+        self._last = self._last if self._last == answer else answer
         self._session = rollout.gym
         self._rows[_digest(rollout.row)] = self._last
 
     def release_waiting(self, rollout: RolloutContext) -> None:
-        """Let the other rollouts of the row go on: the server has answered, or failed."""
-        if rollout.rollout_id in self._asking:
-            digest, asked = self._asking.pop(rollout.rollout_id)
-            del self._asked[digest]
-            asked.set_result(None)
+        """Wake the other rollouts of the row: the server has answered, or failed."""
+        if rollout.rollout_id in self._pending_of_rollout:
+            digest, pending = self._pending_of_rollout.pop(rollout.rollout_id)
+            del self._pending[digest]
+            pending.set_result(None)
 
     def forget(self) -> None:
         self._rows.clear()

@@ -93,14 +93,14 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         try:
-            return _dumped(content)
+            return _dump(content)
         except TypeError as error:
             if not any(reason in str(error) for reason in UNREADABLE):
                 raise
-        return _dumped(_readable(content))
+        return _dump(_readable(content))
 
 
-def _dumped(content: Any) -> bytes:
+def _dump(content: Any) -> bytes:
     try:
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
     except TypeError as error:  # orjson reads 1024 levels but writes 254; input is often part of the answer
@@ -253,11 +253,12 @@ async def ensure_started(app: FastAPI) -> None:
     loop = asyncio.get_running_loop()
     if started is None or started.done() or started.get_loop() is not loop:
         started = app.state.starting = loop.create_future()
-        app.state.lifespan = loop.create_task(_live(app, started))  # asyncio itself holds only weak references to tasks
+        # app.state keeps the task alive: asyncio only holds weak references to tasks
+        app.state.lifespan = loop.create_task(_run_lifespan(app, started))
     await asyncio.shield(started)
 
 
-async def _live(app: FastAPI, started: asyncio.Future[None]) -> None:
+async def _run_lifespan(app: FastAPI, started: asyncio.Future[None]) -> None:
     try:
         async with app.router.lifespan_context(app):
             started.set_result(None)
@@ -304,10 +305,10 @@ def add_route(
     """
     names = re.findall(r"{(\w+)", path)
     here = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method.lower()}"
-    json_answer = _rooted(answer, f"{here}/responses/200/content/application~1json/schema")
+    json_answer = _with_root_references(answer, f"{here}/responses/200/content/application~1json/schema")
     extra: Json = {"parameters": [{**_IN_PATH, "name": name} for name in names]} if names else {}
     if body:
-        schema = _rooted(body, f"{here}/requestBody/content/application~1json/schema")
+        schema = _with_root_references(body, f"{here}/requestBody/content/application~1json/schema")
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     content = {kind: {"schema": json_answer if kind == JsonResponse.media_type else STRING} for kind in answers}
     if "{" not in path.removeprefix(ROLLOUT_ROUTE):
@@ -325,13 +326,13 @@ def add_route(
     )
 
 
-def _rooted(schema: Any, place: str) -> Any:
+def _with_root_references(schema: Any, place: str) -> Any:
     """The schema with its references relative to the document's root. place: the schema's JSON pointer in the document."""
     if isinstance(schema, list):
-        return [_rooted(part, place) for part in schema]
+        return [_with_root_references(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    rooted = {key: _rooted(value, place) for key, value in schema.items()}
+    rooted = {key: _with_root_references(value, place) for key, value in schema.items()}
     if isinstance(target := schema.get("$ref"), str) and target.startswith("#/$defs/"):
         rooted["$ref"] = place + target.removeprefix("#")
     return rooted
@@ -397,14 +398,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = shorten(request.url.path, MAX_NAME)
     failure = ServiceError(
-        f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code
+        f"{request.method} {path}: {error.detail}{_route_hint(request, error)}", status=error.status_code
     )
     response = _problem(request, failure)
     response.headers.update(error.headers or {})  # the allowed methods
     return response
 
 
-def _instead(request: Request, error: HTTPException) -> str:
+def _route_hint(request: Request, error: HTTPException) -> str:
     """A hint: ` (did you mean '/verify'?)` for an unknown path, ` (POST)` for a wrong method."""
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow")

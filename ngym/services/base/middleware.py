@@ -216,9 +216,9 @@ class Caller:
         if isinstance(self._receive, RequestBody) and not self._receive.read:
             self._timer = later(DISCONNECT_CHECK_S, self.fire)
             return
-        self._watch = asyncio.get_running_loop().create_task(self._until_gone())
+        self._watch = asyncio.get_running_loop().create_task(self._wait_for_disconnect())
 
-    async def _until_gone(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._stop(ClientDisconnected)
@@ -422,7 +422,7 @@ class RequestMiddleware:
                 receive = RequestBody(receive, headers, serving.most_bytes or most_bytes)
             if served is None:
                 sender = _Sender(send, scope, serving)
-                await self._elsewhere(scope, receive, sender)
+                await self._call_app(scope, receive, sender)
             else:
                 response = await _answer(served, Request(scope, receive), receive)
                 exchange = getattr(send, "__self__", None)
@@ -451,7 +451,7 @@ class RequestMiddleware:
             status = status if sender is None else sender.status
             self.metrics.count(route, status or 500, time.perf_counter() - started)
 
-    async def _elsewhere(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.app(scope, receive, send)
         except ClientDisconnect:
@@ -488,8 +488,8 @@ async def _error_response(request: Request, error: Exception) -> Response | None
     respond = next((known[kind] for kind in type(error).__mro__ if kind in known and kind is not Exception), None)
     if respond is None:
         return None
-    answered = respond(request, error)
-    response: Response = await answered if inspect.isawaitable(answered) else answered
+    answer = respond(request, error)
+    response: Response = await answer if inspect.isawaitable(answer) else answer
     return response
 
 

@@ -137,10 +137,10 @@ def parse_options(
     tree = ConfigTree(dict(values), lines, root, default_where=where)
     services = list(services)
 
-    def wrong_services(given: Mapping[str, Any]) -> list[str]:
-        named = [(name, given.get(name), _reference(info)) for name, info in model.model_fields.items()]
+    def wrong_services(values: Mapping[str, Any]) -> list[str]:
+        references = [(name, values.get(name), _reference(info)) for name, info in model.model_fields.items()]
         mistakes = []
-        for name, value, reference in named:
+        for name, value, reference in references:
             if reference is None or not isinstance(value, str):
                 continue
             kind = kinds.get(value)
@@ -173,13 +173,13 @@ def context_from_environment(name: str, kind: Kind, model: type[ServiceOptions])
     values: dict[str, Any] = {}
     urls: dict[str, list[str]] = {}
     for option, info in model.model_fields.items():
-        given = os.environ.get(OPTION + option.upper())
+        setting = os.environ.get(OPTION + option.upper())
         if _reference(info):
-            if given or info.is_required() or info.default:
+            if setting or info.is_required() or info.default:
                 values[option] = option  # the service is called as the option
-                urls[option] = [given.rstrip("/")] if given else []
-        elif given is not None:
-            values[option] = yaml.safe_load(given)
+                urls[option] = [setting.rstrip("/")] if setting else []
+        elif setting is not None:
+            values[option] = yaml.safe_load(setting)
     lines = {option: OPTION + option.upper() for option in model.model_fields}
     options = parse_options(model, values, lines, f"the environment ({OPTION}...)", urls)
     token = token_from(RUN_TOKEN)

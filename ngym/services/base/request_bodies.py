@@ -68,7 +68,7 @@ class RequestBody:
         self._looks_at = min(PART_BYTES, most + 1) if self._declared <= min(PART_BYTES, most) else 0
         self.read = False
 
-    def _look(self) -> None:
+    def _check_memory(self) -> None:
         """Check that there is memory for the body and for what is parsed from it."""
         largest = max(self._size, self._declared)
         if largest > self._most:
@@ -82,7 +82,7 @@ class RequestBody:
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
             if self._size >= self._looks_at:
-                self._look()
+                self._check_memory()
             self.read = not message.get("more_body", False)
         return message
 
@@ -156,13 +156,13 @@ async def valid_body(request: Request, model: type[BaseModel], value: Json, what
     """
     size = request.scope.get(BODY_BYTES) or len(await whole_body(request))
     if size <= LOOP_BYTES:
-        return _validated(model, value, what, False)
-    return await by_size(size, _validated, model, value, what, True)
+        return _validate(model, value, what, False)
+    return await by_size(size, _validate, model, value, what, True)
 
 
 def validated(model: type[BaseModel], value: Json, what: str) -> Any:
     """The value as a record. Raises BadRequest with one line that names the first wrong fields."""
-    return _validated(model, value, what, False)
+    return _validate(model, value, what, False)
 
 
 def parsed(raw: bytes, path: str, most_weight: int) -> Json:
@@ -182,7 +182,7 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
     if len(raw) > PART_BYTES and not is_room_for(parsed_bytes(raw)):
         raise MemoryError
     try:
-        value = _loaded(raw)
+        value = _loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the body of {shorten(path, MAX_NAME)} is not JSON: {error}", status=400) from None
     if not isinstance(value, dict):
@@ -234,7 +234,7 @@ def _without_strings(raw: bytes) -> bytes | None:
     return None
 
 
-def _loaded(raw: bytes) -> Any:
+def _loads(raw: bytes) -> Any:
     """orjson.loads without the garbage collections that its many new objects would trigger: all of them are alive."""
     if len(raw) <= LOOP_BYTES:
         return orjson.loads(raw)
@@ -247,13 +247,13 @@ def _loaded(raw: bytes) -> Any:
             gc.enable()
 
 
-def _validated(model: type[BaseModel], value: Json, what: str, stops_early: bool) -> Any:
+def _validate(model: type[BaseModel], value: Json, what: str, stops_early: bool) -> Any:
     try:
         return _stopping(model).validate_python(value) if stops_early else model.model_validate(value)
     except ValidationError as error:
         problems = _problems(model, value, error)
         raise refused(
-            (Problem(_place(one), one["msg"] + _similar_name_hint(model, value, one)) for one in problems), what
+            (Problem(_location(one), one["msg"] + _similar_name_hint(model, value, one)) for one in problems), what
         ) from None
 
 
@@ -271,7 +271,7 @@ def _problems(model: type[BaseModel], value: Json, error: ValidationError) -> li
     return error.errors(include_url=False, include_input=False, include_context=False)[: MAX_PROBLEMS + 1]
 
 
-def _place(problem: ErrorDetails) -> str:
+def _location(problem: ErrorDetails) -> str:
     return ".".join(str(part) for part in problem["loc"])
 
 
@@ -303,8 +303,8 @@ def _stops(schema: Any) -> Any:
         return type(schema)(_stops(part) for part in schema)
     if not isinstance(schema, dict):
         return schema
-    kept = ("metadata", "serialization", "default", "expected", "config")  # values, not schemas
-    stops = {key: part if key in kept else _stops(part) for key, part in schema.items()}
+    literal_keys = ("metadata", "serialization", "default", "expected", "config")  # values, not schemas
+    stops = {key: part if key in literal_keys else _stops(part) for key, part in schema.items()}
     if schema.get("type") in ("list", "set", "frozenset", "tuple"):
         stops["fail_fast"] = True
     return stops

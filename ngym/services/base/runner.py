@@ -98,12 +98,12 @@ class Watchdog:
         )
         self._over = threading.Event()
         self._where = ""
-        self._said = 0.0
+        self._logged_at = 0.0
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
-        self._statistics = _opened(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._statistics = _open(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._mark = self._read()
         self._timer = self._loop.call_later(SAMPLE_INTERVAL_S, self._set_mark)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -144,8 +144,8 @@ class Watchdog:
         self.longest = max(self.longest, stall, key=lambda one: one.cpu_s)
         if stall.is_of_machine:
             self._of_machine.inc()
-        elif now - self._said >= LOG_INTERVAL_S:
-            self._said = now
+        elif now - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = now
             message = "the event loop was blocked for %.2f s (%.2f s of CPU time) in:\n%s"
             log.warning(
                 message, stall.seconds, stall.cpu_s, stall.where or "unknown: it ended before it could be located"
@@ -162,7 +162,7 @@ class Watchdog:
                     self._where = "".join(traceback.format_stack(frame, limit=None)[-FRAMES:]).rstrip()
 
 
-def _opened(path: str) -> int | None:
+def _open(path: str) -> int | None:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -98,7 +98,7 @@ class McpRoute:
             return
         request.state.session = session
         headers = {MCP_SESSION_HEADER: session.id} if session is not None and method == "initialize" else {}
-        await manager.handle_request(scope, _replayed(body, receive), _with_headers(send, headers))
+        await manager.handle_request(scope, _replay_body(body, receive), _with_headers(send, headers))
 
     async def _ready(self, app: FastAPI) -> StreamableHTTPSessionManager:
         if self._manager is None:
@@ -154,12 +154,12 @@ def _session(request: Request, method: str | None) -> Session | None:
     store = request.app.state.sessions
     session_id = session_id_of(request.scope) or request.headers.get(MCP_SESSION_HEADER)
     if session_id is not None:
-        found: Session = store.get(session_id)
-        return found
+        session: Session = store.get(session_id)
+        return session
     return begun(store, request) if method in BEGIN_A_SESSION else None
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """`receive` for a request whose body was read."""
     unread = [body]
 

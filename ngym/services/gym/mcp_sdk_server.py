@@ -34,7 +34,7 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
     """
 
     async def list_tools(context: Context, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=[_described(tool.described) for tool in tools.values()])
+        return types.ListToolsResult(tools=[_describe(tool.described) for tool in tools.values()])
 
     async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         tool = tools.get(params.name)
@@ -58,7 +58,7 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
     )
 
 
-def _described(tool: Json) -> types.Tool:
+def _describe(tool: Json) -> types.Tool:
     return types.Tool(name=tool["name"], description=tool["description"], input_schema=tool["parameters"])
 
 

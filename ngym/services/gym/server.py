@@ -134,14 +134,14 @@ def own_metrics(compute_metrics: ComputeMetrics, rows: list[Json]) -> Json:
     """The metrics of the author's function over the scored rows, and its errors: `{"metrics": {...}, "errors": [...]}`."""
     try:
         with Boundary("verify_error", "compute_metrics failed"):
-            found = dict(compute_metrics(rows))
+            computed = dict(compute_metrics(rows))
     except ServiceError as error:  # a bug of the author's costs only the author's metrics
         return {"metrics": {}, "errors": [error.detail]}
     errors = []
-    if len(found) > MAX_OWN:
-        errors.append(f"compute_metrics returned {len(found):,} numbers; only the first {MAX_OWN:,} are kept")
+    if len(computed) > MAX_OWN:
+        errors.append(f"compute_metrics returned {len(computed):,} numbers; only the first {MAX_OWN:,} are kept")
     metrics = {}
-    for name, value in list(found.items())[:MAX_OWN]:
+    for name, value in list(computed.items())[:MAX_OWN]:
         if isinstance(value, int | float) and math.isfinite(value):
             metrics[str(name)] = float(value)
         elif value is not None:
@@ -240,7 +240,7 @@ def gym_server(
         reward_range: the lowest and the highest reward. Another one is an error of the environment, and the rollout
         fails. The range is in the rows (`reward_range`) and in openapi.json.
     """
-    rewarded = _rewarded(reward_range)
+    rewarded = _scored_schema(reward_range)
     if not isinstance(tools, Iterable):
         raise SignatureError(f"gym_server(tools={tools!r}): give a list of functions")
     store = SessionStore()
@@ -278,7 +278,7 @@ def gym_server(
         session = Session(session_id or "") if unseeded else session_for(store, request)
         if TASK not in session and app.state.verifier.session and not replays:
             raise ServiceError(NEVER_SEEDED, status=409)
-        again = False
+        is_repeatable = False
         try:
             if session.failure is not None:
                 raise copy.copy(session.failure)
@@ -292,10 +292,10 @@ def gym_server(
                 except TypeError as error:
                     raise _not_json(outcome, error) from None
         except ServiceError as error:
-            again = error.status in RETRYABLE_STATUSES and session.id in store
+            is_repeatable = error.status in RETRYABLE_STATUSES and session.id in store
             raise
         finally:
-            if not again:
+            if not is_repeatable:
                 store.end(session.id)
                 idempotent.forget(session.id)
                 session.over()  # also one that was never stored
@@ -380,7 +380,7 @@ def _row_schema(model: type[BaseModel]) -> Json:
     return schema
 
 
-def _rewarded(reward_range: RewardRange | None) -> Json:
+def _scored_schema(reward_range: RewardRange | None) -> Json:
     """The schema of a scored row. Raises ValueError if the range is not one."""
     if reward_range is None:
         return REWARDED
@@ -429,7 +429,7 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
             )
     fields["reward"] = _finite(fields["reward"], "reward")
     if reward_range is not None:
-        fields["reward"] = _within(fields["reward"], *reward_range)
+        fields["reward"] = _clamp(fields["reward"], *reward_range)
         fields["reward_range"] = [*reward_range]
     components = fields.get("reward_components")
     if components is not None:
@@ -504,7 +504,7 @@ def _finite(value: Any, what: str) -> float | None:
     return float(value)
 
 
-def _within(reward: float | None, low: float, high: float) -> float | None:
+def _clamp(reward: float | None, low: float, high: float) -> float | None:
     """The reward, within the range that the gym server declares; the sum of nine ninths is above 1 by rounding."""
     if reward is None or low <= reward <= high:
         return reward

@@ -127,11 +127,13 @@ class SessionStore:
         Raises:
             Overloaded: the rows of live sessions would exceed `task_bytes`. The session has ended.
         """
-        kept = self._held_bytes - session.task_bytes
-        if kept and kept + size > self.task_bytes:
+        others = self._held_bytes - session.task_bytes
+        if others and others + size > self.task_bytes:
             self.end(session.id)
-            raise Overloaded(f"live sessions hold rows of {kept >> 20:,} MiB; end some with /verify or DELETE /session")
-        self._held_bytes, session.task_bytes = kept + size, size
+            raise Overloaded(
+                f"live sessions hold rows of {others >> 20:,} MiB; end some with /verify or DELETE /session"
+            )
+        self._held_bytes, session.task_bytes = others + size, size
         session[TASK] = row
 
     def get(self, session_id: str) -> Session:
@@ -315,20 +317,20 @@ async def _or_session_end(call: Awaitable[Response]) -> Response:
         caller = asyncio.current_task()
         if caller is None or caller.cancelling():
             raise
-        raise _lost("was stopped: its session has ended") from None
+        raise _session_lost("was stopped: its session has ended") from None
     finally:
         del call  # as above: a shielded task
 
 
 def _known_answer(answer: Response | ServiceError | None) -> Response:
     if answer is None:
-        raise _lost("was executed before and its answer has expired; it is not executed again")
+        raise _session_lost("was executed before and its answer has expired; it is not executed again")
     if isinstance(answer, ServiceError):
         raise copy.copy(answer)
     return answer
 
 
-def _lost(what: str) -> ServiceError:
+def _session_lost(what: str) -> ServiceError:
     """Retryable as a whole: the rollout starts over."""
     return ServiceError(f"this call {what}", status=409, retryable=True)
 

@@ -79,7 +79,7 @@ def step_server(
     """
 
     async def summed(body: VerifyRequest, session: Session) -> Json:
-        played = session if "return" in session else await _replayed(body, reset, step)
+        played = session if "return" in session else await _replay(body, reset, step)
         total, steps, over = played["return"], played["steps"], played["over"]
         return {"reward": total, "reward_components": {"return": total}, "steps": steps, "over": over}
 
@@ -96,10 +96,10 @@ def step_server(
 
     async def reset_route(request: Request) -> Response:
         row = await json_body(request)
-        begun = await valid_body(request, task, {**row, "response": EMPTY_RESPONSE}, "the row")
+        body = await valid_body(request, task, {**row, "response": EMPTY_RESPONSE}, "the row")
         session = session_for(app.state.sessions, request, start=True)
         await set_task(app.state.sessions, session, row, request)
-        observation = await _begin(begun, session, reset)
+        observation = await _begin(body, session, reset)
         return JsonResponse({"observation": observation, "info": {"scored_by": SCORED_BY}})
 
     async def step_route(request: Request) -> Response:
@@ -110,8 +110,8 @@ def step_server(
 
     async def say(body: Turn, session: Session) -> Json:
         """Take your next turn; answers with what came of it."""
-        said = {"output": [message_item([output_text(body.text)], "msg_turn")]}
-        turn = validated(task, {**session[TASK], "response": said}, "the row")
+        answer = {"output": [message_item([output_text(body.text)], "msg_turn")]}
+        turn = validated(task, {**session[TASK], "response": answer}, "the row")
         outcome = await _advance(turn, session, step)
         return {"observation": outcome.observation, "over": session["over"]}
 
@@ -156,7 +156,7 @@ def _play(what: str, session: Session) -> Iterator[None]:
         raise
 
 
-async def _replayed(task: VerifyRequest, reset: Reset, step: Advance) -> Session:
+async def _replay(task: VerifyRequest, reset: Reset, step: Advance) -> Session:
     session = Session()
     await _begin(task, session, reset)
     for turn in turns_of(task.response):
@@ -191,8 +191,8 @@ def turns_of(response: Json) -> list[list[Json]]:
 
 
 def _has_open_calls(turn: list[Json]) -> bool:
-    answered = {item.get("call_id") for item in turn if item.get("type") == "function_call_output"}
-    return any(item.get("type") == "function_call" and item.get("call_id") not in answered for item in turn)
+    answered_ids = {item.get("call_id") for item in turn if item.get("type") == "function_call_output"}
+    return any(item.get("type") == "function_call" and item.get("call_id") not in answered_ids for item in turn)
 
 
 def _by_message(items: list[Json]) -> list[list[Json]]:

@@ -83,13 +83,14 @@ class AuthorFunction(NamedTuple):
 
     async def run(self, body: BaseModel, session: Session, request: Request) -> Any:
         context = context_of(request)
-        given: dict[str, Any] = {self.body_name: body} if self.body_name else dict(body)
+        arguments: dict[str, Any] = {self.body_name: body} if self.body_name else dict(body)
         for name, value in ((self.session, session), (self.options, context.options), (self.peers, context.peers)):
             if name:
-                given[name] = value
+                arguments[name] = value
         if self.is_async:
-            return await self.call(**given)
-        return await in_thread(partial(self.call, **given))  # a plain function may block, which the event loop must not
+            return await self.call(**arguments)
+        # a plain function may block, which the event loop must not
+        return await in_thread(partial(self.call, **arguments))
 
 
 def register_tool(app: FastAPI, tool: Tool) -> None:
@@ -108,8 +109,8 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
         session_id = session_id_of(request.scope)
         if session_id is not None:
             unseeded = app.state.stateless and session_id not in app.state.sessions
-            named = Session(session_id) if unseeded else app.state.sessions.get(session_id)
-            return await tool.answer(arguments, named, request)
+            own_session = Session(session_id) if unseeded else app.state.sessions.get(session_id)
+            return await tool.answer(arguments, own_session, request)
         session: Session = app.state.sessions.start()
         try:
             answer = await tool.answer(arguments, session, request)
@@ -171,7 +172,7 @@ def of_function(function: Callable[..., Any]) -> Tool:
             raise ToolError(error.detail, extra=error.extra) from None
         with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
             result = await author.run(body, session, request)
-        return _written(result, author, name)
+        return _tool_response(result, author, name)
 
     described_tool, takes_session = _describe(name, author), author.session is not None
     return Tool(described_tool, call, _result_schema(function), _line_of(author.call), takes_session)
@@ -186,7 +187,7 @@ def _result_schema(function: Callable[..., Any]) -> Json:
         return ANYTHING
 
 
-def _written(result: Any, author: AuthorFunction, name: str) -> Response:
+def _tool_response(result: Any, author: AuthorFunction, name: str) -> Response:
     """A tool's return value, as JSON."""
     try:
         response = JsonResponse(result)
@@ -238,7 +239,7 @@ def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bo
         SignatureError: a parameter has no type or cannot be filled.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise _wrong(function, "it is a generator; return the value instead of yielding it")
+        raise _signature_error(function, "it is a generator; return the value instead of yielding it")
     hints = _hints(function)
     services: dict[str, str] = {}
     others: dict[str, inspect.Parameter] = {}
@@ -252,7 +253,7 @@ def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bo
             services[role] = name
         else:
             others[name] = parameter
-    body, body_name = _body_of(function, others, hints, base, fields)
+    body, body_name = _body_record(function, others, hints, base, fields)
     return AuthorFunction(
         function,
         body,
@@ -273,7 +274,9 @@ def check_reward_type(verify: Callable[..., Any]) -> None:
     hint = _hints(verify).get("return")
     kind = get_origin(hint) or hint
     if isinstance(kind, type) and issubclass(kind, NO_REWARD) and not hasattr(kind, "_fields"):
-        raise _wrong(verify, f"it returns {kind.__name__}; a reward is a number, None, or a record with 'reward'")
+        raise _signature_error(
+            verify, f"it returns {kind.__name__}; a reward is a number, None, or a record with 'reward'"
+        )
 
 
 def check_options_type(functions: Iterable[Callable[..., Any]], options: type[ServiceOptions]) -> None:
@@ -281,7 +284,7 @@ def check_options_type(functions: Iterable[Callable[..., Any]], options: type[Se
     for function in functions:
         for name, kind in _hints(function).items():
             if isinstance(kind, type) and issubclass(kind, ServiceOptions) and not issubclass(options, kind):
-                raise _wrong(
+                raise _signature_error(
                     function,
                     f"parameter {name!r} is a {kind.__name__}, but the gym server has {options.__name__}: write "
                     f"gym_server(options={kind.__name__}, ...)",
@@ -295,7 +298,9 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
-        raise _wrong(function, f"a type hint cannot be read: {error} (import it outside of TYPE_CHECKING)") from None
+        raise _signature_error(
+            function, f"a type hint cannot be read: {error} (import it outside of TYPE_CHECKING)"
+        ) from None
     return hints
 
 
@@ -305,19 +310,21 @@ def _check_parameter(
     """base: of the one record that it takes; "" for a tool, whose parameters may be anything."""
     name = parameter.name
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        raise _wrong(function, f"parameter {name!r} cannot be filled by name: leave out '*', '**' and '/'")
+        raise _signature_error(function, f"parameter {name!r} cannot be filled by name: leave out '*', '**' and '/'")
     if name not in hints:
-        wanted = f"a type: {base}, or a record derived from it" if base else "a type such as `str`, or a pydantic model"
-        raise _wrong(function, f"parameter {name!r} needs {wanted}; also Session, ServiceOptions or Peers")
+        expected = (
+            f"a type: {base}, or a record derived from it" if base else "a type such as `str`, or a pydantic model"
+        )
+        raise _signature_error(function, f"parameter {name!r} needs {expected}; also Session, ServiceOptions or Peers")
     if any(isinstance(mark, Depends) for mark in (parameter.default, *getattr(hints[name], "__metadata__", ()))):
-        raise _wrong(
+        raise _signature_error(
             function,
             f"parameter {name!r}: Depends() works in routes that you add to `app` yourself; here, take Session, "
             "ServiceOptions or Peers, or create the object in `lifespan`",
         )
 
 
-def _body_of(
+def _body_record(
     function: Callable[..., Any],
     others: dict[str, inspect.Parameter],
     hints: dict[str, Any],
@@ -331,14 +338,16 @@ def _body_of(
         if isinstance(kind, type) and issubclass(kind, base):
             return kind, name
     if not fields:
-        wanted = f"{base.__name__}, or a record derived from it"
+        expected = f"{base.__name__}, or a record derived from it"
         if not others:
-            raise _wrong(function, f"no parameter is a {wanted}; it receives the row and the response")
+            raise _signature_error(function, f"no parameter is a {expected}; it receives the row and the response")
         name = next(name for name in [*list(others)[1:], *others] if not _is_a(hints[name], base))
         type_name = getattr(hints[name], "__name__", str(hints[name]))
-        raise _wrong(function, f"parameter {name!r} is of type {type_name}; take one parameter of type {wanted}")
+        raise _signature_error(
+            function, f"parameter {name!r} is of type {type_name}; take one parameter of type {expected}"
+        )
     if "body" in others and (get_origin(hints["body"]) or hints["body"]) is dict:
-        raise _wrong(
+        raise _signature_error(
             function,
             "a dict has no schema that a model could follow: write a parameter for each argument (`word: str, limit: "
             "int = 5`), or give 'body' a pydantic model",
@@ -357,19 +366,19 @@ def _fields_of(
     described = read_docstring(inspect.getdoc(function) or "")[1]
     unknown = next((name for name in described if name not in inspect.signature(function).parameters), None)
     if unknown is not None:
-        raise _wrong(function, f"its docstring describes {unknown!r}, which is not a parameter")
-    found: dict[str, Any] = {}
+        raise _signature_error(function, f"its docstring describes {unknown!r}, which is not a parameter")
+    fields: dict[str, Any] = {}
     for name, parameter in others.items():
         default = ... if parameter.default is parameter.empty else parameter.default
-        found[name] = (hints[name], Field(default, description=described[name]) if name in described else default)
+        fields[name] = (hints[name], Field(default, description=described[name]) if name in described else default)
     try:
         with catch_warnings():
             simplefilter("ignore", UserWarning)  # a parameter called `json` or `copy` hides a method of the record
-            model: type[BaseModel] = create_model(function.__name__, **found)
+            model: type[BaseModel] = create_model(function.__name__, **fields)
         model.model_json_schema()
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise _wrong(function, f"its parameters cannot be arguments of a tool: {reason}") from None
+        raise _signature_error(function, f"its parameters cannot be arguments of a tool: {reason}") from None
     return model
 
 
@@ -378,7 +387,7 @@ def _description(function: Callable[..., Any], others: dict[str, inspect.Paramet
     return whole if body_name else read_docstring(whole)[0]
 
 
-def _wrong(function: Callable[..., Any], what: str) -> SignatureError:
+def _signature_error(function: Callable[..., Any], what: str) -> SignatureError:
     line = _line_of(function, whole=True)
     name = getattr(function, "__name__", repr(function))
     return SignatureError(f"{line}: {name}: {what}" if line else f"{name}: {what}")
@@ -395,7 +404,7 @@ def _line_of(function: Callable[..., Any], *, whole: bool = False) -> str:
 def _tool_name(tool: Callable[..., Any]) -> str:
     name = getattr(tool, "__name__", "")
     if name in RESERVED or not name.isidentifier():
-        raise _wrong(
+        raise _signature_error(
             tool, f"a tool cannot be called {name!r}: that is a route of every gym server, or not a valid name"
         )
     return name
@@ -432,15 +441,15 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
         text: without the common indentation (`inspect.getdoc`).
     """
     described: dict[str, str] = {}
-    kept: list[str] = []
+    text_lines: list[str] = []
     section, name, indent = "", "", None
     for line in text.splitlines():
-        begun = _SECTION.match(line)
-        if begun:
-            section, name, indent = begun[1], "", None
+        section_match = _SECTION.match(line)
+        if section_match:
+            section, name, indent = section_match[1], "", None
         elif line.strip() and not line.startswith((" ", "\t")):
             section = ""
-        if section in ("Args", "Arguments", "Parameters") and not begun and line.strip():
+        if section in ("Args", "Arguments", "Parameters") and not section_match and line.strip():
             depth = len(line) - len(line.lstrip())
             indent = depth if indent is None else indent
             argument = _ARGUMENT.match(line.strip()) if depth <= indent else None
@@ -450,8 +459,8 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
             elif name:
                 described[name] = f"{described[name]} {line.strip()}".strip()
         elif section in ("", "Example", "Examples", "Note", "Notes"):
-            kept.append(line)
-    return "\n".join(kept).strip(), described
+            text_lines.append(line)
+    return "\n".join(text_lines).strip(), described
 
 
 def missing_tools(app: FastAPI, row: Json) -> list[str]:

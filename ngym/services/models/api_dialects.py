@@ -134,7 +134,7 @@ def _without_token_ids(request: Json) -> bool:
     return _include_usage(request)
 
 
-def _through(converter: Converter, events: Iterable[Json]) -> Iterator[Json]:
+def _convert_events(converter: Converter, events: Iterable[Json]) -> Iterator[Json]:
     for event in events:
         yield from converter.take(event)
     yield from converter.end()
@@ -203,7 +203,7 @@ _OF_RESPONSES = (
     _messages(
         request=lambda body, style: create_params_from_messages_api(body),
         answer=lambda response, body, style: messages_api_from_chat(chat_from_response(response), body),
-        events=lambda response, body, style: _through(
+        events=lambda response, body, style: _convert_events(
             MessagesStream(response["model"]), chat_chunks(chat_from_response(response), include_usage=True)
         ),
         converter=lambda body, model, style: _Chained(ChunkStream(model, True), MessagesStream(model)),
@@ -225,7 +225,7 @@ _OF_CHAT = (
     _messages(
         request=lambda body, style: chat_from_messages_api(body),
         answer=lambda completion, body, style: messages_api_from_chat(completion, body),
-        events=lambda completion, body, style: _through(
+        events=lambda completion, body, style: _convert_events(
             MessagesStream(completion["model"], style), chat_chunks(completion, include_usage=True)
         ),
         converter=lambda body, model, style: MessagesStream(model, style),

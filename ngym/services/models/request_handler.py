@@ -129,11 +129,11 @@ class ResponseStore:
             self._bytes -= len(stored.request) + len(stored.response)
 
 
-def input_items(given: Any) -> list[Json]:
+def input_items(value: Any) -> list[Json]:
     """A request's input as items: text is one user message."""
-    if isinstance(given, list):
-        return list(given)
-    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if isinstance(value, list):
+        return list(value)
+    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
 
 
 class Traffic:
@@ -165,16 +165,16 @@ class Call:
     def __enter__(self) -> Self:
         span = self._span = tracing.span(f"chat {self._model}", "server").__enter__()
         if span.is_recording:
-            asked = self._native
+            request = self._native
             span.set("gen_ai.operation.name", "chat")
             span.set("gen_ai.provider.name", "ngym")
             span.set("gen_ai.request.model", self._model)
             span.set("gen_ai.request.stream", self._streamed)
             for name in ("temperature", "top_p"):
-                span.set(f"gen_ai.request.{name}", asked.get(name))
-            most = asked.get("max_output_tokens") or asked.get("max_completion_tokens") or asked.get("max_tokens")
+                span.set(f"gen_ai.request.{name}", request.get(name))
+            most = request.get("max_output_tokens") or request.get("max_completion_tokens") or request.get("max_tokens")
             span.set("gen_ai.request.max_tokens", most)
-            span.say("ngym.model.input", asked.get("input") or asked.get("messages"))
+            span.say("ngym.model.input", request.get("input") or request.get("messages"))
         return self
 
     def __exit__(
@@ -374,12 +374,14 @@ class RequestHandler:
 
         async def handle(request: Request) -> Response:
             with Refusals(dialect.refusal):
-                given, raw = await json_body(request), await whole_body(request)
-                body = await by_size(len(raw), dialect.check, given)
+                body_json, raw = await json_body(request), await whole_body(request)
+                body = await by_size(len(raw), dialect.check, body_json)
                 began = 0.0 if self._admission.is_open else await self._admission.enter()
                 try:
-                    asked = await by_size(len(raw), self._active_call, request, dialect, body, raw, rollout_of(request))
-                    response = await (self._streamed if body.get("stream") else self._whole)(dialect, asked)
+                    active = await by_size(
+                        len(raw), self._active_call, request, dialect, body, raw, rollout_of(request)
+                    )
+                    response = await (self._streamed if body.get("stream") else self._whole)(dialect, active)
                 except BaseException:
                     self._admission.leave(began)
                     raise
@@ -396,13 +398,13 @@ class RequestHandler:
 
         async def handle(request: Request) -> Response:
             with Refusals(dialect.refusal):
-                given = await json_body(request)
-                body = await off_loop(request, dialect.check, {"max_tokens": 1, **given})
-                asked = await off_loop(
+                body_json = await json_body(request)
+                body = await off_loop(request, dialect.check, {"max_tokens": 1, **body_json})
+                active = await off_loop(
                     request, self._active_call, request, dialect, body, await request.body(), rollout_of(request)
                 )
                 with Boundary("model_error", "the model failed"):
-                    return JsonResponse({"input_tokens": await count(asked.native, asked.call)})
+                    return JsonResponse({"input_tokens": await count(active.native, active.call)})
 
         return handle
 
@@ -418,94 +420,94 @@ class RequestHandler:
         if previous is not None:
             whole["input"] = self._store.conversation(previous) + input_items(whole["input"])
         native = dialect.request(whole, context.options.reasoning_style)
-        seen = take_seen(native["messages"] if "messages" in native else native["input"])
+        prior_call = take_seen(native["messages"] if "messages" in native else native["input"])
         question = None
         if "rollout_id" in request.path_params:
             repeated = request.headers.get(RETRIES, "0") != "0"
             question = self._captures.ask(str(rollout_id), native, repeated=repeated)
-            seen = seen or question.seen
-        call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen, len(raw))
+            prior_call = prior_call or question.seen
+        call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, prior_call, len(raw))
         stored = raw if dialect.name == "responses" and body.get("store", True) else None
         record = self._traffic.call(native, model, streamed=bool(body.get("stream")))
         return ActiveCall(body, native, call, record, question, stored)
 
-    async def _respond(self, asked: ActiveCall) -> Json:
-        with asked.record, Boundary("model_error", "the model failed"):
-            answer = await self._back_end.respond(asked.native, asked.call)
-            self._keep(asked, answer)
+    async def _respond(self, active: ActiveCall) -> Json:
+        with active.record, Boundary("model_error", "the model failed"):
+            answer = await self._back_end.respond(active.native, active.call)
+            self._keep(active, answer)
         return answer
 
-    async def _whole(self, dialect: ApiDialect, asked: ActiveCall) -> Response:
-        native, size = await self._respond(asked), asked.call.size
-        answer = await by_size(size, dialect.answer, native, asked.body, asked.call.options.reasoning_style)
+    async def _whole(self, dialect: ApiDialect, active: ActiveCall) -> Response:
+        native, size = await self._respond(active), active.call.size
+        answer = await by_size(size, dialect.answer, native, active.body, active.call.options.reasoning_style)
         if dialect.name == "responses":
-            complete(answer, asked.body, asked.stored is not None)
+            complete(answer, active.body, active.stored is not None)
         response = await by_size(size, JsonResponse, answer)
-        if asked.stored is not None:
-            self._store.keep(answer["id"], asked.stored, bytes(response.body), asked.body.get("previous_response_id"))
+        if active.stored is not None:
+            self._store.keep(answer["id"], active.stored, bytes(response.body), active.body.get("previous_response_id"))
         return response
 
-    async def _streamed(self, dialect: ApiDialect, asked: ActiveCall) -> Response:
-        style = asked.call.options.reasoning_style
+    async def _streamed(self, dialect: ApiDialect, active: ActiveCall) -> Response:
+        style = active.call.options.reasoning_style
         if self._back_end.stream is None:
-            writer = Writer(dialect, asked.body, asked.stored is not None)
-            written = writer.written(dialect.events(await self._respond(asked), asked.body, style))
-            self._store_streamed(asked, writer)
+            writer = Writer(dialect, active.body, active.stored is not None)
+            written = writer.written(dialect.events(await self._respond(active), active.body, style))
+            self._store_streamed(active, writer)
             return whole_stream(written + dialect.done)
-        parts = self._parts(dialect, asked, self._back_end.stream(asked.native, asked.call))
+        parts = self._parts(dialect, active, self._back_end.stream(active.native, active.call))
         # An error before the first event becomes an answer with its own status, as without a stream.
         return EventStream(await anext(parts), parts)
 
     async def _parts(
-        self, dialect: ApiDialect, asked: ActiveCall, events: AsyncIterator[Json]
+        self, dialect: ApiDialect, active: ActiveCall, events: AsyncIterator[Json]
     ) -> AsyncGenerator[bytes, None]:
         """The stream as it is sent. Its end is held back until the native answer is stored: a client's next call may
         come as soon as the client has seen the end.
         """
-        options = asked.call.options
-        converter = dialect.converter(asked.body, options.model, options.reasoning_style)
+        options = active.call.options
+        converter = dialect.converter(active.body, options.model, options.reasoning_style)
         whole = WHOLE[self._back_end.native]()
-        writer = Writer(dialect, asked.body, asked.stored is not None)
-        held: list[bytes] = []
+        writer = Writer(dialect, active.body, active.stored is not None)
+        last_parts: list[bytes] = []
         try:
-            with asked.record, Boundary("model_error", "the model failed"):
+            with active.record, Boundary("model_error", "the model failed"):
                 async for event in events:
                     whole.take(event)
                     written = writer.written(converter.take(event))
                     if whole.answer is not None:
-                        held.append(written)
+                        last_parts.append(written)
                     elif written:
                         yield written
-                    if asked.call.size > LOOP_BYTES:  # its events may be as large
+                    if active.call.size > LOOP_BYTES:  # its events may be as large
                         await asyncio.sleep(0)
                 if whole.answer is not None:
-                    self._keep(asked, whole.answer)
-                held.append(writer.written(converter.end()))
-                self._store_streamed(asked, writer)
+                    self._keep(active, whole.answer)
+                last_parts.append(writer.written(converter.end()))
+                self._store_streamed(active, writer)
         except ServiceError as error:
             if not writer.began:
                 raise
-            held = [writer.failed(error)]
+            last_parts = [writer.failed(error)]
         finally:
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
-        yield b"".join(held) + dialect.done
+        yield b"".join(last_parts) + dialect.done
 
-    def _store_streamed(self, asked: ActiveCall, writer: Writer) -> None:
+    def _store_streamed(self, active: ActiveCall, writer: Writer) -> None:
         response = writer.response
-        if asked.stored is not None and response.get("status") in ("completed", "incomplete"):
-            previous = asked.body.get("previous_response_id")
-            self._store.keep(response["id"], asked.stored, orjson.dumps(response), previous)
+        if active.stored is not None and response.get("status") in ("completed", "incomplete"):
+            previous = active.body.get("previous_response_id")
+            self._store.keep(response["id"], active.stored, orjson.dumps(response), previous)
 
-    def _keep(self, asked: ActiveCall, answer: Json) -> None:
-        asked.record.answered(answer)
-        if asked.question is None:
+    def _keep(self, active: ActiveCall, answer: Json) -> None:
+        active.record.answered(answer)
+        if active.question is None:
             return
         tokens = _tokens(answer)
         if tokens is not None:
             usage = answer.get("usage")
             native_usage = usage if self._back_end.native == "responses" else usage_from_chat(usage)
-            self._captures.keep(asked.question, answer, tokens, native_usage)
+            self._captures.keep(active.question, answer, tokens, native_usage)
 
 
 def rollout_of(request: Request) -> str | None:

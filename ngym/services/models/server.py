@@ -156,8 +156,8 @@ def model_server(
                 path = f"{path}/count_tokens"
                 add_route(app, "POST", path, counter, summary=summary, body=body, answer=counted, most_bytes=ROW_BYTES)
         add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name", answer=_LIST)
-        named = f"{prefix}/v1/models/{{name:path}}"
-        add_route(app, "GET", named, _model, summary="The model, by its name", answer=_MODEL)
+        model_path = f"{prefix}/v1/models/{{name:path}}"
+        add_route(app, "GET", model_path, _model, summary="The model, by its name", answer=_MODEL)
         stored = f"{prefix}/v1/responses/{{response_id}}"
         add_route(app, "GET", stored, _response, summary="A stored response", answer=_MODEL)
         add_route(app, "DELETE", stored, _delete_response, summary="Delete a stored response", answer=_MODEL)
@@ -188,19 +188,19 @@ _BODIES: dict[str, Json] = {
 
 
 async def _models(request: Request) -> Response:
-    return JsonResponse({"object": "list", "data": [_described(request)]})
+    return JsonResponse({"object": "list", "data": [_describe_model(request)]})
 
 
 async def _model(request: Request) -> Response:
-    model, asked = _described(request), request.path_params["name"]
+    model, name = _describe_model(request), request.path_params["name"]
     with Refusals(openai_refusal):
-        if asked not in (model["id"], context_of(request).name):  # the names that any_model_name: false accepts
-            detail = f"there is no model {asked!r} here; this server has {model['id']!r}"
+        if name not in (model["id"], context_of(request).name):  # the names that any_model_name: false accepts
+            detail = f"there is no model {name!r} here; this server has {model['id']!r}"
             raise NotFound(detail, extra={"code": "model_not_found"})
     return JsonResponse(model)
 
 
-def _described(request: Request) -> Json:
+def _describe_model(request: Request) -> Json:
     return {"id": context_of(request).options.model, "object": "model", "created": 0, "owned_by": "ngym"}
 
 
@@ -251,10 +251,10 @@ def _store(request: Request) -> ResponseStore:
 async def _segments(request: Request) -> Response:
     captures: Captures = request.app.state.captures
     rollout_id = str(rollout_of(request))
-    kept = captures.segments(rollout_id)
-    if kept is None:
+    segments = captures.segments(rollout_id)
+    if segments is None:
         raise _unknown(rollout_id)
-    return JsonResponse(kept)
+    return JsonResponse(segments)
 
 
 async def _forget(request: Request) -> Response:

@@ -138,7 +138,7 @@ def request_turns(request: Json) -> RequestTurns:
             run += _output_content(item)
             if index + 1 < len(items) and is_from_model(items[index + 1]):
                 continue
-            turns.append(Turn(_digest(turns[-1].digest, _merged(run)), index))
+            turns.append(Turn(_digest(turns[-1].digest, _merge(run)), index))
             if index + 1 < len(items):
                 run = []
         else:
@@ -149,9 +149,9 @@ def request_turns(request: Json) -> RequestTurns:
 def answered(before: RequestTurns, answer: Json) -> bytes:
     """The digest of a conversation and its native answer, a Response or a Chat Completion."""
     items = answer["output"] if "output" in answer else [answer["choices"][0]["message"]]
-    spoken = [part for item in items for part in _output_content(item)]
-    last = before.turns[-2 if before.unfinished else -1]
-    return _digest(last.digest, _merged(before.unfinished + spoken))
+    parts = [part for item in items for part in _output_content(item)]
+    turn = before.turns[-2 if before.unfinished else -1]
+    return _digest(turn.digest, _merge(before.unfinished + parts))
 
 
 def _digest(before: bytes, turn: list[Any]) -> bytes:
@@ -185,7 +185,7 @@ def _output_content(item: Json) -> list[Any]:
     return [*(content if isinstance(content, list) else [content]), *refusal, *calls]
 
 
-def _merged(run: list[Any]) -> list[Any]:
+def _merge(run: list[Any]) -> list[Any]:
     texts = [part for part in run if isinstance(part, str)]
     return ["assistant", "".join(texts), *(part for part in run if not isinstance(part, str))]
 
@@ -251,8 +251,8 @@ class _Call:
     versions: list[list[int]]
     usage: Json | None
     finish: FinishReason
-    asked: bytes
-    answered: bytes
+    request_digest: bytes
+    answer_digest: bytes
     began: float
     seconds: float
     continued: bool = False
@@ -277,7 +277,7 @@ class PendingCall(NamedTuple):
 
     rollout_id: str
     began: float
-    said: RequestTurns
+    turns: RequestTurns
     continues: _Call | None
     seen: PriorCall | None
     repeated: bool
@@ -297,8 +297,8 @@ class Captures:
         self._ttl_s = ttl_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()  # least recently used first
         self._tokens = 0
-        kept = Gauge("ngym_captured_rollouts", "Rollouts whose calls are kept", registry=registry)
-        kept.set_function(lambda: len(self._rollouts))
+        rollout_count = Gauge("ngym_captured_rollouts", "Rollouts whose calls are kept", registry=registry)
+        rollout_count.set_function(lambda: len(self._rollouts))
         tokens = Gauge("ngym_captured_tokens", "Token ids kept of captured calls", registry=registry)
         tokens.set_function(lambda: self._tokens)
         self._forgotten = Counter(
@@ -316,18 +316,20 @@ class Captures:
 
         request: the native one. repeated: the client says that it sent this before.
         """
-        began, so_far = time.monotonic(), request_turns(request)
+        started, turns = time.monotonic(), request_turns(request)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            return PendingCall(rollout_id, began, so_far, None, None, repeated)
-        for turn in reversed(so_far.turns):
+            return PendingCall(rollout_id, started, turns, None, None, repeated)
+        for turn in reversed(turns.turns):
             call = rollout.by_answer.get(turn.digest)
             if call is not None:
                 ids = call.segment.ids
-                goes_on = bool(so_far.unfinished) and turn is so_far.turns[-1]
-                seen = PriorCall(turn.place, ids[: call.start].tolist(), ids[call.start : call.end].tolist(), goes_on)
-                return PendingCall(rollout_id, began, so_far, call, seen, repeated)
-        return PendingCall(rollout_id, began, so_far, None, None, repeated)
+                goes_on = bool(turns.unfinished) and turn is turns.turns[-1]
+                prior_call = PriorCall(
+                    turn.place, ids[: call.start].tolist(), ids[call.start : call.end].tolist(), goes_on
+                )
+                return PendingCall(rollout_id, started, turns, call, prior_call, repeated)
+        return PendingCall(rollout_id, started, turns, None, None, repeated)
 
     def keep(self, question: PendingCall, answer: Json, tokens: CallTokens, usage: Json | None) -> None:
         """Capture the answer, native and with token data. tokens: empty for a conversation that did not fit."""
@@ -336,11 +338,11 @@ class Captures:
         rollout.used_at = time.monotonic()
         self._tokens -= rollout.tokens()
         if question.repeated:
-            _take_back(rollout, question.said.turns[-1].digest)
-        call = _placed(question, tokens, usage, answer)
+            _retract(rollout, question.turns.turns[-1].digest)
+        call = _place_call(question, tokens, usage, answer)
         rollout.calls.append(call)
         if tokens.prompt_token_ids:
-            rollout.by_answer[call.answered] = call
+            rollout.by_answer[call.answer_digest] = call
         self._tokens += rollout.tokens()
         self._forget()
 
@@ -389,7 +391,7 @@ class Captures:
             self._forgotten.labels(why).inc()
 
 
-def _placed(question: PendingCall, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
+def _place_call(question: PendingCall, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
     """Put the call in the segment that it continues, if its prompt begins with all ids of that, else in a new one."""
     continues = question.continues
     prompt = array("I", tokens.prompt_token_ids)
@@ -411,8 +413,8 @@ def _placed(question: PendingCall, tokens: CallTokens, usage: Json | None, answe
         tokens.versions,
         usage,
         finish_reason(answer),
-        asked=question.said.turns[-1].digest,
-        answered=answered(question.said, answer),
+        request_digest=question.turns.turns[-1].digest,
+        answer_digest=answered(question.turns, answer),
         began=question.began,
         seconds=time.monotonic() - question.began,
     )
@@ -420,9 +422,9 @@ def _placed(question: PendingCall, tokens: CallTokens, usage: Json | None, answe
     return call
 
 
-def _take_back(rollout: _Rollout, asked: bytes) -> None:
+def _retract(rollout: _Rollout, digest: bytes) -> None:
     """Drop the last call with this conversation, unless another call has continued it."""
-    call = next((call for call in reversed(rollout.calls) if call.asked == asked), None)
+    call = next((call for call in reversed(rollout.calls) if call.request_digest == digest), None)
     if call is None or call.continued:
         return
     segment = call.segment
@@ -430,5 +432,5 @@ def _take_back(rollout: _Rollout, asked: bytes) -> None:
     segment.calls.remove(call)
     del segment.ids[call.before :]
     del segment.logprobs[len(segment.logprobs) - (call.end - call.start) :]
-    if rollout.by_answer.get(call.answered) is call:
-        del rollout.by_answer[call.answered]
+    if rollout.by_answer.get(call.answer_digest) is call:
+        del rollout.by_answer[call.answer_digest]
