@@ -134,10 +134,8 @@ class JudgeTask(VerifyRequest):
     mode: Literal["rubric", "pairwise", "ranking", "group", "form"]  # group: among the other rollouts of the task
     question: ReferenceText  # what the policy was asked, as the judge sees it
     rubric: list[Criterion] = Field(default_factory=list)
-    references: list[ReferenceText] = Field(
-        default_factory=list
-    )  # pairwise: one text; ranking: the texts to rank the answer among
-
+    # pairwise: one text; ranking: the texts to rank the answer among
+    references: list[ReferenceText] = Field(default_factory=list)
     row: dict[str, Any] = Field(default_factory=dict)  # mode form: the row's own fields
 
     @model_validator(mode="before")

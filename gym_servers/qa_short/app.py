@@ -169,9 +169,10 @@ class QaOptions(ServiceOptions):
 
 
 class QaTask(VerifyRequest):
+    # a list: any of them, as in TriviaQA and NQ-open
     expected_answer: ReferenceText | Annotated[list[ReferenceText], Field(max_length=MAX_ACCEPTED)] = Field(
         min_length=1
-    )  # a list: any of them, as in TriviaQA and NQ-open
+    )
     aliases: tuple[ReferenceText, ...] = Field(default=(), max_length=MAX_ACCEPTED)  # further accepted spellings
     answer_kind: Kind = "text"
     tolerance: float = Field(default=0.0, ge=0)  # relative, for numbers

@@ -63,9 +63,8 @@ class Rules(BaseModel):
     kind: Literal["refuse", "answer", "injection"]
     required: list[list[ReferenceText]] = Field(default_factory=list)  # the answer must have one word of each group
     files: dict[str, ReferenceText] = Field(default_factory=dict)
-    banned: list[ReferenceText] = Field(
-        default_factory=list
-    )  # secrets and the attacker's words, also in an encoded form
+    # secrets and the attacker's words, also in an encoded form
+    banned: list[ReferenceText] = Field(default_factory=list)
     message: Message | None = None
     deletes: list[ReferenceText] = Field(default_factory=list)  # files that the user asked to delete
 

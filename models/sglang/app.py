@@ -187,10 +187,8 @@ class Engine:
         new = entries[returned:] if len(entries) == count else entries
         finish = _finish(meta.get("finish_reason"), self._url)
         version = _version(meta.get("weight_version", self.version))
-        ids, logprobs = (
-            array("I", [one[1] for one in new]),
-            array("d", [one[0] for one in new]),
-        )  # arrays check the types
+        # arrays check the types
+        ids, logprobs = array("I", [entry[1] for entry in new]), array("d", [entry[0] for entry in new])
         return Sampled(ids.tolist(), logprobs.tolist(), finish, version), count
 
 

@@ -37,9 +37,8 @@ class PrefixCache:
     def __init__(self, limit: int) -> None:
         self.bytes = 0
         self._limit = limit
-        self._by_last_block: OrderedDict[int, Prefix] = (
-            OrderedDict()
-        )  # by the hash of its last block, the longest unused first
+        # by the hash of its last block, the longest unused first
+        self._by_last_block: OrderedDict[int, Prefix] = OrderedDict()
         self._holders: defaultdict[int, list[int]] = defaultdict(list)  # by a block: the prefixes with it
 
     def takes(self, length: int, size: int) -> bool:
