@@ -90,53 +90,53 @@ class Checkpoints:
 
     def save(self, step: int, state: Json, write: Callable[[Path], None]) -> None:
         """Commit a checkpoint. write: writes the tensors into a folder."""
-        with whole_folder(self._folder / f"step-{step:06}") as aside:
-            write(aside)
-            (aside / STATE).write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
-            files = sorted(path for path in aside.rglob("*") if path.is_file())
+        with whole_folder(self._folder / f"step-{step:06}") as temporary:
+            write(temporary)
+            (temporary / STATE).write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
+            files = sorted(path for path in temporary.rglob("*") if path.is_file())
             manifest = {
-                str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+                str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
                 for path in files
             }
-            (aside / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+            (temporary / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
     def tidy(self, history: Iterable[Mapping[str, float]]) -> None:
         """Remove checkpoints that need not be kept, and leftovers of killed writers. history: the metrics of the run."""
-        for left_behind in self._folder.glob(".step-*"):
-            shutil.rmtree(left_behind, ignore_errors=True)
-        found = self._found()
-        kept = set(sorted(found)[-self._options.keep :])
+        for leftover in self._folder.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        folders = self._folders()
+        newest = set(sorted(folders)[-self._options.keep :])
         best = self.best(history)
-        for step, folder in found.items():
-            if step not in kept and step != best:
+        for step, folder in folders.items():
+            if step not in newest and step != best:
                 _remove(folder)
 
     def best(self, history: Iterable[Mapping[str, float]]) -> int | None:
         """The step of the best checkpoint on disk, if the recipe keeps the best and it is known."""
-        name, found = self._options.best, self._found()
+        name, folders = self._options.best, self._folders()
         if name is None:
             return None
         sign = -1 if self._options.lower_is_better else 1
         values = {int(row["step"]): sign * row[name] for row in history if name in row and math.isfinite(row[name])}
-        known = [step for step in found if step in values and step > 0]  # of step 0 there are no weights
-        return max(known, key=lambda step: (values[step], step), default=None)
+        candidates = [step for step in folders if step in values and step > 0]  # of step 0 there are no weights
+        return max(candidates, key=lambda step: (values[step], step), default=None)
 
     def missing_best(self, history: Iterable[Mapping[str, float]]) -> str:
         """The message that the run has no metric `best`; "" if it has, or if the recipe names none."""
         name = self._options.best
-        known = {key for row in history for key in row}
-        if name is None or name in known:
+        names = {key for row in history for key in row}
+        if name is None or name in names:
             return ""
-        near = f", did you mean {meant!r}" if (meant := nearest(name, sorted(known))) else ""
+        near = f", did you mean {suggestion!r}" if (suggestion := nearest(name, sorted(names))) else ""
         return (
             f"warning: checkpoint.best: no step has a metric {name!r}{near}; only the newest checkpoints are kept. The "
-            f"metrics are {', '.join(sorted(known))}"
+            f"metrics are {', '.join(sorted(names))}"
         )
 
     @property
     def last_step(self) -> int:
         """The step of the newest checkpoint on disk, without verifying it; 0 before the first."""
-        return max(self._found(), default=0)
+        return max(self._folders(), default=0)
 
     def newest(self) -> Checkpoint:
         """The newest checkpoint, verified byte by byte.
@@ -144,33 +144,33 @@ class Checkpoints:
         Raises:
             CheckpointUnusable: there is no checkpoint, or the newest one is damaged.
         """
-        found = self._found()
-        if not found:
+        folders = self._folders()
+        if not folders:
             raise CheckpointUnusable(
                 f"{self._folder}: no checkpoint to resume from; put it back, or start again with --overwrite"
             )
-        step = max(found)
-        folder = found[step]
+        step = max(folders)
+        folder = folders[step]
         try:
-            if problem := _problem(folder):
-                raise CheckpointUnusable(self._damaged(folder, problem, found))
+            if problem := _find_problem(folder):
+                raise CheckpointUnusable(self._describe_damage(folder, problem, folders))
             return Checkpoint(step, folder, orjson.loads((folder / STATE).read_bytes()))
         except (OSError, ValueError) as error:
-            raise CheckpointUnusable(self._damaged(folder, str(error).split("\n")[0], found)) from error
+            raise CheckpointUnusable(self._describe_damage(folder, str(error).split("\n")[0], folders)) from error
 
     def discard(self, step: int) -> None:
         """Remove the checkpoint of this step, if there is one."""
-        if (folder := self._found().get(step)) is not None:
+        if (folder := self._folders().get(step)) is not None:
             _remove(folder)
 
-    def _found(self) -> dict[int, Path]:
+    def _folders(self) -> dict[int, Path]:
         if not self._folder.is_dir():
             return {}
-        named = [(NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
-        return {int(match[1]): path for match, path in named if match and path.is_dir()}
+        matches = [(NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
+        return {int(match[1]): path for match, path in matches if match and path.is_dir()}
 
-    def _damaged(self, folder: Path, problem: str, found: Mapping[int, Path]) -> str:
-        others = [step for step in sorted(found) if found[step] != folder]
+    def _describe_damage(self, folder: Path, problem: str, folders: Mapping[int, Path]) -> str:
+        others = [step for step in sorted(folders) if folders[step] != folder]
         remedy = f"the one before is of step {others[-1]}" if others else "there is none before it"
         return f"{folder}: damaged: {problem}; {remedy}: remove this folder to resume from there"
 
@@ -183,32 +183,32 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")), ignore_errors=True)
 
 
-def _problem(folder: Path) -> str | None:
+def _find_problem(folder: Path) -> str | None:
     """The first difference to what was written. Raises OSError if a file cannot be read."""
     try:
         manifest = WRITTEN.validate_json((folder / MANIFEST).read_bytes())
     except ValueError:
         return f"{MANIFEST} is not what was written"
-    for name, written in manifest.items():
+    for name, entry in manifest.items():
         path = folder / name
-        if path.stat().st_size != written.bytes or file_digest(path) != written.sha256:
+        if path.stat().st_size != entry.bytes or file_digest(path) != entry.sha256:
             return f"{name} is not what was written"
     # other programs may use `policy/` and add files to it; the files next to it are loaded
-    beside = {path.name for path in folder.iterdir() if path.is_file()} - {MANIFEST}
-    unknown = sorted(beside - manifest.keys())
-    return f"{unknown[0]} was not written with it" if unknown else None
+    names = {path.name for path in folder.iterdir() if path.is_file()} - {MANIFEST}
+    extra = sorted(names - manifest.keys())
+    return f"{extra[0]} was not written with it" if extra else None
 
 
 def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
     """The dotted keys in which two recipes differ, except those that begin with a free one, with both values. Two
     spellings of the path of the data file or of the push folder are equal.
     """
-    flat_before, flat_now = _flat(before), _flat(now)
+    flat_before, flat_now = _flatten(before), _flatten(now)
     keys = [
         key
         for key in sorted(flat_before.keys() | flat_now.keys())
         if _place(key, flat_before.get(key)) != _place(key, flat_now.get(key))
-        and not any(f"{key}.".startswith(f"{one}.") for one in free)
+        and not any(f"{key}.".startswith(f"{prefix}.") for prefix in free)
     ]
     return [f"{key}: {flat_before.get(key)!r} in the run, {flat_now.get(key)!r} now" for key in keys]
 
@@ -222,10 +222,10 @@ def _place(key: str, value: Any) -> Any:
     return Path(value).resolve() if key == "rollouts.push_folder" else value
 
 
-def _flat(values: Json, prefix: str = "") -> Json:
+def _flatten(values: Json, prefix: str = "") -> Json:
     flat: Json = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
@@ -259,13 +259,13 @@ class CheckpointSaver:
         self._source = source
         self._steps = steps
         self._budget = budget
-        self._due = self._last = False
+        self._is_due = self._is_last = False
 
     def end(self) -> None:
         """Save after the batch in progress, and end the run there; or before the first one, if none is. On rank 0; the
         others follow.
         """
-        self._last = True
+        self._is_last = True
 
     def begin(self) -> None:
         """Mark the run as not yet trained, so that a resume knows that no checkpoint exists to load."""
@@ -308,7 +308,7 @@ class CheckpointSaver:
 
     def before(self, step: int) -> None:
         """Raises KeyboardInterrupt: `end` was called before the first batch. The checkpoint of `step` is on the disk."""
-        if self._learner.broadcast(self._last) and step < self._steps:
+        if self._learner.broadcast(self._is_last) and step < self._steps:
             raise KeyboardInterrupt
 
     def after(self, step: int) -> None:
@@ -318,11 +318,11 @@ class CheckpointSaver:
         Raises:
             NotFinite: the weights must not be saved. KeyboardInterrupt: `end` was called.
         """
-        last = self._learner.broadcast(self._last)
-        self._due |= last or self._checkpoints.due(step, self._steps)
-        if not self._due or self._guard.skipping:
+        last = self._learner.broadcast(self._is_last)
+        self._is_due |= last or self._checkpoints.due(step, self._steps)
+        if not self._is_due or self._guard.skipping:
             return
-        self._due = False
+        self._is_due = False
         self.check()
         learner = self._learner
         state: Json = {"step": step, "skipped": self._guard.skipped, "source": self._source()}
@@ -394,10 +394,10 @@ def resumable(output: Path, resolved: str) -> None:
             f"--resume: max_steps: {now['max_steps']:,}, but {output} has a checkpoint of step {last:,}; set it to {last:,} or "
             "more, or start a new run in another output"
         )
-    changed = differences(before, now, FREE)
-    if changed:
+    lines = differences(before, now, FREE)
+    if lines:
         remedy = "set it back, or start a new run in another output"
-        raise UsageError("\n".join(f"--resume: {one}; {remedy}" for one in changed))
+        raise UsageError("\n".join(f"--resume: {line}; {remedy}" for line in lines))
 
 
 def cut(metrics: Path, checkpoint: Checkpoint) -> list[dict[str, float]]:
@@ -407,12 +407,12 @@ def cut(metrics: Path, checkpoint: Checkpoint) -> list[dict[str, float]]:
         CheckpointUnusable: the file has changed.
     """
     size = checkpoint.state.get("metrics_bytes", 0)
-    there = metrics.stat().st_size if metrics.exists() else 0
-    if there < size:
+    length = metrics.stat().st_size if metrics.exists() else 0
+    if length < size:
         raise CheckpointUnusable(
-            f"{metrics}: has {there} bytes, fewer than the {size} that it had at step {checkpoint.step}; put it back"
+            f"{metrics}: has {length} bytes, fewer than the {size} that it had at step {checkpoint.step}; put it back"
         )
-    if there == 0:
+    if length == 0:
         return []
     with metrics.open("rb") as file:
         lines = file.read(size).splitlines()

@@ -78,13 +78,13 @@ def train(
     """
     for number, batch in enumerate(batches, done + 1):
         began = time.monotonic()
-        taken: list[Step] = []
+        steps: list[Step] = []
         with tracing.span("train step") as span:
             for samples in batch.updates:
                 step = take_step(engine, algorithm, samples, budget, lr_multiplier(number - 1))
                 if guard.passes(number, samples, step.means.get("loss", 0.0), step.update):
-                    taken.append(step)
-            values = _values(batch, taken, guard.skipped, time.monotonic() - began)
+                    steps.append(step)
+            values = _values(batch, steps, guard.skipped, time.monotonic() - began)
             values |= engine.scaling() | engine.peak_memory()
             span.set("ngym.step", number)
             for name in TRACED:
@@ -100,12 +100,12 @@ def take_step(
     If a float16 gradient overflows, the step is computed again with a lower loss scale.
     """
     step_loss = algorithm.step_loss(samples)
-    while (step := _computed(engine, algorithm, step_loss, samples, budget, lr_multiplier)).update.overflowed:
+    while (step := _compute_step(engine, algorithm, step_loss, samples, budget, lr_multiplier)).update.overflowed:
         pass
     return step
 
 
-def _computed(
+def _compute_step(
     engine: Engine,
     algorithm: Algorithm,
     step_loss: StepLoss,
@@ -114,18 +114,18 @@ def _computed(
     lr_multiplier: float,
 ) -> Step:
     micro_batches = engine.micro_batches(samples, budget)
-    done: list[tuple[float, Totals]] = []
-    for index, mine in enumerate(micro_batches):
+    losses: list[tuple[float, Totals]] = []
+    for index, batch in enumerate(micro_batches):
         # A rank without work computes something with count 0: the ranks' collectives must match.
-        counted = 1.0 if mine else 0.0
-        packed = pack(mine or samples[:1], engine.device)
+        weight = 1.0 if batch else 0.0
+        packed = pack(batch or samples[:1], engine.device)
         loss = step_loss.loss(engine.scores(packed, algorithm.asks), packed)
         # A loss that is not finite on one rank must make the gradient not finite on all ranks.
         poison = torch.where(loss.sum.detach().isfinite(), 1.0, math.nan)
-        engine.backward(counted * poison * loss.sum, step_loss.divisor, last=index == len(micro_batches) - 1)
-        done.append((counted, detached(loss.totals)))
+        engine.backward(weight * poison * loss.sum, step_loss.divisor, last=index == len(micro_batches) - 1)
+        losses.append((weight, detached(loss.totals)))
     update = engine.step(lr_multiplier)
-    return Step(step_loss.derived(_means(engine, done), bins=False), update)
+    return Step(step_loss.derived(_means(engine, losses), bins=False), update)
 
 
 def _means(engine: Engine, micro_batches: Sequence[tuple[float, Totals]]) -> dict[str, float]:
@@ -133,26 +133,26 @@ def _means(engine: Engine, micro_batches: Sequence[tuple[float, Totals]]) -> dic
     would be idle between a micro-batch's forward and its backward.
     """
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for counted, totals in micro_batches:
+    for weight, totals in micro_batches:
         for name, mean in measured(totals).items():
-            sums[name][0] += counted * mean.total
-            sums[name][1] += counted * mean.count
+            sums[name][0] += weight * mean.total
+            sums[name][1] += weight * mean.count
     names = sorted(sums)
-    added = engine.all_reduce([value for name in names for value in sums[name]])
+    flat = engine.all_reduce([value for name in names for value in sums[name]])
     return logged(
-        {name: Mean(*pair) for name, pair in zip(names, zip(added[::2], added[1::2], strict=True), strict=True)}
+        {name: Mean(*pair) for name, pair in zip(names, zip(flat[::2], flat[1::2], strict=True), strict=True)}
     )
 
 
-def _values(batch: Batch, taken: Sequence[Step], skipped: int, seconds: float) -> dict[str, float]:
+def _values(batch: Batch, steps: Sequence[Step], skipped: int, seconds: float) -> dict[str, float]:
     """The metrics of a batch: means over its optimizer steps."""
     samples = [sample for update in batch.updates for sample in update]
-    names = dict.fromkeys(name for step in taken for name in step.means)
-    means = {name: fmean(step.means[name] for step in taken if name in step.means) for name in names}
-    means |= {name: value for step in taken[:1] for name, value in step.means.items() if name in BEFORE_TRAINING}
-    if taken:
-        means |= {"lr": taken[-1].update.lr, "grad_norm": fmean(step.update.grad_norm for step in taken)}
-        of_critic = [norm for step in taken if (norm := step.update.critic_grad_norm) is not None]
+    names = dict.fromkeys(name for step in steps for name in step.means)
+    means = {name: fmean(step.means[name] for step in steps if name in step.means) for name in names}
+    means |= {name: value for step in steps[:1] for name, value in step.means.items() if name in BEFORE_TRAINING}
+    if steps:
+        means |= {"lr": steps[-1].update.lr, "grad_norm": fmean(step.update.grad_norm for step in steps)}
+        of_critic = [norm for step in steps if (norm := step.update.critic_grad_norm) is not None]
         means |= {"critic_grad_norm": fmean(of_critic)} if of_critic else {}
     return {
         **means,
@@ -208,9 +208,9 @@ class FileSource:
         assert data is not None
         before = {data.path: state["digest"], **state.get("held_out", {})}  # an older checkpoint has no held_out
         for path, now in {data.path: self._digest, **self._held_out_digest}.items():
-            if (then := before.get(path, now)) != now:
+            if (old := before.get(path, now)) != now:
                 raise UsageError(
-                    f"{path}: changed since the run began with it: sha256 {then[:12]} then, {now[:12]} now; restore the "
+                    f"{path}: changed since the run began with it: sha256 {old[:12]} then, {now[:12]} now; restore the "
                     "file, or begin a new run"
                 )
 
@@ -230,8 +230,8 @@ class FileSource:
             return batches
         from .evaluation.heldout_loss import HeldOutData
 
-        every = recipe.evaluation.every
-        held_out = HeldOutData(self._held_out, algorithm, learner, recipe.micro_batch_tokens, every, metrics.note)
+        interval = recipe.evaluation.every
+        held_out = HeldOutData(self._held_out, algorithm, learner, recipe.micro_batch_tokens, interval, metrics.note)
         return held_out.evaluated(batches, done)
 
     def state(self) -> Json | None:
@@ -281,16 +281,16 @@ class LiveSource:
         self._pusher = None
         if services is not None:
             check_transport(options.transport)
-            reached = services.reached
-            self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), reached.token)
+            ready = services.reached
+            self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), ready.token)
         for line in live_run_sizes(recipe, read_launch()):
             say(line)
-        pushed = learner.adapter if options.transport == "lora" else learner.weights
+        weights = learner.adapter if options.transport == "lora" else learner.weights
         colocated = ColocatedPhases(learner, self._pusher) if options.colocated else None
         membership = None
         if services is not None and colocated is None and services.reached.peers.head_url is not None:
             membership = HeadMembership(services, options.policy, say)
-        weight_sync = WeightSync(learner, self._pusher, probe_ids(tokenizer), pushed, colocated, membership)
+        weight_sync = WeightSync(learner, self._pusher, probe_ids(tokenizer), weights, colocated, membership)
         self._live = LiveBatches(recipe, algorithm, learner, weight_sync, services)
         self._say = say
 
@@ -349,8 +349,8 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
 
     if services is None or recipe.live is None:
         return
-    reached = services.reached
-    pusher = pusher_of(recipe, partial(services.addresses, recipe.live.policy), reached.token)
+    ready = services.reached
+    pusher = pusher_of(recipe, partial(services.addresses, recipe.live.policy), ready.token)
     pusher.prepare()
     pusher.sleep()
     pusher.finish()

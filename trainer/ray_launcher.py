@@ -70,7 +70,7 @@ class Rank:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "ngym", "train", *words, cwd=folder, env={**os.environ, **environment},
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
-            preexec_fn=_as_rank,
+            preexec_fn=_set_up_rank,
         )  # fmt: skip
         return self._process.pid
 
@@ -86,7 +86,7 @@ class Rank:
             self._process.send_signal(number)
 
 
-def _as_rank() -> None:
+def _set_up_rank() -> None:
     """End with the actor; receive all signals, which the actor's threads block."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -121,12 +121,12 @@ class _Run:
     async def run(self) -> Path:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         for received, sent in (("USR1", "USR1"), ("INT", "INT"), ("TERM", "INT")):
-            number, own = signal.Signals[f"SIG{sent}"], signal.Signals[f"SIG{received}"]
-            loop.add_signal_handler(own, self._stop, number)
+            number, handled = signal.Signals[f"SIG{sent}"], signal.Signals[f"SIG{received}"]
+            loop.add_signal_handler(handled, self._stop, number)
         code = INTERRUPTED
         try:
             async with self._services() as (environment, failure):
-                code = await run_unless_failed(failure(), self._until_done(environment))
+                code = await run_unless_failed(failure(), self._run_until_done(environment))
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
@@ -142,7 +142,7 @@ class _Run:
         for rank in self._ranks:
             rank.signal(number)
 
-    async def _until_done(self, environment: Mapping[str, str]) -> int:
+    async def _run_until_done(self, environment: Mapping[str, str]) -> int:
         """Run groups of ranks until one succeeds, another one would not help, or too many have failed.
 
         Raises:
@@ -150,20 +150,23 @@ class _Run:
         """
         continues, earlier = self._first, self._recipe_file()
         failure: tuple[int, object] | None = None
-        for left in reversed(range(self._options.max_failures + 1)):
+        for remaining in reversed(range(self._options.max_failures + 1)):
             code = await self._group(environment, continues)
             if self._stopping and not 0 <= code <= 255:  # the rank could not handle the signal, or is lost
                 return INTERRUPTED
             if code == 0 or self._stopping or code in (USAGE, TRY_AGAIN, INTERRUPTED):
                 return code
-            before, failure = failure, (code, self._progress())
-            if failure == before and 0 < code < FIRST_SIGNAL:
+            previous, failure = failure, (code, self._progress())
+            if failure == previous and 0 < code < FIRST_SIGNAL:
                 raise NgymError(
                     f"the ranks failed twice in the same way ({describe_exit(code)}), the second time without a new step or "
                     "checkpoint, so they do not start again; their lines above say why"
                 )
-            if left:
-                _say(f"a rank ended ({describe_exit(code)}); all start again, after the last checkpoint ({left} left)")
+            if remaining:
+                _say(
+                    f"a rank ended ({describe_exit(code)}); all start again, after the last checkpoint "
+                    f"({remaining} left)"
+                )
             began = self._recipe_file() not in (None, earlier)
             continues = ["--resume"] if began else self._first
         raise NgymError(
@@ -181,8 +184,8 @@ class _Run:
     def _progress(self) -> tuple[list[str], int | None]:
         """The checkpoints of the run, and the step of the last entry of its metrics."""
         output = self._recipe.output
-        found = sorted(folder.name for folder in (output / CHECKPOINTS).glob("step-*") if NAME.fullmatch(folder.name))
-        return found, summary(output)["last"].get("step") if (output / METRICS).exists() else None
+        names = sorted(folder.name for folder in (output / CHECKPOINTS).glob("step-*") if NAME.fullmatch(folder.name))
+        return names, summary(output)["last"].get("step") if (output / METRICS).exists() else None
 
     async def _group(self, environment: Mapping[str, str], continues: Sequence[str]) -> int:
         """Run one group; returns the first exit code that is not 0."""
@@ -199,12 +202,12 @@ class _Run:
             shared = {**environment, "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
             words, folder = [*self._words, *continues], str(Path.cwd())
             for index, actor in enumerate(actors):
-                own = {"RANK": str(index), "LOCAL_RANK": "0"}  # each sees only its own GPUs
-                pid = await actor.start.remote(words, shared | own, folder)
+                variables = {"RANK": str(index), "LOCAL_RANK": "0"}  # each sees only its own GPUs
+                pid = await actor.start.remote(words, shared | variables, folder)
                 self._ranks.append(RayProcess(actor, pid, os.dup(1 if index == 0 else 2)))
             code = await _first_failure([rank.exit_code for rank in self._ranks])
-            ended = [rank for rank in self._ranks if rank.exit_code.done()]
-            await asyncio.gather(*(rank.drained() for rank in ended))
+            exited = [rank for rank in self._ranks if rank.exit_code.done()]
+            await asyncio.gather(*(rank.drained() for rank in exited))
             return code
         except RayError as error:
             _say(str(error).partition("\n")[0])
@@ -230,8 +233,8 @@ class _Run:
         config = engine.reachable(config_for_agents(config, agents, live.policy))
         async with Supervisor(config, _failures, engine=engine) as stack:
             _say(f"services ready after {stack.ready_after_s:.0f} s; status: {stack.head_url}")
-            found = {HEAD: stack.head_url, ADMIN_TOKEN: stack.admin_token, RUN_TOKEN: stack.run_token or ""}
-            yield {**environment, **found}, stack.failure
+            variables = {HEAD: stack.head_url, ADMIN_TOKEN: stack.admin_token, RUN_TOKEN: stack.run_token or ""}
+            yield {**environment, **variables}, stack.failure
 
 
 async def _first_failure(codes: Sequence[asyncio.Future[int]]) -> int:

@@ -56,11 +56,11 @@ def restore(output: Path) -> None:
     partial = output / PARTIAL
     if not partial.is_dir():
         return
-    for moved in sorted(partial.iterdir()):
-        there = output / moved.name
-        if there.is_dir():
-            shutil.rmtree(there)
-        moved.rename(there)
+    for entry in sorted(partial.iterdir()):
+        target = output / entry.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        entry.rename(target)
     partial.rmdir()
 
 
@@ -69,8 +69,8 @@ def replace(output: Path, in_use: Collection[Path] = ()) -> None:
 
     in_use: paths that the new run reads; files and folders that contain one of them stay.
     """
-    used = [path.resolve() for path in in_use]
-    names = [name for name in FILES if not any(path.is_relative_to((output / name).resolve()) for path in used)]
+    used_paths = [path.resolve() for path in in_use]
+    names = [name for name in FILES if not any(path.is_relative_to((output / name).resolve()) for path in used_paths)]
     has_results = _has_row(output / METRICS) or _has_row(output / SPOOL) or (output / POLICY).exists()
     move_aside(output, names)
     old, partial = output / OLD, output / PARTIAL

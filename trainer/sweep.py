@@ -66,18 +66,18 @@ class TimeWarning:
     """A scheduler's warning of the time limit (SIGUSR1): the run in progress gets it too, and no other run starts."""
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The signal's handler."""
-        self.came = True
+        self.received = True
         self._forward()
 
     def forward_to(self, process: subprocess.Popen[bytes]) -> None:
-        """From now on this process gets the warning, also one that came while it started."""
+        """From now on this process gets the warning, also one that arrived while it started."""
         self._process = process
-        if self.came:
+        if self.received:
             self._forward()
 
     def _forward(self) -> None:
@@ -193,13 +193,13 @@ def write(folder: Path, outcomes: Sequence[SweepOutcome]) -> None:
 
 def last_metrics(file: Path) -> dict[str, float]:
     """The last loss, the last reward and the last held-out evaluation of a run's metrics.jsonl."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if file.exists():
         for line in jsonl.read(file):
             # JSON has no NaN or infinity; they are stored as null
             values = {name: math.nan if value is None else value for name, value in line.row.items()}
-            found |= {name: value for name, value in values.items() if _is_shown(name)}
-    return found
+            metrics |= {name: value for name, value in values.items() if _is_shown(name)}
+    return metrics
 
 
 def show(outcomes: Sequence[SweepOutcome], waiting: Sequence[str]) -> None:
@@ -256,18 +256,18 @@ def axes(sweeps: Sequence[str]) -> list[Axis]:
     Raises:
         UsageError: an argument has another form, or a key or value occurs twice; one line for each mistake.
     """
-    found: list[Axis] = []
+    result: list[Axis] = []
     wrong: list[str] = []
     for sweep in sweeps:
         try:
-            found.append(_axis(sweep))
+            result.append(_axis(sweep))
         except UsageError as error:
             wrong.append(str(error))
-    keys = Counter(axis.key for axis in found)
+    keys = Counter(axis.key for axis in result)
     wrong += [f"--sweep {key}: given {count} times; list all values once" for key, count in keys.items() if count > 1]
     if wrong:
         raise UsageError("\n".join(wrong))
-    return found
+    return result
 
 
 def combinations(of: Sequence[Axis]) -> list[Combination]:
@@ -276,19 +276,19 @@ def combinations(of: Sequence[Axis]) -> list[Combination]:
     # the whole key if two would be equal
     labels = [end if ends.count(end) == 1 else axis.key for end, axis in zip(ends, of, strict=True)]
     words = [_words(axis.values) for axis in of]
-    found = []
+    result = []
     for places in product(*(range(len(axis.values)) for axis in of)):
         parts = [f"{label}={word[place]}" for label, word, place in zip(labels, words, places, strict=True)]
         values = {axis.key: axis.values[place] for axis, place in zip(of, places, strict=True)}
-        found.append(Combination(_at_most(LONGEST_NAME, ",".join(parts)), values))
-    return found
+        result.append(Combination(_at_most(LONGEST_NAME, ",".join(parts)), values))
+    return result
 
 
 def _axis(sweep: str) -> Axis:
-    key, equals, listed = sweep.partition("=")
+    key, equals, values_text = sweep.partition("=")
     if not equals or not key:
         raise UsageError(f"--sweep {sweep!r} is not of the form key=value,value, such as optimizer.lr=1e-6,3e-6")
-    text = f"[{listed}]"
+    text = f"[{values_text}]"
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -347,8 +347,8 @@ def dry_run(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
     """Print the folder and the values of every run. Raises UsageError: a run has a mistake."""
     folder, runs = plan_runs(files, overrides, sweeps)
     if as_json:
-        each = [{"output": str(run.folder), "values": run.combination.values} for run in runs]
-        print(orjson.dumps({"output": str(folder), "runs": each}, option=orjson.OPT_INDENT_2).decode())
+        entries = [{"output": str(run.folder), "values": run.combination.values} for run in runs]
+        print(orjson.dumps({"output": str(folder), "runs": entries}, option=orjson.OPT_INDENT_2).decode())
         return
     for run in runs:
         print(f"{run.folder}  {' '.join(run.combination.overrides)}")
@@ -365,9 +365,9 @@ def _sweep(
     names = [run.combination.name for run in runs]
     earlier = read(folder)
     others = [outcome for name, outcome in earlier.items() if name not in names]  # of other values in the same folder
-    known = {} if overwrite else _finished(earlier, runs, resume)
+    outcomes = {} if overwrite else _finished_outcomes(earlier, runs, resume)
     for run in runs:
-        if run.combination.name in known:
+        if run.combination.name in outcomes:
             print(f"{run.folder}: finished already, skipped", flush=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that child processes end and the table is shown
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
@@ -376,21 +376,21 @@ def _sweep(
     signal.signal(signal.SIGUSR1, warning.note)
     try:
         for place, run in enumerate(runs, 1):
-            if run.combination.name not in known and not warning.came:
+            if run.combination.name not in outcomes and not warning.received:
                 print(f"\n[{place}/{len(runs)}] {run.combination.name}", flush=True)
                 try:
-                    _run(run, files, overrides, resume, known, warning)
+                    _run(run, files, overrides, resume, outcomes, warning)
                 finally:
-                    redone = {**earlier, **known}  # until a run is repeated, its earlier outcome counts
+                    redone = {**earlier, **outcomes}  # until a run is repeated, its earlier outcome counts
                     write(folder, others + [redone[name] for name in names if name in redone])
     finally:
-        ended = [known[name] for name in names if name in known]
+        finished = [outcomes[name] for name in names if name in outcomes]
         print()
-        show(ended, [name for name in names if name not in known])
-    if warning.came and (len(ended) < len(runs) or any(outcome.status == "interrupted" for outcome in ended)):
+        show(finished, [name for name in names if name not in outcomes])
+    if warning.received and (len(finished) < len(runs) or any(outcome.status == "interrupted" for outcome in finished)):
         print("interrupted by SIGUSR1, a scheduler's warning; --resume continues", flush=True)
         sys.exit(INTERRUPTED)
-    failed = sum(outcome.status == "failed" for outcome in ended)
+    failed = sum(outcome.status == "failed" for outcome in finished)
     if failed:
         raise NgymError(f"{failed} of {len(runs)} runs failed; their output is in {folder}/*.log")
 
@@ -405,28 +405,28 @@ def plan_runs(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[s
         raise UsageError(
             "--sweep starts its runs itself, and a launcher would start the sweep on every rank: leave it out"
         )
-    wanted = axes(sweeps)
-    settled = {override.partition("=")[0].lstrip("+") for override in overrides}
+    sweep_axes = axes(sweeps)
+    fixed_keys = {override.partition("=")[0].lstrip("+") for override in overrides}
     wrong = [
         f"--sweep {axis.key}: {axis.key} is among the overrides, too; keep one of the two"
-        for axis in wanted
-        if axis.key in settled
+        for axis in sweep_axes
+        if axis.key in fixed_keys
     ]
-    if any(axis.key == "output" for axis in wanted):
+    if any(axis.key == "output" for axis in sweep_axes):
         wrong.append("--sweep output: each run gets a separate folder under the recipe's output; leave it out")
     if wrong:
         raise UsageError("\n".join(wrong))
-    return _planned(files, overrides, combinations(wanted))
+    return _make_plan(files, overrides, combinations(sweep_axes))
 
 
-def _planned(
-    files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Combination]
+def _make_plan(
+    files: Sequence[str], overrides: Sequence[str], planned: Sequence[Combination]
 ) -> tuple[Path, list[SweepRun]]:
     """The sweep's folder and all runs, each with a valid recipe."""
     runs: list[SweepRun] = []
     folders: set[Path] = set()
     mistakes: defaultdict[str, list[str]] = defaultdict(list)
-    for combination in wanted:
+    for combination in planned:
         try:
             words = [*overrides, *combination.overrides]
             parent = checked(files, words)[0].output
@@ -438,7 +438,7 @@ def _planned(
         folders.add(parent)
         runs.append(SweepRun(combination, recipe.output, as_yaml(recipe, tree)))
     if mistakes:
-        raise ConfigError("\n".join(_with_run_names(line, names, len(wanted)) for line, names in mistakes.items()))
+        raise ConfigError("\n".join(_with_run_names(line, names, len(planned)) for line, names in mistakes.items()))
     if len(folders) > 1:
         raise UsageError("output depends on a key that is swept; name one folder for the sweep: output=runs/sweep")
     return folders.pop(), runs
@@ -447,15 +447,17 @@ def _planned(
 def _with_run_names(line: str, names: Sequence[str], of: int) -> str:
     if len(names) == of:
         return line
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{line} (in the run {names[0]}{more})"
+    suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{line} (in the run {names[0]}{suffix})"
 
 
 def _output(folder: Path) -> str:
     return f"output={json.dumps(str(folder))}"
 
 
-def _finished(earlier: dict[str, SweepOutcome], runs: Sequence[SweepRun], resume: bool) -> dict[str, SweepOutcome]:
+def _finished_outcomes(
+    earlier: dict[str, SweepOutcome], runs: Sequence[SweepRun], resume: bool
+) -> dict[str, SweepOutcome]:
     """The runs that an earlier sweep in this folder finished. With `resume`, a run may differ in what `FREE` lists, and is
     continued.
 
@@ -466,15 +468,15 @@ def _finished(earlier: dict[str, SweepOutcome], runs: Sequence[SweepRun], resume
     others: list[str] = []
     for run in runs:
         name, resolved = run.combination.name, run.folder / RESOLVED
-        changed: list[str] = []
+        lines: list[str] = []
         if resolved.exists():
             before, now = read_recipe_of_run(resolved), yaml.safe_load(run.recipe)
-            changed = differences(before, now, ("output",))
-            fixed = differences(before, now, FREE)
-            if fixed or (changed and not resume):
-                remedy = f"{OTHERWISE}, or pass --overwrite" + ("" if fixed else "; --resume continues it")
-                others.append(f"{run.folder}: holds a run of another recipe ({(fixed or changed)[0]}); {remedy}")
-        if not changed and name in earlier and earlier[name].status == "finished" and (run.folder / POLICY).exists():
+            lines = differences(before, now, ("output",))
+            fixed_lines = differences(before, now, FREE)
+            if fixed_lines or (lines and not resume):
+                remedy = f"{OTHERWISE}, or pass --overwrite" + ("" if fixed_lines else "; --resume continues it")
+                others.append(f"{run.folder}: holds a run of another recipe ({(fixed_lines or lines)[0]}); {remedy}")
+        if not lines and name in earlier and earlier[name].status == "finished" and (run.folder / POLICY).exists():
             finished[name] = earlier[name]
     if others:
         raise UsageError("\n".join(others))
@@ -486,14 +488,14 @@ def _run(
     files: Sequence[str],
     overrides: Sequence[str],
     resume: bool,
-    known: dict[str, SweepOutcome],
+    outcomes: dict[str, SweepOutcome],
     warning: TimeWarning,
 ) -> None:
-    """Run it and store its outcome in `known`, even if it is interrupted."""
+    """Run it and store its outcome in `outcomes`, even if it is interrupted."""
     name, values = run.combination
     goes_on = resume and any((run.folder / CHECKPOINTS).glob("*"))
-    how = "--resume" if goes_on else "--overwrite"
-    words = [*files, *overrides, *run.combination.overrides, _output(run.folder), how]
+    mode = "--resume" if goes_on else "--overwrite"
+    words = [*files, *overrides, *run.combination.overrides, _output(run.folder), mode]
     began, earlier = time.monotonic(), None if goes_on else _version(run.folder / METRICS)
 
     def enter(status: Status, code: int, problem: str | None) -> None:
@@ -501,26 +503,26 @@ def _run(
         file = run.folder / METRICS
         # a run that never began to train has no metrics; an existing file belongs to an earlier run
         metrics = {} if _version(file) == earlier else last_metrics(file)
-        known[name] = SweepOutcome(name, values, status, code, seconds, problem, metrics)
+        outcomes[name] = SweepOutcome(name, values, status, code, seconds, problem, metrics)
 
     try:
-        ended = run_command(
+        result = run_command(
             [sys.executable, "-m", "ngym", "train", *words], run.folder.with_name(f"{name}.log"), warning
         )
     except (KeyboardInterrupt, SystemExit):
         enter("interrupted", INTERRUPTED, None)
         raise
-    if warning.came and ended.exit_code in (INTERRUPTED, -signal.SIGUSR1):  # the latter: before it could handle it
+    if warning.received and result.exit_code in (INTERRUPTED, -signal.SIGUSR1):  # the latter: before it could handle it
         enter("interrupted", INTERRUPTED, None)
         return
-    failed = ended.exit_code != 0
-    enter("failed" if failed else "finished", ended.exit_code, ended.last if failed else None)
+    failed = result.exit_code != 0
+    enter("failed" if failed else "finished", result.exit_code, result.last if failed else None)
 
 
 def _version(file: Path) -> tuple[int, ...] | None:
     """Distinguishes a file from one that replaces it."""
-    found = file.stat() if file.exists() else None
-    return found and (found.st_ino, found.st_size, found.st_mtime_ns)
+    status = file.stat() if file.exists() else None
+    return status and (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -93,18 +93,18 @@ def dry_run(
     if recipe.live:
         check_live(recipe, recipe.live)
     text = as_yaml(recipe, tree)
-    taken = contains_run(recipe.output)
+    holds_run = contains_run(recipe.output)
     if resume:
         resumable(recipe.output, text)
     sizes = live_run_sizes(recipe, _launch(recipe, on_ray)) if recipe.live else []
     if as_json:
-        plan = {"output": str(recipe.output), "contains_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
+        plan = {"output": str(recipe.output), "contains_run": holds_run, "sizes": sizes, "recipe": yaml.safe_load(text)}
         print(orjson.dumps(plan, option=orjson.OPT_INDENT_2).decode())
         return
     print(text, end="")
     for line in sizes:
         print(line, file=sys.stderr)
-    needs = " (it holds a run: pass --overwrite or --resume)" if taken and not (resume or overwrite) else ""
+    needs = " (it holds a run: pass --overwrite or --resume)" if holds_run and not (resume or overwrite) else ""
     print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
 
 
@@ -115,9 +115,9 @@ def checked(files: Sequence[str], overrides: Sequence[str], *, on_ray: bool = Fa
         ConfigError: it cannot run; one line for each mistake. UsageError: its output path is a file.
     """
     recipe, tree = read_recipe(files, overrides)
-    there = next((place for place in (recipe.output, *recipe.output.parents) if place.exists()), Path())
-    if not there.is_dir():
-        raise UsageError(f"{there} is not a folder; {OTHERWISE}")
+    parent = next((place for place in (recipe.output, *recipe.output.parents) if place.exists()), Path())
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is not a folder; {OTHERWISE}")
     if recipe.data is not None:
         file_batches.check(recipe.data, tree)
     refused = impossible_settings(recipe, _launch(recipe, on_ray))
@@ -139,8 +139,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
     torch, transformers and deepspeed are imported from here on, so that a wrong recipe fails without their seconds.
     """
     limit_spinning(alone=not launch.launched and not (recipe.live and recipe.live.max_lag))
-    new = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
-    if new is not None:
+    new_policy = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
+    if new_policy is not None:
         recipe = _with_initial_policy(recipe, launch, resume)
     if recipe.served_base is not None and launch.rank == 0 and not resume:
         move_aside(recipe.output, [BASE])  # an earlier run's must not be served
@@ -191,8 +191,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         stack.enter_context(joined(launch))
         if recipe.data is not None and launch.rank == 0:
             file_batches.make(recipe.data, _say)
-        if new is not None and launch.rank == 0:
-            _begin(new, Path(str(recipe.model.path)), recipe.seed)
+        if new_policy is not None and launch.rank == 0:
+            _begin(new_policy, Path(str(recipe.model.path)), recipe.seed)
         barrier()
 
         loading.enter_context(memory_explained(lambda: "loading the model", TO_LOAD))
@@ -205,8 +205,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
             policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
         if dropout := unused_dropout(policy.network):
-            named = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
-            _say(f"the model's own dropout is off ({named}); only model.lora.dropout drops anything")
+            text = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
+            _say(f"the model's own dropout is off ({text}); only model.lora.dropout drops anything")
         if launch.rank == 0 and (base := recipe.served_base) is not None and not base.exists():
             write_base(base, policy.network, tokenizer, recipe.engine.dtype)
             _say(f"the policy's servers load the dequantized base from {base}")
@@ -219,8 +219,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         algorithm: Algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
-        shown = launch.rank == 0
-        guard = NanGuard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
+        is_main = launch.rank == 0
+        guard = NanGuard(recipe.output / SKIPPED if is_main else None, recipe.max_skipped)
         checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
         saver = CheckpointSaver(
             checkpoints,
@@ -236,7 +236,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         signal.signal(signal.SIGUSR1, lambda *_: saver.end())
         if warnings:
             saver.end()
-        earlier = learner.broadcast(checkpoints.newest() if resume and shown else None)
+        earlier = learner.broadcast(checkpoints.newest() if resume and is_main else None)
         history: list[dict[str, float]] = []
         if earlier is None:
             begin()
@@ -247,8 +247,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             begin()
         done = earlier.step if earlier else 0
         untrained = NoSignalMonitor()
-        kept = sinks.open_sinks(recipe.logging, recipe.output, recipe.output / RESOLVED, done) if shown else None
-        with Metrics(recipe.output / METRICS, source.steps, shown, history, kept) as metrics:
+        run_sinks = sinks.open_sinks(recipe.logging, recipe.output, recipe.output / RESOLVED, done) if is_main else None
+        with Metrics(recipe.output / METRICS, source.steps, is_main, history, run_sinks) as metrics:
             batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)
 
             def missing_best() -> str:
@@ -260,8 +260,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
                     metrics.say(f"step {step}: {idle}")
                 saver.after(step)
                 first = step == recipe.checkpoint.every < source.steps
-                if shown and first and not recipe.checkpoint.best_is_held_out and (missing := missing_best()):
-                    metrics.say(missing)
+                if is_main and first and not recipe.checkpoint.best_is_held_out and (message := missing_best()):
+                    metrics.say(message)
 
             try:
                 saver.before(done)
@@ -289,14 +289,14 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         learner.save(recipe.output / POLICY, tokenizer)
         if recipe.model.lora is not None and not isinstance(recipe.algorithm, RewardModelOptions):
             learner.save_adapter(recipe.output / ADAPTER, recipe.model.lora, recipe.model.path)
-        if shown:
+        if is_main:
             _draw(metrics, recipe.output / CURVE)
             if idle := untrained.summary(metrics.history):
                 _say(idle)
-            if missing := missing_best():
-                _say(missing)
+            if message := missing_best():
+                _say(message)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
-    if shown and not learner.steps:
+    if is_main and not learner.steps:
         raise NothingTrained(
             "no step changed the weights: the saved policy is the one that the run began with. The lines above, and "
             f"{recipe.output / METRICS}, show why"
@@ -306,7 +306,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
 def _models(recipe: Recipe) -> list[str]:
     """The paths of the models that a resumed run reads again: the reference's, the adapter's base, teachers."""
     teacher = recipe.algorithm.teacher if isinstance(recipe.algorithm, PolicyGradientOptions) else None
-    paths = [recipe.model.path, *(each.path for each in (teacher.sources if teacher else ()))]
+    paths = [recipe.model.path, *(share.path for share in (teacher.sources if teacher else ()))]
     return [path for path in paths if path is not None]
 
 
@@ -327,9 +327,9 @@ def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
     from .model.policy import load_policy, load_tokenizer
 
     tokenizer = load_tokenizer(options)
-    with whole_folder(folder) as aside:
-        load_policy(options, tokenizer, seed).network.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+    with whole_folder(folder) as temporary:
+        load_policy(options, tokenizer, seed).network.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
 
 
 def _check_hub_models(recipe: Recipe) -> None:
@@ -340,7 +340,7 @@ def _check_hub_models(recipe: Recipe) -> None:
     """
     names = {"model.path": recipe.model.path, "model.tokenizer": recipe.model.tokenizer}
     if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.teacher:
-        names |= {f"algorithm.teacher.path ({one.path})": one.path for one in recipe.algorithm.teacher.sources}
+        names |= {f"algorithm.teacher.path ({share.path})": share.path for share in recipe.algorithm.teacher.sources}
     for key, name in names.items():
         if name is None or os.path.isabs(name):
             continue
@@ -369,7 +369,7 @@ def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
 def agents_of(recipe: Recipe, rollouts: RolloutOptions) -> list[str]:
     """The names of the agents of the tasks and held-out tasks."""
     held_out = recipe.evaluation.held_out(rollouts) if recipe.evaluation else ()
-    return list(dict.fromkeys(each.agent for each in (*rollouts.sources, *held_out)))
+    return list(dict.fromkeys(environment.agent for environment in (*rollouts.sources, *held_out)))
 
 
 def _services(recipe: Recipe) -> Services:
@@ -390,10 +390,10 @@ def _services(recipe: Recipe) -> Services:
 def _draw(metrics: Metrics, image: Path) -> None:
     from ngym.plot.figure import Line, Panel, as_text, default_series, write_picture
 
-    shown = default_series(metrics.history)
-    if shown:
-        _say(as_text(shown))
-        write_picture([Panel("", [Line(series) for series in shown])], image)
+    series_list = default_series(metrics.history)
+    if series_list:
+        _say(as_text(series_list))
+        write_picture([Panel("", [Line(series) for series in series_list])], image)
 
 
 @contextmanager
@@ -412,11 +412,11 @@ def _locked_folder(recipe: Recipe, resolved: str, overwrite: bool, resume: bool)
     elif contains_run(output) and not overwrite:
         raise UsageError(f"{output}: holds an earlier run; choose another output=FOLDER, or pass --overwrite")
     output.mkdir(parents=True, exist_ok=True)
-    read = [recipe.model.path, recipe.model.tokenizer, recipe.data.path if recipe.data else None]
+    paths = [recipe.model.path, recipe.model.tokenizer, recipe.data.path if recipe.data else None]
 
     def begin() -> None:
         if not resume:
-            replace(output, [Path(path) for path in read if path is not None])
+            replace(output, [Path(path) for path in paths if path is not None])
         write_whole(output / RESOLVED, resolved.encode())
 
     with held_folder(output, OTHERWISE):

@@ -179,7 +179,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile traces layers and their gradients as ever, and generates no code."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    monkeypatch.setattr(layers, "_compiled", lambda graph, inputs, kept: aot_eager(graph, inputs))
+    monkeypatch.setattr(layers, "_compile", lambda graph, inputs, memory_budget: aot_eager(graph, inputs))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield

@@ -219,7 +219,7 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
 
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
     run = ray_launcher._Run(recipe, [*files, *overrides], True, False)
-    assert asyncio.run(run._until_done({})) == 0
+    assert asyncio.run(run._run_until_done({})) == 0
     assert groups == [["--overwrite"], [then], [then]]
 
 
@@ -240,7 +240,7 @@ def test_ranks_on_ray_do_not_start_again_where_that_changes_nothing(
 
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
     run = ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
-    assert asyncio.run(run._until_done({})) == code and groups == [code]
+    assert asyncio.run(run._run_until_done({})) == code and groups == [code]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_ranks_on_ray_do_not_start_a_third_time_if_they_fail_again_at_the_same_p
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
     run = ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
     with pytest.raises(NgymError, match="twice in the same way" if starts < 4 else "failed 4 times"):
-        asyncio.run(run._until_done({}))
+        asyncio.run(run._run_until_done({}))
     assert groups == reached[:starts]
 
 

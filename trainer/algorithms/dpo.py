@@ -116,6 +116,6 @@ def _sample(pair: Pair) -> PairSample:
 def with_reference(pair: PairSample, logprobs: list[list[float]]) -> PairSample:
     """The pair with the reference's log p of both sides. logprobs: by segment, by trained token."""
     sides = zip(cast(Sequence[Side], pair.segments), logprobs, strict=True)
-    sums = [(side.chosen, math.fsum(each)) for side, each in sides]
-    chosen, rejected = (math.fsum(value for side, value in sums if side is wanted) for wanted in (True, False))
+    sums = [(side.chosen, math.fsum(terms)) for side, terms in sides]
+    chosen, rejected = (math.fsum(value for side, value in sums if side is is_chosen) for is_chosen in (True, False))
     return replace(pair, reference=(chosen, rejected))

@@ -46,7 +46,7 @@ class LabeledSample(Sample):
 
     @property
     def longest(self) -> int:
-        return max(len(segment.token_ids) for each in (self, self.mismatched) for segment in each.segments)
+        return max(len(segment.token_ids) for sample in (self, self.mismatched) for segment in sample.segments)
 
 
 class Kto:
@@ -67,23 +67,23 @@ class Kto:
         """The answers with the current policy's log p of them, and of their mismatched ones."""
         labeled = cast(Sequence[LabeledSample], samples)
         references = _sums(labeled, engine, budget)
-        mismatched = _sums([each.mismatched for each in labeled], engine, budget)
+        mismatched = _sums([sample.mismatched for sample in labeled], engine, budget)
         return [
-            replace(each, reference=reference, mismatched_reference=other)
-            for each, reference, other in zip(labeled, references, mismatched, strict=True)
+            replace(sample, reference=reference, mismatched_reference=mismatched_reference)
+            for sample, reference, mismatched_reference in zip(labeled, references, mismatched, strict=True)
         ]
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         labeled = cast(Sequence[LabeledSample], samples)
-        now = _sums([each.mismatched for each in labeled], self._engine, self._budget)
-        gains = [sum_ - each.mismatched_reference for sum_, each in zip(now, labeled, strict=True)]
+        now = _sums([sample.mismatched for sample in labeled], self._engine, self._budget)
+        gains = [sum_ - sample.mismatched_reference for sum_, sample in zip(now, labeled, strict=True)]
         return StepLoss(len(labeled), partial(self._loss, kl=max(0.0, math.fsum(gains) / len(gains))))
 
     def _loss(self, scores: Scores, packed: MicroBatch, kl: float) -> Loss:
         labeled, options = cast(Sequence[LabeledSample], packed.samples), self._options
         logprobs_N = scores.logprobs_N.double()
-        reference_R = logprobs_N.new_tensor([each.reference for each in labeled])
-        labels_R = logprobs_N.new_tensor([each.label for each in labeled]).bool()
+        reference_R = logprobs_N.new_tensor([sample.reference for sample in labeled])
+        labels_R = logprobs_N.new_tensor([sample.label for sample in labeled]).bool()
         weights_R = options.desirable_weight * labels_R + options.undesirable_weight * ~labels_R
         gains_R = TokenRows(packed.sample_N, len(labeled)).sum(logprobs_N) - reference_R
         return kto_loss(options.beta, gains_R, labels_R, weights_R, kl)
@@ -98,4 +98,4 @@ def create(setup: Setup) -> Kto:
 def _sums(samples: Sequence[Sample], engine: Engine, budget: int) -> list[float]:
     """Log p of each sample's trained tokens."""
     by_segment = score(samples, engine.logprobs, engine, budget)
-    return [math.fsum(value for segment in each for value in segment) for each in by_segment]
+    return [math.fsum(value for segment in segments for value in segment) for segments in by_segment]

@@ -52,7 +52,7 @@ class OnlineDpo:
         """A pair of each group with different rewards, with the reference's log p of both sides."""
         rollouts = [rollout for rollout in cast(Sequence[RolloutSample], samples) if rollout.trained]
         groups = [group for group in grouped(rollouts) if not all_equal([rollout.reward for rollout in group])]
-        pairs = [_pair(group) for group in groups]
+        pairs = [_make_pair(group) for group in groups]
         if self._reference is None or not pairs:
             return list(self._dpo.prepare(pairs, engine, budget))
         scores = score(pairs, self._reference, engine, budget)
@@ -69,7 +69,7 @@ def create(setup: Setup) -> OnlineDpo:
     return OnlineDpo(options, None if options.preference.reference_free else initial_policy(setup, options.temperature))
 
 
-def _pair(group: Sequence[RolloutSample]) -> PairSample:
+def _make_pair(group: Sequence[RolloutSample]) -> PairSample:
     best, worst = (choose(group, key=lambda rollout: rollout.reward) for choose in (max, min))
     sides = [
         Side(segment.token_ids, segment.spans, chosen=rollout is best)

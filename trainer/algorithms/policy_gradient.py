@@ -59,7 +59,10 @@ def _with_teacher_advantages(options: Teacher, rollouts: Sequence[RolloutSample]
         if options.beta is not None:
             return [options.reward_coef * advantage for advantage in segment.advantages]
         parts = zip(segment.advantages, segment.teacher, segment.old or segment.sampler, strict=True)
-        return [options.reward_coef * advantage + options.coef * (teacher - said) for advantage, teacher, said in parts]
+        return [
+            options.reward_coef * advantage + options.coef * (teacher - logprob)
+            for advantage, teacher, logprob in parts
+        ]
 
     by_rollout = [[of_segment(segment) for segment in rollout.segments] for rollout in rollouts]
     return with_values(rollouts, "advantages", by_rollout)
@@ -70,8 +73,8 @@ def _with_reward_advantages(options: PolicyGradientOptions, rollouts: Sequence[R
     objective, lengths = options.objective, [rollout.trained for rollout in rollouts]
     advantage = objective.advantage
     coef = objective.kl.coef if objective.kl.where == "reward" else 0.0
-    kl_N = _kl(options, rollouts) if coef else torch.zeros(sum(lengths))
-    values_B = _of_rollouts(options, rollouts, kl_N, coef)
+    kl_N = _kl_estimates(options, rollouts) if coef else torch.zeros(sum(lengths))
+    values_B = _rollout_advantages(options, rollouts, kl_N, coef)
     if not advantage.by_token:
         on_all = [
             [[value] * segment.trained for segment in rollout.segments]
@@ -80,15 +83,15 @@ def _with_reward_advantages(options: PolicyGradientOptions, rollouts: Sequence[R
         return with_values(rollouts, "advantages", on_all)
     rewards_N = token_rewards(values_B, lengths, kl_N, coef)
     if advantage.estimator == "gae":
-        said = [value for rollout in rollouts for segment in rollout.segments for value in segment.values or ()]
-        estimates = gae(rewards_N, torch.tensor(said), lengths, advantage.gamma, advantage.lam)
-        rollouts = with_values(rollouts, "returns", _by_segment(rollouts, estimates.returns_N))
+        values = [value for rollout in rollouts for segment in rollout.segments for value in segment.values or ()]
+        estimates = gae(rewards_N, torch.tensor(values), lengths, advantage.gamma, advantage.lam)
+        rollouts = with_values(rollouts, "returns", _split_by_segment(rollouts, estimates.returns_N))
         advantages_N = estimates.advantages_N
     else:
         advantages_N = returns_to_go(rewards_N, lengths, advantage.gamma)
     if advantage.whiten:
         advantages_N = whiten(advantages_N, Moments.of(advantages_N))
-    return with_values(rollouts, "advantages", _by_segment(rollouts, advantages_N))
+    return with_values(rollouts, "advantages", _split_by_segment(rollouts, advantages_N))
 
 
 def has_learning_signal(options: PolicyGradientOptions, group: Sequence[RolloutSample]) -> bool:
@@ -98,7 +101,7 @@ def has_learning_signal(options: PolicyGradientOptions, group: Sequence[RolloutS
     return informative_components([rollout.components for rollout in group])
 
 
-def _of_rollouts(
+def _rollout_advantages(
     options: PolicyGradientOptions, rollouts: Sequence[RolloutSample], kl_N: Tensor, coef: float
 ) -> list[float]:
     """The advantage of each rollout, or its reward if the estimator spreads it over its tokens later, [B]."""
@@ -112,20 +115,20 @@ def _of_rollouts(
         penalties = [soft_overlong(rollout.trained, overlong.limit, overlong.buffer) for rollout in rollouts]
         rewards = [reward + overlong.weight * penalty for reward, penalty in zip(rewards, penalties, strict=True)]
     if coef and not options.advantage.by_token:
-        sums = [float(each.sum()) for each in kl_N.split([rollout.trained for rollout in rollouts])]
+        sums = [float(kl.sum()) for kl in kl_N.split([rollout.trained for rollout in rollouts])]
         rewards = cast(list[float], subtract_kl(rewards, sums, coef))
     return advantages(options.advantage, rewards, groups)
 
 
-def _kl(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> Tensor:
+def _kl_estimates(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> Tensor:
     """The KL estimate of each token, rollout after rollout, [N]."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
-    said = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
+    logprobs = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
     reference = torch.tensor([value for segment in segments for value in segment.reference or ()])
-    return kl_estimate(said, reference, options.kl.estimator)
+    return kl_estimate(logprobs, reference, options.kl.estimator)
 
 
-def _by_segment(rollouts: Sequence[RolloutSample], values_N: Tensor) -> list[list[list[float]]]:
+def _split_by_segment(rollouts: Sequence[RolloutSample], values_N: Tensor) -> list[list[list[float]]]:
     """values_N as nested lists: by rollout, by segment, by token."""
     pieces = iter(values_N.split([segment.trained for rollout in rollouts for segment in rollout.segments]))
     return [[next(pieces).tolist() for _ in rollout.segments] for rollout in rollouts]
@@ -183,13 +186,13 @@ class PolicyGradient:
 
     @property
     def asks(self) -> RequestedScores:
-        asked = RequestedScores(
+        scores = RequestedScores(
             entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None
         )
         options = self._options.teacher
         if options is None or options.beta is None or self._teacher is None:
-            return asked
-        return asked._replace(divergence=TeacherDivergence(options.beta, self._teacher.distributions))
+            return scores
+        return scores._replace(divergence=TeacherDivergence(options.beta, self._teacher.distributions))
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
@@ -203,7 +206,11 @@ class PolicyGradient:
             UsageError: the rewards have no components, and the recipe normalizes each.
         """
         rollouts = cast(Sequence[RolloutSample], samples)
-        if self._options.advantage.components != "sum" and rollouts and not any(each.components for each in rollouts):
+        if (
+            self._options.advantage.components != "sum"
+            and rollouts
+            and not any(sample.components for sample in rollouts)
+        ):
             raise UsageError(
                 f"algorithm.advantage.components: {self._options.advantage.components} needs reward_components, which none "
                 f"of these {len(rollouts):,} rollouts has; return them from verify, or use sum"
@@ -211,15 +218,15 @@ class PolicyGradient:
         rollouts = self._with_learning_signal(rollouts)
         if not rollouts:
             return []
-        asked: dict[str, Callable[[MicroBatch], Tensor]] = {}
+        score_functions: dict[str, Callable[[MicroBatch], Tensor]] = {}
         if self._needs_trainer_logprobs:
-            asked["old"] = engine.logprobs
+            score_functions["old"] = engine.logprobs
         if self._reference is not None:
-            asked["reference"] = self._reference
+            score_functions["reference"] = self._reference
         if self.asks.values:
-            asked["values"] = engine.values
-        for name, of_packed in asked.items():
-            rollouts = with_values(rollouts, name, score(rollouts, of_packed, engine, budget))
+            score_functions["values"] = engine.values
+        for name, compute in score_functions.items():
+            rollouts = with_values(rollouts, name, score(rollouts, compute, engine, budget))
         rollouts = _with_reward_advantages(self._options, rollouts)
         if self._options.shaping.drop_truncated:
             rollouts = [rollout for rollout in rollouts if not rollout.truncated]
@@ -237,19 +244,19 @@ class PolicyGradient:
             fixed_length=self._objective.loss.fixed_length,
             tasks_B=[rollout.group for rollout in rollouts],
         )
-        counted = {
+        weights_by_sample = {
             id(rollout): TokenWeights(token, share)
             for rollout, token, share in zip(rollouts, weights.token_B, weights.share_B, strict=True)
         }
-        explained = 0.0 if self._objective.critic is None else _explained_variance(rollouts)
+        variance_explained = 0.0 if self._objective.critic is None else _explained_variance(rollouts)
 
         def loss(scores: Scores, packed: MicroBatch) -> Loss:
-            micro = _MicroBatch(packed, [counted[id(sample)] for sample in packed.samples], scores.logprobs_N)
-            return self._loss(scores, micro, explained)
+            micro = _MicroBatch(packed, [weights_by_sample[id(sample)] for sample in packed.samples], scores.logprobs_N)
+            return self._loss(scores, micro, variance_explained)
 
         return StepLoss(weights.total, loss)
 
-    def _loss(self, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
+    def _loss(self, scores: Scores, micro: _MicroBatch, variance_explained: float) -> Loss:
         advantages_N = micro.field_values("advantages")
         assert advantages_N is not None, "the samples were not prepared"
         tokens = Tokens(
@@ -266,26 +273,30 @@ class PolicyGradient:
         of_policy = policy_loss(self._objective, tokens)
         teacher_N = micro.field_values("teacher")
         if teacher_N is not None:
-            said_N = tokens.sampler_N if tokens.old_N is None else tokens.old_N
-            assert said_N is not None
-            kl = (said_N - teacher_N).sum(), float(len(teacher_N))
+            logprobs_N = tokens.sampler_N if tokens.old_N is None else tokens.old_N
+            assert logprobs_N is not None
+            kl = (logprobs_N - teacher_N).sum(), float(len(teacher_N))
             # without a count, the sum of all micro-batches is logged
-            taught: Totals = {"teacher_kl": kl, "teacher_tokens": (micro.tokens, 0.0)}
-            of_policy = of_policy._replace(totals={**of_policy.totals, **taught})
+            teacher_totals: Totals = {"teacher_kl": kl, "teacher_tokens": (micro.tokens, 0.0)}
+            of_policy = of_policy._replace(totals={**of_policy.totals, **teacher_totals})
         if scores.divergence_N is not None:
             of_policy = self._with_divergence(of_policy, scores.divergence_N, micro)
-        return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro, explained)
+        return (
+            of_policy
+            if self._objective.critic is None
+            else self._with_critic(of_policy, scores, micro, variance_explained)
+        )
 
     def _with_divergence(self, of_policy: Loss, divergence_N: Tensor, micro: _MicroBatch) -> Loss:
         """The loss with the teacher's divergence, averaged over tokens as the policy's own loss is."""
         options = self._options.teacher
         assert options is not None
         total = options.coef * (micro.rows.spread(micro.weight_R) * divergence_N).sum()
-        both = of_policy.sum + total
+        total_loss = of_policy.sum + total
         mean = divergence_N.sum(), float(len(divergence_N))
-        return Loss(both, {**of_policy.totals, "loss": (both, micro.share), "teacher_divergence": mean})
+        return Loss(total_loss, {**of_policy.totals, "loss": (total_loss, micro.share), "teacher_divergence": mean})
 
-    def _with_critic(self, of_policy: Loss, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
+    def _with_critic(self, of_policy: Loss, scores: Scores, micro: _MicroBatch, variance_explained: float) -> Loss:
         old_N, returns_N, critic = micro.field_values("values"), micro.field_values("returns"), self._objective.critic
         assert scores.values_N is not None and old_N is not None and returns_N is not None and critic is not None
         values = Values(
@@ -297,20 +308,20 @@ class PolicyGradient:
             share=micro.share,
         )
         of_critic, count = value_loss(critic, values), float(len(returns_N))
-        both = of_policy.sum + critic.loss_coef * of_critic.sum
+        total_loss = of_policy.sum + critic.loss_coef * of_critic.sum
         totals = {
             **of_policy.totals,
             **of_critic.totals,
-            "loss": (both, micro.share),
-            "explained_variance": (explained * count, count),
+            "loss": (total_loss, micro.share),
+            "explained_variance": (variance_explained * count, count),
         }
-        return Loss(both, totals)
+        return Loss(total_loss, totals)
 
     def sampler_N(self, packed: MicroBatch) -> Tensor:
         """The sampler's logprobs of a micro-batch's tokens."""
         segments = cast(Sequence[SampledSegment], packed.segments)
-        said = [value for segment in segments for value in segment.sampler]
-        return on_device(torch.tensor(said), packed.token_ids_T.device)
+        logprobs = [value for segment in segments for value in segment.sampler]
+        return on_device(torch.tensor(logprobs), packed.token_ids_T.device)
 
     @property
     def _needs_trainer_logprobs(self) -> bool:
@@ -336,18 +347,18 @@ def _explained_variance(rollouts: Sequence[RolloutSample]) -> float:
 class _MicroBatch:
     """The rollouts of a micro-batch, flat. like: a tensor with the device and dtype to use."""
 
-    def __init__(self, packed: MicroBatch, counted: Sequence[TokenWeights], like: Tensor) -> None:
+    def __init__(self, packed: MicroBatch, token_weights: Sequence[TokenWeights], like: Tensor) -> None:
         self.rows = TokenRows(packed.sample_N, len(packed.samples))
         self._like = like
-        self.weight_R = self._tensor([each.token for each in counted])
-        self.share = sum(each.share for each in counted)
+        self.weight_R = self._tensor([weights.token for weights in token_weights])
+        self.share = sum(weights.share for weights in token_weights)
         self.tokens = float(sum(len(segment.token_ids) for segment in packed.segments))
         self._segments = packed.segments
 
     def field_values(self, name: str) -> Tensor | None:
         """A field of the segments, [N]; None if they do not have it."""
-        known = [each for segment in self._segments if (each := getattr(segment, name)) is not None]
-        return self._tensor([value for each in known for value in each]) if known else None
+        segment_values = [values for segment in self._segments if (values := getattr(segment, name)) is not None]
+        return self._tensor([value for values in segment_values for value in values]) if segment_values else None
 
     def _tensor(self, values: list[float]) -> Tensor:
         return on_device(torch.tensor(values, dtype=self._like.dtype), self._like.device)

@@ -95,6 +95,6 @@ def create(setup: Setup) -> RewardModelTraining:
     return RewardModelTraining(setup.recipe.algorithm)
 
 
-def _segment(judged: Judged) -> JudgedSegment:
-    end = len(judged.token_ids)
-    return JudgedSegment(judged.token_ids, [(end, end + 1)], label=judged.label, length=judged.length)
+def _segment(answer: Judged) -> JudgedSegment:
+    end = len(answer.token_ids)
+    return JudgedSegment(answer.token_ids, [(end, end + 1)], label=answer.label, length=answer.length)

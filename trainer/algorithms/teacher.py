@@ -72,14 +72,14 @@ class OpenTeacher(Protocol):
 class Teachers:
     """All teachers of a run, each with its weight, agents and hint."""
 
-    def __init__(self, each: Sequence[tuple[TeacherShare, OpenTeacher, Hint | None]]) -> None:
-        self._each = each
+    def __init__(self, teachers: Sequence[tuple[TeacherShare, OpenTeacher, Hint | None]]) -> None:
+        self._teachers = teachers
 
     def fits(self, rollout: RolloutSample) -> bool:
         """Whether the rollout fits the contexts of its teachers, with their hints."""
         return all(
             (rollout if hint is None else hint.inserted(rollout)).longest <= teacher.context
-            for share, teacher, hint in self._each
+            for share, teacher, hint in self._teachers
             if not share.agents or rollout.agent in share.agents
         )
 
@@ -93,11 +93,13 @@ class Teachers:
         """
         sums = [[[0.0] * segment.trained for segment in rollout.segments] for rollout in rollouts]
         weights = [0.0] * len(rollouts)
-        for share, teacher, hint in self._each:
-            mine = [place for place, one in enumerate(rollouts) if not share.agents or one.agent in share.agents]
-            given = [rollouts[place] if hint is None else hint.inserted(rollouts[place]) for place in mine]
-            found = score(given, teacher.logprobs, engine, budget) if given else []
-            for place, of_segments in zip(mine, found, strict=True):
+        for share, teacher, hint in self._teachers:
+            places = [
+                place for place, candidate in enumerate(rollouts) if not share.agents or candidate.agent in share.agents
+            ]
+            inputs = [rollouts[place] if hint is None else hint.inserted(rollouts[place]) for place in places]
+            logprobs = score(inputs, teacher.logprobs, engine, budget) if inputs else []
+            for place, of_segments in zip(places, logprobs, strict=True):
                 weights[place] += share.weight
                 for total, values in zip(sums[place], of_segments, strict=True):
                     total[:] = [so_far + share.weight * value for so_far, value in zip(total, values, strict=True)]
@@ -113,7 +115,7 @@ class Teachers:
 
     def distributions(self, packed: MicroBatch) -> Distributions:
         """Those of the only teacher."""
-        [(_, teacher, _)] = self._each
+        [(_, teacher, _)] = self._teachers
         return teacher.distributions(packed)
 
 
@@ -129,11 +131,11 @@ class Hint:
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._text = text
         self._tokenizer = tokenizer
-        self._asked = self._rendered(QUESTION)
-        answering = self._rendered(QUESTION, prompt=True)
-        if not answering.startswith(self._asked) or answering == self._asked:
+        self._question = self._render(QUESTION)
+        answering = self._render(QUESTION, prompt=True)
+        if not answering.startswith(self._question) or answering == self._question:
             raise ConfigError("algorithm.teacher.hint: the model's chat template has no generation prompt")
-        self._opening = self._ids(answering[len(self._asked) :])
+        self._opening = self._ids(answering[len(self._question) :])
         self._message("")
 
     def inserted(self, rollout: RolloutSample) -> RolloutSample:
@@ -142,8 +144,8 @@ class Hint:
         Raises:
             UsageError: a prompt does not end with the generation prompt.
         """
-        said = PLACEHOLDER.sub(lambda name: rollout.task[name[1]], self._text)
-        hint = self._message(said)
+        text = PLACEHOLDER.sub(lambda name: rollout.task[name[1]], self._text)
+        hint = self._message(text)
         return replace(rollout, segments=tuple(self._after(hint, segment) for segment in rollout.segments))
 
     def _after(self, hint: list[int], segment: SampledSegment) -> SampledSegment:
@@ -157,12 +159,12 @@ class Hint:
         return replace(segment, token_ids=token_ids, spans=[(a + len(hint), b + len(hint)) for a, b in segment.spans])
 
     def _message(self, text: str) -> list[int]:
-        whole = self._rendered(QUESTION, {"role": "user", "content": text})
-        if not whole.startswith(self._asked):
+        rendered = self._render(QUESTION, {"role": "user", "content": text})
+        if not rendered.startswith(self._question):
             raise ConfigError("algorithm.teacher.hint: the model's chat template renders a history again when it grows")
-        return self._ids(whole[len(self._asked) :])
+        return self._ids(rendered[len(self._question) :])
 
-    def _rendered(self, *messages: dict[str, str], prompt: bool = False) -> str:
+    def _render(self, *messages: dict[str, str], prompt: bool = False) -> str:
         try:
             return str(self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=prompt))
         except Exception as error:  # jinja raises errors of any type
@@ -206,30 +208,30 @@ def open_teacher(
         return CurrentPolicy(engine)
     if source.path is not None:
         key = f"algorithm.teacher.path: {source.path}"
-        teacher: OpenTeacher = _local(source.path, setup, temperature, whole=whole)
+        teacher: OpenTeacher = _load_local(source.path, setup, temperature, whole=whole)
     else:
         assert source.url is not None
         key = f"algorithm.teacher.url: {source.url}"
         teacher = Server(source.url, source.model, os.environ.get(source.api_key_env or ""), top_k)
     # the other ranks wait for the result of rank 0
-    if found := engine.broadcast(_problem(teacher, tokenizer, engine) if engine.rank == 0 else None):
-        raise ConfigError(f"{key}: {found}")
+    if problem := engine.broadcast(_find_problem(teacher, tokenizer, engine) if engine.rank == 0 else None):
+        raise ConfigError(f"{key}: {problem}")
     return teacher
 
 
-def _local(path: str, setup: Setup, temperature: float, *, whole: bool) -> OpenTeacher:
+def _load_local(path: str, setup: Setup, temperature: float, *, whole: bool) -> OpenTeacher:
     """A frozen network from a folder, whole on every rank. whole: its distributions are needed."""
     recipe, engine, tokenizer = setup
     options, key = ModelOptions(path=path), f"algorithm.teacher.path: {path}"
     try:
-        own = load_tokenizer(options)
-        policy = load_policy(options, own, recipe.seed, temperature).to(engine.device)
+        own_tokenizer = load_tokenizer(options)
+        policy = load_policy(options, own_tokenizer, recipe.seed, temperature).to(engine.device)
     except ModelRefused as error:
         raise ConfigError(f"algorithm.teacher.path: {error.reason}") from error
-    ids = own.get_vocab()
-    other = next((token for token, number in tokenizer.get_vocab().items() if ids.get(token) != number), None)
-    if other is not None:
-        _refuse(key, f"another tokenizer than the policy's: its token {other!r} has another id or none")
+    ids = own_tokenizer.get_vocab()
+    mismatch = next((token for token, number in tokenizer.get_vocab().items() if ids.get(token) != number), None)
+    if mismatch is not None:
+        _refuse(key, f"another tokenizer than the policy's: its token {mismatch!r} has another id or none")
     if policy.vocabulary < len(tokenizer):
         _refuse(key, f"its network has {policy.vocabulary:,} tokens, the policy's tokenizer {len(tokenizer):,}")
     if whole and policy.vocabulary != engine.policy.vocabulary:
@@ -270,12 +272,12 @@ class Checkpoint:
 
     @torch.no_grad()
     def logprobs(self, packed: MicroBatch) -> Tensor:
-        return self._fitting(packed).logprobs(packed)
+        return self._check_length(packed).logprobs(packed)
 
     def distributions(self, packed: MicroBatch) -> Distributions:
-        return self._fitting(packed).distributions(packed)
+        return self._check_length(packed).distributions(packed)
 
-    def _fitting(self, packed: MicroBatch) -> Policy:
+    def _check_length(self, packed: MicroBatch) -> Policy:
         check_context(packed, self._policy, self._key)
         return self._policy
 
@@ -304,7 +306,7 @@ class Server:
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._pool = ThreadPoolExecutor(CALLS, "teacher")
         self._top_k = top_k
-        self._kept: OrderedDict[bytes, list[Any]] = OrderedDict()
+        self._cache: OrderedDict[bytes, list[Any]] = OrderedDict()
         self._max_model_len: int | None = None
 
     @property
@@ -316,12 +318,12 @@ class Server:
         return self._max_model_len - 1
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
-        said = [place[0] for of_segment in self._places(packed) for place in of_segment]
-        return torch.tensor(said, device=packed.token_ids_T.device)
+        logprobs = [place[0] for of_segment in self._token_logprobs(packed) for place in of_segment]
+        return torch.tensor(logprobs, device=packed.token_ids_T.device)
 
     def distributions(self, packed: MicroBatch) -> Distributions:
         device = packed.token_ids_T.device
-        places = [place for of_segment in self._places(packed) for place in of_segment]
+        places = [place for of_segment in self._token_logprobs(packed) for place in of_segment]
         logprobs_NK = torch.full((len(places), self._top_k), -torch.inf, device=device)
         token_ids_NK = torch.zeros((len(places), self._top_k), dtype=torch.int64, device=device)
         for row, (_, ids, logprobs) in enumerate(places):
@@ -337,32 +339,40 @@ class Server:
 
     def ask_again(self) -> None:
         """Forget the answers that were kept."""
-        self._kept.clear()
+        self._cache.clear()
 
-    def _places(self, packed: MicroBatch) -> list[list[TokenLogprobs]]:
+    def _token_logprobs(self, packed: MicroBatch) -> list[list[TokenLogprobs]]:
         """Of each segment, its trained places."""
         digests = [_digest(segment) for segment in packed.segments]
-        new = {digest: one for digest, one in zip(digests, packed.segments, strict=True) if digest not in self._kept}
-        scores = dict(zip(new, self._pool.map(self._of_segment, new.values()), strict=True))
-        found = [scores[digest] if digest in scores else self._kept[digest] for digest in digests]
-        self._kept.update(scores)
-        while len(self._kept) > CACHED_ANSWERS:
-            self._kept.popitem(last=False)
-        return found
+        missing = {
+            digest: unscored
+            for digest, unscored in zip(digests, packed.segments, strict=True)
+            if digest not in self._cache
+        }
+        scores = dict(zip(missing, self._pool.map(self._score_segment, missing.values()), strict=True))
+        places = [scores[digest] if digest in scores else self._cache[digest] for digest in digests]
+        self._cache.update(scores)
+        while len(self._cache) > CACHED_ANSWERS:
+            self._cache.popitem(last=False)
+        return places
 
-    def _of_segment(self, segment: Segment) -> list[TokenLogprobs]:
+    def _score_segment(self, segment: Segment) -> list[TokenLogprobs]:
         ids = segment.token_ids
         params = {"prompt_logprobs": self._top_k, "max_tokens": 1, "temperature": 1.0}
-        said = self._post("/inference/v1/generate", {"token_ids": ids, "sampling_params": params}).get(
+        positions = self._post("/inference/v1/generate", {"token_ids": ids, "sampling_params": params}).get(
             "prompt_logprobs"
         )
-        if not isinstance(said, list) or len(said) != len(ids):
-            count = len(said) if isinstance(said, list) else "no"
+        if not isinstance(positions, list) or len(positions) != len(ids):
+            count = len(positions) if isinstance(positions, list) else "no"
             raise UsageError(
                 f"algorithm.teacher.url: {self._url} returned {count} prompt_logprobs for {len(ids)} tokens"
             )
         try:
-            return [_place(said[at], ids[at], self._top_k) for start, end in segment.spans for at in range(start, end)]
+            return [
+                _parse_position(positions[at], ids[at], self._top_k)
+                for start, end in segment.spans
+                for at in range(start, end)
+            ]
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__} {error}"
             raise UsageError(f"the teacher's prompt_logprobs are without the prompt's own tokens ({reason})") from error
@@ -373,8 +383,8 @@ class Server:
         for pause_s in (*PAUSES_S, None):
             try:
                 with urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
-                    said: dict[str, Any] = orjson.loads(answer.read())
-                    return said
+                    content: dict[str, Any] = orjson.loads(answer.read())
+                    return content
             except HTTPError as error:
                 if pause_s is None or error.code not in OVERLOADED:
                     detail = f"{error.code} {error.read()[:300].decode(errors='replace')}"
@@ -398,46 +408,46 @@ class TokenLogprobs(NamedTuple):
     logprobs: list[float]
 
 
-def _place(said: dict[str, Any], token_id: int, top_k: int) -> TokenLogprobs:
+def _parse_position(position: dict[str, Any], token_id: int, top_k: int) -> TokenLogprobs:
     """From a server's answer. The token itself is in it, also if it is not one of the likeliest.
 
     Raises:
         KeyError, TypeError, ValueError: it has another form.
     """
-    own = float(said[str(token_id)]["logprob"])
-    each = ((int(name), float(one["logprob"])) for name, one in said.items())
-    likeliest = sorted(each, key=lambda pair: -pair[1])[:top_k]
-    return TokenLogprobs(own, [one for one, _ in likeliest], [logprob for _, logprob in likeliest])
+    own_logprob = float(position[str(token_id)]["logprob"])
+    candidates = ((int(name), float(entry["logprob"])) for name, entry in position.items())
+    likeliest = sorted(candidates, key=lambda pair: -pair[1])[:top_k]
+    return TokenLogprobs(own_logprob, [likely_id for likely_id, _ in likeliest], [logprob for _, logprob in likeliest])
 
 
-def _problem(teacher: OpenTeacher, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> str | None:
+def _find_problem(teacher: OpenTeacher, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> str | None:
     """Why the teacher cannot be used, or None."""
     ids = tokenizer(KNOWN_TEXT, add_special_tokens=False)["input_ids"]
-    exchanged = [*ids[:-1], ids[0] if ids[0] != ids[-1] else ids[1]]
+    changed_ids = [*ids[:-1], ids[0] if ids[0] != ids[-1] else ids[1]]
     try:
         if isinstance(teacher, Server) and teacher.tokens(KNOWN_TEXT) != ids:
             return "another tokenizer than the policy's: a known text has other token ids there"
-        first, again, other = (_of_ids(teacher, each, engine) for each in (ids, ids, exchanged))
+        first, repeat, changed = (_score_ids(teacher, token_ids, engine) for token_ids in (ids, ids, changed_ids))
     except UsageError as error:
         return str(error)
     if not all(value <= 1e-3 for value in first):  # also for nan
         return "its values of a known text are not log-probabilities"
-    if (apart := _apart(first, again)) > TOLERANCE:
-        return f"it is not deterministic: two answers for the same text differ by {apart:.3g}"
-    if (apart := _apart(first[:-1], other[:-1])) > TOLERANCE or abs(first[-1] - other[-1]) < 1e-6:
+    if (difference := _max_difference(first, repeat)) > TOLERANCE:
+        return f"it is not deterministic: two answers for the same text differ by {difference:.3g}"
+    if (difference := _max_difference(first[:-1], changed[:-1])) > TOLERANCE or abs(first[-1] - changed[-1]) < 1e-6:
         return "its values are not aligned: exchanging the last token must change the last value, and no other"
     return None
 
 
-def _of_ids(teacher: OpenTeacher, ids: Sequence[int], engine: Engine) -> list[float]:
+def _score_ids(teacher: OpenTeacher, ids: Sequence[int], engine: Engine) -> list[float]:
     if isinstance(teacher, Server):
         teacher.ask_again()
     packed = pack([Sample((Segment(list(ids), [(1, len(ids))]),))], engine.device)
     return [float(value) for value in teacher.logprobs(packed)]
 
 
-def _apart(one: Sequence[float], other: Sequence[float]) -> float:
-    return max(abs(left - right) for left, right in zip(one, other, strict=True))
+def _max_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    return max(abs(x - y) for x, y in zip(first, second, strict=True))
 
 
 def _refuse(key: str, reason: str) -> NoReturn:

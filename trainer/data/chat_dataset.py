@@ -113,19 +113,22 @@ def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Labeled
 
     def rendered(row: dict[str, Any]) -> list[Conversation]:
         rows.append(row)
-        return [_completed(row, row["completion"], tokenizer)]
+        return [_conversation(row, row["completion"], tokenizer)]
 
     conversations = _read(path, _labeled_problem, rendered)
     partners = _partners([row["prompt"] for row in rows], path)
     try:
         conversations += [
-            _completed(row, rows[partner]["completion"], tokenizer) for row, partner in zip(rows, partners, strict=True)
+            _conversation(row, rows[partner]["completion"], tokenizer)
+            for row, partner in zip(rows, partners, strict=True)
         ]
     except _Unrenderable as error:
         raise UsageError(f"{path}: a prompt with the completion of another row: {error}") from error
     samples = _tokenize(conversations, tokenizer)
     half = len(rows)
-    return [Labeled(*each) for each in zip(samples[:half], samples[half:], (row["label"] for row in rows), strict=True)]
+    return [
+        Labeled(*fields) for fields in zip(samples[:half], samples[half:], (row["label"] for row in rows), strict=True)
+    ]
 
 
 def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Supervision) -> list[JudgedRow]:
@@ -139,8 +142,8 @@ def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Sup
     margins: list[float | None] = []
 
     def check(row: dict[str, Any]) -> str | None:
-        if (found := problem(row)) is not None:
-            return found
+        if (reason := problem(row)) is not None:
+            return reason
         try:
             texts.append(
                 [(*_judged_texts(row, messages, tokenizer), label) for messages, label in _answers(row, supervision)]
@@ -157,10 +160,10 @@ def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Sup
     for _ in jsonl.checked(path, check):
         pass
     ids_of = _ids_of({text for row in texts for answer in row for text in answer[:2]}, tokenizer)
-    judged = [
+    answers_by_row = [
         [Judged(ids_of[w], max(0, len(ids_of[w]) - len(ids_of[p])), label) for p, w, label in row] for row in texts
     ]
-    return [JudgedRow(tuple(answers), margin) for answers, margin in zip(judged, margins, strict=True)]
+    return [JudgedRow(tuple(answers), margin) for answers, margin in zip(answers_by_row, margins, strict=True)]
 
 
 def _answers(row: dict[str, Any], supervision: Supervision) -> Iterator[tuple[list[Any], bool]]:
@@ -176,28 +179,28 @@ def _answers(row: dict[str, Any], supervision: Supervision) -> Iterator[tuple[li
         yield row["completion"], row["label"]
 
 
-def _judged_texts(row: dict[str, Any], said: list[Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The prompt, and the conversation up to the end of what was said."""
+def _judged_texts(row: dict[str, Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The prompt, and the conversation up to the end of the completion."""
     prompt, tools = row["prompt"], row.get("tools")
-    return _rendered(prompt, tools, tokenizer, prompt=True), _rendered(prompt + said, tools, tokenizer, prompt=False)
+    return _render(prompt, tools, tokenizer, prompt=True), _render(prompt + completion, tools, tokenizer, prompt=False)
 
 
-def _completed(row: dict[str, Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase) -> Conversation:
+def _conversation(row: dict[str, Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase) -> Conversation:
     return list(_segments(row["prompt"] + completion, len(row["prompt"]), row.get("tools"), tokenizer))
 
 
 def _partners(prompts: Sequence[Any], path: Path) -> list[int]:
     """For each row, the nearest earlier row with another prompt; the first rows take one from the end."""
-    last, found = -1, []
+    last, partners = -1, []
     for index in range(-len(prompts), len(prompts)):  # twice, so that the first rows know the last ones
         row = index % len(prompts)
         if prompts[row] != prompts[row - 1]:
             last = (row - 1) % len(prompts)
         if index >= 0:
-            found.append(last)
-    if -1 in found:
+            partners.append(last)
+    if -1 in partners:
         raise UsageError(f"{path}: all prompts are equal; kto compares answers with those to other prompts")
-    return found
+    return partners
 
 
 def _read(
@@ -209,13 +212,13 @@ def _read(
     conversations: list[Conversation] = []
 
     def check(row: dict[str, Any]) -> str | None:
-        found = problem(row)
-        if found is None:
+        reason = problem(row)
+        if reason is None:
             try:
                 conversations.extend(rendered(row))
             except _Unrenderable as error:
                 return str(error)
-        return found
+        return reason
 
     for _ in jsonl.checked(path, check):
         pass
@@ -229,8 +232,8 @@ class _Unrenderable(Exception):
 def _problem(row: dict[str, Any]) -> str | None:
     if not _are_messages(row.get("messages")):
         return 'not a demonstration: it needs "messages", a list of {"role", "content"}'
-    if found := _message_problem("messages", row["messages"]):
-        return found
+    if error := _message_problem("messages", row["messages"]):
+        return error
     if row["messages"] and row["messages"][0]["role"] == "assistant":
         return "the assistant speaks first: a prompt must come before it"
     if not _has_assistant(row["messages"]):
@@ -243,28 +246,28 @@ def _pair_problem(row: dict[str, Any]) -> str | None:
 
 
 def _labeled_problem(row: dict[str, Any]) -> str | None:
-    found = _answers_problem(row, "labeled answer", ("completion",))
-    if found is None and not isinstance(row.get("label"), bool):
+    error = _answers_problem(row, "labeled answer", ("completion",))
+    if error is None and not isinstance(row.get("label"), bool):
         return f"the label is {row.get('label')!r:.60}; it must be true or false"
-    return found
+    return error
 
 
 def _steps_problem(row: dict[str, Any]) -> str | None:
-    found = _answers_problem(row, "conversation with labeled steps", ("completion",))
-    if found is not None:
-        return found
+    error = _answers_problem(row, "conversation with labeled steps", ("completion",))
+    if error is not None:
+        return error
     labels, turns = row.get("labels"), sum(message["role"] == "assistant" for message in row["completion"])
     if not isinstance(labels, list) or len(labels) != turns or not all(isinstance(label, bool) for label in labels):
         return f"the labels are {labels!r:.60}; it needs true or false for each of the {turns} assistant messages"
     return None
 
 
-def _answers_problem(row: dict[str, Any], what: str, answers: tuple[str, ...]) -> str | None:
+def _answers_problem(row: dict[str, Any], kind: str, answers: tuple[str, ...]) -> str | None:
     for key in ("prompt", *answers):
         if not _are_messages(row.get(key)):
-            return f'not a {what}: it needs "{key}", a list of {{"role", "content"}}'
-        if found := _message_problem(key, row[key]):
-            return found
+            return f'not a {kind}: it needs "{key}", a list of {{"role", "content"}}'
+        if error := _message_problem(key, row[key]):
+            return error
     if not row["prompt"]:
         return "the prompt is empty: it needs at least one message"
     for key in answers:
@@ -306,30 +309,30 @@ def _segments(
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        prompt = _rendered(messages[:index], tools, tokenizer, prompt=True)
-        whole = _rendered(messages[: index + 1], tools, tokenizer, prompt=False)
-        if not whole.startswith(prompt):
+        prompt = _render(messages[:index], tools, tokenizer, prompt=True)
+        rendered = _render(messages[: index + 1], tools, tokenizer, prompt=False)
+        if not rendered.startswith(prompt):
             raise _Unrenderable(
                 f"message {index}: the chat template does not begin the turn with its own generation prompt"
             )
         # white space between two turns belongs to the next prompt
-        said = whole[len(prompt) :].rstrip()
+        answer = rendered[len(prompt) :].rstrip()
         if segment and prompt.startswith(so_far):
             segment.append(TextPiece(prompt[len(so_far) :], False))
         else:
             if segment:
                 yield segment
             segment = [TextPiece(prompt, False)]
-        segment.append(TextPiece(said, True))
-        so_far = prompt + said
+        segment.append(TextPiece(answer, True))
+        so_far = prompt + answer
     yield segment
 
 
-def _rendered(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase, *, prompt: bool) -> str:
+def _render(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase, *, prompt: bool) -> str:
     """prompt: with the generation prompt of the next turn."""
     from jinja2 import TemplateError
 
-    messages = [_plain(message) for message in messages]
+    messages = [_normalize(message) for message in messages]
     try:
         return str(
             tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt)
@@ -338,25 +341,25 @@ def _rendered(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBas
         raise _Unrenderable(f"the chat template refuses it: {error}") from error
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
+def _normalize(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its content as one text, and its calls in OpenAI's form with arguments as objects."""
     content, calls = message.get("content"), message.get("tool_calls")
-    changed: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if isinstance(content, list):
-        changed["content"] = "".join(part["text"] for part in content)
+        changes["content"] = "".join(part["text"] for part in content)
     if isinstance(calls, list):
-        changed["tool_calls"] = [_call(call) for call in calls]
-    return {**message, **changed}
+        changes["tool_calls"] = [_normalize_call(call) for call in calls]
+    return {**message, **changes}
 
 
-def _call(call: Any) -> Any:
+def _normalize_call(call: Any) -> Any:
     """Accepts OpenAI's form, and the one without the `function` around it."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _call(call["function"])}
-    said = call.get("arguments")
-    return {**call, "arguments": arguments(said)} if isinstance(said, str) else call
+        return {**call, "function": _normalize_call(call["function"])}
+    text = call.get("arguments")
+    return {**call, "arguments": arguments(text)} if isinstance(text, str) else call
 
 
 def _tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

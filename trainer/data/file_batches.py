@@ -72,26 +72,26 @@ def prepared(
     Raises:
         UsageError: no sample is left.
     """
-    read = algorithm.samples(find_path(data.path) or Path(data.path), tokenizer)[:limit]
+    dataset = algorithm.samples(find_path(data.path) or Path(data.path), tokenizer)[:limit]
     bound = min(data.max_tokens or learner.policy.context, learner.policy.context)
-    kept = [sample for sample in read if sample.longest <= bound]
-    if len(kept) < len(read):
-        say(f"{len(read) - len(kept):,} of {len(read):,} samples are longer than {bound} tokens: left out")
-    if not read:
+    in_bound = [sample for sample in dataset if sample.longest <= bound]
+    if len(in_bound) < len(dataset):
+        say(f"{len(dataset) - len(in_bound):,} of {len(dataset):,} samples are longer than {bound} tokens: left out")
+    if not dataset:
         raise UsageError(f"{data.path}: no sample to train on: the file has no rows")
-    if not kept:
+    if not in_bound:
         raise UsageError(f"{data.path}: no sample to train on: all are longer than {bound} tokens (data.max_tokens)")
-    samples = algorithm.prepare(kept, learner, budget)
-    cut = sum(isinstance(sample, RolloutSample) and sample.truncated for sample in kept) if drops_truncated else 0
-    if cut:
-        say(f"{cut:,} of {len(kept):,} rollouts are truncated (algorithm.shaping.drop_truncated): left out")
-    if len(samples) < len(kept) - cut:
+    samples = algorithm.prepare(in_bound, learner, budget)
+    count = sum(isinstance(sample, RolloutSample) and sample.truncated for sample in in_bound) if drops_truncated else 0
+    if count:
+        say(f"{count:,} of {len(in_bound):,} rollouts are truncated (algorithm.shaping.drop_truncated): left out")
+    if len(samples) < len(in_bound) - count:
         reason = TOO_LONG if teachers else "have no learning signal"
-        say(f"{len(kept) - cut - len(samples):,} of {len(kept):,} samples {reason}: left out")
-    if not samples and teachers and cut < len(kept):
-        raise UsageError(f"{data.path}: no sample to train on: {len(kept) - cut:,} {TOO_LONG}")
+        say(f"{len(in_bound) - count - len(samples):,} of {len(in_bound):,} samples {reason}: left out")
+    if not samples and teachers and count < len(in_bound):
+        raise UsageError(f"{data.path}: no sample to train on: {len(in_bound) - count:,} {TOO_LONG}")
     if not samples:
-        truncated = ", or the rollout is truncated (algorithm.shaping.drop_truncated)" if cut else ""
+        truncated = ", or the rollout is truncated (algorithm.shaping.drop_truncated)" if count else ""
         raise UsageError(
             f"{data.path}: no sample has a learning signal: in every group all rewards are equal, or only one rollout has a "
             f"reward{truncated}"

@@ -150,14 +150,14 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
     Raises:
         UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
     """
-    read, copies = ReadRollouts(fields=fields), RolloutCopies()
+    result, copies = ReadRollouts(fields=fields), RolloutCopies()
 
     def wrong(row: Json) -> str | None:
         return problem(row, temperature, fields) or copies.problem(row)
 
     for line in jsonl.checked(path, wrong):
-        add_row(line.row, read)
-    return read
+        add_row(line.row, result)
+    return result
 
 
 def check_model_calls(rollouts: Sequence[RolloutSample]) -> None:
@@ -176,30 +176,30 @@ def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -
     Raises:
         UsageError: as `read_rollouts`, or none of the rollouts can be trained on.
     """
-    read = read_rollouts(path, temperature, fields)
-    kept: list[Sample] = [rollout for rollout in read.rollouts if rollout.trained]
-    if not kept and (read.rollouts or read.failed or read.unscored):
-        uncalled = sum(rollout.turns == 0 for rollout in read.rollouts)
+    result = read_rollouts(path, temperature, fields)
+    samples: list[Sample] = [rollout for rollout in result.rollouts if rollout.trained]
+    if not samples and (result.rollouts or result.failed or result.unscored):
+        uncalled = sum(rollout.turns == 0 for rollout in result.rollouts)
         why = f" ({uncalled:,} without a model call: {NO_MODEL_CALL})" if uncalled else ""
         raise UsageError(
-            f"{path}: no rollout to train on: {read.failed:,} failed, {read.unscored:,} have the reward null, "
-            f"{len(read.rollouts):,} have no sampled tokens{why}"
+            f"{path}: no rollout to train on: {result.failed:,} failed, {result.unscored:,} have the reward null, "
+            f"{len(result.rollouts):,} have no sampled tokens{why}"
         )
-    return kept
+    return samples
 
 
-def add_row(row: Json, read: ReadRollouts) -> None:
+def add_row(row: Json, result: ReadRollouts) -> None:
     """Add a row without problems to the result."""
     if is_failed_attempt(row):
-        read.failed += 1
+        result.failed += 1
         failure = row["failure"]
-        read.first_failure = read.first_failure or " ".join(
+        result.first_failure = result.first_failure or " ".join(
             f"{failure.get('service')}: {failure.get('class')}: {failure.get('message')}".split()
         )
     elif row["reward"] is None:
-        read.unscored += 1
+        result.unscored += 1
     else:
-        read.rollouts.append(_rollout(row, read.fields))
+        result.rollouts.append(_rollout(row, result.fields))
 
 
 def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset()) -> str | None:
@@ -316,13 +316,13 @@ def with_values(
     rollouts: Sequence[RolloutSample], name: str, values: Sequence[Sequence[list[float]]]
 ) -> list[RolloutSample]:
     """The rollouts with this field of their segments. values: by rollout, by segment, by token."""
-    named: list[list[dict[str, Any]]] = [[{name: value} for value in of_segments] for of_segments in values]
+    fields_by_rollout: list[list[dict[str, Any]]] = [[{name: value} for value in of_segments] for of_segments in values]
     return [
         replace(
             rollout,
             segments=tuple(replace(segment, **field) for segment, field in zip(rollout.segments, fields, strict=True)),
         )
-        for rollout, fields in zip(rollouts, named, strict=True)
+        for rollout, fields in zip(rollouts, fields_by_rollout, strict=True)
     ]
 
 
@@ -334,27 +334,27 @@ def grouped(rollouts: Iterable[RolloutSample]) -> list[list[RolloutSample]]:
     return list(groups.values())
 
 
-def described(read: ReadRollouts) -> dict[str, float]:
+def described(result: ReadRollouts) -> dict[str, float]:
     """Metrics of the collected rollouts."""
-    rollouts = read.rollouts
-    left_out: dict[str, float] = {
-        "num_unscored": read.unscored,
-        "frac_unscored": read.unscored / max(1, read.unscored + len(rollouts)),
-        "num_failed": read.failed,
+    rollouts = result.rollouts
+    counts: dict[str, float] = {
+        "num_unscored": result.unscored,
+        "frac_unscored": result.unscored / max(1, result.unscored + len(rollouts)),
+        "num_failed": result.failed,
         "num_valid_samples": len(rollouts),
     }
     if not rollouts:
-        return left_out
+        return counts
     groups = grouped(rollouts)
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.trained for rollout in rollouts]
     equal = [all_equal([rollout.reward for rollout in group]) for group in groups]
-    said = [logprob for rollout in rollouts for segment in rollout.segments for logprob in segment.sampler]
+    logprobs = [logprob for rollout in rollouts for segment in rollout.segments for logprob in segment.sampler]
     parts: dict[str, list[float]] = {}
-    for name, value in (each for rollout in rollouts for each in rollout.components.items()):
+    for name, value in (component for rollout in rollouts for component in rollout.components.items()):
         parts.setdefault(name, []).append(value)
     return {
-        **left_out,
+        **counts,
         **{f"reward_component/{name}": fmean(values) for name, values in parts.items()},
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -366,5 +366,5 @@ def described(read: ReadRollouts) -> dict[str, float]:
         "tool_calls": fmean(rollout.tool_calls for rollout in rollouts),
         "tool_errors": fmean(rollout.tool_errors for rollout in rollouts),
         # on average over sampled tokens, -log p is the entropy
-        "approx_entropy": -fmean(said) if said else 0.0,
+        "approx_entropy": -fmean(logprobs) if logprobs else 0.0,
     }

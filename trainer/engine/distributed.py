@@ -60,24 +60,24 @@ class Heartbeat:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
-        self._others = [other for other in range(ranks) if other != rank]
-        self._store = self._meet()  # on rank 0 the store lives as long as this object
-        self._seen = dict.fromkeys(self._others, LastHeartbeat(FIRST, 0))
+        self._peers = [peer for peer in range(ranks) if peer != rank]
+        self._store = self._join_store()  # on rank 0 the store lives as long as this object
+        self._last_seen = dict.fromkeys(self._peers, LastHeartbeat(FIRST, 0))
         self._looks = 0
-        self._parted = threading.Event()
+        self._stopped = threading.Event()
         self._last = FAILED
         # In two threads: a request to the store of a stopped rank blocks until that rank continues.
-        self._watch = threading.Thread(target=self._look, name="look for the others", daemon=True)
-        self._talk = threading.Thread(target=self._exchange, name="signs of life", daemon=True)
+        self._watch = threading.Thread(target=self._watch_peers, name="look for the others", daemon=True)
+        self._talk = threading.Thread(target=self._exchange_signs, name="signs of life", daemon=True)
         self._watch.start()
         self._talk.start()
 
-    def _meet(self) -> TCPStore:
+    def _join_store(self) -> TCPStore:
         """The store, once each rank's first heartbeat has arrived."""
         host, port = _address()
         has_it = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         try:
-            store = _in_time(
+            store = _run_within(
                 lambda: TCPStore(
                     host,
                     port,
@@ -94,32 +94,32 @@ class Heartbeat:
                 raise NgymError(
                     f"MASTER_PORT: rank 0 cannot listen on {host}:{port}: {why}; choose a free one"
                 ) from error
-            raise RankGone(self._alone([0])) from error
+            raise RankGone(self._missing_ranks_message([0])) from error
         try:
             store.set(_key(self._rank), FIRST)  # type: ignore[arg-type]  # bytes are accepted too
-            _in_time(
-                lambda: store.wait(list(map(_key, self._others)), timedelta(seconds=RENDEZVOUS_TIMEOUT_S)),
+            _run_within(
+                lambda: store.wait(list(map(_key, self._peers)), timedelta(seconds=RENDEZVOUS_TIMEOUT_S)),
                 RENDEZVOUS_TIMEOUT_S,
             )
             store.set_timeout(timedelta(seconds=STORE_S))
         except RuntimeError as error:
             missing = [0]  # unless the store answers
             with suppress(RuntimeError):
-                missing = _in_time(lambda: [other for other in self._others if not store.check([_key(other)])], STORE_S)
-            raise RankGone(self._alone(missing)) from error
+                missing = _run_within(lambda: [peer for peer in self._peers if not store.check([_key(peer)])], STORE_S)
+            raise RankGone(self._missing_ranks_message(missing)) from error
         return store
 
-    def _alone(self, missing: list[int]) -> str:
-        named = ", ".join(map(str, missing))
+    def _missing_ranks_message(self, missing: list[int]) -> str:
+        ranks = ", ".join(map(str, missing))
         return (
-            f"rank {named} did not arrive at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} in time "
+            f"rank {ranks} did not arrive at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} in time "
             f"(about {RENDEZVOUS_TIMEOUT_S} s), so rank {self._rank} ends too; see the output of the former; start all ranks again"
         )
 
     def part(self, last: bytes) -> None:
         """Announce that this rank has finished: DONE or FAILED."""
         self._last = last
-        self._parted.set()
+        self._stopped.set()
         self._watch.join()
         self._talk.join(STORE_S)
 
@@ -129,50 +129,50 @@ class Heartbeat:
         """
         failed = self._looks
         while self._looks <= failed + MISSED_AFTER_ERROR + 3:  # its last heartbeat may have come while this one failed
-            if missing := self._missing(MISSED_AFTER_ERROR):
-                return missing
+            if message := self._dead_ranks_message(MISSED_AFTER_ERROR):
+                return message
             time.sleep(HEARTBEAT_CHECK_S / 4)
         return None
 
-    def _look(self) -> None:
-        while not self._parted.wait(HEARTBEAT_CHECK_S):
+    def _watch_peers(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_CHECK_S):
             self._looks += 1
-            if missing := self._missing(MISSED_HEARTBEATS):
+            if message := self._dead_ranks_message(MISSED_HEARTBEATS):
                 # the main thread may hang in a collective
-                print(f"ng_train: {missing}", file=sys.stderr, flush=True)
+                print(f"ng_train: {message}", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _exchange(self) -> None:
+    def _exchange_signs(self) -> None:
         store: TCPStore | None = self._store
-        while not self._parted.wait(HEARTBEAT_CHECK_S):
+        while not self._stopped.wait(HEARTBEAT_CHECK_S):
             try:
-                store = store or _reconnected()
+                store = store or _reconnect()
                 store.set(_key(self._rank), str(self._looks))
-                signs = store.multi_get(list(map(_key, self._others)))
+                signs = store.multi_get(list(map(_key, self._peers)))
             except RuntimeError:  # the store died with its rank and heartbeats grow old, or it is unreachable
                 store = None  # a late answer on this connection would be taken for that of another request
                 continue
-            for other, sign in zip(self._others, signs, strict=True):
-                if sign != self._seen[other].sign:
-                    self._seen[other] = LastHeartbeat(sign, self._looks)
+            for peer, sign in zip(self._peers, signs, strict=True):
+                if sign != self._last_seen[peer].sign:
+                    self._last_seen[peer] = LastHeartbeat(sign, self._looks)
         if store is not None:
             with suppress(RuntimeError):
                 store.set(_key(self._rank), self._last)  # type: ignore[arg-type]
 
-    def _missing(self, looks: int) -> str | None:
-        working = {rank: seen for rank, seen in self._seen.items() if seen.sign != DONE}
-        silent = [rank for rank, seen in working.items() if self._looks - seen.look > looks]
+    def _dead_ranks_message(self, looks: int) -> str | None:
+        working = {rank: heartbeat for rank, heartbeat in self._last_seen.items() if heartbeat.sign != DONE}
+        silent = [rank for rank, heartbeat in working.items() if self._looks - heartbeat.look > looks]
         failed = [
             rank
-            for rank, seen in working.items()
-            if seen.sign == FAILED and self._looks - seen.look >= looks - MISSED_AFTER_ERROR
+            for rank, heartbeat in working.items()
+            if heartbeat.sign == FAILED and self._looks - heartbeat.look >= looks - MISSED_AFTER_ERROR
         ]
         if not silent and not failed:
             return None
-        named = "rank " + ", ".join(map(str, failed or silent))
-        how = "has failed" if failed else f"has given no sign of life for {looks * HEARTBEAT_CHECK_S:.0f} s"
+        ranks = "rank " + ", ".join(map(str, failed or silent))
+        reason = "has failed" if failed else f"has given no sign of life for {looks * HEARTBEAT_CHECK_S:.0f} s"
         return (
-            f"{named} {how}, so rank {self._rank} ends too; see the output of the former; to continue, run the same "
+            f"{ranks} {reason}, so rank {self._rank} ends too; see the output of the former; to continue, run the same "
             "command with --resume"
         )
 
@@ -191,7 +191,7 @@ def in_daemon_thread(name: str, act: Callable[[], Result]) -> Future[Result]:
     return result
 
 
-def _in_time(ask: Callable[[], Result], within_s: float) -> Result:
+def _run_within(ask: Callable[[], Result], within_s: float) -> Result:
     """Ask the store with a timeout. Its own timeout fails against a listener that never answers; the thread is then
     abandoned.
 
@@ -204,7 +204,7 @@ def _in_time(ask: Callable[[], Result], within_s: float) -> Result:
         raise RuntimeError("nothing answers there") from None
 
 
-def _reconnected() -> TCPStore:
+def _reconnect() -> TCPStore:
     """A new connection to the store. RuntimeError: it cannot be reached."""
     store = TCPStore(*_address(), is_master=False, timeout=timedelta(seconds=HEARTBEAT_CHECK_S), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=STORE_S))
@@ -230,8 +230,8 @@ def watched(rank: int, ranks: int) -> Iterator[None]:
         yield
         last = DONE
     except RuntimeError as error:
-        if gone := heartbeat.dead_rank():
-            raise RankGone(gone) from error
+        if message := heartbeat.dead_rank():
+            raise RankGone(message) from error
         raise
     finally:
         heartbeat.part(last)
@@ -259,10 +259,10 @@ def joined(launch: Launch) -> Iterator[None]:
                 )
             yield
     finally:
-        _leave()
+        _exit_process()
 
 
-def _leave() -> None:
+def _exit_process() -> None:
     """Leave through DeepSpeed if it was used: it caches groups, and would use dead ones in the next process group."""
     comm: Any = sys.modules.get("deepspeed.comm")
     if comm is not None and comm.is_initialized():

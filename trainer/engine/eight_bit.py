@@ -25,11 +25,11 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
 
     def __init__(self, groups: list[dict[str, Any]], *, whole: set[int], paged: bool, **adamw: Any) -> None:
         super().__init__(groups, is_paged=paged and torch.cuda.is_available(), **adamw)
-        self._whole = whole
+        self._full_precision = whole
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
-        return config | {"optim_bits": 32 if id(group["params"][pindex]) in self._whole else 8}
+        return config | {"optim_bits": 32 if id(group["params"][pindex]) in self._full_precision else 8}
 
     def make_room(self, steps: Mapping[nn.Parameter, int]) -> None:
         """Empty states of these parameters after that many steps, to write stored ones into."""

@@ -72,7 +72,9 @@ def score(
     """
     starts = range(0, len(samples), PLANNED_AT_ONCE)
     return [
-        one for start in starts for one in _score(samples[start : start + PLANNED_AT_ONCE], logprobs, engine, budget)
+        sample_logprobs
+        for start in starts
+        for sample_logprobs in _score(samples[start : start + PLANNED_AT_ONCE], logprobs, engine, budget)
     ]
 
 
@@ -85,18 +87,18 @@ def _score(
         for segment in sample.segments:
             places[id(segment)] = count
             count += segment.trained
-    found = [0.0] * count
-    for mine in engine.micro_batches(samples, budget):
+    flat = [0.0] * count
+    for batch in engine.micro_batches(samples, budget):
         # a rank without work computes something and discards it: the ranks' collectives must match
-        packed = pack(mine or samples[:1], engine.device)
+        packed = pack(batch or samples[:1], engine.device)
         with torch.no_grad(), dropout_off(engine.policy):
             values = logprobs(packed).tolist()
         start = 0
-        for segment in packed.segments if mine else ():
+        for segment in packed.segments if batch else ():
             place = places[id(segment)]
-            found[place : place + segment.trained] = values[start : start + segment.trained]
+            flat[place : place + segment.trained] = values[start : start + segment.trained]
             start += segment.trained
-    summed = engine.all_reduce(found)
+    summed = engine.all_reduce(flat)
     return [[summed[places[id(segment)] :][: segment.trained] for segment in sample.segments] for sample in samples]
 
 
@@ -202,8 +204,8 @@ class Engine:
         self.rank = launch.rank
         self.ranks = launch.ranks
         self.steps = 0  # steps that changed the weights
-        self._computed = "the model"
-        self._together = options.together
+        self._activity = "the model"
+        self._group_size = options.together
         if options.sequence_parallel > 1:
             policy.check_shared("engine.sequence_parallel", options.sequence_parallel, "num_key_value_heads")
             policy.group = SequenceParallelGroup.of(options.sequence_parallel)
@@ -213,14 +215,14 @@ class Engine:
         self._options = options
         self._optimizing = optimizing
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
-        again = options.activation_checkpointing
-        kept = again if isinstance(again, float) else None
-        if again or options.compile:
+        checkpointing = options.activation_checkpointing
+        budget = checkpointing if isinstance(checkpointing, float) else None
+        if checkpointing or options.compile:
             for decoder in [policy.network, *([] if policy.critic is None else [policy.critic.backbone])]:
-                if again and kept is None:
-                    checkpoint_layers(decoder, None if again is True else int(again))
+                if checkpointing and budget is None:
+                    checkpoint_layers(decoder, None if checkpointing is True else int(checkpointing))
                 if options.compile:
-                    compile_layers(decoder, kept)
+                    compile_layers(decoder, budget)
         if options.compile and isinstance(policy, Policy):
             policy.scorer.compiled = True
         trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
@@ -265,7 +267,7 @@ class Engine:
     def doing(self) -> str:
         """What was computed last, and when."""
         rank = f" on rank {self.rank}" if self.ranks > 1 else ""
-        return f"optimizer step {self.steps + 1}{rank}, {self._computed}"
+        return f"optimizer step {self.steps + 1}{rank}, {self._activity}"
 
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         """This rank's micro-batches. Each rank has the same number, some may be empty; ranks that compute together
@@ -273,9 +275,9 @@ class Engine:
 
         budget: tokens that a rank computes at once.
         """
-        learners = self.ranks // self._together
+        learners = self.ranks // self._group_size
         return plan(samples, budget * self._options.sequence_parallel, learners)[
-            self.rank // self._together :: learners
+            self.rank // self._group_size :: learners
         ]
 
     def scores(self, packed: MicroBatch, asks: RequestedScores) -> Scores:
@@ -289,11 +291,11 @@ class Engine:
         """
         return self._forward(packed, RequestedScores(), temperature).logprobs_N
 
-    def _forward(self, packed: MicroBatch, *asked: Any) -> Scores:
+    def _forward(self, packed: MicroBatch, *arguments: Any) -> Scores:
         count, longest = len(packed.samples), max(sample.tokens for sample in packed.samples)
         tokens = len(packed.token_ids_T)
-        self._computed = f"a micro-batch of {tokens:,} tokens (samples: {count}, the longest of {longest:,})"
-        scores: Scores = self._deepspeed(packed, *asked)
+        self._activity = f"a micro-batch of {tokens:,} tokens (samples: {count}, the longest of {longest:,})"
+        scores: Scores = self._deepspeed(packed, *arguments)
         return scores
 
     def values(self, packed: MicroBatch) -> Tensor:
@@ -332,7 +334,7 @@ class Engine:
         A gradient that is not finite changes no weight on any rank; grad_norm shows it. With fp16 it lowers the loss
         scale, unless a loss was not finite.
         """
-        self._computed = "the optimizer"
+        self._activity = "the optimizer"
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = group["base_lr"] * lr_multiplier
         lr = self._optimizing.lr * lr_multiplier
@@ -340,11 +342,13 @@ class Engine:
             self._deepspeed.step()
             norm = float(self._deepspeed.get_global_grad_norm())
             self.steps += math.isfinite(norm)
-            return Update(norm, lr) if self._loss_scale is None else self._rescaled(Update(norm, lr), self._loss_scale)
+            return (
+                Update(norm, lr) if self._loss_scale is None else self._adjust_scale(Update(norm, lr), self._loss_scale)
+            )
         # without ZeRO, DeepSpeed does not return the norm, and always steps
-        norm, of_critic = self._clipped(self.policy.network), None
+        norm, of_critic = self._clip(self.policy.network), None
         if self.policy.critic is not None:
-            of_critic = self._clipped(self.policy.critic)
+            of_critic = self._clip(self.policy.critic)
             norm = norm if math.isfinite(of_critic) else of_critic
         if math.isfinite(norm):
             self._deepspeed.step()
@@ -353,23 +357,23 @@ class Engine:
             self._deepspeed.zero_grad()
         return Update(norm, lr, of_critic)
 
-    def _rescaled(self, update: Update, scale: LossScale) -> Update:
+    def _adjust_scale(self, update: Update, scale: LossScale) -> Update:
         """Adapt the loss scale to the result of a step."""
-        used, again = scale.value, False
+        value, overflowed = scale.value, False
         if math.isfinite(update.grad_norm):
             scale.stepped()
         elif all(self.all_gather(all(self._finite))):
-            again = scale.overflowed()
+            overflowed = scale.overflowed()
         self._finite.clear()
         self._deepspeed.optimizer.loss_scale = scale.value
-        return update._replace(loss_scale=used, overflowed=again)
+        return update._replace(loss_scale=value, overflowed=overflowed)
 
     def scaling(self) -> dict[str, float]:
         """Metrics of the loss scale; none without fp16."""
         scale = self._loss_scale
         return {} if scale is None else {"loss_scale": scale.value, "overflow_retries": scale.overflows}
 
-    def _clipped(self, network: nn.Module) -> float:
+    def _clip(self, network: nn.Module) -> float:
         """Clip the gradient; returns its norm before clipping."""
         bound = self._optimizing.max_grad_norm or float("inf")
         return float(nn.utils.clip_grad_norm_(network.parameters(), bound))
@@ -377,22 +381,23 @@ class Engine:
     @contextmanager
     def gradients_seen(self) -> Iterator[set[str]]:
         """The names of the policy's parameters that get a gradient in this block, from this rank's micro-batches."""
-        seen: set[str] = set()
+        names: set[str] = set()
         hooks = [
-            parameter.register_hook(lambda _, name=name: seen.add(name))
+            parameter.register_hook(lambda _, name=name: names.add(name))
             for name, parameter in self.policy.named_parameters()
             if parameter.requires_grad
         ]
         try:
-            yield seen
+            yield names
         finally:
             for hook in hooks:
                 hook.remove()
 
     def overflown(self) -> list[str]:
         """The names of this rank's trainable parameters (or shards) whose norm is not finite in float32."""
-        trainable = ((name, one) for name, one in self.policy.named_parameters() if one.requires_grad)
-        parts = ((name, getattr(one, "ds_tensor", one).detach()) for name, one in trainable)  # under ZeRO-3, its shard
+        trainable = ((name, parameter) for name, parameter in self.policy.named_parameters() if parameter.requires_grad)
+        # under ZeRO-3, the rank's shard of the parameter
+        parts = ((name, getattr(parameter, "ds_tensor", parameter).detach()) for name, parameter in trainable)
         return [name for name, part in parts if not part.norm(dtype=torch.float32).isfinite()]
 
     def broadcast(self, value: Shared) -> Shared:
@@ -425,7 +430,7 @@ class Engine:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         distributed.all_reduce(total)
-        return [float(value) / self._together for value in total]
+        return [float(value) / self._group_size for value in total]
 
     def offload(self, *, weights: bool) -> None:
         """Free the GPU's memory; without `weights`, the compute weights stay or come back.
@@ -436,10 +441,10 @@ class Engine:
 
         if not weights:
             self.reload()
-        self._computed = "moving the states to the host"
-        wanted = [state for state in State if weights or state is not State.lp_params]
+        self._activity = "moving the states to the host"
+        states = [state for state in State if weights or state is not State.lp_params]
         on_gpu = self.device.type == "cuda"
-        self._deepspeed.offload_states(include=wanted, pin_memory=on_gpu)
+        self._deepspeed.offload_states(include=states, pin_memory=on_gpu)
         for parameter in self._frozen if weights else ():
             parameter.data = parameter.data.to("cpu")
         if on_gpu:
@@ -447,7 +452,7 @@ class Engine:
 
     def reload(self) -> None:
         """Load everything back to where it is computed."""
-        self._computed = "loading the states back"
+        self._activity = "loading the states back"
         self._deepspeed.reload_states()
         for parameter in self._frozen:
             parameter.data = parameter.data.to(self.device)
@@ -456,19 +461,19 @@ class Engine:
         """Commit a Hugging Face folder: config, safetensors, tokenizer. Every rank calls it, rank 0 writes."""
         weights = self.weights()
         if self.rank == 0:
-            with whole_folder(folder) as aside, lean_imports():  # saving asks whether FSDP wraps the network
-                self.policy.network.save_pretrained(aside, state_dict=weights, save_original_format=False)
-                tokenizer.save_pretrained(aside)
-                _let_all_read(aside)
+            with whole_folder(folder) as temporary, lean_imports():  # saving asks whether FSDP wraps the network
+                self.policy.network.save_pretrained(temporary, state_dict=weights, save_original_format=False)
+                tokenizer.save_pretrained(temporary)
+                _let_all_read(temporary)
         barrier()
 
     def save_adapter(self, folder: Path, options: LoraOptions, base: str | None) -> None:
         """Commit the adapter alone, in PEFT's format; `base` is the model that it belongs to. Every rank calls it."""
         tensors = self.adapter()
         if self.rank == 0:
-            with whole_folder(folder) as aside:
-                write_adapter(aside, tensors, options, base)
-                _let_all_read(aside)
+            with whole_folder(folder) as temporary:
+                write_adapter(temporary, tensors, options, base)
+                _let_all_read(temporary)
         barrier()
 
     def save_state(self, folder: Path) -> Json:
@@ -504,29 +509,29 @@ class Engine:
         Every rank calls it: under ZeRO-3 each holds a shard and helps to gather.
         """
         network = self.policy.network
-        weights = self._gathered(checkpoint_tensors(network))
+        weights = self._gather(checkpoint_tensors(network))
         if not weights:
             return weights
         from transformers.core_model_loading import revert_weight_conversion
 
-        named: dict[str, Tensor] = revert_weight_conversion(network, weights)  # transformers fuses experts
-        return named
+        tensors: dict[str, Tensor] = revert_weight_conversion(network, weights)  # transformers fuses experts
+        return tensors
 
     def adapter(self) -> dict[str, Tensor]:
         """The adapter's weights on rank 0, none elsewhere, by PEFT's names. Every rank calls it."""
-        return self._gathered(adapter_tensors(self.policy.network))
+        return self._gather(adapter_tensors(self.policy.network))
 
-    def _gathered(self, made: Iterable[CheckpointTensor]) -> dict[str, Tensor]:
-        self._computed = "gathering the weights"
+    def _gather(self, stream: Iterable[CheckpointTensor]) -> dict[str, Tensor]:
+        self._activity = "gathering the weights"
         sharded = self._options.zero_stage == 3
         if not sharded and self._options.tensor_parallel == 1:
-            return {name: compute() for name, _, compute in made} if self.rank == 0 else {}
+            return {name: compute() for name, _, compute in stream} if self.rank == 0 else {}
         import deepspeed
 
-        whole = deepspeed.zero.GatheredParameters if sharded else whole_parameters
+        gathered = deepspeed.zero.GatheredParameters if sharded else whole_parameters
         tensors: dict[str, Tensor] = {}
-        for name, parameters, compute in made:
-            with whole(parameters):
+        for name, parameters, compute in stream:
+            with gathered(parameters):
                 if self.rank == 0:
                     tensors[name] = compute().cpu().clone()
         return tensors

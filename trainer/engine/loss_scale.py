@@ -29,11 +29,11 @@ class LossScale:
         self.value = INITIAL
         self.overflows = 0
         self._stable = 0  # steps since the last change
-        self._before: float | None = None  # the value before the overflows of the step in progress
+        self._initial: float | None = None  # the value before the overflows of the step in progress
 
     def stepped(self) -> None:
         """Note a step with a finite gradient."""
-        self._before = None
+        self._initial = None
         self._stable += 1
         if self._stable == WINDOW:
             self.value, self._stable = self.value * FACTOR, 0
@@ -44,9 +44,9 @@ class LossScale:
         If it is not finite at the lowest scale either, the scale is not the cause, and goes back to where it was.
         """
         if self.value <= MINIMUM:
-            self.value, self._before = self._before or self.value, None
+            self.value, self._initial = self._initial or self.value, None
             return False
-        self._before = self._before or self.value
+        self._initial = self._initial or self.value
         self.value, self._stable = max(MINIMUM, self.value / FACTOR), 0
         self.overflows += 1
         return True

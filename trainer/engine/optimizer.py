@@ -69,11 +69,11 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     if critic is not None:
         lr = options.lr if critic.lr is None else critic.lr
         trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
-        wide, narrow = ([one for one in trained if (one.dim() < 2) is flat] for flat in (False, True))
+        wide, narrow = ([weight for weight in trained if (weight.dim() < 2) is flat] for flat in (False, True))
         groups.append({"params": wide, "lr": lr, "muon": False})
         groups.append({"params": narrow, "lr": lr, "muon": False, "weight_decay": 0.0})
     groups = [
-        {**group, "params": part, "base_lr": group["lr"]} for group in groups for part in _in_parts(group["params"])
+        {**group, "params": part, "base_lr": group["lr"]} for group in groups for part in _buckets(group["params"])
     ]
     if options.name == "sgd":
         momentum, decay = options.momentum, options.weight_decay
@@ -92,7 +92,7 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     return torch.optim.Adam(groups, **adam) if options.name == "adam" else torch.optim.AdamW(groups, **adam)
 
 
-def _in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Parameters in groups of at most GROUP_ELEMENTS, or of one."""
     part: list[nn.Parameter] = []
     elements = 0
@@ -116,9 +116,9 @@ def _eight_bit(
 
     working_device("optimizer.name", "adamw")
     of_critic = () if critic is None else critic.modules()
-    whole = embeddings | {id(module.weight) for module in of_critic if isinstance(module, nn.Embedding)}
+    embedding_ids = embeddings | {id(module.weight) for module in of_critic if isinstance(module, nn.Embedding)}
     adam = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
-    return AdamW8bit(groups, whole=whole, paged=options.name.startswith("paged"), **adam)
+    return AdamW8bit(groups, whole=embedding_ids, paged=options.name.startswith("paged"), **adam)
 
 
 def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
@@ -181,10 +181,10 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     gram = x @ x.mT
     identity = torch.eye(x.shape[-2], device=x.device)
     product: Tensor | None = None
-    for left in reversed(range(ITERATIONS)):
+    for remaining in reversed(range(ITERATIONS)):
         polynomial = torch.baddbmm(a * identity + b * gram, gram, gram, alpha=c)
         product = polynomial if product is None else polynomial @ product
-        if left:
+        if remaining:
             gram = polynomial @ gram @ polynomial
     assert product is not None
     whitened: Tensor = (product @ x).to(matrices.dtype)
@@ -226,22 +226,26 @@ def gather_state(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]
     engine: what deepspeed.initialize returned. Before the first step there are only masters.
     """
     kinds = _kinds(engine)
-    if kinds and _sharded(engine):
-        _link(engine)
+    if kinds and _is_sharded(engine):
+        _link_states(engine)
     for name, parameter in _trainable(network):
         for kind in (MASTER, *kinds):
-            value = _read(engine, parameter, kind)
+            value = _read_tensor(engine, parameter, kind)
             if value is not None:
-                whole = whole_tensor(parameter, value.detach())
-                dtype = torch.uint8 if whole.dtype == torch.uint8 else torch.float32
-                yield f"{kind}/{name}", whole.to("cpu", dtype, copy=True)
+                tensor = whole_tensor(parameter, value.detach())
+                dtype = torch.uint8 if tensor.dtype == torch.uint8 else torch.float32
+                yield f"{kind}/{name}", tensor.to("cpu", dtype, copy=True)
 
 
 def steps_of(engine: Any, network: nn.Module) -> dict[str, float]:
     """How many steps the optimizer has counted for each weight; ZeRO has one count for all."""
-    if not _sharded(engine):
+    if not _is_sharded(engine):
         state = engine.optimizer.state
-        return {name: float(state[one][STEP]) for name, one in _trainable(network) if STEP in state.get(one, {})}
+        return {
+            name: float(state[parameter][STEP])
+            for name, parameter in _trainable(network)
+            if STEP in state.get(parameter, {})
+        }
     counts = [float(state[STEP]) for state in _base(engine).state.values() if STEP in state]
     return dict.fromkeys((name for name, _ in _trainable(network)), max(counts)) if counts else {}
 
@@ -253,32 +257,32 @@ def scatter(
     """Take over a gathered state. Every rank calls it.
 
     Args:
-        keys: what is stored. read: the tensor of a key.
+        keys: the keys in the checkpoint. read: loads the tensor of a key.
 
     Raises:
         StateMissing: weights are missing, unknown, or of another shape; nothing is promised of the engine then.
     """
-    stored: dict[str, list[str]] = {}
+    kinds_by_name: dict[str, list[str]] = {}
     for key in keys:
         kind, name = key.split("/", 1)
-        stored.setdefault(name, []).append(kind)
+        kinds_by_name.setdefault(name, []).append(kind)
     trainable = dict(_trainable(network))
-    if wrong := sorted(stored.keys() ^ trainable.keys()):
-        where = "the checkpoint" if wrong[0] in trainable else "this model's trainable weights"
-        raise StateMissing(f"{wrong[0]} is not in {where}; resume with the recipe of the run")
-    kinds = sorted({kind for kinds in stored.values() for kind in kinds} - {MASTER})
-    _make_room(engine, trainable, stored, kinds, steps)
+    if wrong := sorted(kinds_by_name.keys() ^ trainable.keys()):
+        place = "the checkpoint" if wrong[0] in trainable else "this model's trainable weights"
+        raise StateMissing(f"{wrong[0]} is not in {place}; resume with the recipe of the run")
+    kinds = sorted({kind for kinds in kinds_by_name.values() for kind in kinds} - {MASTER})
+    _make_room(engine, trainable, kinds_by_name, kinds, steps)
     for name, parameter in trainable.items():
-        for kind in stored[name]:
+        for kind in kinds_by_name[name]:
             value = read(f"{kind}/{name}")
             _check_fits(name, kind, value, engine, parameter)
-            _write(engine, parameter, kind, own_part(parameter, value))
+            _write_tensor(engine, parameter, kind, own_part(parameter, value))
 
 
 def _check_fits(name: str, kind: str, value: Tensor, engine: Any, parameter: nn.Parameter) -> None:
     """Raise StateMissing unless the stored value has the shape that it has here; 8-bit states also their dtype."""
     shape = whole_shape(parameter)
-    if kind != MASTER and not _sharded(engine):
+    if kind != MASTER and not _is_sharded(engine):
         place = engine.optimizer.state[parameter].get(kind)
         if place is None or (torch.uint8 in (place.dtype, value.dtype) and place.dtype != value.dtype):
             raise StateMissing(
@@ -312,14 +316,14 @@ def load_state(engine: Any, network: nn.Module, folder: Path, steps: Mapping[str
     Raises:
         StateMissing: as scatter does, or a file has another format.
     """
-    where: dict[str, safe_open] = {}
+    files_by_key: dict[str, safe_open] = {}
     for path in sorted(folder.glob(_name("*"))):
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise StateMissing(f"{path} is not a safetensors file, and no other format is loaded: {error}") from None
-        where |= dict.fromkeys(file.keys(), file)
-    scatter(engine, network, where, lambda key: where[key].get_tensor(key), steps)
+        files_by_key |= dict.fromkeys(file.keys(), file)
+    scatter(engine, network, files_by_key, lambda key: files_by_key[key].get_tensor(key), steps)
 
 
 def _name(number: int | str) -> str:
@@ -327,10 +331,10 @@ def _name(number: int | str) -> str:
 
 
 def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, one) for name, one in network.named_parameters() if one.requires_grad)
+    return ((name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
-def _sharded(engine: Any) -> bool:
+def _is_sharded(engine: Any) -> bool:
     return bool(engine.zero_optimization_stage() > 0)
 
 
@@ -342,28 +346,28 @@ def _base(engine: Any) -> torch.optim.Optimizer:
 
 def _kinds(engine: Any) -> list[str]:
     """The names of the optimizer's tensors."""
-    state = (_base(engine) if _sharded(engine) else engine.optimizer).state
-    found = {kind for each in state.values() for kind, value in each.items() if torch.is_tensor(value)}
-    return sorted(found - {STEP} - TABLES)
+    state = (_base(engine) if _is_sharded(engine) else engine.optimizer).state
+    kinds = {kind for values in state.values() for kind, value in values.items() if torch.is_tensor(value)}
+    return sorted(kinds - {STEP} - TABLES)
 
 
-def _read(engine: Any, parameter: nn.Parameter, kind: str) -> Tensor | None:
+def _read_tensor(engine: Any, parameter: nn.Parameter, kind: str) -> Tensor | None:
     """The whole tensor, on every rank; None if this weight has none of this kind."""
-    if not _sharded(engine):
+    if not _is_sharded(engine):
         if kind == MASTER:
             return parameter
         value: Tensor | None = engine.optimizer.state.get(parameter, {}).get(kind)
         return value
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    whole: Tensor = (
+    tensor: Tensor = (
         safe_get_full_fp32_param(parameter) if kind == MASTER else safe_get_full_optimizer_state(parameter, kind)
     )
-    return whole.view(getattr(parameter, "ds_shape", parameter.shape))
+    return tensor.view(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _write(engine: Any, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
-    if not _sharded(engine):
+def _write_tensor(engine: Any, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+    if not _is_sharded(engine):
         place = parameter if kind == MASTER else engine.optimizer.state[parameter][kind]
         place.copy_(value)
         return
@@ -397,21 +401,23 @@ def _write_shard(parameter: Any, kind: str, value: Tensor) -> None:
 def _make_room(
     engine: Any,
     trainable: Mapping[str, nn.Parameter],
-    stored: Mapping[str, list[str]],
+    kinds_by_name: Mapping[str, list[str]],
     kinds: list[str],
     steps: Mapping[str, float],
 ) -> None:
     """Empty tensors of the optimizer to write into: it makes its own only in its first step."""
-    if not _sharded(engine):
+    if not _is_sharded(engine):
         if hasattr(engine.optimizer, "make_room"):  # AdamW8bit; its module cannot be imported without bitsandbytes
-            engine.optimizer.make_room({trainable[name]: int(steps[name]) for name in stored if name in steps})
+            engine.optimizer.make_room({trainable[name]: int(steps[name]) for name in kinds_by_name if name in steps})
             return
         for name, parameter in trainable.items():
-            made: dict[str, Any] = {kind: torch.zeros_like(parameter) for kind in stored[name] if kind != MASTER}
+            state: dict[str, Any] = {
+                kind: torch.zeros_like(parameter) for kind in kinds_by_name[name] if kind != MASTER
+            }
             if name in steps:
-                made[STEP] = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
-            if made:
-                engine.optimizer.state[parameter] = made
+                state[STEP] = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
+            if state:
+                engine.optimizer.state[parameter] = state
         return
     if not kinds:
         return
@@ -421,12 +427,12 @@ def _make_room(
     for shard in next(getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)):
         tensors = {kind: torch.zeros_like(shard) for kind in kinds}
         # DeepSpeed's own Adam for the CPU counts with a plain number
-        whole = isinstance(base, torch.optim.Adam)  # AdamW, too
-        base.state[shard] = {STEP: torch.tensor(count, device=shard.device) if whole else int(count), **tensors}
-    _link(engine)
+        is_adam = isinstance(base, torch.optim.Adam)  # AdamW, too
+        base.state[shard] = {STEP: torch.tensor(count, device=shard.device) if is_adam else int(count), **tensors}
+    _link_states(engine)
 
 
-def _link(engine: Any) -> None:
+def _link_states(engine: Any) -> None:
     """Have each weight find its part of the shards' tensors; ZeRO 1 and 2 look once, which may have been too early."""
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False

@@ -75,25 +75,25 @@ def checked(
     for batch in batches:
         samples = batch.updates[0] if batch.updates else []
         if first and samples:
-            _repeats_itself(engine, samples, budget)
+            _check_determinism(engine, samples, budget)
         if sampler_N is not None and samples and not batch.values.get("lag"):
-            _is_the_sampler(engine, samples, budget, sampler_N, bound)
+            _check_sampler(engine, samples, budget, sampler_N, bound)
             sampler_N = None
         if not first or not samples:
             yield batch
             continue
         first = False
-        with engine.gradients_seen() as seen:
+        with engine.gradients_seen() as names:
             yield batch
         trainable = [name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad]
-        if without := [name for name in trainable if name not in seen]:
+        if without := [name for name in trainable if name not in names]:
             raise CheckFailed(
                 f"{len(without)} of {len(trainable)} trainable parameters got no gradient in the first step, among them "
                 f"{without[0]}; they would stay as they are while the run seems to train"
             )
 
 
-def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> None:
+def _check_determinism(engine: Engine, samples: Sequence[Sample], budget: int) -> None:
     packed = pack(engine.micro_batches(samples, budget)[0] or samples[:1], engine.device)
     with torch.no_grad():
         before_N = engine.logprobs(packed)
@@ -106,15 +106,15 @@ def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> N
         )
 
 
-def _is_the_sampler(
+def _check_sampler(
     engine: Engine, samples: Sequence[Sample], budget: int, sampler_N: Callable[[MicroBatch], Tensor], bound: float
 ) -> None:
     total = count = 0.0
-    for mine in engine.micro_batches(samples, budget):
-        packed = pack(mine or samples[:1], engine.device)
+    for batch in engine.micro_batches(samples, budget):
+        packed = pack(batch or samples[:1], engine.device)
         with torch.no_grad():
             difference_N = (engine.logprobs(packed) - sampler_N(packed)).clamp(-EXPONENT, EXPONENT)
-        if mine:
+        if batch:
             total += float(difference_N.abs().exp().sum())
             count += len(difference_N)
     total, count = engine.all_reduce([total, count])
@@ -206,7 +206,7 @@ class NanGuard:
             return True
         self.skipped += 1
         self._in_a_row += 1
-        kept = self._dump(step, samples)
+        note = self._dump(step, samples)
         if self._in_a_row >= self._limit:
             scale, wider = "", ""
             if update.loss_scale is not None:
@@ -214,7 +214,7 @@ class NanGuard:
                 wider = ", or set engine.precision to bf16 or fp32, whose numbers are larger than float16's 65,504"
             raise NotFinite(
                 f"step {step}: the loss is {loss} and the gradient's norm {update.grad_norm}{scale}, {self._in_a_row} "
-                f"optimizer steps in a row; the weights are unchanged since. Lower optimizer.lr{wider}{kept}"
+                f"optimizer steps in a row; the weights are unchanged since. Lower optimizer.lr{wider}{note}"
             )
         return False
 
@@ -237,7 +237,7 @@ class NanGuard:
                 f"the last {self._in_a_row} optimizer steps were skipped, because their loss or gradient was not finite: the "
                 f"weights may be what is wrong with them, {NOT_SAVED}"
             )
-        overflown = [name for found in engine.all_gather(engine.overflown()) for name in found]
+        overflown = [name for names in engine.all_gather(engine.overflown()) for name in names]
         if overflown:
             raise NotFinite(
                 f"{overflown[0]}: not finite, or too large to compute with, after step {engine.steps}, {NOT_SAVED}"
@@ -247,11 +247,12 @@ class NanGuard:
         packed = pack(engine.micro_batches(self._trained, budget)[0] or self._trained[:1], engine.device)
         with torch.no_grad():
             if isinstance(engine.policy, RewardModel):
-                what, wrong = "the scores", _wrong_scores(engine.values(packed))
+                label, wrong = "the scores", _describe_wrong_scores(engine.values(packed))
             else:
-                what, wrong = "the policy's logprobs", _wrong(engine.logprobs(packed), engine.policy.vocabulary)
+                wrong = _describe_wrong(engine.logprobs(packed), engine.policy.vocabulary)
+                label = "the policy's logprobs"
         if problem := next(filter(None, engine.all_gather(wrong)), ""):
-            raise NotFinite(f"{what} after step {engine.steps} are {problem}, {NOT_SAVED}")
+            raise NotFinite(f"{label} after step {engine.steps} are {problem}, {NOT_SAVED}")
 
     def _dump(self, step: int, samples: Sequence[Sample]) -> str:
         if self._folder is None:
@@ -266,14 +267,14 @@ class NoSignalMonitor:
     """Reports steps that trained nothing because no rollout had a learning signal: the first time, and at the end."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._reported = False
 
     def noted(self, values: Mapping[str, float]) -> str:
         """The message about a step with these metrics, or ""."""
-        if self._said or values["global_valid_toks"]:
+        if self._reported or values["global_valid_toks"]:
             return ""
-        self._said = True
-        return f"nothing was trained: {_why(values)}"
+        self._reported = True
+        return f"nothing was trained: {_explain(values)}"
 
     def summary(self, history: Iterable[Mapping[str, float]]) -> str:
         """The message at the end, or "". history: the metrics of the run."""
@@ -283,7 +284,7 @@ class NoSignalMonitor:
         return f"warning: {trained.count(False):,} of {len(trained):,} steps trained nothing"
 
 
-def _why(values: Mapping[str, float]) -> str:
+def _explain(values: Mapping[str, float]) -> str:
     if not values.get("num_valid_samples", 1):
         counts = f"{values['num_failed']:,.0f} failed, {values['num_unscored']:,.0f} unscored"
         return f"no rollout has a reward ({counts})"
@@ -297,14 +298,14 @@ def _why(values: Mapping[str, float]) -> str:
     return "no rollout is left to learn from"
 
 
-def _wrong_scores(scores_N: Tensor) -> str:
+def _describe_wrong_scores(scores_N: Tensor) -> str:
     """What is wrong with the scores of a reward model; "" if nothing is."""
     if not bool(scores_N.isfinite().all()):
         return "not finite"
     return "" if bool(scores_N.any()) else "all exactly 0"
 
 
-def _wrong(logprobs_N: Tensor, vocabulary: int) -> str:
+def _describe_wrong(logprobs_N: Tensor, vocabulary: int) -> str:
     """What is wrong with the logprobs of a policy; "" if nothing is."""
     if not bool(logprobs_N.isfinite().all()):
         return "not finite"

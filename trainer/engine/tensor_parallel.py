@@ -46,8 +46,8 @@ def tensor_parallel_settings(ranks: int) -> dict[str, Any]:
         {"patterns": list(CUT_BY_COLUMNS), "partition_type": "row"},
         {"patterns": list(HEAD_NORMS), "partition_type": "skip", "grad_allreduce": True},
     ]
-    cut = {"use_default_specs": False, "layer_specs": specs}
-    return {"autotp_size": ranks, "vocab_parallel_lm_head": False, "partition_config": cut}
+    partition_config = {"use_default_specs": False, "layer_specs": specs}
+    return {"autotp_size": ranks, "vocab_parallel_lm_head": False, "partition_config": partition_config}
 
 
 def parameter_shapes(policy: TrainedNetwork) -> dict[str, tuple[int, ...]]:
@@ -62,13 +62,13 @@ def mark_shards(policy: TrainedNetwork, before: Mapping[str, tuple[int, ...]], g
         ConfigError: no parameter was cut.
     """
     ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
-    cut = 0
+    count = 0
     for name, parameter in policy.named_parameters():
-        for dim, (now, then) in enumerate(zip(parameter.shape, before[name], strict=True)):
-            if now != then:
+        for dim, (now, size) in enumerate(zip(parameter.shape, before[name], strict=True)):
+            if now != size:
                 setattr(parameter, SHARD, Shard(dim, ranks, rank, group))
-                cut += 1
-    if not cut:
+                count += 1
+    if not count:
         raise ConfigError(f"engine.tensor_parallel: no layer of {policy.network.config.model_type} is cut; set it to 1")
 
 
@@ -77,9 +77,9 @@ def whole_tensor(parameter: nn.Parameter, value: Tensor) -> Tensor:
     shard: Shard | None = getattr(parameter, SHARD, None)
     if shard is None:
         return value
-    mine = value.contiguous()
-    parts = [torch.empty_like(mine) for _ in range(shard.ranks)]
-    distributed.all_gather(parts, mine, group=shard.group)
+    shard_data = value.contiguous()
+    parts = [torch.empty_like(shard_data) for _ in range(shard.ranks)]
+    distributed.all_gather(parts, shard_data, group=shard.group)
     return torch.cat(parts, shard.dim)
 
 
@@ -104,11 +104,11 @@ def whole_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
     Afterwards their original data is put back, not cut again: it is a view of the flat buffer that ZeRO updates.
     """
-    kept = [(parameter, parameter.data) for parameter in parameters]
-    for parameter, data in kept:
+    shards = [(parameter, parameter.data) for parameter in parameters]
+    for parameter, data in shards:
         parameter.data = whole_tensor(parameter, data)
     try:
         yield
     finally:
-        for parameter, data in kept:
+        for parameter, data in shards:
             parameter.data = data

@@ -88,9 +88,9 @@ class HeldOutData:
         values = {f"val/{name}": value for name, value in self.means().items()}
         if isinstance(self._algorithm, Sft):
             values["val/perplexity"] = math.exp(min(values["val/loss"], 700.0))
-        shown = ", ".join(f"{name.removeprefix('val/')} {values[name]:.4f}" for name in SHOWN if name in values)
+        text = ", ".join(f"{name.removeprefix('val/')} {values[name]:.4f}" for name in SHOWN if name in values)
         values["time/eval"] = time.monotonic() - began
-        self._note(step, values, f"held-out after {step} steps: {shown} ({len(self._samples):,} samples)")
+        self._note(step, values, f"held-out after {step} steps: {text} ({len(self._samples):,} samples)")
         if not math.isfinite(values["val/loss"]):
             raise HeldOutNotFinite(step, values["val/loss"])
 
@@ -111,10 +111,10 @@ class HeldOutData:
         self, step_loss: StepLoss, samples: Sequence[Sample], sums: dict[str, float], counts: dict[str, float]
     ) -> None:
         engine, algorithm = self._engine, self._algorithm
-        for mine in engine.micro_batches(samples, self._budget):
+        for batch in engine.micro_batches(samples, self._budget):
             # a rank without work computes something with count 0: the ranks' collectives must match
-            packed = pack(mine or samples[:1], engine.device)
+            packed = pack(batch or samples[:1], engine.device)
             loss = step_loss.loss(engine.scores(packed, algorithm.asks), packed)
             for name, mean in loss.metrics.items():
-                sums[name] += mean.total if mine else 0.0
-                counts[name] += mean.count if mine else 0.0
+                sums[name] += mean.total if batch else 0.0
+                counts[name] += mean.count if batch else 0.0

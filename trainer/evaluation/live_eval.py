@@ -141,25 +141,25 @@ class Evaluation:
         self._note = note
         self._limits = CollectionLimits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
         self._held_out = read_held_out(options, rollouts)
-        self._kept = HeldOutRollouts(file, done)
+        self._rollouts = HeldOutRollouts(file, done)
 
     def close(self) -> None:
         """End evaluation; everything that was collected is then on the disk."""
-        self._services.call(self._kept.close())
+        self._services.call(self._rollouts.close())
 
     def after(self, step: int, last: bool) -> None:
         """Evaluate, if an evaluation is due after this step."""
         if step % self._options.every and not last:
             return
         began = time.monotonic()
-        tallies = self._services.call(self._attempted(step))
+        tallies = self._services.call(self._run_attempts(step))
         values: dict[str, float] = {"time/eval": time.monotonic() - began}
         for tally in tallies:
             values |= tally.metrics()
         means = [tally.rewards.mean for tally in tallies if not tally.greedy]
-        known = [mean for mean in means if mean is not None]
-        if known:
-            values["val/accuracy"] = fmean(known)
+        scores = [mean for mean in means if mean is not None]
+        if scores:
+            values["val/accuracy"] = fmean(scores)
         lines = [
             f"held-out after {step} steps: {held_out.options.key} "
             + "; ".join(str(tally) for tally in tallies if tally.environment == held_out.options.key)
@@ -168,7 +168,7 @@ class Evaluation:
         ]
         self._note(step, values, "\n".join(lines))
 
-    async def _attempted(self, step: int) -> list[AttemptTally]:
+    async def _run_attempts(self, step: int) -> list[AttemptTally]:
         """All attempts, of all environments and kinds, concurrently: a slow one does not delay the others."""
         tallies: list[AttemptTally] = []
         owners: dict[int, AttemptTally] = {}  # by task number
@@ -179,7 +179,7 @@ class Evaluation:
                 number = outcome.key.task_index
                 outcome.row["evaluation"] = f"{owners[number].environment}/{owners[number].name}"
                 outcome.row[TRAINER_FIELD] = {"task": keys[number], "oldest": step}
-                await self._kept.append(outcome.row)
+                await self._rollouts.append(outcome.row)
 
         run = RolloutScheduler(
             self._services.reached.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep
@@ -204,10 +204,10 @@ class Evaluation:
                     number = first + len(owners)
                     owners[number], keys[number] = tally, f"{options.key}/{index}"
                     seed = None if greedy else sampling_seed(self._seed, "evaluation", step, keys[number])
-                    asked = for_agent(row, options.agent, params)
+                    request = for_agent(row, options.agent, params)
                     recipe = CollectionPlan(repeats=attempts, params={"temperature": temperature})
-                    for planned in plan_rollouts([{**asked, "_ng_task_index": number}], recipe):
-                        yield planned if seed is None else planned.seeded(seed + planned.key.rollout_index)
+                    for rollout in plan_rollouts([{**request, "_ng_task_index": number}], recipe):
+                        yield rollout if seed is None else rollout.seeded(seed + rollout.key.rollout_index)
 
 
 class HeldOutRollouts:
@@ -250,13 +250,13 @@ def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[
     Raises:
         UsageError: rows that are not tasks of their agent.
     """
-    found = []
-    for each in options.held_out(rollouts):
-        longest = each.max_output_tokens or rollouts.max_output_tokens
+    files = []
+    for options_of_file in options.held_out(rollouts):
+        longest = options_of_file.max_output_tokens or rollouts.max_output_tokens
         params = {} if longest is None else {"max_output_tokens": longest}
-        tasks = TaskFile(Path(each.tasks), partial(task_problem, agent=each.agent), options.limit)
-        found.append(HeldOutFile(each, tasks, params))
-    return found
+        tasks = TaskFile(Path(options_of_file.tasks), partial(task_problem, agent=options_of_file.agent), options.limit)
+        files.append(HeldOutFile(options_of_file, tasks, params))
+    return files
 
 
 def _with_interval(key: str, mean: float, interval: Interval | None) -> dict[str, float]:

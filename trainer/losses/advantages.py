@@ -38,40 +38,40 @@ def advantages(options: Advantage, rewards_B: Sequence[Reward], groups_B: Sequen
         UsageError: an estimator of the user's did not return one finite number for each scored rollout.
     """
     if options.imported:
-        return _own_advantages(options.estimator, rewards_B, groups_B)
+        return _custom_advantages(options.estimator, rewards_B, groups_B)
     of_group = _ESTIMATORS[options.estimator]
-    found = [0.0] * len(rewards_B)
-    for members in _scored(rewards_B, groups_B):
+    result_B = [0.0] * len(rewards_B)
+    for members in _scored_groups(rewards_B, groups_B):
         values = of_group([reward for _, reward in members], options.eps)
         for (index, _), value in zip(members, values, strict=True):
-            found[index] = value
-    return found
+            result_B[index] = value
+    return result_B
 
 
-def _own_advantages(path: str, rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[float]:
+def _custom_advantages(path: str, rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[float]:
     """The advantages of the function at this import path; 0 for rollouts without a reward."""
-    scored = [index for index, reward in enumerate(rewards_B) if reward is not None]
-    if not scored:
+    indices = [index for index, reward in enumerate(rewards_B) if reward is not None]
+    if not indices:
         return [0.0] * len(rewards_B)
     estimator: AdvantageEstimator = imported_function(path)
-    returned = estimator([reward for reward in rewards_B if reward is not None], [groups_B[index] for index in scored])
+    returned = estimator([reward for reward in rewards_B if reward is not None], [groups_B[index] for index in indices])
     values = list(returned) if isinstance(returned, Sequence) else None
-    if values is None or len(values) != len(scored):
-        got = type(returned).__name__ if values is None else f"{len(values):,} values"
+    if values is None or len(values) != len(indices):
+        kind = type(returned).__name__ if values is None else f"{len(values):,} values"
         raise UsageError(
-            f"algorithm.advantage.estimator: {path} returned {got} for {len(scored):,} rollouts; return a list with "
+            f"algorithm.advantage.estimator: {path} returned {kind} for {len(indices):,} rollouts; return a list with "
             "one number for each reward"
         )
     for index, value in enumerate(values):
         if not isinstance(value, Real) or not math.isfinite(value):
             raise UsageError(
-                f"algorithm.advantage.estimator: {path} returned {value!r} for rollout {index} of {len(scored):,}; "
+                f"algorithm.advantage.estimator: {path} returned {value!r} for rollout {index} of {len(indices):,}; "
                 "return finite numbers"
             )
-    found = [0.0] * len(rewards_B)
-    for index, value in zip(scored, values, strict=True):
-        found[index] = float(value)
-    return found
+    result_B = [0.0] * len(rewards_B)
+    for index, value in zip(indices, values, strict=True):
+        result_B[index] = float(value)
+    return result_B
 
 
 def component_advantages(
@@ -85,11 +85,11 @@ def component_advantages(
     A component of None adds nothing; a rollout without any component has advantage 0 and is left out of the statistics.
     """
     normalised_KB = [advantages(options, component_B, groups_B) for component_B in zip(*components_BK, strict=True)]
-    whole_step: list[Reward] = []
+    sums_B: list[Reward] = []
     for index, rewards_K in enumerate(components_BK):
         terms = [weight * value_B[index] for weight, value_B in zip(weights_K, normalised_KB, strict=True)]
-        whole_step.append(None if all(reward is None for reward in rewards_K) else math.fsum(terms))
-    return advantages(options, whole_step, [0] * len(whole_step))
+        sums_B.append(None if all(reward is None for reward in rewards_K) else math.fsum(terms))
+    return advantages(options, sums_B, [0] * len(sums_B))
 
 
 def subtract_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float) -> list[Reward]:
@@ -98,7 +98,7 @@ def subtract_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float)
     return [None if reward is None else reward - coef * kl for reward, kl in pairs]
 
 
-def _scored(rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[list[tuple[int, float]]]:
+def _scored_groups(rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[list[tuple[int, float]]]:
     """The groups, as (index, reward) of each scored member."""
     groups: defaultdict[Hashable, list[tuple[int, float]]] = defaultdict(list)
     for index, (reward, group) in enumerate(zip(rewards_B, groups_B, strict=True)):
@@ -163,8 +163,8 @@ _ESTIMATORS: dict[str, Callable[[list[float], float], list[float]]] = {
 
 def informative(rewards: Sequence[Reward]) -> bool:
     """Dynamic sampling: whether a group has a gradient, that is, two scored rollouts that differ. Call before shaping."""
-    scored = [reward for reward in rewards if reward is not None]
-    return len(scored) > 1 and not all_equal(scored)
+    known_rewards = [reward for reward in rewards if reward is not None]
+    return len(known_rewards) > 1 and not all_equal(known_rewards)
 
 
 def informative_components(components: Sequence[Mapping[str, Reward]]) -> bool:

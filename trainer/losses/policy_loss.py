@@ -201,24 +201,24 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Tok
     low, high = options.bounds
     log_w_N = trainer_N - sampler_N
     w_N = _exp(log_w_N)
-    judged_N = w_N  # what is compared with the bounds
+    bounded_N = w_N  # what is compared with the bounds
     if options.kind in ("sequence", "product_mask"):
-        judged_N = _exp(rows.spread(rows.sum(log_w_N)))
+        bounded_N = _exp(rows.spread(rows.sum(log_w_N)))
     elif options.kind == "sequence_mask":
-        judged_N = _exp(rows.spread(rows.mean(log_w_N)))
-    outside_N = (judged_N < low) | (judged_N > high)
+        bounded_N = _exp(rows.spread(rows.mean(log_w_N)))
+    outside_N = (bounded_N < low) | (bounded_N > high)
     cuts = options.kind in ("token", "sequence")
-    kept_N = judged_N if options.kind == "product_mask" else w_N
-    weights_N = judged_N.clamp(low, high) if cuts else kept_N.masked_fill(outside_N, 0.0)
+    factor_N = bounded_N if options.kind == "product_mask" else w_N
+    weights_N = bounded_N.clamp(low, high) if cuts else factor_N.masked_fill(outside_N, 0.0)
 
     tokens = float(len(weights_N))
     dropped_N = weights_N == 0
-    whole_R = (rows.sum(dropped_N.long()) == rows.lengths) & (rows.lengths > 0)
+    dropped_R = (rows.sum(dropped_N.long()) == rows.lengths) & (rows.lengths > 0)
     totals = {
         "sampling_importance_ratio": (weights_N.sum(), tokens),
         "is_oob_ratio": (outside_N.sum(), tokens),
         "is_dropped_ratio": (dropped_N.sum(), tokens),
-        "is_dropped_sequences": (whole_R.sum(), float(rows.count)),
+        "is_dropped_sequences": (dropped_R.sum(), float(rows.count)),
     }
     return Corrected(weights_N, totals)
 

@@ -80,10 +80,10 @@ def _losses(options: Preference, chosen_P: Tensor, rejected_P: Tensor) -> Tensor
     logits_P = options.beta * margins_P - options.target_margin
     if options.loss == "hinge":
         return (1 - logits_P).relu()
-    kept, flipped = 1 - options.label_smoothing, options.label_smoothing
+    weight, flipped_weight = 1 - options.label_smoothing, options.label_smoothing
     if options.loss == "robust":
-        kept, flipped = kept / (kept - flipped), -flipped / (kept - flipped)
-    return -kept * F.logsigmoid(logits_P) - flipped * F.logsigmoid(-logits_P)
+        weight, flipped_weight = weight / (weight - flipped_weight), -flipped_weight / (weight - flipped_weight)
+    return -weight * F.logsigmoid(logits_P) - flipped_weight * F.logsigmoid(-logits_P)
 
 
 def _log_odds(scores_P: Tensor) -> Tensor:
@@ -102,12 +102,12 @@ def kto_loss(beta: float, gains_R: Tensor, labels_R: Tensor, weights_R: Tensor, 
     """
     sign_R = torch.where(labels_R, 1.0, -1.0).to(gains_R)
     total = (weights_R * torch.sigmoid(-beta * sign_R * (gains_R - kl))).sum()
-    rows, good = float(len(gains_R)), float(labels_R.sum())
+    rows, positives = float(len(gains_R)), float(labels_R.sum())
     rewards_R = beta * gains_R
     totals = {
         "loss": (total, rows),
         "kl": (gains_R.new_tensor(kl * rows), rows),
-        "rewards/chosen": (rewards_R[labels_R].sum(), good),
-        "rewards/rejected": (rewards_R[~labels_R].sum(), rows - good),
+        "rewards/chosen": (rewards_R[labels_R].sum(), positives),
+        "rewards/rejected": (rewards_R[~labels_R].sum(), rows - positives),
     }
     return Loss(total, totals)

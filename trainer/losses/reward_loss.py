@@ -34,28 +34,28 @@ def pair_loss(options: RewardModelOptions, scores_R: Tensor, margins_P: Tensor) 
         margins_P: of each pair, from its row.
     """
     chosen_P, rejected_P = scores_R[0::2], scores_R[1::2]
-    apart_P = chosen_P - rejected_P
+    margin_P = chosen_P - rejected_P
     center = (chosen_P + rejected_P).square().sum()
-    total = -F.logsigmoid(apart_P - options.margin_coef * margins_P).sum() + options.center_coef * center
+    total = -F.logsigmoid(margin_P - options.margin_coef * margins_P).sum() + options.center_coef * center
     pairs = float(len(chosen_P))
     totals = {
         "loss": (total, pairs),
         "rewards/chosen": (chosen_P.sum(), pairs),
         "rewards/rejected": (rejected_P.sum(), pairs),
-        "rewards/margins": (apart_P.sum(), pairs),
-        "rewards/accuracies": ((apart_P > 0).sum(), pairs),
+        "rewards/margins": (margin_P.sum(), pairs),
+        "rewards/accuracies": ((margin_P > 0).sum(), pairs),
     }
-    return Loss(total, totals | _calibration(apart_P))
+    return Loss(total, totals | _calibration(margin_P))
 
 
 def label_loss(scores_N: Tensor, labels_N: Tensor) -> Loss:
     """Summed over the scores of a micro-batch; the loop divides by the step's scores. labels_N: bool."""
     signed_N = scores_N.where(labels_N, -scores_N)
-    total, count, good = -F.logsigmoid(signed_N).sum(), float(len(scores_N)), float(labels_N.sum())
+    total, count, positives = -F.logsigmoid(signed_N).sum(), float(len(scores_N)), float(labels_N.sum())
     totals = {
         "loss": (total, count),
-        "rewards/chosen": (scores_N[labels_N].sum(), good),
-        "rewards/rejected": (scores_N[~labels_N].sum(), count - good),
+        "rewards/chosen": (scores_N[labels_N].sum(), positives),
+        "rewards/rejected": (scores_N[~labels_N].sum(), count - positives),
         "rewards/accuracies": ((signed_N > 0).sum(), count),
     }
     return Loss(total, totals | _calibration(signed_N))
@@ -67,11 +67,11 @@ def _calibration(right_K: Tensor) -> dict[str, tuple[Tensor | float, float]]:
     bin_K = ((confidence_K - 0.5) * 10).long().clamp(0, len(BINS) - 1)
     means: dict[str, tuple[Tensor | float, float]] = {}
     for number, low in enumerate(BINS):
-        mine_K = bin_K == number
-        count = float(mine_K.sum())
+        in_bin_K = bin_K == number
+        count = float(in_bin_K.sum())
         means[f"{CALIBRATION}{low}/share"] = (count, float(len(bin_K)))
-        means[f"{CALIBRATION}{low}/accuracy"] = (right_K[mine_K].sum(), count)
-        means[f"{CALIBRATION}{low}/confidence"] = (confidence_K[mine_K].sum(), count)
+        means[f"{CALIBRATION}{low}/accuracy"] = (right_K[in_bin_K].sum(), count)
+        means[f"{CALIBRATION}{low}/confidence"] = (confidence_K[in_bin_K].sum(), count)
     return means
 
 
@@ -93,6 +93,6 @@ def derived(means: dict[str, float], *, bins: bool) -> dict[str, float]:
     of_bins = [[means.get(f"{CALIBRATION}{low}/{part}", 0.0) for part in parts] for low in BINS]
     error = sum(share * abs(accuracy - confidence) for share, accuracy, confidence in of_bins)
     hidden = (MOMENTS,) if bins else (MOMENTS, CALIBRATION)
-    kept = {name: value for name, value in means.items() if not name.startswith(hidden)}
+    visible = {name: value for name, value in means.items() if not name.startswith(hidden)}
     correlation = (xy - x * y) / spread if spread > 1e-9 else 0.0
-    return {**kept, "calibration_error": error, "length_correlation": correlation}
+    return {**visible, "calibration_error": error, "length_correlation": correlation}

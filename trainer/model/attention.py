@@ -78,7 +78,7 @@ def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Att
     length = query_SHLD.shape[2]
     window = kind.window if kind.window is not None and kind.window < length else None
     if kind.softcap is not None or kind.sinks_H is not None:
-        return _by_hand(query_SHLD, key_SKLD, value_SKLD, kind, window)
+        return _attend_eager(query_SHLD, key_SKLD, value_SKLD, kind, window)
     dtype = query_SHLD.dtype
     if query_SHLD.device.type == "cpu" and dtype.itemsize == 2 and length < SHORT_TOKENS:
         query_SHLD, key_SKLD, value_SKLD = query_SHLD.float(), key_SKLD.float(), value_SKLD.float()
@@ -86,7 +86,7 @@ def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Att
         query_SHLD,
         key_SKLD,
         value_SKLD,
-        attn_mask=None if window is None else _seen(length, window, query_SHLD.device),
+        attn_mask=None if window is None else _causal_mask(length, window, query_SHLD.device),
         is_causal=window is None,
         scale=kind.scaling,
         dropout_p=kind.dropout,
@@ -95,13 +95,13 @@ def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Att
     return attended_SHLD.to(dtype)
 
 
-def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     """Whether a token (row) attends to another (column), [L, L]."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
 
 
-def _by_hand(
+def _attend_eager(
     query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: AttentionKind, window: int | None
 ) -> Tensor:
     """Attention with explicit scores [S, H, L, L]: fused kernels support neither softcap nor sinks."""
@@ -112,7 +112,7 @@ def _by_hand(
     scores = query_SHLD @ key_SHLD.transpose(2, 3) * scaling
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    scores = scores.masked_fill(~_seen(length, window, scores.device), -math.inf).float()
+    scores = scores.masked_fill(~_causal_mask(length, window, scores.device), -math.inf).float()
     if kind.sinks_H is not None:
         sinks = kind.sinks_H.float().view(1, -1, 1, 1).expand(len(scores), -1, length, 1)
         scores = torch.cat((scores, sinks), dim=-1)
@@ -159,7 +159,7 @@ class Layout:
             if index == len(longest_first) or len(longest_first[index]) < SIMILAR_LENGTH * len(longest_first[first]):
                 alike = longest_first[first:index]
                 bucket = Bucket(start, start + len(alike) * len(alike[0]), len(alike), len(alike[0]))
-                padded += [F.pad(each, (0, bucket.length - len(each)), value=int(each[-1])) for each in alike]
+                padded += [F.pad(rows_T, (0, bucket.length - len(rows_T)), value=int(rows_T[-1])) for rows_T in alike]
                 buckets.append(bucket)
                 first, start = index, bucket.end
         row_P = torch.cat(padded)
@@ -182,14 +182,14 @@ class Layout:
             return self.block_mask
         blocks = math.ceil(self.tokens / FLEX_BLOCK)
         ends_T = torch.zeros(self.tokens, dtype=torch.int64)
-        for each in self.rows:
-            ends_T[each] = int(each[-1]) + 1  # later sequences end later
+        for rows_T in self.rows:
+            ends_T[rows_T] = int(rows_T[-1]) + 1  # later sequences end later
         end_BR = F.pad(ends_T, (0, blocks * FLEX_BLOCK - self.tokens), value=self.tokens).view(blocks, FLEX_BLOCK)
         end_T = on_device(ends_T, device)
         first_B1 = torch.arange(blocks).unsqueeze(1) * FLEX_BLOCK
         last_B1 = torch.clamp(first_B1 + FLEX_BLOCK, max=self.tokens) - 1
-        seen_BB = (end_BR.amax(1) > first_B1).tril()
-        whole_BB = (end_BR.amin(1) > last_B1).tril(-1)
+        visible_BB = (end_BR.amax(1) > first_B1).tril()
+        full_BB = (end_BR.amin(1) > last_B1).tril(-1)
 
         def listed(mask_BB: Tensor) -> tuple[Tensor, Tensor]:
             """How many blocks each block of rows sees, and which, those first."""
@@ -198,12 +198,12 @@ class Layout:
             order_11BB = order_BB.to(torch.int32)[None, None].contiguous()
             return on_device(counts_B.view(1, 1, -1), device), on_device(order_11BB, device)
 
-        def sees(batch: Tensor, head: Tensor, row: Tensor, other: Tensor) -> Tensor:
-            return (other <= row) & (row < end_T[other])
+        def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return (key <= row) & (row < end_T[key])
 
         mask: BlockMask = BlockMask.from_kv_blocks(
-            *listed(seen_BB & ~whole_BB),
-            *listed(whole_BB),
+            *listed(visible_BB & ~full_BB),
+            *listed(full_BB),
             BLOCK_SIZE=FLEX_BLOCK,
             mask_mod=sees,
             seq_lengths=(self.tokens, self.tokens),
@@ -307,9 +307,9 @@ def packed_attention(
         return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
     # every place has the key and value of its row; only the query at the row's output place counts
     batches = zip(
-        _in_buckets(_spread(query_THD, layout, summed=False), layout),
-        _in_buckets(_spread(key_TKD, layout, summed=layout.shared), layout),
-        _in_buckets(_spread(value_TKD, layout, summed=layout.shared), layout),
+        _split_into_buckets(_spread_rows(query_THD, layout, summed=False), layout),
+        _split_into_buckets(_spread_rows(key_TKD, layout, summed=layout.shared), layout),
+        _split_into_buckets(_spread_rows(value_TKD, layout, summed=layout.shared), layout),
         strict=True,
     )
     outputs = [attended(*batch, kind).transpose(1, 2).flatten(0, 1) for batch in batches]
@@ -319,14 +319,14 @@ def packed_attention(
     return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
 
 
-def _spread(rows: Tensor, layout: Layout, *, summed: bool) -> Tensor:
+def _spread_rows(rows: Tensor, layout: Layout, *, summed: bool) -> Tensor:
     """[T, heads, D] -> [P, heads, D]."""
     if layout.row_P is None:
         return rows
     return cast(Tensor, _Spread.apply(rows, layout.row_P, layout.place_T, summed))  # type: ignore[no-untyped-call]
 
 
-def _in_buckets(places: Tensor, layout: Layout) -> list[Tensor]:
+def _split_into_buckets(places: Tensor, layout: Layout) -> list[Tensor]:
     """The places of each bucket, [P, heads, D] -> [S, heads, L, D]."""
     parts = places.split([bucket.end - bucket.start for bucket in layout.buckets])
     return [

@@ -42,11 +42,11 @@ def states(decoder: nn.Module, packed: MicroBatch, group: SequenceParallelGroup 
     """The last hidden states one place before each trained token, [N, H].
 
     decoder: a Hugging Face model without its head, with the attention of attention.py.
-    group: the ranks that share the micro-batch; the states are then those of `group.mine`.
+    group: the ranks that share the micro-batch; the states are then those of `group.local_indices`.
     """
     places_N, token_ids_T, positions_T = packed.trained_N - 1, packed.token_ids_T, packed.positions_T
     if group is not None:
-        places_N = places_N[group.mine(packed.trained_N, len(token_ids_T))] - group.first(len(token_ids_T))
+        places_N = places_N[group.local_indices(packed.trained_N, len(token_ids_T))] - group.first(len(token_ids_T))
         token_ids_T, positions_T = group.shard(token_ids_T), group.shard(positions_T)
     hidden_TH: Tensor = decoder(
         input_ids=token_ids_T.unsqueeze(0),
@@ -113,12 +113,12 @@ class Scorer(nn.Module):
         """logits_bytes: memory limit of the logits of a chunk, which are float32 unless compiled."""
         size = head.weight.element_size() if self.compiled and temperature == 1 else 4
         rows = max(1, logits_bytes // (size * head.out_features))
-        asked = _Asked(rows, temperature, entropy, collision, self.compiled)
-        return Scores(*_Scored.apply(hidden_NH, head.weight, head.bias, token_ids_N, asked))  # type: ignore[no-untyped-call]
+        request = _Request(rows, temperature, entropy, collision, self.compiled)
+        return Scores(*_ScoreFunction.apply(hidden_NH, head.weight, head.bias, token_ids_N, request))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """rows: rows of a chunk."""
 
     rows: int
@@ -135,63 +135,65 @@ def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, te
     return F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
 
 
-class _Scored(torch.autograd.Function):
+class _ScoreFunction(torch.autograd.Function):
     """Log p of one token per row, and the entropy of each row."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_N: Tensor, asked: _Asked
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_N: Tensor, request: _Request
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         of_chunks: list[_RowScores] = []
-        kept_CV = None
-        for hidden_CH, token_ids_C in zip(hidden_NH.split(asked.rows), token_ids_N.split(asked.rows), strict=True):
-            if asked.compiled:
-                kept_CV = F.linear(hidden_CH, weight_VH, bias_V)
+        buffer_CV = None
+        for hidden_CH, token_ids_C in zip(hidden_NH.split(request.rows), token_ids_N.split(request.rows), strict=True):
+            if request.compiled:
+                buffer_CV = F.linear(hidden_CH, weight_VH, bias_V)
                 of_chunks.append(
-                    _compiled().row_scores(kept_CV, token_ids_C, asked.temperature, asked.entropy, asked.collision)
+                    _load_kernels().row_scores(
+                        buffer_CV, token_ids_C, request.temperature, request.entropy, request.collision
+                    )
                 )
             else:
-                kept_CV = _log_softmax(hidden_CH, weight_VH, bias_V, asked.temperature)
-                of_chunks.append(_row_scores(kept_CV, token_ids_C, asked))
+                buffer_CV = _log_softmax(hidden_CH, weight_VH, bias_V, request.temperature)
+                of_chunks.append(_row_scores(buffer_CV, token_ids_C, request))
         logprobs_N, entropy_N, collision_N, normalizer_N = (
             None if column[0] is None else torch.cat(column) for column in zip(*of_chunks, strict=True)
         )
         if collision_N is not None:
             ctx.mark_non_differentiable(collision_N)
-        ctx.asked = asked
-        whole = kept_CV if len(of_chunks) == 1 else None
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, normalizer_N, whole)
+        ctx.request = request
+        saved_CV = buffer_CV if len(of_chunks) == 1 else None
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, normalizer_N, saved_CV)
         assert logprobs_N is not None
         return logprobs_N, entropy_N, collision_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, normalizer_N, whole = ctx.saved_tensors
-        asked: _Asked = ctx.asked
+        hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, normalizer_N, saved_CV = ctx.saved_tensors
+        request: _Request = ctx.request
         _, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_NH = torch.empty_like(hidden_NH)
         grad_VH: Tensor | None = None
         grad_V: Tensor | None = None
-        for start in range(0, max(1, len(token_ids_N)), asked.rows):
-            rows = slice(start, start + asked.rows)
+        for start in range(0, max(1, len(token_ids_N)), request.rows):
+            rows = slice(start, start + request.rows)
             entropy_C = None if entropy_N is None else entropy_N[rows]
             of_rows = [gradient[rows] for gradient in gradients[:2] if gradient is not None]
-            if asked.compiled:
-                logits_CV = F.linear(hidden_NH[rows], weight_VH, bias_V) if whole is None else whole
-                grad_CV = _compiled().of_logits(
-                    logits_CV, normalizer_N[rows], token_ids_N[rows], entropy_C, of_rows, asked.temperature
+            if request.compiled:
+                logits_CV = F.linear(hidden_NH[rows], weight_VH, bias_V) if saved_CV is None else saved_CV
+                grad_CV = _load_kernels().of_logits(
+                    logits_CV, normalizer_N[rows], token_ids_N[rows], entropy_C, of_rows, request.temperature
                 )
             else:
-                logprobs_CV = whole
+                logprobs_CV = saved_CV
                 if logprobs_CV is None:
-                    logprobs_CV = _log_softmax(hidden_NH[rows], weight_VH, bias_V, asked.temperature)
-                grad_CV = _of_logits(logprobs_CV, token_ids_N[rows], entropy_C, of_rows)
-                if asked.temperature != 1:
-                    grad_CV.div_(asked.temperature)
+                    logprobs_CV = _log_softmax(hidden_NH[rows], weight_VH, bias_V, request.temperature)
+                grad_CV = _logits_grad(logprobs_CV, token_ids_N[rows], entropy_C, of_rows)
+                if request.temperature != 1:
+                    grad_CV.div_(request.temperature)
                 grad_CV = grad_CV.to(weight_VH.dtype)
             torch.mm(grad_CV, weight_VH, out=grad_NH[rows])
             if of_weight:
-                grad_VH = _added(grad_VH, grad_CV.T, hidden_NH[rows])
+                grad_VH = _add_product(grad_VH, grad_CV.T, hidden_NH[rows])
             if of_bias:
                 grad_V = grad_CV.sum(0) if grad_V is None else grad_V.add_(grad_CV.sum(0))
         return grad_NH, grad_VH, grad_V, None, None
@@ -203,9 +205,9 @@ class _Kernels(NamedTuple):
 
 
 @cache
-def _compiled() -> _Kernels:
+def _load_kernels() -> _Kernels:
     """At first use: importing the compiler takes a second."""
-    return _Kernels(torch.compile(_fused_row_scores), torch.compile(_fused_of_logits))
+    return _Kernels(torch.compile(_fused_row_scores), torch.compile(_fused_logits_grad))
 
 
 class _RowScores(NamedTuple):
@@ -217,11 +219,11 @@ class _RowScores(NamedTuple):
     normalizer_C: Tensor | None
 
 
-def _row_scores(logprobs_CV: Tensor, token_ids_C: Tensor, asked: _Asked) -> _RowScores:
+def _row_scores(logprobs_CV: Tensor, token_ids_C: Tensor, request: _Request) -> _RowScores:
     return _RowScores(
         logprobs_CV.gather(1, token_ids_C.unsqueeze(1)).squeeze(1),
-        -(logprobs_CV.exp().mul_(logprobs_CV)).sum(-1) if asked.entropy else None,
-        (2 * logprobs_CV).logsumexp(-1) if asked.collision else None,
+        -(logprobs_CV.exp().mul_(logprobs_CV)).sum(-1) if request.entropy else None,
+        (2 * logprobs_CV).logsumexp(-1) if request.collision else None,
         None,
     )
 
@@ -244,7 +246,7 @@ def _fused_row_scores(
     )
 
 
-def _fused_of_logits(
+def _fused_logits_grad(
     logits_CV: Tensor,
     normalizer_C: Tensor,
     token_ids_C: Tensor,
@@ -252,7 +254,7 @@ def _fused_of_logits(
     gradients: list[Tensor],
     temperature: float,
 ) -> Tensor:
-    """The gradient of the unscaled logits in their precision; formulas: `_of_logits`."""
+    """The gradient of the unscaled logits in their precision; formulas: `_logits_grad`."""
     logprobs_CV = logits_CV.float() / temperature - normalizer_C.unsqueeze(1)
     p_CV = logprobs_CV.exp()
     of_logprob_C1 = gradients[0].unsqueeze(1)
@@ -263,11 +265,11 @@ def _fused_of_logits(
     return (grad_CV / temperature).to(logits_CV.dtype)
 
 
-def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    return left @ right if total is None else total.addmm_(left, right)
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if total is None else total.addmm_(a, b)
 
 
-def _of_logits(logprobs_CV: Tensor, token_ids_C: Tensor, entropy_C: Tensor | None, gradients: list[Tensor]) -> Tensor:
+def _logits_grad(logprobs_CV: Tensor, token_ids_C: Tensor, entropy_C: Tensor | None, gradients: list[Tensor]) -> Tensor:
     """The gradient of the scaled logits, written over the logprobs.
 
     d log p_i / d logit_j = [i = j] - p_j,   d entropy / d logit_j = -p_j (log p_j + entropy).

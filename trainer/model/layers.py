@@ -52,7 +52,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        y, r = _by_rms(x, weight_H, eps)
+        y, r = _divide_by_rms(x, weight_H, eps)
         ctx.save_for_backward(x, weight_H, r)
         return y
 
@@ -68,7 +68,7 @@ class RmsNorm(torch.autograd.Function):
         return of_x_TH.to(x.dtype).view(x.shape), of_weight_H, None
 
 
-def _by_rms(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _divide_by_rms(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """w * x / rms(x) and 1 / rms(x)."""
     r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -84,27 +84,27 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, *_signed(sin))
+        return _rotate(x, cos, *_signed_halves(sin))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
-        return _rotated(grad, cos, sin[..., half:], -sin[..., :half]), None, None
+        return _rotate(grad, cos, sin[..., half:], -sin[..., :half]), None, None
 
 
-def _signed(sin: Tensor) -> tuple[Tensor, Tensor]:
+def _signed_halves(sin: Tensor) -> tuple[Tensor, Tensor]:
     """-sin of the first half, and sin of the second."""
     half = sin.shape[-1] // 2
     return -sin[..., :half], sin[..., half:]
 
 
-def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """x * cos, plus the second half of x times `first` in the first half, and the other way round."""
+def _rotate(x: Tensor, cos: Tensor, first_sin: Tensor, second_sin: Tensor) -> Tensor:
+    """x * cos, plus the second half of x times `first_sin` in the first half, and the other way round."""
     half = x.shape[-1] // 2
     rotated = x * cos
-    rotated[..., :half].addcmul_(x[..., half:], first)
-    rotated[..., half:].addcmul_(x[..., :half], second)
+    rotated[..., :half].addcmul_(x[..., half:], first_sin)
+    rotated[..., half:].addcmul_(x[..., :half], second_sin)
     return rotated
 
 
@@ -120,16 +120,16 @@ def fuse_layers(model: PreTrainedModel) -> None:
         if _eps(module) is None or hasattr(module, IS_FUSED) or not isinstance(weight, Tensor):
             continue
         probe = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
-        if _agree(module(probe), _normalized(probe, weight, _eps(module))):
+        if _agree(module(probe), _fused_norm(probe, weight, _eps(module))):
             kind: Any = type(module)
-            module.__class__ = _fused(kind)
+            module.__class__ = _fused_class(kind)
     modeling = sys.modules[type(model.get_decoder()).__module__]
     original = getattr(modeling, ROTARY, None)
     if original is None or isinstance(original, partial) or list(signature(original).parameters) != ROTARY_ARGUMENTS:
         return  # the family has none, it is replaced already, or it takes something else
     q, k = torch.linspace(-2, 3, 24).view(1, 2, 3, 4), torch.linspace(3, -1, 12).view(1, 1, 3, 4)
     cos, sin = torch.linspace(-1, 1, 12).view(1, 3, 4), torch.linspace(0, 1, 12).view(1, 3, 4)
-    fused = partial(_rotary, original)
+    fused = partial(_fused_rotary, original)
     try:
         expected = original(q, k, cos, sin)
     except RuntimeError:  # other shapes
@@ -147,46 +147,46 @@ def _eps(module: nn.Module) -> float | None:
 
 
 @cache
-def _fused(kind: Any) -> Any:
+def _fused_class(kind: Any) -> Any:
     """The same class of RMSNorm layers with the fused function."""
 
     def forward(self: Any, x: Tensor) -> Any:
         if torch.compiler.is_compiling():
             return kind.forward(self, x)
-        return _normalized(x, self.weight, _eps(self))
+        return _fused_norm(x, self.weight, _eps(self))
 
     return type(kind.__name__, (kind,), {"forward": forward, IS_FUSED: True})
 
 
-def _normalized(x: Tensor, weight_H: Tensor, eps: float | None) -> Any:
+def _fused_norm(x: Tensor, weight_H: Tensor, eps: float | None) -> Any:
     if not torch.is_grad_enabled():
-        return _by_rms(x, weight_H, cast(float, eps))[0]
+        return _divide_by_rms(x, weight_H, cast(float, eps))[0]
     return RmsNorm.apply(x, weight_H, eps)  # type: ignore[no-untyped-call]
 
 
-def _rotary(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+def _fused_rotary(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
     """Hugging Face's `apply_rotary_pos_emb`; some families rotate only a part of each head."""
     if torch.compiler.is_compiling() or cos.shape[-1] != q.shape[-1]:
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if not torch.is_grad_enabled():
-        first, second = _signed(sin)
-        return _rotated(q, cos, first, second), _rotated(k, cos, first, second)
-    return tuple(Rotary.apply(each, cos, sin) for each in (q, k))  # type: ignore[no-untyped-call]
+        first_sin, second_sin = _signed_halves(sin)
+        return _rotate(q, cos, first_sin, second_sin), _rotate(k, cos, first_sin, second_sin)
+    return tuple(Rotary.apply(states, cos, sin) for states in (q, k))  # type: ignore[no-untyped-call]
 
 
-def _agree(expected: Tensor, found: Any) -> bool:
+def _agree(expected: Tensor, actual: Any) -> bool:
     rtol = max(1e-4, 2 * torch.finfo(expected.dtype).eps)
-    return expected.shape == found.shape and torch.allclose(expected, found, rtol=rtol, atol=1e-6)
+    return expected.shape == actual.shape and torch.allclose(expected, actual, rtol=rtol, atol=1e-6)
 
 
-def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:
+def compile_layers(model: PreTrainedModel, memory_budget: float | None = None) -> None:
     """Compile the model's layers on their first call, separately with and without a gradient. On a GPU, attention in half
     precision becomes FlexAttention where sequences share prefixes or differ in length.
 
     Args:
-        kept: how much of the memory of a layer's activations the backward may use, from 0 to 1; it recomputes what does
-            not fit, cheap operations first (torch.compile's activation memory budget).
+        memory_budget: how much of the memory of a layer's activations the backward may use, from 0 to 1;
+            it recomputes what does not fit, cheap operations first (torch.compile's activation memory budget).
 
     Raises:
         ConfigError: there is no C++ compiler.
@@ -205,7 +205,8 @@ def compile_layers(model: PreTrainedModel, kept: float | None = None) -> None:
     model.get_decoder().register_forward_pre_hook(_with_block_mask, with_kwargs=True)
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
-    backend = partial(_compiled, kept=kept)  # one for all layers: a layer is compiled again for another backend
+    # one backend for all layers: a layer is compiled again for another one
+    backend = partial(_compile, memory_budget=memory_budget)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True, backend=backend)
@@ -220,20 +221,20 @@ def check_rounding(device: torch.device) -> None:
         )
 
 
-def _with_block_mask(decoder: Any, arguments: Any, named: dict[str, Any]) -> None:
+def _with_block_mask(decoder: Any, arguments: Any, keywords: dict[str, Any]) -> None:
     """Make FlexAttention's mask before the layers are called: making it is not compiled."""
-    layout: attention.Layout = named["layout"]
-    device: torch.device = named["input_ids"].device
+    layout: attention.Layout = keywords["layout"]
+    device: torch.device = keywords["input_ids"].device
     if not layout.equal and device.type == "cuda" and decoder.dtype.itemsize == 2:
         layout.make_block_mask(device)
 
 
-def _compiled(graph: Any, inputs: Any, kept: float | None) -> Any:
+def _compile(graph: Any, inputs: Any, memory_budget: float | None) -> Any:
     """The backend of torch.compile for a layer: Inductor, with the settings of this module."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch({} if kept is None else {"activation_memory_budget": kept}):
+    with config.patch({} if memory_budget is None else {"activation_memory_budget": memory_budget}):
         return compile_fx(graph, inputs, config_patches=ROUND_AS_EAGER)
 
 

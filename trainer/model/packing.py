@@ -57,13 +57,13 @@ def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sa
     """
     alike = sorted(samples, key=lambda sample: sample.segments[0].token_ids)
     costs = list(_costs(alike))
-    micro_batches = _cut(alike, costs, budget)
+    micro_batches = _split(alike, costs, budget)
     count = math.ceil(len(micro_batches) / ranks) * ranks
     # the smallest limit that makes no more micro-batches: they are of about equal size
     low, high = sum(cost.after for cost in costs) // count, budget
     while low < high:
         limit = (low + high) // 2
-        smaller = _cut(alike, costs, limit)
+        smaller = _split(alike, costs, limit)
         if len(smaller) <= count:
             micro_batches, high = smaller, limit
         else:
@@ -85,13 +85,13 @@ def _costs(alike: Sequence[Sample]) -> Iterator[_Cost]:
     """Upper bounds: `pack` finds more in common among several segments."""
     before: list[int] = []
     for sample in alike:
-        own = sample.segments
-        within = sum(_in_common(one.token_ids, next_) for one, next_ in pairwise(own))
-        yield _Cost(sample.tokens - within, sample.tokens - within - _in_common(before, own[0]), sample.tokens)
-        before = own[0].token_ids
+        segments = sample.segments
+        within = sum(_common_length(segment.token_ids, following) for segment, following in pairwise(segments))
+        yield _Cost(sample.tokens - within, sample.tokens - within - _common_length(before, segments[0]), sample.tokens)
+        before = segments[0].token_ids
 
 
-def _cut(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[list[Sample]]:
+def _split(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[list[Sample]]:
     """Pieces within the limit, as long as possible."""
     pieces: list[list[Sample]] = []
     computed = attended = 0
@@ -106,23 +106,23 @@ def _cut(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[li
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     """Concatenate the segments of a micro-batch, with those that share a prefix next to each other."""
-    owned = [(segment, owner) for owner, sample in enumerate(samples) for segment in sample.segments]
-    owned.sort(key=lambda pair: pair[0].token_ids)
-    segments = tuple(segment for segment, _ in owned)
+    owned_segments = [(segment, owner) for owner, sample in enumerate(samples) for segment in sample.segments]
+    owned_segments.sort(key=lambda pair: pair[0].token_ids)
+    segments = tuple(segment for segment, _ in owned_segments)
     rows: list[Tensor] = []
     token_ids: list[int] = []
     positions: list[int] = []
     trained: list[int] = []
     for index, segment in enumerate(segments):
         length, first = len(segment.token_ids), len(token_ids)
-        shared = _in_common(segments[index - 1].token_ids, segment) if index else 0
+        shared = _common_length(segments[index - 1].token_ids, segment) if index else 0
         token_ids += segment.token_ids[shared:]
         positions += range(shared, length)
         for start, end in segment.spans:
             trained += range(first + start - shared, first + end - shared)
-        own = torch.arange(first, first + length - shared)
-        rows.append(torch.cat((rows[-1][:shared], own)) if shared else own)
-    sample_S = torch.tensor([owner for _, owner in owned])
+        new_rows = torch.arange(first, first + length - shared)
+        rows.append(torch.cat((rows[-1][:shared], new_rows)) if shared else new_rows)
+    sample_S = torch.tensor([owner for _, owner in owned_segments])
     return MicroBatch(
         samples=tuple(samples),
         segments=segments,
@@ -130,12 +130,12 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         positions_T=on_device(torch.tensor(positions), device),
         trained_N=on_device(torch.tensor(trained, dtype=torch.int64), device),
         sample_S=on_device(sample_S, device),
-        sample_N=on_device(sample_S.repeat_interleave(torch.tensor([each.trained for each in segments])), device),
+        sample_N=on_device(sample_S.repeat_interleave(torch.tensor([segment.trained for segment in segments])), device),
         layout=Layout.of(rows, device),
     )
 
 
-def _in_common(before: list[int], segment: Segment) -> int:
+def _common_length(before: list[int], segment: Segment) -> int:
     """The length of the prefix shared with `before`, without the last token before the first trained one."""
     ids = segment.token_ids
     low, high = 0, min(len(before), (segment.spans[0][0] if segment.spans else len(ids)) - 1)

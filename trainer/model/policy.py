@@ -80,19 +80,19 @@ def add_adapter(network: PreTrainedModel, options: LoraOptions) -> None:
         ConfigError: a target is not a linear layer of the decoder.
     """
     linear = (name for name, module in network.get_decoder().named_modules() if isinstance(module, nn.Linear))
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    targets = list(options.targets or known)
+    names = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    targets = list(options.targets or names)
     for target in targets:
-        if target not in known:
-            where = f"model.lora.targets: the decoder has no linear layer {target!r}"
-            raise ConfigError(f"{where}{did_you_mean(target, known)}; it has {', '.join(known)}")
+        if target not in names:
+            problem = f"model.lora.targets: the decoder has no linear layer {target!r}"
+            raise ConfigError(f"{problem}{did_you_mean(target, names)}; it has {', '.join(names)}")
     sizes = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout}
-    with _light_peft() as peft:
+    with _import_peft() as peft:
         peft.inject_adapter_in_model(peft.LoraConfig(**sizes, target_modules=targets, bias="none"), network, ADAPTER)
 
 
 @contextmanager
-def _light_peft() -> Iterator[Any]:
+def _import_peft() -> Iterator[Any]:
     """peft, which does not see an installed bitsandbytes within this block, unless that is imported already: its import
     takes a second of CPU time, and PEFT's layers for it are not used.
     """
@@ -116,7 +116,7 @@ def _light_peft() -> Iterator[Any]:
 @contextmanager
 def adapter_off(network: nn.Module) -> Iterator[None]:
     """Within this block the network computes without its adapter."""
-    layers = list(_adapted(network).values())
+    layers = list(_adapted_layers(network).values())
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -131,13 +131,13 @@ def checkpoint_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
 
     4-bit weights come dequantized, on the CPU: whole ones might not fit where they are.
     """
-    adapted = _adapted(network)
+    adapted_layers = _adapted_layers(network)
     packed = {name: module for name, module in network.named_modules() if hasattr(module, "dequantized")}
-    seen = set()
+    tensor_ids = set()
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or any(matrix in name for matrix in LORA_MATRICES):
+        if id(tensor) in tensor_ids or any(matrix in name for matrix in LORA_MATRICES):
             continue
-        seen.add(id(tensor))
+        tensor_ids.add(id(tensor))
         layer_name, base, field = name.rpartition(BASE_LAYER)
         if not base and name.removesuffix(".weight") in packed:
             layer, dtype = packed[name.removesuffix(".weight")], network.dtype
@@ -147,14 +147,14 @@ def checkpoint_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
             gathered = [tensor] if isinstance(tensor, nn.Parameter) else []  # buffers are never sharded
             yield CheckpointTensor(name.replace(BASE_LAYER, "."), gathered, tensor.detach)
             continue
-        layer = adapted[layer_name]
+        layer = adapted_layers[layer_name]
         parameters = [tensor, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
-        yield CheckpointTensor(f"{layer_name}.{field}", parameters, lambda layer=layer: _merged(layer))  # type: ignore[misc]
+        yield CheckpointTensor(f"{layer_name}.{field}", parameters, lambda layer=layer: _merge(layer))  # type: ignore[misc]
 
 
 def adapter_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
     """The adapter's own tensors, by PEFT's names in a file."""
-    for name, layer in _adapted(network).items():
+    for name, layer in _adapted_layers(network).items():
         for matrix, weight in (("lora_A", layer.lora_A[ADAPTER].weight), ("lora_B", layer.lora_B[ADAPTER].weight)):
             yield CheckpointTensor(f"{PEFT_PREFIX}{name}.{matrix}.weight", [weight], weight.detach)
 
@@ -168,7 +168,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], options: LoraOptions
 
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS)
     layers = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in tensors}
-    described = {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": options.rank,
@@ -178,10 +178,10 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], options: LoraOptions
         "bias": "none",
         "base_model_name_or_path": base,
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _merged(layer: Any) -> Tensor:
+def _merge(layer: Any) -> Tensor:
     """The merged weight, computed in float32 and rounded once; the layer's own weights do not change. With a 4-bit base
     on the CPU.
     """
@@ -205,17 +205,17 @@ def write_base(folder: Path, network: PreTrainedModel, tokenizer: PreTrainedToke
 
     # A new adapter adds exact zeros.
     tensors = {name: compute().to("cpu", getattr(torch, dtype)) for name, _, compute in checkpoint_tensors(network)}
-    with whole_folder(folder) as aside:
+    with whole_folder(folder) as temporary:
         network.save_pretrained(
-            aside, state_dict=revert_weight_conversion(network, tensors), save_original_format=False
+            temporary, state_dict=revert_weight_conversion(network, tensors), save_original_format=False
         )
-        tokenizer.save_pretrained(aside)
-        config = aside / "config.json"  # with the dtype of the network, which is still float32
+        tokenizer.save_pretrained(temporary)
+        config = temporary / "config.json"  # with the dtype of the network, which is still float32
         settings = json.loads(config.read_bytes()) | {"dtype": dtype}
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _adapted(network: nn.Module) -> dict[str, Any]:
+def _adapted_layers(network: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
     return {name: module for name, module in network.named_modules() if hasattr(module, "lora_A")}
 
@@ -254,8 +254,8 @@ def dropout_off(module: nn.Module) -> Iterator[None]:
 
 def unused_dropout(network: PreTrainedModel) -> dict[str, float]:
     """The dropout that the model's own config has, by key. Nothing here uses it: networks are in evaluation mode."""
-    known = network.config.get_text_config().to_dict()
-    return {key: value for key, value in known.items() if "drop" in key and isinstance(value, float) and value > 0}
+    settings = network.config.get_text_config().to_dict()
+    return {key: value for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0}
 
 
 class TrainedNetwork(nn.Module):
@@ -285,11 +285,11 @@ class TrainedNetwork(nn.Module):
 
     def check_shared(self, key: str, ranks: int, *sizes: str) -> None:
         """Raise ConfigError, with this key of the recipe, if that many ranks cannot share a size of the network."""
-        described = self.network.config.get_text_config()
+        config = self.network.config.get_text_config()
         for name in sizes:
-            if getattr(described, name) % ranks:
-                what = f"{name} = {getattr(described, name)} of {described.model_type}"
-                raise ConfigError(f"{key}: {ranks} ranks cannot share {what}; set it to a divisor of that")
+            if getattr(config, name) % ranks:
+                size = f"{name} = {getattr(config, name)} of {config.model_type}"
+                raise ConfigError(f"{key}: {ranks} ranks cannot share {size}; set it to a divisor of that")
 
 
 class RewardModel(TrainedNetwork):
@@ -337,7 +337,7 @@ class Policy(TrainedNetwork):
                 hidden_NH,
                 token_ids_N
                 if self.group is None
-                else token_ids_N[self.group.mine(packed.trained_N, len(packed.token_ids_T))],
+                else token_ids_N[self.group.local_indices(packed.trained_N, len(packed.token_ids_T))],
                 head=head,
                 temperature=divided,
                 entropy=asks.entropy,
@@ -346,7 +346,7 @@ class Policy(TrainedNetwork):
             )
             if self.group is not None:
                 gather = partial(self.group.gather, trained_N=packed.trained_N, tokens=len(packed.token_ids_T))
-                others = (None if each is None else gather(each) for each in scores[1:])
+                others = (None if values is None else gather(values) for values in scores[1:])
                 scores = Scores(gather(scores.logprobs_N), *others)
             if asks.divergence is not None:  # refused with a group
                 divergence_N = self.divergence(
@@ -442,14 +442,16 @@ def _has_tokenizer(name: str) -> bool:
         return False
 
 
-def _check_tokens(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, options: ModelOptions) -> None:
+def _check_tokens(
+    tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTokenizerBase, options: ModelOptions
+) -> None:
     """Check that all tokens of the model's own tokenizer have the same ids here; additional tokens are allowed."""
     ids = tokenizer.get_vocab()
-    other = next((token for token, number in own.get_vocab().items() if ids.get(token) != number), None)
-    if other is not None:
+    mismatch = next((token for token, number in own_tokenizer.get_vocab().items() if ids.get(token) != number), None)
+    if mismatch is not None:
         raise ModelRefused(
             "tokenizer",
-            f"{options.tokenizer} is not the tokenizer of {options.path} (its token {other!r} has another id "
+            f"{options.tokenizer} is not the tokenizer of {options.path} (its token {mismatch!r} has another id "
             "or none); set model.tokenizer=null",
         )
 
@@ -464,7 +466,7 @@ def load_policy(
     """
     from transformers import AutoModelForCausalLM
 
-    network = _network(AutoModelForCausalLM, options, tokenizer, seed)
+    network = _load_network(AutoModelForCausalLM, options, tokenizer, seed)
     if options.lora is not None:
         add_adapter(network, options.lora)
     return Policy(network, temperature)
@@ -478,7 +480,7 @@ def load_reward_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase,
     """
     from transformers import AutoModelForSequenceClassification
 
-    network = _network(AutoModelForSequenceClassification, options, tokenizer, seed, num_labels=1)
+    network = _load_network(AutoModelForSequenceClassification, options, tokenizer, seed, num_labels=1)
     if not isinstance(getattr(network, "score", None), nn.Linear):
         raise ModelRefused(
             "path", f"{type(network).__name__} does not score the last token of a text; choose a decoder model"
@@ -492,14 +494,14 @@ def load_reward_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase,
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The pad token's id; None if conversations end with it, because transformers scores the last other token."""
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    text = str(tokenizer.apply_chat_template(said, tokenize=False))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     last = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
     pad: int | None = tokenizer.pad_token_id
     return None if pad == last else pad
 
 
-def _network(
+def _load_network(
     kind: Any, options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int, **config: Any
 ) -> PreTrainedModel:
     """kind: an AutoModel class. config: keys of the model's config that differ from its folder's."""
@@ -512,18 +514,19 @@ def _network(
     torch.manual_seed(seed)
     base_4bit = options.lora.base_4bit if options.lora else None
     # A base that is quantized need not exist in float32, which is twice the size of most files.
-    how: dict[str, Any] = {"dtype": "auto" if base_4bit else torch.float32, "attn_implementation": attention.NAME}
+    arguments: dict[str, Any] = {"dtype": "auto" if base_4bit else torch.float32, "attn_implementation": attention.NAME}
     network: PreTrainedModel
     if options.from_scratch is not None:
-        network = kind.from_config(_qwen3(options.from_scratch, tokenizer, **config), **how)
+        network = kind.from_config(_qwen3_config(options.from_scratch, tokenizer, **config), **arguments)
         return network.eval()  # as from_pretrained
     try:
         scores = "num_labels" in config
-        there = _trainable_config(str(options.path), scores)
-        how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused in one line, with their names
+        stored_config = _trainable_config(str(options.path), scores)
+        # tensors of another size are refused in one line, with their names
+        arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with load_report_held():
-            network, info = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
-            check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(there.architectures))
+            network, info = kind.from_pretrained(str(options.path), **arguments, **SAFE, **config)
+            check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(stored_config.architectures))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelRefused("path", f"no model can be loaded from {options.path}: {_first_line(error)}") from error
     if base_4bit is not None:
@@ -559,7 +562,7 @@ def _trainable_config(name: str, scores: bool) -> PreTrainedConfig:
     return config
 
 
-def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase, **config: Any) -> object:
+def _qwen3_config(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase, **config: Any) -> object:
     from transformers import Qwen3Config
 
     fields = shape.model_dump(exclude={"rope_theta"})

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ngym.errors import ConfigError
 
 
-def _imported() -> Any:
+def _import_bitsandbytes() -> Any:
     """bitsandbytes, without the package `kernels`: on CPUs with bfloat16 instructions, its import would download a kernel
     for inference from the Hub and load it, or log that it could not.
     """
@@ -37,7 +37,7 @@ def _imported() -> Any:
     return bitsandbytes
 
 
-bitsandbytes = _imported()
+bitsandbytes = _import_bitsandbytes()
 quantize_4bit, dequantize_4bit = bitsandbytes.functional.quantize_4bit, bitsandbytes.functional.dequantize_4bit
 KEY = "model.lora.base_4bit"
 
@@ -47,8 +47,8 @@ class Linear4bit(nn.Linear):
 
     def __init__(self, layer: nn.Linear, kind: str, device: torch.device) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        whole = layer.weight.detach().to(device, torch.float32)
-        packed, self.scales = quantize_4bit(whole, compress_statistics=True, quant_type=kind)
+        weight = layer.weight.detach().to(device, torch.float32)
+        packed, self.scales = quantize_4bit(weight, compress_statistics=True, quant_type=kind)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
 
@@ -62,8 +62,8 @@ class Linear4bit(nn.Linear):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weights that it computes with, [out, in], for inputs of this dtype."""
         self.scales.dtype = dtype
-        whole: Tensor = dequantize_4bit(self.weight, self.scales)
-        return whole
+        weight: Tensor = dequantize_4bit(self.weight, self.scales)
+        return weight
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """The scales follow the weights to a device, but keep their dtypes."""

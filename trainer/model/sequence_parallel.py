@@ -36,7 +36,7 @@ class SequenceParallelGroup(NamedTuple):
         """
         return self.rank * math.ceil(tokens / self.ranks)
 
-    def mine(self, trained_N: Tensor, tokens: int) -> Tensor:
+    def local_indices(self, trained_N: Tensor, tokens: int) -> Tensor:
         """The indices into N of the trained tokens that this rank predicts, from the tokens before them.
 
         tokens: of the whole micro-batch.
@@ -46,29 +46,29 @@ class SequenceParallelGroup(NamedTuple):
 
     def shard(self, values_T: Tensor) -> Tensor:
         """This rank's part, [ceil(T / n)], padded with zeros."""
-        return self._padded(values_T).chunk(self.ranks)[self.rank]
+        return self._pad(values_T).chunk(self.ranks)[self.rank]
 
     def to_heads(self, tokens_LHD: Tensor, tokens: int) -> Tensor:
         """All heads of this rank's tokens -> this rank's heads of all tokens, [L, H, D] -> [T, H/n, D]."""
         length, _, width = tokens_LHD.shape
         to_rank = tokens_LHD.reshape(length, self.ranks, -1, width).transpose(0, 1)
-        return self._exchanged(to_rank).flatten(0, 1)[:tokens]
+        return self._swap(to_rank).flatten(0, 1)[:tokens]
 
     def to_tokens(self, heads_THD: Tensor) -> Tensor:
         """The inverse of `to_heads`: [T, H/n, D] -> [L, H, D]."""
-        to_rank = self._padded(heads_THD).unflatten(0, (self.ranks, -1))
-        return self._exchanged(to_rank).transpose(0, 1).flatten(1, 2)
+        to_rank = self._pad(heads_THD).unflatten(0, (self.ranks, -1))
+        return self._swap(to_rank).transpose(0, 1).flatten(1, 2)
 
     def gather(self, values_n: Tensor, trained_N: Tensor, tokens: int) -> Tensor:
         """All ranks' values of their trained tokens, [N], from this rank's values [n]."""
-        mine_N = values_n.new_zeros(len(trained_N)).index_put((self.mine(trained_N, tokens),), values_n)
-        return cast(Tensor, _Gather.apply(mine_N, self.group))  # type: ignore[no-untyped-call]
+        local_N = values_n.new_zeros(len(trained_N)).index_put((self.local_indices(trained_N, tokens),), values_n)
+        return cast(Tensor, _Gather.apply(local_N, self.group))  # type: ignore[no-untyped-call]
 
-    def _padded(self, values_T: Tensor) -> Tensor:
+    def _pad(self, values_T: Tensor) -> Tensor:
         beyond = -len(values_T) % self.ranks
         return F.pad(values_T, (0, 0) * (values_T.dim() - 1) + (0, beyond)) if beyond else values_T
 
-    def _exchanged(self, to_rank: Tensor) -> Tensor:
+    def _swap(self, to_rank: Tensor) -> Tensor:
         return cast(Tensor, _Exchange.apply(to_rank, self.group))  # type: ignore[no-untyped-call]
 
 
@@ -98,8 +98,8 @@ class _Gather(torch.autograd.Function):
     """The sum over the ranks. Backward it is the identity: every rank computes the same loss, which counts once."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: distributed.ProcessGroup) -> Tensor:
-        total = mine.clone()
+    def forward(ctx: Any, local_N: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        total = local_N.clone()
         distributed.all_reduce(total, group=group)
         return total
 

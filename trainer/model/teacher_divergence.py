@@ -73,33 +73,33 @@ class DivergenceScorer(nn.Module):
 
         def of_chunk(hidden_CH: Tensor, start: int) -> Tensor:
             logits_CV = F.linear(hidden_CH, head.weight, head.bias).float() / temperature
-            theirs = teacher.rows(start, start + len(hidden_CH))
-            return divergence(F.log_softmax(logits_CV, dim=-1), *theirs, beta)
+            teacher_rows = teacher.rows(start, start + len(hidden_CH))
+            return divergence(F.log_softmax(logits_CV, dim=-1), *teacher_rows, beta)
 
         starts = range(0, max(1, len(hidden_NH)), rows)
-        found = [
+        chunks = [
             checkpoint(of_chunk, hidden_CH, start, use_reentrant=False)
             for start, hidden_CH in zip(starts, hidden_NH.split(rows), strict=True)
         ]
-        return torch.cat(found)
+        return torch.cat(chunks)
 
 
-def divergence(ours_CV: Tensor, theirs_CK: Tensor, token_ids_CK: Tensor | None, beta: float) -> Tensor:
+def divergence(student_CV: Tensor, teacher_CK: Tensor, token_ids_CK: Tensor | None, beta: float) -> Tensor:
     """The divergence of each row, [C], from logprobs. token_ids_CK: of the teacher's tokens; None: the whole vocabulary."""
     if token_ids_CK is not None:
-        ours_CK = ours_CV.gather(1, token_ids_CK).masked_fill(theirs_CK == -torch.inf, -torch.inf)
-        ours_CV, theirs_CK = _with_others(ours_CK), _with_others(theirs_CK)
-    ours_CV, theirs_CK = ours_CV.clamp(min=IMPOSSIBLE), theirs_CK.clamp(min=IMPOSSIBLE)
+        student_CK = student_CV.gather(1, token_ids_CK).masked_fill(teacher_CK == -torch.inf, -torch.inf)
+        student_CV, teacher_CK = _append_rest(student_CK), _append_rest(teacher_CK)
+    student_CV, teacher_CK = student_CV.clamp(min=IMPOSSIBLE), teacher_CK.clamp(min=IMPOSSIBLE)
     if beta == 0:
-        return _kl(theirs_CK, ours_CV)
+        return _kl(teacher_CK, student_CV)
     if beta == 1:
-        return _kl(ours_CV, theirs_CK)
-    shares = ours_CV.new_tensor([1 - beta, beta]).log()
-    mixed_CV = torch.logaddexp(ours_CV + shares[0], theirs_CK + shares[1])
-    return beta * _kl(theirs_CK, mixed_CV) + (1 - beta) * _kl(ours_CV, mixed_CV)
+        return _kl(student_CV, teacher_CK)
+    shares = student_CV.new_tensor([1 - beta, beta]).log()
+    mixed_CV = torch.logaddexp(student_CV + shares[0], teacher_CK + shares[1])
+    return beta * _kl(teacher_CK, mixed_CV) + (1 - beta) * _kl(student_CV, mixed_CV)
 
 
-def _with_others(logprobs_CK: Tensor) -> Tensor:
+def _append_rest(logprobs_CK: Tensor) -> Tensor:
     """With one more column: the logprob of all other tokens together."""
     others_C = (1 - logprobs_CK.exp().sum(-1)).clamp(min=MIN_PROBABILITY).log()
     return torch.cat((logprobs_CK, others_C.unsqueeze(1)), dim=1)

@@ -93,13 +93,13 @@ class LiveBatches:
 
     def state(self) -> Json:
         """What `open` needs to continue after the last trained batch; less on ranks without services."""
-        stream = self._services.call(_on_loop(self._stream.state)) if self._services and self._stream else None
+        stream = self._services.call(_run_on_loop(self._stream.state)) if self._services and self._stream else None
         return {"version": self._weight_sync.version, "stream": stream}
 
     def close(self) -> None:
         """Close the stream; everything it collected is then on the disk."""
         if self._services is not None and self._stream is not None:
-            self._services.call(self._closed(self._stream))
+            self._services.call(self._close_stream(self._stream))
 
     def batches(self, done: int, evaluation: Evaluation | None, say: Callable[[str], None]) -> Iterator[Batch]:
         """One batch for each step after the first `done`; the weights after the last one are pushed too.
@@ -111,20 +111,20 @@ class LiveBatches:
         for step in range(done, self._steps):
             sync_s = self._publish(step)
             began = time.monotonic()
-            read, values = self._collected(step)
-            collected = time.monotonic()
-            if read.failed and not failed:
+            result, values = self._collect(step)
+            collected_at = time.monotonic()
+            if result.failed and not failed:
                 failed = True
-                total = len(read.rollouts) + read.unscored + read.failed
+                total = len(result.rollouts) + result.unscored + result.failed
                 say(
-                    f"step {step + 1}: {read.failed:,} of {total:,} rollouts failed, the first: {read.first_failure}; all "
-                    f"failures of the run are in {self._recipe.output / SPOOL_FAILURES}"
+                    f"step {step + 1}: {result.failed:,} of {total:,} rollouts failed, the first: "
+                    f"{result.first_failure}; all failures of the run are in {self._recipe.output / SPOOL_FAILURES}"
                 )
             if step == done:
-                check_model_calls(read.rollouts)
+                check_model_calls(result.rollouts)
             self._weight_sync.train()
-            samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
-            if (unfit := self._too_long(read, samples)) and not too_long:
+            samples = self._algorithm.prepare(result.rollouts, self._engine, self._recipe.micro_batch_tokens)
+            if (unfit := self._count_too_long(result, samples)) and not too_long:
                 too_long = True
                 say(
                     f"step {step + 1}: {unfit:,} rollouts {TOO_LONG}: they train nothing (teacher_too_long in the metrics)"
@@ -132,23 +132,24 @@ class LiveBatches:
             self._record(step + 1, samples)
             times = {
                 "time/weight_sync": sync_s,
-                "time/generation": collected - began,
-                "time/logprob": time.monotonic() - collected,
+                "time/generation": collected_at - began,
+                "time/logprob": time.monotonic() - collected_at,
             }
             values |= {} if unfit is None else {"teacher_too_long": unfit}
-            values = {**described(read), **values, **times, "policy_version": self._weight_sync.version}
-            yield Batch(self._split(samples, step), values)
+            values = {**described(result), **values, **times, "policy_version": self._weight_sync.version}
+            yield Batch(self._split_rollouts(samples, step), values)
         self._publish(self._steps, last=True)
         self._weight_sync.train()
 
-    def _too_long(self, read: ReadRollouts, samples: Sequence[Sample]) -> int | None:
+    def _count_too_long(self, result: ReadRollouts, samples: Sequence[Sample]) -> int | None:
         """How many rollouts a teacher left out; None without a teacher."""
         options = self._recipe.algorithm
         assert isinstance(options, PolicyGradientOptions)
         if options.teacher is None:  # with one, no rollout is left out for its reward
             return None
         drops = options.shaping.drop_truncated
-        return sum(one.trained > 0 and not (drops and one.truncated) for one in read.rollouts) - len(samples)
+        trainable = sum(rollout.trained > 0 and not (drops and rollout.truncated) for rollout in result.rollouts)
+        return trainable - len(samples)
 
     def _record(self, step: int, samples: Sequence[Sample]) -> None:
         """Append the mean advantage of each trained rollout, for the viewer; a resumed run repeats steps, and the last line
@@ -184,7 +185,7 @@ class LiveBatches:
             self._following = asyncio.create_task(membership.watch(stream.replica_waits), name="replicas that join")
         return at_hand
 
-    async def _closed(self, stream: RolloutStream) -> None:
+    async def _close_stream(self, stream: RolloutStream) -> None:
         if self._following is not None:
             self._following.cancel()
         await stream.close()
@@ -195,48 +196,56 @@ class LiveBatches:
         self._push(step)
         seconds = time.monotonic() - began
         if not last:
-            self._call(RolloutStream.published, step)
+            self._call_services(RolloutStream.published, step)
         if self._evaluation is not None:
             self._evaluation.after(step, last)
         return seconds
 
     def _push(self, step: int) -> None:
-        self._weight_sync.publish(lambda version: self._call(RolloutStream.announced, step))
+        self._weight_sync.publish(lambda version: self._call_services(RolloutStream.announced, step))
 
-    def _call(self, tell: Callable[[RolloutStream, int, int], None], step: int) -> None:
+    def _call_services(self, tell: Callable[[RolloutStream, int, int], None], step: int) -> None:
         """Call the stream, on its event loop, with the current version."""
         if self._services is not None and self._stream is not None:
-            self._services.call(_on_loop(partial(tell, self._stream, self._weight_sync.version, step)))
+            self._services.call(_run_on_loop(partial(tell, self._stream, self._weight_sync.version, step)))
 
-    def _collected(self, step: int) -> tuple[ReadRollouts, dict[str, float]]:
+    def _collect(self, step: int) -> tuple[ReadRollouts, dict[str, float]]:
         """The rollouts of this step, on every rank."""
         while True:
-            taken = self._services.call(self._stream.take()) if self._services and self._stream else None
-            shared = self._engine.broadcast(_read(taken, self._temperature, self._fields) if taken else None)
-            if shared is not None:
-                return shared
-            self._push(step)  # a server came back with other weights, or joins
-            self._call(RolloutStream.published, step)
+            step_rollouts = self._services.call(self._stream.take()) if self._services and self._stream else None
+            result = self._engine.broadcast(
+                _parse_step(step_rollouts, self._temperature, self._fields) if step_rollouts else None
+            )
+            if result is not None:
+                return result
+            self._push(step)  # a server restarted with other weights, or joins
+            self._call_services(RolloutStream.published, step)
 
-    def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
+    def _split_rollouts(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""
         order = seeded_random(self._recipe.seed, "step", step).sample(samples, len(samples))
         count = min(self._options.updates_per_step, len(order))
         return [order[part::count] for part in range(count)]
 
 
-async def _on_loop(call: Callable[[], Result]) -> Result:
+async def _run_on_loop(call: Callable[[], Result]) -> Result:
     return call()
 
 
-def _read(taken: StepRollouts, temperature: float, fields: frozenset[str]) -> tuple[ReadRollouts, dict[str, float]]:
+def _parse_step(
+    step_rollouts: StepRollouts, temperature: float, fields: frozenset[str]
+) -> tuple[ReadRollouts, dict[str, float]]:
     """The rollouts, and metrics that only the rows contain. Raises UsageError: a row cannot be trained."""
-    read = ReadRollouts(fields=fields)
-    for row in taken.rows:
+    result = ReadRollouts(fields=fields)
+    for row in step_rollouts.rows:
         if wrong := problem(row, temperature, fields):
             raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
-        add_row(row, read)
-    values: dict[str, float] = {"stale_dropped": taken.stale, "num_equal_groups": taken.equal, **taken.metrics}
-    if taken.lags:
-        values |= {"lag": max(taken.lags), "lag/mean": fmean(taken.lags)}
-    return read, values
+        add_row(row, result)
+    values: dict[str, float] = {
+        "stale_dropped": step_rollouts.stale,
+        "num_equal_groups": step_rollouts.equal,
+        **step_rollouts.metrics,
+    }
+    if step_rollouts.lags:
+        values |= {"lag": max(step_rollouts.lags), "lag/mean": fmean(step_rollouts.lags)}
+    return result, values

@@ -63,41 +63,41 @@ class RolloutFiles:
 
     Args:
         file: rollouts.jsonl; the others are next to it.
-        wanted: whether the task with this number, and its rows, may be requested.
+        is_due: whether the task with this number, and its rows, may be requested.
 
     Raises:
         FileLocked: another trainer writes them. UsageError: a line is invalid.
     """
 
-    def __init__(self, file: Path, wanted: Callable[[int], bool]) -> None:
+    def __init__(self, file: Path, is_due: Callable[[int], bool]) -> None:
         self._finished = RowLog(file, _identity)
         self._failed = RowLog(file.with_name(f"{file.stem}_failures{file.suffix}"), _identity)
         self._order = RowLog(file.with_name(f"{file.stem}_tasks{file.suffix}"), _number)
-        self._known: dict[tuple[int, int], tuple[str, RowPosition]] = {}
+        self._positions: dict[tuple[int, int], tuple[str, RowPosition]] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._recording: dict[int, asyncio.Task[None]] = {}
         self.drawn: dict[int, DrawnTask] = {
             line.row["number"]: DrawnTask(line.row["environment"], line.row["index"])
             for line in self._order.rows()
-            if wanted(line.row["number"])
+            if is_due(line.row["number"])
         }
         for log in (self._finished, self._failed):
             for line in log.rows():
-                ours = line.row[TRAINER_FIELD]
+                record = line.row[TRAINER_FIELD]
                 number, index = line.row["_ng_task_index"], line.row["_ng_rollout_index"]
-                if wanted(number):
-                    self._known[number, index] = (ours["task"], RowPosition(log.path, line.start, line.end))
+                if is_due(number):
+                    self._positions[number, index] = (record["task"], RowPosition(log.path, line.start, line.end))
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._positions)
 
     def rows(self, number: int, task: str) -> Iterator[Json]:
         """The rows that were collected for this task and number before a resumption, in order; each is returned only
         once.
         """
-        for key in sorted(key for key in self._known if key[0] == number):
-            whose, place = self._known.pop(key)
-            if whose == task:
+        for key in sorted(key for key in self._positions if key[0] == number):
+            owner, place = self._positions.pop(key)
+            if owner == task:
                 with place.path.open("rb") as file:
                     file.seek(place.start)
                     yield orjson.loads(file.read(place.end - place.start))
@@ -123,10 +123,10 @@ class RolloutFiles:
     def _write(self, writes: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         writing = asyncio.create_task(writes, name="rollout files")
         self._writing.add(writing)
-        writing.add_done_callback(self._written)
+        writing.add_done_callback(self._on_written)
         return writing
 
-    def _written(self, writing: asyncio.Task[None]) -> None:
+    def _on_written(self, writing: asyncio.Task[None]) -> None:
         if writing.cancelled() or writing.exception() is None:
             self._writing.discard(writing)  # a failed one stays, for `check`
 
@@ -166,11 +166,11 @@ def _identity(row: Json) -> str:
 
 @dataclass
 class Group:
-    """The attempts at one task. step: trained batches at its admission. asked: the next attempt's index."""
+    """The attempts at one task. step: trained batches at its admission. requested: the next attempt's index."""
 
     task: Task
     step: int
-    asked: int = 0
+    requested: int = 0
     running: int = 0
     stale: int = 0
     rows: list[Json] = field(default_factory=list)
@@ -265,13 +265,13 @@ class RolloutStream:
         )
         self._step = 0
         self._admitted = 0
-        self._left_out = 0  # total number of groups
+        self._excluded = 0  # total number of groups
         self._equal = 0  # groups that were left out since the last `take`
         self._stale = 0
         self._groups: dict[int, Group] = {}
-        self._again: deque[Group] = deque()  # groups that need one more attempt after the next push
-        self._learned: dict[int, int] = {}  # policy version -> number of trained batches
-        self._due: asyncio.Queue[PlannedRollout] = asyncio.Queue()
+        self._retries: deque[Group] = deque()  # groups that need one more attempt after the next push
+        self._batches_of_version: dict[int, int] = {}  # policy version -> number of trained batches
+        self._planned: asyncio.Queue[PlannedRollout] = asyncio.Queue()
         self._joining = False
         self._changed = asyncio.Event()
         self._served = asyncio.Event()
@@ -285,8 +285,10 @@ class RolloutStream:
         groups = []
         if state is not None:
             self._tasks.restore(state["tasks"])
-            self._step, self._admitted, self._left_out = state["step"], state["admitted"], state["left_out"]
-            groups = [Group(self._tasks.again(*each["task"]), each["step"]) for each in state["groups"]]
+            self._step, self._admitted, self._excluded = state["step"], state["admitted"], state["left_out"]
+            groups = [
+                Group(self._tasks.again(*group_state["task"]), group_state["step"]) for group_state in state["groups"]
+            ]
         numbers = {group.task.number for group in groups}
         self._files = RolloutFiles(self._file, lambda number: number in numbers or number >= self._admitted)
         self._tasks.repeat(self._files.drawn)
@@ -302,7 +304,7 @@ class RolloutStream:
         return {
             "step": self._step,
             "admitted": self._admitted,
-            "left_out": self._left_out,
+            "left_out": self._excluded,
             "tasks": self._tasks.state(),
             "groups": [
                 {"task": [group.task.environment, group.task.index, group.task.number], "step": group.step}
@@ -312,14 +314,14 @@ class RolloutStream:
 
     def announced(self, version: int, step: int) -> None:
         """This version, after `step` batches, is about to be pushed: rollouts with it may arrive before the push ends."""
-        self._learned[version] = step
+        self._batches_of_version[version] = step
 
     def published(self, version: int, step: int) -> None:
         """The services serve this version."""
-        self._learned[version] = self._step = step
+        self._batches_of_version[version] = self._step = step
         self._joining = False
-        while self._again:
-            group = self._again.popleft()
+        while self._retries:
+            group = self._retries.popleft()
             group.running -= 1  # was counted for the next attempt
             self._ask_another(group)
         self._admit()
@@ -337,7 +339,7 @@ class RolloutStream:
         Raises:
             UsageError, ServiceGone, DiskFull, WriteFailed: the collection cannot continue.
         """
-        while not (self._again or self._joining):
+        while not (self._retries or self._joining):
             self._files.check()
             for judging in self._judging:
                 if judging.done():
@@ -346,11 +348,11 @@ class RolloutStream:
             if chosen := next_batch(waiting, options.tasks_per_step, self._step, options.max_lag):
                 return self._hand_over(chosen)
             self._changed.clear()
-            changed = asyncio.create_task(self._changed.wait())
+            change = asyncio.create_task(self._changed.wait())
             try:
-                await asyncio.wait([changed, self._collecting], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([change, self._collecting], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                changed.cancel()
+                change.cancel()
             if self._collecting.done():
                 self._collecting.result()
         return None
@@ -367,8 +369,8 @@ class RolloutStream:
 
     def _admit(self) -> None:
         options = self._options
-        ahead = min(options.max_lag + self._step + 1, self._steps)
-        count = ahead * options.tasks_per_step + self._left_out - self._admitted
+        horizon = min(options.max_lag + self._step + 1, self._steps)
+        count = horizon * options.tasks_per_step + self._excluded - self._admitted
         self._admitted += max(0, count)
         for task in self._tasks.take(max(0, count)):
             self._files.record(task)
@@ -379,10 +381,10 @@ class RolloutStream:
         self._groups[group.task.number] = group
         size = self._options.group_size
         rows = list(self._files.rows(group.task.number, group.task.key))
-        made = {row["_ng_rollout_index"] for row in rows}
+        indices = {row["_ng_rollout_index"] for row in rows}
         group.rows = [row for row in rows if self._lag(row) <= self._options.max_lag][:size]
-        group.asked = max([size, *(index + 1 for index in made)])
-        for index in [index for index in range(size) if index not in made][: size - len(group.rows)]:
+        group.requested = max([size, *(index + 1 for index in indices)])
+        for index in [index for index in range(size) if index not in indices][: size - len(group.rows)]:
             self._ask(group, index)
         while len(group.rows) + group.running < size:
             self._ask_another(group)
@@ -390,17 +392,17 @@ class RolloutStream:
             self._finish(group)
 
     def _ask_another(self, group: Group) -> None:
-        self._ask(group, group.asked)
-        group.asked += 1
+        self._ask(group, group.requested)
+        group.requested += 1
 
     def _ask(self, group: Group, index: int) -> None:
         group.running += 1
-        for one in plan_rollouts([group.task.row], CollectionPlan(params={"temperature": self._temperature})):
-            key, row = one.key._replace(rollout_index=index), {**one.row, "_ng_rollout_index": index}
-            planned = PlannedRollout(key, one.agent, row)  # _judge compares the group once it is complete
+        for plan in plan_rollouts([group.task.row], CollectionPlan(params={"temperature": self._temperature})):
+            key, row = plan.key._replace(rollout_index=index), {**plan.row, "_ng_rollout_index": index}
+            rollout = PlannedRollout(key, plan.agent, row)  # _judge compares the group once it is complete
             if self._options.seeded:  # with the same seed, the same weights give the same rollout
-                planned = planned.seeded(sampling_seed(self._seed, group.task.number, index))
-            self._due.put_nowait(planned)
+                rollout = rollout.seeded(sampling_seed(self._seed, group.task.number, index))
+            self._planned.put_nowait(rollout)
 
     async def _collect(self) -> None:
         async with aclosing(self._run.outcomes(self._plan())) as outcomes:
@@ -411,7 +413,7 @@ class RolloutStream:
     async def _plan(self) -> AsyncIterator[PlannedRollout]:
         await self._served.wait()
         while True:
-            yield await self._due.get()
+            yield await self._planned.get()
 
     async def _keep(self, outcome: Outcome) -> None:
         group = self._groups[outcome.key.task_index]
@@ -419,7 +421,7 @@ class RolloutStream:
         oldest = (
             self._step
             if is_failed_attempt(outcome.row) or sampled_nothing(outcome.row)
-            else min(self._learned.get(one, NEVER_PUSHED) for one in versions)
+            else min(self._batches_of_version.get(version, NEVER_PUSHED) for version in versions)
         )
         outcome.row[TRAINER_FIELD] = {"task": group.task.key, "oldest": oldest}
         for name in self._tasks.fields:  # an agent need not return the fields of its task
@@ -434,7 +436,7 @@ class RolloutStream:
         group.running -= 1
         if self._lag(outcome.row) > self._options.max_lag:
             self._note_stale(group, outcome.row)
-            self._again.append(group)
+            self._retries.append(group)
             group.running += 1  # for the next attempt
         else:
             group.rows.append(outcome.row)
@@ -442,7 +444,7 @@ class RolloutStream:
                 group.running += 1
                 judging = asyncio.create_task(self._judge(group), name="judge a group")
                 self._judging.add(judging)
-                judging.add_done_callback(self._judged)
+                judging.add_done_callback(self._on_judged)
             elif group.complete:
                 self._finish(group)
         self._changed.set()
@@ -450,14 +452,14 @@ class RolloutStream:
     async def _judge(self, group: Group) -> None:
         """Give rewards to rows that are compared within their group; without a judge they stay unscored."""
         pending = [row for row in group.rows if is_pending(row)]
-        scored = await self._run.judged(pending[0]["agent_ref"]["name"], pending)
-        for row in scored:
+        scored_rows = await self._run.judged(pending[0]["agent_ref"]["name"], pending)
+        for row in scored_rows:
             self._files.keep(row)
-        group.rows = [row for row in group.rows if not is_pending(row)] + scored
+        group.rows = [row for row in group.rows if not is_pending(row)] + scored_rows
         group.running -= 1
         self._finish(group)
 
-    def _judged(self, judging: asyncio.Task[None]) -> None:
+    def _on_judged(self, judging: asyncio.Task[None]) -> None:
         if judging.cancelled() or judging.exception() is None:
             self._judging.discard(judging)  # a failed one stays, for `take`
         self._changed.set()
@@ -468,8 +470,8 @@ class RolloutStream:
         if group.stale > MAX_STALE * self._options.group_size:
             raise UsageError(
                 f"{group.task.environment}: its rollouts say that policy versions {row['ng'].get('policy_version')} sampled "
-                f"them, again and again, but {max(self._learned)} was pushed: does the agent keep the token data of the "
-                "model that is trained, and does that model stay up?"
+                f"them, again and again, but {max(self._batches_of_version)} was pushed: does the agent keep the "
+                "token data of the model that is trained, and does that model stay up?"
             )
 
     def _finish(self, group: Group) -> None:
@@ -479,7 +481,7 @@ class RolloutStream:
             self._tasks.learned(group.task.key, group.rewards)
             del self._groups[group.task.number]
             self._equal += 1
-            self._left_out += 1
+            self._excluded += 1
             self._admit()
         self._changed.set()
 
@@ -494,9 +496,9 @@ class RolloutStream:
         metrics = self._tasks.metrics()
         if self._tasks.is_several:
             metrics |= {f"reward/{name}/mean": fmean(values) for name, values in rewards.items() if values}
-        taken = StepRollouts(rows, [self._lag(row) for row in rows], self._stale, self._equal, metrics)
+        result = StepRollouts(rows, [self._lag(row) for row in rows], self._stale, self._equal, metrics)
         self._stale = self._equal = 0
-        return taken
+        return result
 
     def _lag(self, row: Json) -> int:
         """The lag of a row; 0 if it was collected before a resumption with weights that are newer than the current

@@ -72,13 +72,13 @@ class Services:
         self._thread = ThreadPoolExecutor(1, "services")
         self._life: Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._begun = threading.Event()
-        self._known = threading.Event()
-        self._reached: ReadyServices | None = None
+        self._started = threading.Event()
+        self._settled = threading.Event()
+        self._ready: ReadyServices | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._life = self._thread.submit(lambda: event_loop.run(self._live()))
+            self._life = self._thread.submit(lambda: event_loop.run(self._run_services()))
             self._life.add_done_callback(self._release_waiters)
         except BaseException:  # such as a signal
             self.__exit__()
@@ -87,25 +87,25 @@ class Services:
 
     def __exit__(self, *_: object) -> None:
         """Stop the services, including those that are not ready yet."""
-        self._begun.wait()
+        self._started.wait()
         if self._task is not None and not self._task.done():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         self._thread.shutdown()
 
     def _release_waiters(self, _: object) -> None:
         """Also covers a failure to create the event loop."""
-        self._begun.set()
-        self._known.set()
+        self._started.set()
+        self._settled.set()
 
     @property
     def reached(self) -> ReadyServices:
         """Block until every service is ready. Raises NgymError: a service cannot be started or found."""
-        self._known.wait()
+        self._settled.wait()
         assert self._life is not None
-        if self._reached is None:
+        if self._ready is None:
             self._life.result()
-        assert self._reached is not None
-        return self._reached
+        assert self._ready is not None
+        return self._ready
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the services' event loop and return its result.
@@ -113,9 +113,9 @@ class Services:
         Raises:
             NgymError: a service was given up in the meantime.
         """
-        reached = self.reached
+        ready = self.reached
         assert self._task is not None
-        future = asyncio.run_coroutine_threadsafe(run_unless_failed(reached.failure(), work), self._task.get_loop())
+        future = asyncio.run_coroutine_threadsafe(run_unless_failed(ready.failure(), work), self._task.get_loop())
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -127,16 +127,16 @@ class Services:
         self.call(self.reached.peers.follow_now())
         return self.reached.peers.urls[name]
 
-    async def _live(self) -> None:
+    async def _run_services(self) -> None:
         self._task = asyncio.current_task()
-        self._begun.set()
+        self._started.set()
         try:
-            async with self._connect() as reached:
-                self._reached = reached
-                self._known.set()
+            async with self._connect() as ready:
+                self._ready = ready
+                self._settled.set()
                 await asyncio.Event().wait()  # until __exit__ cancels
         finally:
-            self._known.set()
+            self._settled.set()
 
 
 class HeadMembership:
@@ -155,27 +155,27 @@ class HeadMembership:
         self._say = say
         self._version: int | None = None
         self._waiting: list[str] = []
-        self._tried: set[str] = set()  # without success, for this version
-        self._said: set[str] = set()
+        self._failed_urls: set[str] = set()  # without success, for this version
+        self._reported: set[str] = set()
 
-    def waiting(self, learned: bool = False) -> list[str]:
-        """The replicas that are ready and have not been tried with the current version. learned: it is about to change."""
-        return [url for url in self._waiting if learned or url not in self._tried]
+    def waiting(self, has_trained: bool = False) -> list[str]:
+        """The ready replicas that have not been tried with this version. has_trained: it is about to change."""
+        return [url for url in self._waiting if has_trained or url not in self._failed_urls]
 
     def proved(self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]) -> None:
         """Tell the head that these replicas serve this version. joined: some of them are new. problems: the reasons of
         those that do not serve it; they wait for the next version.
         """
         if version != self._version:
-            self._tried.clear()
+            self._failed_urls.clear()
         self._version = version
-        self._tried |= set(problems)
-        admitted = [url for url in joined if url not in problems]
-        self._services.call(self._renew([*urls, *admitted]))
-        lines = [f"{self._policy} {url} joined with version {version}" for url in admitted]
+        self._failed_urls |= set(problems)
+        admitted_urls = [url for url in joined if url not in problems]
+        self._services.call(self._renew([*urls, *admitted_urls]))
+        lines = [f"{self._policy} {url} joined with version {version}" for url in admitted_urls]
         for line in (*lines, *(f"{self._policy} {url} gets no calls: {why}" for url, why in problems.items())):
-            if line not in self._said:
-                self._said.add(line)
+            if line not in self._reported:
+                self._reported.add(line)
                 self._say(line)
 
     async def watch(self, notice: Callable[[], None]) -> None:
@@ -189,12 +189,12 @@ class HeadMembership:
 
     async def _renew(self, urls: Sequence[str]) -> None:
         """A head that does not answer is asked again at the next renewal."""
-        reached = self._services.reached
-        opener = {"authorization": f"Bearer {reached.token}"}
+        ready = self._services.reached
+        opener = {"authorization": f"Bearer {ready.token}"}
         body = orjson.dumps({"version": self._version, "urls": urls})
         with suppress(OSError, ValueError, KeyError):
-            reply = await reached.peers.send(
-                "PUT", f"{reached.peers.head_url}{self._path}", body, opener, CONNECT_TIMEOUT_S
+            reply = await ready.peers.send(
+                "PUT", f"{ready.peers.head_url}{self._path}", body, opener, CONNECT_TIMEOUT_S
             )
             self._waiting = orjson.loads(reply.body)["waiting"]
 
@@ -229,15 +229,15 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
         return _bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
     config = load_config([file])
     config.stanza(policy)
-    written: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")
         *parents, leaf = key.split(".")
-        place = written
+        place = settings
         for parent in parents:
             place = place.setdefault(parent, {})
         place[leaf] = yaml.safe_load(value)
-    stanza = Stanza(name=policy, kind="model", app=app, options=written, where="rollouts.policy_app")
+    stanza = Stanza(name=policy, kind="model", app=app, options=settings, where="rollouts.policy_app")
     return _bundling(config.model_copy(update={"services": {**config.services, policy: stanza}}), policy)
 
 
@@ -262,17 +262,17 @@ def place_beside_trainer(
     if not any((stanza.app or "").endswith(VLLM) for stanza in config.services.values()):
         return config
     machine = machine or this_machine()
-    ours, stanza = machine.gpus[:ranks], config.stanza(policy)
+    trainer_gpus, stanza = machine.gpus[:ranks], config.stanza(policy)
     separate = with_own_gpus(config, ranks, machine)
-    theirs = _gpus_of(separate, policy, machine)
+    policy_gpus = _gpus_of(separate, policy, machine)
     if separate.stanza(policy) != stanza:
-        named = ", ".join(gpu for gpu in machine.gpus if gpu in theirs)
-        say(f"{policy!r} gets GPU {named}, the trainer {', '.join(ours)}")
+        names = ", ".join(gpu for gpu in machine.gpus if gpu in policy_gpus)
+        say(f"{policy!r} gets GPU {names}, the trainer {', '.join(trainer_gpus)}")
         return separate
     engine = stanza.options.get("engine") or {}
     if not (stanza.app or "").endswith(VLLM) or not isinstance(engine, Mapping):
         return separate
-    if engine.get("enable_sleep_mode") or MEMORY_SHARE in engine or not set(ours) & theirs:
+    if engine.get("enable_sleep_mode") or MEMORY_SHARE in engine or not set(trainer_gpus) & policy_gpus:
         return separate
     # Replicas without GPUs of their own use the same ones.
     has_own = stanza.resources is not None and stanza.resources.gpus is not None
@@ -330,12 +330,12 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
             f"no services run in {folder}: start them with ng_run in another terminal, or let this command start them "
             "with rollouts.services=global_config.yaml"
         )
-    known = await discover(run.url, run.run_token)
-    for name, names in (*((agent, known.agents) for agent in agents), (policy, known.urls)):
+    discovered = await discover(run.url, run.run_token)
+    for name, names in (*((agent, discovered.agents) for agent in agents), (policy, discovered.urls)):
         if name not in names:
             raise UsageError(f"{run.url} knows no {name!r}{did_you_mean(name, names)}")
-    tracing.begin(tracing_of(known.services), OWNER)
-    peers = Peers(known.urls, known.head_url, run.run_token, owner=OWNER, others=known.others)
+    tracing.begin(tracing_of(discovered.services), OWNER)
+    peers = Peers(discovered.urls, discovered.head_url, run.run_token, owner=OWNER, others=discovered.others)
     try:
         yield ReadyServices(peers, run.admin_token, never_fails)
     finally:

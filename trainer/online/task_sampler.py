@@ -10,7 +10,7 @@ A curriculum draws tasks that are always or never solved less often. For each ta
     m = 1/2 at first, then m <- decay m + (1 - decay) x
     w = floor + (1 - floor) 4 m (1 - m)
 
-4 m (1 - m) is the variance of a 0/1 reward, and thus the size of a group's advantages, relative to its maximum. An
+4 m (1 - m) is the variance of a 0/1 reward, and so the size of a group's advantages, relative to its maximum. An
 unseen task has weight 1. A task that is always or never solved approaches `floor` and stays in the draw.
 """
 
@@ -71,16 +71,16 @@ class Curriculum:
 
     def draw(self, count: int) -> list[int]:
         """Indices of tasks."""
-        drawn: list[int] = []
+        indices: list[int] = []
         for _ in range(count):
             if not self._lottery.total:  # each is in this draw already
-                self._put_back(drawn)
+                self._restore_weights(indices)
             ticket = seeded_random(self._seed, "draw", self._draws).randrange(self._lottery.total)
-            drawn.append(self._lottery.owner(ticket))
-            self._lottery.set(drawn[-1], 0)
+            indices.append(self._lottery.owner(ticket))
+            self._lottery.set(indices[-1], 0)
             self._draws += 1
-        self._put_back(drawn)
-        return drawn
+        self._restore_weights(indices)
+        return indices
 
     def replay_draw(self, index: int) -> None:
         """Count a draw of this index from before a resumption; later draws then continue as in the original run."""
@@ -88,26 +88,26 @@ class Curriculum:
 
     def learn(self, index: int, mean_reward: float) -> None:
         """Record the mean reward of a group of attempts at this task, clamped to [0, 1]."""
-        decay, known = self._options.decay, self._difficulty(index)
+        decay, difficulty = self._options.decay, self._difficulty(index)
         self._means[index] = decay * self._means[index] + (1 - decay) * min(max(mean_reward, 0.0), 1.0)
         self._visits[index] += 1
         self._lottery.set(index, self._weight(index))
-        self._census[known] -= 1
+        self._census[difficulty] -= 1
         self._census[self._difficulty(index)] += 1
 
     def metrics(self) -> dict[str, float]:
         """Shares of the tasks, and the effective number of tasks in a draw (Kish 1965)."""
         count = len(self._means)
-        shares = {known.value: self._census[known] / count for known in TaskDifficulty}
+        shares = {difficulty.value: self._census[difficulty] / count for difficulty in TaskDifficulty}
         return {**shares, "effective": self._lottery.total**2 / self._lottery.squares}
 
     def state(self) -> Json:
-        seen = [index for index, visits in enumerate(self._visits) if visits]
+        visited = [index for index, visits in enumerate(self._visits) if visits]
         return {
             "draws": self._draws,
-            "seen": seen,
-            "means": [self._means[index] for index in seen],
-            "visits": [self._visits[index] for index in seen],
+            "seen": visited,
+            "means": [self._means[index] for index in visited],
+            "visits": [self._visits[index] for index in visited],
         }
 
     def restore(self, state: Json) -> None:
@@ -136,8 +136,8 @@ class Curriculum:
             return TaskDifficulty.SOLVED
         return TaskDifficulty.UNSOLVED if rate <= 1 - ALWAYS_SOLVED else TaskDifficulty.MIXED
 
-    def _put_back(self, drawn: Sequence[int]) -> None:
-        for index in drawn:
+    def _restore_weights(self, indices: Sequence[int]) -> None:
+        for index in indices:
             self._lottery.set(index, self._weight(index))
 
 
@@ -222,9 +222,9 @@ def task_problem(row: Json, agent: str) -> str | None:
     reference = row.get("agent_ref")
     if reference is None:
         return None
-    named = reference.get("name") if isinstance(reference, dict) else reference
-    if named != agent:
-        return f"agent_ref names {named!r}, and these tasks are for {agent!r}; move it to a separate environment"
+    name = reference.get("name") if isinstance(reference, dict) else reference
+    if name != agent:
+        return f"agent_ref names {name!r}, and these tasks are for {agent!r}; move it to a separate environment"
     return None
 
 
@@ -253,9 +253,9 @@ class RoundRobin:
     def next(self) -> int:
         turn = sum(self.taken)
         places = [
-            (math.ceil((taken + 1) * period), place)
-            for place, (taken, period) in enumerate(zip(self.taken, self._periods, strict=True))
-            if math.floor(taken * period) <= turn
+            (math.ceil((count + 1) * period), place)
+            for place, (count, period) in enumerate(zip(self.taken, self._periods, strict=True))
+            if math.floor(count * period) <= turn
         ]
         _, place = min(places)
         self.taken[place] += 1
@@ -298,24 +298,26 @@ class TaskSource:
     def __init__(self, options: RolloutOptions, seed: int, fields: frozenset[str] = frozenset()) -> None:
         self.fields = {name.partition(".")[0] for name in fields}  # of rows
         self._seed = seed
-        self._taken = 0
-        self._drawn: Mapping[int, DrawnTask] = {}
-        self._environments = {each.key: _Environment(each, options, seed, fields) for each in options.sources}
-        self._turns = RoundRobin([each.weight for each in options.sources])
+        self._next_number = 0
+        self._recorded: Mapping[int, DrawnTask] = {}
+        self._environments = {
+            environment.key: _Environment(environment, options, seed, fields) for environment in options.sources
+        }
+        self._turns = RoundRobin([environment.weight for environment in options.sources])
 
     def take(self, count: int) -> list[Task]:
         """The next tasks: first those drawn before a resumption, then new ones."""
-        numbers = range(self._taken, self._taken + count)
-        again = [self._drawn_again(number) for number in takewhile(self._drawn.__contains__, numbers)]
-        self._taken += count
-        return again + self._draw(numbers[len(again) :])
+        numbers = range(self._next_number, self._next_number + count)
+        redrawn = [self._redraw(number) for number in takewhile(self._recorded.__contains__, numbers)]
+        self._next_number += count
+        return redrawn + self._draw(numbers[len(redrawn) :])
 
     def repeat(self, drawn: Mapping[int, DrawnTask]) -> None:
         """Assign these numbers to the tasks that were drawn before a resumption, independent of later rewards."""
-        self._drawn = drawn
+        self._recorded = drawn
 
-    def _drawn_again(self, number: int) -> Task:
-        name, index = self._drawn[number]
+    def _redraw(self, number: int) -> Task:
+        name, index = self._recorded[number]
         if name not in self._environments:
             raise UsageError(
                 f"task {number} was drawn from {name!r}, which is no longer an environment; set "
@@ -328,10 +330,10 @@ class TaskSource:
     def _draw(self, numbers: Sequence[int]) -> list[Task]:
         names = list(self._environments)
         turns = [names[self._turns.next()] for _ in numbers]
-        drawn = {name: iter(self._environments[name].draw(turns.count(name))) for name in names}
+        draws = {name: iter(self._environments[name].draw(turns.count(name))) for name in names}
         tasks = []
         for number, name in zip(numbers, turns, strict=True):
-            index, row = next(drawn[name])
+            index, row = next(draws[name])
             tasks.append(_task(name, index, number, row))
         return tasks
 
@@ -362,7 +364,7 @@ class TaskSource:
         turns = self._turns.taken
         return {
             "seed": self._seed,
-            "taken": self._taken,
+            "taken": self._next_number,
             "environments": {
                 name: {**environment.state(), "turns": turns[place]}
                 for place, (name, environment) in enumerate(self._environments.items())
@@ -373,24 +375,24 @@ class TaskSource:
         """Raise UsageError if `state` belongs to other tasks or another order."""
         if state["seed"] != self._seed:
             raise UsageError(f"seed: {state['seed']} when the tasks were drawn before, {self._seed} now; set it back")
-        theirs = state["environments"]
-        if set(theirs) != set(self._environments):
+        environments = state["environments"]
+        if set(environments) != set(self._environments):
             raise UsageError(
-                f"rollouts.environments: {', '.join(theirs)} when the tasks were drawn before, "
+                f"rollouts.environments: {', '.join(environments)} when the tasks were drawn before, "
                 f"{', '.join(self._environments)} now; set them back, or begin a new run"
             )
         for name, environment in self._environments.items():
-            environment.check(theirs[name])
+            environment.check(environments[name])
 
     def restore(self, state: Json) -> None:
         """Continue from `state`. Raises UsageError, before anything is changed: see `check`."""
         self.check(state)
-        theirs = state["environments"]
+        environments = state["environments"]
         for name, environment in self._environments.items():
-            environment.restore(theirs[name])
-        self._taken = state["taken"]
-        if all(theirs[name]["weight"] == each.weight for name, each in self._environments.items()):
-            self._turns.taken = [theirs[name]["turns"] for name in self._environments]
+            environment.restore(environments[name])
+        self._next_number = state["taken"]
+        if all(environments[name]["weight"] == source.weight for name, source in self._environments.items()):
+            self._turns.taken = [environments[name]["turns"] for name in self._environments]
 
 
 def _task(environment: str, index: int, number: int, row: Json) -> Task:
@@ -411,10 +413,10 @@ class _Environment:
         self._digest = file_digest(Path(options.tasks))
         longest = options.max_output_tokens or rollouts.max_output_tokens
         self._params = {} if longest is None else {"max_output_tokens": longest}
-        own, count = f"{seed} {options.key}", len(self._file)
-        self._sampler: Epochs | Curriculum = Epochs(own, count, self._difficulties)
+        seed_text, count = f"{seed} {options.key}", len(self._file)
+        self._sampler: Epochs | Curriculum = Epochs(seed_text, count, self._difficulties)
         if rollouts.curriculum is not None:
-            self._sampler = Curriculum(rollouts.curriculum, own, count)
+            self._sampler = Curriculum(rollouts.curriculum, seed_text, count)
 
     def draw(self, count: int) -> list[tuple[int, Json]]:
         """Tasks with their index, ready to collect."""
@@ -504,13 +506,13 @@ class Epochs:
         self._order = array("L", order)
 
     def draw(self, count: int) -> list[int]:
-        drawn = []
+        indices = []
         for _ in range(count):
             if self._position == self._count:
                 self._begin(self._epoch + 1)
-            drawn.append(self._order[self._position])
+            indices.append(self._order[self._position])
             self._position += 1
-        return drawn
+        return indices
 
     def replay_draw(self, index: int) -> None:
         """The order of an epoch depends only on the seed: the index is the next one."""

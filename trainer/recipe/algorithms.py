@@ -80,12 +80,12 @@ class AlgorithmOptions(FrozenOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _over_the_defaults(cls, given: Any) -> Any:
+    def _apply_defaults(cls, options: Any) -> Any:
         """A group of keys overrides those keys of this algorithm's setting and keeps the others."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(options, dict):
+            return options
         defaults = {key: field.default for key, field in cls.model_fields.items()}
-        return {key: _merged(defaults.get(key), value) for key, value in given.items()}
+        return {key: _merge(defaults.get(key), value) for key, value in options.items()}
 
     @property
     def task_fields(self) -> frozenset[str]:
@@ -107,10 +107,10 @@ class AlgorithmOptions(FrozenOptions):
         return []
 
 
-def _merged(default: Any, given: Any) -> Any:
-    if isinstance(default, BaseModel) and isinstance(given, dict):
-        return default.model_dump(exclude_unset=True) | given
-    return given
+def _merge(default: Any, value: Any) -> Any:
+    if isinstance(default, BaseModel) and isinstance(value, dict):
+        return default.model_dump(exclude_unset=True) | value
+    return value
 
 
 class SftOptions(AlgorithmOptions):
@@ -267,23 +267,23 @@ class PolicyGradientOptions(AlgorithmOptions):
 
     def invalid_settings(self) -> list[InvalidSetting]:
         estimator = self.advantage.estimator
-        found = invalid_settings(self.objective)
+        settings = invalid_settings(self.objective)
         if self.shaping.skip_equal_groups and estimator in UNCOMPARED:
             reason = f"estimator {estimator} also learns from groups of equal rewards; set it to false"
-            found.append(InvalidSetting("shaping.skip_equal_groups", reason))
+            settings.append(InvalidSetting("shaping.skip_equal_groups", reason))
         if self.shaping.soft_overlong is not None and self.advantage.components != "sum":
             reason = "normalise_then_sum uses the components of the reward, which have no length penalty; use sum"
-            found.append(InvalidSetting("advantage.components", reason))
-        return [*found, *self._of_teacher(self.teacher)] if self.teacher else found
+            settings.append(InvalidSetting("advantage.components", reason))
+        return [*settings, *self._teacher_settings(self.teacher)] if self.teacher else settings
 
-    def _of_teacher(self, teacher: Teacher) -> Iterator[InvalidSetting]:
+    def _teacher_settings(self, teacher: Teacher) -> Iterator[InvalidSetting]:
         if self.shaping.skip_equal_groups:
             reason = "a teacher's scores are a learning signal in groups of equal rewards, too; set it to false"
             yield InvalidSetting("shaping.skip_equal_groups", reason)
         if self.loss.ratio != "token" and teacher.beta is None:
             reason = "a teacher makes advantages differ within a rollout; use ratio token"
             yield InvalidSetting("loss.ratio", reason)
-        if any(each.url for each in teacher.sources) and self.temperature != 1:
+        if any(share.url for share in teacher.sources) and self.temperature != 1:
             yield InvalidSetting("temperature", "a teacher's server returns log-probabilities at temperature 1; set 1")
         if teacher.beta is not None and (teacher.several or teacher.hint):
             reason = "whole distributions are those of one teacher, without a hint; set it to null"
@@ -389,10 +389,10 @@ class OnlineDpoOptions(PolicyGradientOptions):
     preference: Preference = Preference()
 
     def invalid_settings(self) -> list[InvalidSetting]:
-        found = [InvalidSetting(f"preference.{key}", reason) for key, reason in invalid_preferences(self.preference)]
+        settings = [InvalidSetting(f"preference.{key}", reason) for key, reason in invalid_preferences(self.preference)]
         unused = ("advantage", "loss", "kl", "correction", "critic", "teacher", "shaping", "max_mismatch")
         default = type(self)()
-        return found + [
+        return settings + [
             InvalidSetting(key, "online_dpo learns from pairs and does not use it; remove it")
             for key in unused
             if getattr(self, key) != getattr(default, key)
@@ -425,9 +425,9 @@ def options_class(name: str) -> type[AlgorithmOptions]:
     """
     if ":" not in name:
         if name not in ALGORITHMS:
-            said = f"there is no algorithm {name!r}" if name else "it needs a name"
-            known = "".join(f"\n  {each:22} {_first_line(options)}" for each, options in ALGORITHMS.items())
-            raise ValueError(f"{said}{did_you_mean(name, ALGORITHMS)}; known:{known}")
+            problem = f"there is no algorithm {name!r}" if name else "it needs a name"
+            names = "".join(f"\n  {algorithm:22} {_first_line(options)}" for algorithm, options in ALGORITHMS.items())
+            raise ValueError(f"{problem}{did_you_mean(name, ALGORITHMS)}; known:{names}")
         return ALGORITHMS[name]
     return imported_class(name, AlgorithmOptions)
 
@@ -452,7 +452,7 @@ def corrected(options: PolicyGradientOptions) -> PolicyGradientOptions:
     """Adds importance weights for rollouts of older weights, if the recipe has no correction and no ratio that includes
     them. Online DPO has no ratios.
     """
-    given = "correction" in options.model_fields_set or options.loss.anchor == "sampler"
-    if given or isinstance(options, OnlineDpoOptions):
+    is_set = "correction" in options.model_fields_set or options.loss.anchor == "sampler"
+    if is_set or isinstance(options, OnlineDpoOptions):
         return options
     return options.model_copy(update={"correction": Correction(kind="token")})

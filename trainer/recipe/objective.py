@@ -66,22 +66,24 @@ def find_path(path: str) -> Path | None:
     """A file or folder in the working directory, else among the files that ship with ngym; an `hf://` file's copy."""
     if path.startswith(HUB):
         path = str(local_copy(Path(path)))
-    return next((found for found in (Path(path), shipped_path(path), PACKAGE / path) if found.exists()), None)
+    return next(
+        (candidate for candidate in (Path(path), shipped_path(path), PACKAGE / path) if candidate.exists()), None
+    )
 
 
 def existing(path: str) -> str:
     """The absolute path of a file or folder; a ValueError if it does not exist."""
-    found = find_path(path)
-    if found is None:
+    file = find_path(path)
+    if file is None:
         raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym")
-    return os.path.abspath(found)
+    return os.path.abspath(file)
 
 
 def _local_or_hub(name: str) -> str:
     """A folder's absolute path; a name of the Hugging Face hub stays unchanged."""
-    found = find_path(name)
-    if found is not None:
-        return os.path.abspath(found)
+    folder = find_path(name)
+    if folder is not None:
+        return os.path.abspath(folder)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(
             f"there is no folder {name} in {Path.cwd()}, and it is not an owner/name of the Hugging Face hub"
@@ -296,13 +298,13 @@ class Teacher(TeacherSource):
     @property
     def sources(self) -> tuple[TeacherShare, ...]:
         """All teachers, with their weights."""
-        own = {name: getattr(self, name) for name in TeacherSource.model_fields}
-        return self.several or (TeacherShare.model_construct(**own),)
+        fields = {name: getattr(self, name) for name in TeacherSource.model_fields}
+        return self.several or (TeacherShare.model_construct(**fields),)
 
     @property
     def task_fields(self) -> frozenset[str]:
         """The fields of task rows that hints name."""
-        return frozenset(name for each in self.sources for name in PLACEHOLDER.findall(each.hint or ""))
+        return frozenset(name for share in self.sources for name in PLACEHOLDER.findall(share.hint or ""))
 
 
 class Objective(FrozenOptions):

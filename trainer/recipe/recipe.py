@@ -281,10 +281,11 @@ class EngineOptions(FrozenOptions):
     @field_validator("compile")
     @classmethod
     def _check_checkpointing_compile(cls, value: bool, info: ValidationInfo) -> bool:
-        again = info.data.get("activation_checkpointing")
-        if isinstance(again, float) and not value:
+        checkpointing = info.data.get("activation_checkpointing")
+        if isinstance(checkpointing, float) and not value:
             raise ValueError(
-                f"engine.activation_checkpointing={again} needs it; set engine.compile=true, or checkpoint whole layers"
+                f"engine.activation_checkpointing={checkpointing} needs it; "
+                "set engine.compile=true, or checkpoint whole layers"
             )
         if value and info.data.get("zero_stage") == 3:
             raise ValueError("ZeRO-3 gathers weights while a layer runs; set engine.zero_stage to 0, 1 or 2")
@@ -506,11 +507,11 @@ class Recipe(FrozenOptions):
     @field_validator("evaluation")
     @classmethod
     def _check_evaluation(cls, value: EvaluationOptions | None, info: ValidationInfo) -> EvaluationOptions | None:
-        known = info.data
-        if value is None or not {"algorithm", "data", "rollouts"} <= known.keys():
+        data = info.data
+        if value is None or not {"algorithm", "data", "rollouts"} <= data.keys():
             return value  # reported elsewhere
-        live = known["rollouts"] if known["data"] is None else None
-        algorithm = known["algorithm"]
+        live = data["rollouts"] if data["data"] is None else None
+        algorithm = data["algorithm"]
         of_rollouts = isinstance(algorithm, PolicyGradientOptions)
         if problem := evaluation_problem(value, live, algorithm.name, learns_from_rollouts=of_rollouts):
             raise ValueError(problem)
@@ -552,11 +553,11 @@ class Launch(NamedTuple):
 
 
 def read_launch() -> Launch:
-    said = os.environ.get
-    ranks = int(said("WORLD_SIZE", 1))
+    variable = os.environ.get
+    ranks = int(variable("WORLD_SIZE", 1))
     return Launch(
-        rank=int(said("RANK", 0)),
-        local_rank=int(said("LOCAL_RANK", 0)),
+        rank=int(variable("RANK", 0)),
+        local_rank=int(variable("LOCAL_RANK", 0)),
         ranks=ranks,
-        local_ranks=int(said("LOCAL_WORLD_SIZE", ranks)),
+        local_ranks=int(variable("LOCAL_WORLD_SIZE", ranks)),
     )

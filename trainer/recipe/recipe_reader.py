@@ -43,7 +43,7 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
 
 def invalid_settings(recipe: Recipe) -> list[InvalidSetting]:
     """All invalid combinations of a recipe."""
-    found = [InvalidSetting(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.invalid_settings()]
+    settings = [InvalidSetting(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.invalid_settings()]
     parts = (
         _check_files,
         _check_reward_models,
@@ -53,7 +53,7 @@ def invalid_settings(recipe: Recipe) -> list[InvalidSetting]:
         _check_heads,
         _check_shared_gpus,
     )
-    return [*found, *(refusal for part in parts for refusal in part(recipe))]
+    return [*settings, *(refusal for part in parts for refusal in part(recipe))]
 
 
 def _check_files(recipe: Recipe) -> Iterator[InvalidSetting]:
@@ -61,14 +61,14 @@ def _check_files(recipe: Recipe) -> Iterator[InvalidSetting]:
     if recipe.data is None or not isinstance(recipe.algorithm, PolicyGradientOptions):
         return
     algorithm = recipe.algorithm
-    kl, again = algorithm.kl, algorithm.critic is not None and algorithm.loss.anchor == "trainer"
-    if kl.coef > 0 and kl.where == "reward" and not again:
+    kl, recomputed = algorithm.kl, algorithm.critic is not None and algorithm.loss.anchor == "trainer"
+    if kl.coef > 0 and kl.where == "reward" and not recomputed:
         reason = (
             "in a file, the rollouts are of the reference itself, so a KL in the reward is 0; use loss, or kl.coef 0"
         )
         yield InvalidSetting("algorithm.kl.where", reason)
     teachers = algorithm.teacher.sources if algorithm.teacher else ()
-    if any(each.current_policy for each in teachers):
+    if any(share.current_policy for share in teachers):
         reason = "from a file, the teacher would stay the policy at the start; name that policy with path"
         yield InvalidSetting("algorithm.teacher.current_policy", reason)
 
@@ -79,7 +79,7 @@ def _check_reward_models(recipe: Recipe) -> Iterator[InvalidSetting]:
         return
     teacher = recipe.algorithm.teacher if isinstance(recipe.algorithm, PolicyGradientOptions) else None
     paths = [("model.path", recipe.model.path)]
-    paths += [("algorithm.teacher.path", one.path) for one in (teacher.sources if teacher else ())]
+    paths += [("algorithm.teacher.path", share.path) for share in (teacher.sources if teacher else ())]
     for key, path in paths:
         if path is not None and holds_classifier(path):
             yield InvalidSetting(key, f"{path}: {CLASSIFIER_PROBLEM}")
@@ -112,20 +112,20 @@ def _check_teacher(recipe: Recipe) -> Iterator[InvalidSetting]:
         )
     if recipe.live is None:
         return
-    agents = {each.agent for each in recipe.live.sources}
-    taught = {name for share in recipe.algorithm.teacher.sources for name in share.agents or agents}
-    for name in sorted(taught - agents):
+    agents = {source.agent for source in recipe.live.sources}
+    covered = {name for share in recipe.algorithm.teacher.sources for name in share.agents or agents}
+    for name in sorted(covered - agents):
         yield InvalidSetting(
             "algorithm.teacher.several", f"no tasks are for an agent {name!r}{did_you_mean(name, agents)}"
         )
-    for name in sorted(agents - taught):
+    for name in sorted(agents - covered):
         yield InvalidSetting(
             "algorithm.teacher.several", f"no teacher scores the rollouts of {name!r}; add it to agents"
         )
     if recipe.live.dynamic_sampling > 1:
         reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
         yield InvalidSetting("rollouts.dynamic_sampling", reason)
-    if recipe.live.colocated and any(each.path for each in recipe.algorithm.teacher.sources):
+    if recipe.live.colocated and any(source.path for source in recipe.algorithm.teacher.sources):
         reason = "a teacher would stay on the GPU while colocated servers sample; use teacher.url"
         yield InvalidSetting("algorithm.teacher.path", reason)
 
@@ -195,10 +195,10 @@ def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
 
     A value from an environment variable is written as its `${oc.env:...}`, so that no secret reaches the disk.
     """
-    shown = redacted(recipe.model_dump(mode="json"))
+    values = redacted(recipe.model_dump(mode="json"))
     for key, text in tree.environment.items():
-        _set_value(shown, key.split("."), text)
-    return yaml.safe_dump(shown, sort_keys=False)
+        _set_value(values, key.split("."), text)
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _set_value(values: Any, path: Sequence[str], text: str) -> None:
@@ -209,23 +209,25 @@ def _set_value(values: Any, path: Sequence[str], text: str) -> None:
 
 
 def _recipe_file(name: str) -> Path:
-    found = find_path(name) or find_path(f"{RECIPES}/{name}")
-    if found is None:
-        known = sorted(path.name for path in RECIPES.glob("*.yaml"))
-        near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")
-        remedy = f"give a YAML file, or one that ships with ngym: {', '.join(known)}"
+    file = find_path(name) or find_path(f"{RECIPES}/{name}")
+    if file is None:
+        names = sorted(path.name for path in RECIPES.glob("*.yaml"))
+        near = near_file(Path(name)) or (
+            f" (did you mean {suggestion!r}?)" if (suggestion := nearest(name, names)) else ""
+        )
+        remedy = f"give a YAML file, or one that ships with ngym: {', '.join(names)}"
         raise ConfigError(f"{name}: no such recipe{near}; {remedy}")
-    return found
+    return file
 
 
 def impossible_settings(recipe: Recipe, launch: Launch) -> list[InvalidSetting]:
     """Settings that cannot work, each with its key in the recipe."""
-    together = recipe.engine.together
-    if launch.ranks % together:
+    group_size = recipe.engine.together
+    if launch.ranks % group_size:
         key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
         return [
             InvalidSetting(
-                key, f"{launch.ranks} ranks cannot form groups of {together}; start a multiple of {together}"
+                key, f"{launch.ranks} ranks cannot form groups of {group_size}; start a multiple of {group_size}"
             )
         ]
     live = recipe.live
@@ -238,7 +240,7 @@ def impossible_settings(recipe: Recipe, launch: Launch) -> list[InvalidSetting]:
             reason = f"{updates} optimizer steps cannot split {rollouts} rollouts; set it to {rollouts} or less"
             return [InvalidSetting("rollouts.updates_per_step", reason)]
         key, samples = "rollouts.tasks_per_step", rollouts // updates
-    ranks = launch.ranks // together
+    ranks = launch.ranks // group_size
     if samples >= ranks:
         return []
     reason = f"an optimizer step has {samples} samples for {ranks} ranks, and some ranks would be idle; raise it"
@@ -251,14 +253,14 @@ def file_run_sizes(recipe: Recipe, samples: Sequence[Sample], steps: int, launch
     tokens = [sample.tokens for sample in samples]
     mean, count = sum(tokens) / len(tokens), min(recipe.batch_size, len(tokens))
     each_epoch = math.ceil(len(tokens) / recipe.batch_size)
-    seen = steps // each_epoch * len(tokens) + min(steps % each_epoch * recipe.batch_size, len(tokens))
-    every = each_epoch * recipe.epochs
-    run = f"{recipe.epochs:,} x {each_epoch:,}" if steps == every else f"max_steps, of {every:,}"
+    sample_count = steps // each_epoch * len(tokens) + min(steps % each_epoch * recipe.batch_size, len(tokens))
+    total = each_epoch * recipe.epochs
+    run = f"{recipe.epochs:,} x {each_epoch:,}" if steps == total else f"max_steps, of {total:,}"
     return [
         f"data         {len(tokens):,} samples, {sum(tokens):,} tokens: {mean:,.0f} each, at most {max(tokens):,}",
-        f"step         {count:,} samples{_shared(count, recipe, launch)}",
+        f"step         {count:,} samples{_describe_share(count, recipe, launch)}",
         *_micro_batches(recipe, count * mean, max(tokens), launch),
-        f"run          {steps:,} steps ({run}): {seen:,} samples, about {seen * mean:,.0f} tokens",
+        f"run          {steps:,} steps ({run}): {sample_count:,} samples, about {sample_count * mean:,.0f} tokens",
         *_learning_rates(recipe, steps),
     ]
 
@@ -269,32 +271,35 @@ def live_run_sizes(recipe: Recipe, launch: Launch) -> list[str]:
     assert live is not None and steps is not None
     rollouts, updates = live.tasks_per_step * live.group_size, live.updates_per_step
     part = math.ceil(rollouts / updates)
-    collected = f"{live.tasks_per_step:,} tasks x {live.group_size:,} rollouts = {rollouts:,} rollouts"
-    trained = f"{updates:,} optimizer step{'s' if updates > 1 else ''} of {part:,}{_shared(part, recipe, launch)}"
+    text = f"{live.tasks_per_step:,} tasks x {live.group_size:,} rollouts = {rollouts:,} rollouts"
+    trained = (
+        f"{updates:,} optimizer step{'s' if updates > 1 else ''} of {part:,}{_describe_share(part, recipe, launch)}"
+    )
     return [
-        f"step         {collected}, in {trained}",
+        f"step         {text}, in {trained}",
         f"micro-batch  at most {recipe.micro_batch_tokens:,} tokens on a rank, as many as the rollouts need",
         f"run          {steps:,} steps: {steps * updates:,} optimizer steps, {steps * rollouts:,} rollouts",
         *_learning_rates(recipe, steps),
     ]
 
 
-def _shared(samples: int, recipe: Recipe, launch: Launch) -> str:
+def _describe_share(samples: int, recipe: Recipe, launch: Launch) -> str:
     if launch.ranks == 1:
         return ""
-    together = recipe.engine.together
-    groups = launch.ranks // together
-    each = (
+    group_size = recipe.engine.together
+    groups = launch.ranks // group_size
+    share = (
         f"{samples / groups:,.0f}" if samples % groups == 0 else f"{samples // groups:,} or {samples // groups + 1:,}"
     )
-    return f", {each} on each of {groups} " + ("ranks" if together == 1 else f"groups of {together} ranks")
+    return f", {share} on each of {groups} " + ("ranks" if group_size == 1 else f"groups of {group_size} ranks")
 
 
 def _micro_batches(recipe: Recipe, tokens: float, longest: int, launch: Launch) -> Iterator[str]:
     """tokens: of an optimizer step, on average."""
-    budget, mine = recipe.micro_batch_tokens, tokens * recipe.engine.tensor_parallel / launch.ranks
-    count = math.ceil(mine / budget)
-    yield f"micro-batch  at most {budget:,} tokens on a rank: about {count:,} in a step, of {mine / count:,.0f} tokens"
+    budget, tokens_of_rank = recipe.micro_batch_tokens, tokens * recipe.engine.tensor_parallel / launch.ranks
+    count = math.ceil(tokens_of_rank / budget)
+    mean = tokens_of_rank / count
+    yield f"micro-batch  at most {budget:,} tokens on a rank: about {count:,} in a step, of {mean:,.0f} tokens"
     if longest > budget * recipe.engine.sequence_parallel:
         yield f"             micro_batch_tokens is below the longest sample: one of more, up to {longest:,}, is alone"
 

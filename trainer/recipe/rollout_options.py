@@ -231,7 +231,7 @@ Held = TypeVar("Held", bound=HeldOutOptions)
 
 
 def _distinct(environments: tuple[Held, ...]) -> tuple[Held, ...]:
-    names = [each.key for each in environments]
+    names = [environment.key for environment in environments]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two environments are called {twice!r}; give each a different `name`")

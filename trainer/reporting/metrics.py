@@ -201,7 +201,7 @@ def display(steps: int, history: Sequence[Values], shown: bool, alone: bool) -> 
     if not shown:
         yield Display()
     elif alone and is_live(sys.stdout):
-        with terminal() as screen, _drawn(LiveDisplay(screen, steps, history)) as live:
+        with terminal() as screen, _drawing(LiveDisplay(screen, steps, history)) as live:
             yield live
     else:
         lines = Lines(steps)
@@ -222,8 +222,9 @@ class Lines(Display):
 
     def step(self, step: int, values: Values) -> None:
         self._clock.step(step)
-        left = self._clock.left_s
-        self._unsaid = f"step {step}/{self._steps}  {line(values)}" + ("" if left is None else f"  {left:.0f} s left")
+        left_s = self._clock.left_s
+        remaining = "" if left_s is None else f"  {left_s:.0f} s left"
+        self._unsaid = f"step {step}/{self._steps}  {line(values)}{remaining}"
         now = time.monotonic()
         if _is_live(values) or step in (1, self._steps) or now - self._printed >= PLAIN_INTERVAL_S:
             self._printed = now
@@ -248,7 +249,7 @@ class LiveDisplay(Display):
         self._history = history
         self._clock = Clock(steps)
         self._values: Values = {}
-        self._read = 0  # number of rows of the history that are in the curves
+        self._next_row = 0  # number of rows of the history that are in the curves
         self._curves: dict[str, Curve] = {}
 
     def step(self, step: int, values: Values) -> None:
@@ -265,24 +266,24 @@ class LiveDisplay(Display):
     def end(self) -> None:
         """Leave one line with the final state."""
         main = next((form.format(self._values[name]) for name, form in SHOWN.items() if name in self._values), "")
-        said = f"step {self._clock.at}/{self._steps} in {clock(self._clock.elapsed_s)}  {main}" if main else ""
+        summary = f"step {self._clock.at}/{self._steps} in {clock(self._clock.elapsed_s)}  {main}" if main else ""
         self._screen.close()
-        if said:
-            self._screen.say(said)
+        if summary:
+            self._screen.say(summary)
 
     def picture(self, size: Size) -> list[Text]:
         from rich.text import Text
 
-        self._read_on()
+        self._read_messages()
         main = "reward/mean" if "reward/mean" in self._values else "loss"
         held_out = [name for name in self._curves if _is_held_out(name)][:MAX_HELD_OUT]
-        drawn = [main, *held_out]
-        curves = [_curve(name, self._curves[name], size) for name in drawn if name in self._curves]
-        figures = {name: form for name, form in SHOWN.items() if name in self._values and name not in drawn}
+        names = [main, *held_out]
+        curves = [_curve(name, self._curves[name], size) for name in names if name in self._curves]
+        figures = {name: form for name, form in SHOWN.items() if name in self._values and name not in names}
         facts = [form.format(self._values[name]) for name, form in figures.items()]
-        beside = [Text(line, "dim") for line in packed(facts, size.width)]
+        lines = [Text(line, "dim") for line in packed(facts, size.width)]
         shares = [Text(line, "dim") for line in packed(_shares(self._values), size.width)]
-        return [self._bar(size), *curves, *beside, *shares]
+        return [self._bar(size), *curves, *lines, *shares]
 
     def _bar(self, size: Size) -> Text:
         from rich.text import Text
@@ -291,14 +292,14 @@ class LiveDisplay(Display):
         count = f"step {at:,}/{self._steps:,}  {clock(self._clock.elapsed_s)}"
         if left_s is not None:
             count += f"  {clock(left_s)} to go"
-        drawn = bar(at, self._steps, size.width - len(count) - 2)
-        return Text(count).append("  ").append(drawn) if drawn else Text(count)
+        bar_text = bar(at, self._steps, size.width - len(count) - 2)
+        return Text(count).append("  ").append(bar_text) if bar_text else Text(count)
 
-    def _read_on(self) -> None:
+    def _read_messages(self) -> None:
         """Read only new rows, so that the cost of a frame does not depend on the length of the history."""
-        new = self._history[self._read :]
-        self._read += len(new)
-        for row in new:
+        rows = self._history[self._next_row :]
+        self._next_row += len(rows)
+        for row in rows:
             for name, value in row.items():
                 if (name in MAIN or _is_held_out(name)) and value is not None and math.isfinite(value):
                     self._curves.setdefault(name, Curve()).add(value)
@@ -347,7 +348,7 @@ class Clock:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._began = time.monotonic()
-        self._before: int | None = None  # number of steps before a resumption
+        self._resumed_at: int | None = None  # number of steps before a resumption
         self.at = 0
         self.left_s: float | None = None
 
@@ -356,14 +357,14 @@ class Clock:
         return time.monotonic() - self._began
 
     def step(self, step: int) -> None:
-        if self._before is None:
-            self._before = step - 1
+        if self._resumed_at is None:
+            self._resumed_at = step - 1
         self.at = step
-        self.left_s = self.elapsed_s / (step - self._before) * (self._steps - step)
+        self.left_s = self.elapsed_s / (step - self._resumed_at) * (self._steps - step)
 
 
 @contextmanager
-def _drawn(live: LiveDisplay) -> Iterator[LiveDisplay]:
+def _drawing(live: LiveDisplay) -> Iterator[LiveDisplay]:
     """Redraws a few times a second: a step may take minutes, and the terminal may change."""
     over = threading.Event()
 
@@ -384,9 +385,9 @@ def _drawn(live: LiveDisplay) -> Iterator[LiveDisplay]:
 def line(values: Values) -> str:
     """A step's metrics in one line."""
     live = _is_live(values)
-    shown = (SHOWN | TIMES).items()
+    formats = (SHOWN | TIMES).items()
     return "  ".join(
-        form.format(values[name]) for name, form in shown if name in values and (live or name not in ONLY_LIVE)
+        form.format(values[name]) for name, form in formats if name in values and (live or name not in ONLY_LIVE)
     )
 
 
@@ -472,7 +473,7 @@ class _Rows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._said = False
+        self._reported = False
 
     def __enter__(self) -> Self:
         self._file = self._path.open("ab", buffering=0)
@@ -493,7 +494,7 @@ class _Rows:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size = self._end
         except OSError as error:
-            if not self._said:
-                self._said = True
+            if not self._reported:
+                self._reported = True
                 return f"{self._path}: entries are lost: {error.strerror}; training continues"
         return None

@@ -105,8 +105,8 @@ class SubprocessSink(MetricSink):
     """The sink of this name. output: the run's folder. recipe: is stored with the metrics."""
 
     def __init__(self, name: str, options: FrozenOptions, output: Path, recipe: Json) -> None:
-        asked = options.model_dump(mode="json")
-        self._begin = {"name": name, "options": asked, "output": str(output.absolute()), "recipe": recipe}
+        settings = options.model_dump(mode="json")
+        self._begin = {"name": name, "options": settings, "output": str(output.absolute()), "recipe": recipe}
         # A separate session: Ctrl-C reaches only the run, which then gives the sink time; child processes end with it.
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
@@ -156,16 +156,16 @@ class SinkThread:
         self._sink = sink
         self._bound = waiting
         self._queue: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
-        self._given = 0
+        self._submitted = 0
         self._written = 0
         self._problem: str | None = None
-        self._said = False
+        self._reported = False
         self._thread = threading.Thread(target=self._run, name=f"logging to {name}", daemon=True)
         self._thread.start()
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
         """Queue the metrics of a step, or those computed after it; returns at once."""
-        self._given += 1
+        self._submitted += 1
         if self._queue.qsize() < self._bound:
             self._queue.put((step, values))
         elif self._problem is None:
@@ -173,9 +173,9 @@ class SinkThread:
 
     def new_problem(self) -> str | None:
         """What is wrong, reported once."""
-        if self._problem is None or self._said:
+        if self._problem is None or self._reported:
             return None
-        self._said = True
+        self._reported = True
         return f"logging.{self.name}: entries are lost: {self._problem}; {GO_ON}"
 
     def end(self) -> None:
@@ -188,17 +188,18 @@ class SinkThread:
         if self._thread.is_alive():
             self._problem = self._problem or "it takes too long"
             self._sink.abandon()
-        lost = self._given - self._written
-        if lost:
-            return f"logging.{self.name}: {lost:,} of {self._given:,} entries were not written; metrics.jsonl has them"
+        missing = self._submitted - self._written
+        if missing:
+            entries = f"{missing:,} of {self._submitted:,} entries"
+            return f"logging.{self.name}: {entries} were not written; metrics.jsonl has them"
         return f"logging.{self.name}: it was not closed: {self._problem}" if self._problem else None
 
     def _run(self) -> None:
-        opened = False
+        is_open = False
         with self._recording_errors():
             self._sink.open()
-            opened = True
-        if not opened:
+            is_open = True
+        if not is_open:
             self._sink.abandon()
             return
         while (entry := self._queue.get()) is not None:
@@ -237,8 +238,8 @@ class Sinks:
         deadline = time.monotonic() + self._close_s
         for thread in self._threads:
             thread.end()
-        lost = [thread.join(deadline) for thread in self._threads]
-        return filter(None, [*(thread.new_problem() for thread in self._threads), *lost])
+        problems = [thread.join(deadline) for thread in self._threads]
+        return filter(None, [*(thread.new_problem() for thread in self._threads), *problems])
 
 
 def open_sinks(options: LoggingOptions, output: Path, resolved: Path, done: int = 0) -> Sinks:
@@ -248,14 +249,14 @@ def open_sinks(options: LoggingOptions, output: Path, resolved: Path, done: int 
     if options.tensorboard:
         folder = output / "tensorboard" if options.tensorboard is True else Path(options.tensorboard)
         sinks["tensorboard"] = TensorBoard(folder, done)
-    for name, asked in (("wandb", options.wandb), ("mlflow", options.mlflow)):
-        if asked is not None:
-            sinks[name] = SubprocessSink(name, asked, output, recipe)
+    for name, sink_options in (("wandb", options.wandb), ("mlflow", options.mlflow)):
+        if sink_options is not None:
+            sinks[name] = SubprocessSink(name, sink_options, output, recipe)
     threads = [SinkThread(name, sink) for name, sink in sinks.items()]
-    return Sinks([*threads, *(_own(asked, output, recipe) for asked in options.sinks)])
+    return Sinks([*threads, *(_open_custom(sink_options, output, recipe) for sink_options in options.sinks)])
 
 
-def _own(asked: SinkOptions, output: Path, recipe: Json) -> SinkThread:
+def _open_custom(options: SinkOptions, output: Path, recipe: Json) -> SinkThread:
     """A sink of the user's, under the name of its class."""
-    kind: type[MetricSink] = imported_class(asked.sink, MetricSink)
-    return SinkThread(kind.__name__, kind(output, recipe, **asked.options))
+    kind: type[MetricSink] = imported_class(options.sink, MetricSink)
+    return SinkThread(kind.__name__, kind(output, recipe, **options.options))

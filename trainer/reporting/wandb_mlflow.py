@@ -33,9 +33,9 @@ class Mlflow:
 
         self._metric = Metric
         self._client = MlflowClient(options.uri)
-        known = self._client.get_experiment_by_name(options.experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(options.experiment)
-        where = {"uri": options.uri, "experiment": options.experiment}
+        stored = self._client.get_experiment_by_name(options.experiment)
+        experiment = stored.experiment_id if stored else self._client.create_experiment(options.experiment)
+        target = {"uri": options.uri, "experiment": options.experiment}
 
         def parent() -> str:
             run_id: str = self._client.create_run(experiment, run_name=Path(os.environ[SWEEP]).name).info.run_id
@@ -44,39 +44,39 @@ class Mlflow:
 
         def create() -> str:
             sweep = os.environ.get(SWEEP)
-            tags = {PARENT: _run_id(Path(sweep), "mlflow", where, parent)[0]} if sweep else None
+            tags = {PARENT: _run_id(Path(sweep), "mlflow", target, parent)[0]} if sweep else None
             return str(self._client.create_run(experiment, tags=tags, run_name=options.name or output.name).info.run_id)
 
-        self._run_id, is_resumed = _run_id(output, "mlflow", where, create)
+        self._run_id, is_resumed = _run_id(output, "mlflow", target, create)
         if is_resumed:
             self._client.update_run(self._run_id, status="RUNNING")
             return  # it has the parameters, and MLflow refuses to change one
-        params = [Param(name, value[:PARAM_CHARS]) for name, value in _flat(recipe)]
+        params = [Param(name, value[:PARAM_CHARS]) for name, value in _flatten(recipe)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._run_id, params=params[start : start + PARAMS_AT_ONCE])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(_allowed(name), value, now, step) for name, value in values.items()]
+        metrics = [self._metric(_sanitize(name), value, now, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
 
-def _allowed(name: str) -> str:
+def _sanitize(name: str) -> str:
     """The name with only the characters that MLflow accepts: avg@4 -> avg_at_4."""
     return FORBIDDEN.sub("_", name.replace("@", "_at_"))
 
 
-def _flat(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Dotted key and value of every leaf."""
     parts = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else None
     if not parts:
-        yield _allowed(path), str(values)
+        yield _sanitize(path), str(values)
         return
     for key, value in parts:
-        yield from _flat(value, f"{path}.{key}" if path else str(key))
+        yield from _flatten(value, f"{path}.{key}" if path else str(key))
 
 
 class Wandb:
@@ -106,19 +106,19 @@ class Wandb:
         self._run.finish()
 
 
-def _run_id(folder: Path, name: str, where: Json, create: Callable[[], str]) -> tuple[str, bool]:
+def _run_id(folder: Path, name: str, target: Json, create: Callable[[], str]) -> tuple[str, bool]:
     """The id of the folder's run in this sink, and whether an earlier process created it.
 
-    where: an id that belongs to another project or server is not used. Passwords in it are not written.
+    target: an id that belongs to another project or server is not used. Passwords in it are not written.
     """
-    where = redacted(where)
+    target = redacted(target)
     file = run_file(folder, name)
-    known: Json = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    if known and known == {"id": known["id"], **where}:
-        return known["id"], True
-    made = create()
-    write_whole(file, json.dumps({"id": made, **where}).encode())
-    return made, False
+    record: Json = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if record and record == {"id": record["id"], **target}:
+        return record["id"], True
+    run_id = create()
+    write_whole(file, json.dumps({"id": run_id, **target}).encode())
+    return run_id, False
 
 
 def main() -> None:
@@ -126,32 +126,32 @@ def main() -> None:
     os.dup2(2, 1)  # the packages' own output must not be taken for an answer
     sink: Wandb | Mlflow | None = None
 
-    def begin(asked: Json) -> None:
+    def begin(request: Json) -> None:
         nonlocal sink
-        sink = _sink(asked)
+        sink = _sink(request)
 
-    def write(asked: Json) -> None:
+    def write(request: Json) -> None:
         assert sink is not None
-        sink.write(asked["step"], asked["values"])
+        sink.write(request["step"], request["values"])
 
     for line in sys.stdin.buffer:
-        asked: Json = json.loads(line)
-        answers.write(json.dumps(_problem(begin if "name" in asked else write, asked)).encode() + b"\n")
+        request: Json = json.loads(line)
+        answers.write(json.dumps(_error_of(begin if "name" in request else write, request)).encode() + b"\n")
     if sink is not None:
         sink.close()
 
 
-def _sink(asked: Json) -> Wandb | Mlflow:
-    output, recipe = Path(asked["output"]), asked["recipe"]
-    if asked["name"] == "wandb":
-        return Wandb(WandbOptions(**asked["options"]), output, recipe)
-    return Mlflow(MlflowOptions(**asked["options"]), output, recipe)
+def _sink(request: Json) -> Wandb | Mlflow:
+    output, recipe = Path(request["output"]), request["recipe"]
+    if request["name"] == "wandb":
+        return Wandb(WandbOptions(**request["options"]), output, recipe)
+    return Mlflow(MlflowOptions(**request["options"]), output, recipe)
 
 
-def _problem(do: Callable[[Json], None], asked: Json) -> str | None:
+def _error_of(do: Callable[[Json], None], request: Json) -> str | None:
     """Call the sink; returns its error as an answer, or None."""
     try:
-        do(asked)
+        do(request)
     except Exception as error:  # noqa: BLE001
         text = str(error).strip().split("\n")[0]
         return f"{type(error).__name__}: {text}"

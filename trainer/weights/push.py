@@ -60,14 +60,14 @@ def checkpoint(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         UsageError: a tensor's dtype is not supported.
     """
     tensors: dict[str, Tensor] = {}
-    seen = set()
+    places = set()
     for name, tensor in weights.items():
         if tensor.dtype not in DTYPES:
             raise UsageError(f"tensor {name}: has the dtype {tensor.dtype}; float32, bfloat16 or float16 can be pushed")
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place not in seen or tensor.numel() == 0:
+        if place not in places or tensor.numel() == 0:
             tensors[name] = tensor.detach()
-        seen.add(place)
+        places.add(place)
     return tensors
 
 
@@ -150,12 +150,12 @@ class Replica:
         """adapter: None if the tensors are a whole checkpoint. transfer: vLLM receives the tensors itself, not as
         files.
         """
-        announced = [
+        tensor_infos = [
             {"name": name, "shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]}
             for name, tensor in tensors.items()
         ]
         self._push = ""
-        body: Json = {"version": version, "tensors": announced}
+        body: Json = {"version": version, "tensors": tensor_infos}
         if adapter is not None:
             body["adapter"] = adapter._asdict()
         if transfer:
@@ -188,7 +188,7 @@ class Replica:
         self._call("POST", f"/weights/transfer/update?push={self._push}", {"info": info})
 
     def give_up(self) -> None:
-        """Abandon a push that was begun; a server that cannot be reached abandons it when its lease ends."""
+        """Abandon a push that has started; a server that cannot be reached abandons it when its lease ends."""
         if self._push:
             with contextlib.suppress(PushFailed, TransientPushError):
                 self._call("DELETE", f"/weights?push={self._push}")
@@ -208,18 +208,18 @@ class Replica:
     def _call(self, method: str, path: str, body: Json | bytes | None = None) -> Json:
         content = orjson.dumps(body) if isinstance(body, dict) else body
         kind = "application/json" if content is not body else "application/octet-stream"
-        what = f"{self.url}: {method} {path.partition('?')[0]}"
+        request = f"{self.url}: {method} {path.partition('?')[0]}"
         try:
             status, answer = self._exchange(method, path, content, {**self._headers, "content-type": kind})
         except (OSError, http.client.HTTPException) as error:
-            raise TransientPushError(f"{what}: {type(error).__name__}: {error}") from error
+            raise TransientPushError(f"{request}: {type(error).__name__}: {error}") from error
         if status < 400:
-            parsed: Json = orjson.loads(answer or b"{}")
-            return parsed
+            reply: Json = orjson.loads(answer or b"{}")
+            return reply
         problem = _problem(answer)
         # An error without `retryable` is vLLM's own: its engine has just died, and the server restarts.
         kind_of_error = TransientPushError if problem.get("retryable", status >= 500) else PushFailed
-        raise kind_of_error(f"{what}: {status}: {problem['detail']}")
+        raise kind_of_error(f"{request}: {status}: {problem['detail']}")
 
     def _exchange(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
         place = urlsplit(self.url)
@@ -253,9 +253,9 @@ class Replica:
 def _problem(answer: bytes) -> Json:
     """A problem document; any other answer becomes its detail."""
     with contextlib.suppress(orjson.JSONDecodeError):
-        parsed = orjson.loads(answer)
-        if isinstance(parsed, dict) and "detail" in parsed:
-            return parsed
+        content = orjson.loads(answer)
+        if isinstance(content, dict) and "detail" in content:
+            return content
     return {"detail": answer[:300].decode(errors="replace")}
 
 
@@ -335,8 +335,8 @@ class Pusher:
         mode: Mode = "keep",
         patience_s: float = 300.0,
     ) -> None:
-        own = ":" in transport
-        if not own and (transport == "filesystem") != (folder is not None):
+        is_custom = ":" in transport
+        if not is_custom and (transport == "filesystem") != (folder is not None):
             raise ValueError("a folder is only for the transport filesystem")
         if (transport == "lora") != (adapter is not None):
             raise ValueError("an adapter's shape is only for the transport lora")
@@ -346,7 +346,7 @@ class Pusher:
         self._replicas: list[Replica] = []
         self._follow()
         in_files: type[PushTransport] | None = (
-            imported_class(transport, PushTransport) if own else IN_FILES.get(transport)
+            imported_class(transport, PushTransport) if is_custom else IN_FILES.get(transport)
         )
         self._files = in_files(folder) if in_files else None
         self._server_transport = in_files.server_transport if in_files else transport
@@ -357,11 +357,11 @@ class Pusher:
 
     def _follow(self) -> None:
         """Keep the replicas that are still there, and add the new ones."""
-        known = {replica.url: replica for replica in self._replicas}
+        replicas_by_url = {replica.url: replica for replica in self._replicas}
         urls = [url.rstrip("/") for url in self._urls()]
-        self._replicas = [known.get(url) or Replica(url, self._token, self._patience_s) for url in urls]
-        for url in known.keys() - set(urls):
-            known[url].close()
+        self._replicas = [replicas_by_url.get(url) or Replica(url, self._token, self._patience_s) for url in urls]
+        for url in replicas_by_url.keys() - set(urls):
+            replicas_by_url[url].close()
 
     def prepare(self) -> int:
         """Wait until every server is ready for a push; returns the highest policy version that is served."""
@@ -374,23 +374,23 @@ class Pusher:
             PushFailed: a server refuses this token or transport, or is unreachable for longer than the patience.
         """
         self._follow()
-        served = self._with_retries(lambda: self._on_all(self._replicas, Replica.weights))
-        for replica, weights in zip(self._replicas, served, strict=True):
+        weights_of_replicas = self._with_retries(lambda: self._call_all(self._replicas, Replica.weights))
+        for replica, weights in zip(self._replicas, weights_of_replicas, strict=True):
             if self._server_transport not in weights["transport"]:
-                offered = ", ".join(weights["transport"]) or "no push at all"
-                missing = "; set weights_root in its stanza" if self._server_transport == "filesystem" else ""
+                transports = ", ".join(weights["transport"]) or "no push at all"
+                remedy = "; set weights_root in its stanza" if self._server_transport == "filesystem" else ""
                 raise PushFailed(
-                    f"{replica.url}: no transport {self._server_transport!r} there; it offers {offered}{missing}"
+                    f"{replica.url}: no transport {self._server_transport!r} there; it offers {transports}{remedy}"
                 )
-        return [int(weights["policy_version"]) for weights in served]
+        return [int(weights["policy_version"]) for weights in weights_of_replicas]
 
     def sleep(self) -> None:
         """Stop all generation and free the servers' GPU memory. Raises PushFailed if a server does not."""
-        self._with_retries(lambda: self._on_all(self._replicas, Replica.sleep))
+        self._with_retries(lambda: self._call_all(self._replicas, Replica.sleep))
 
     def wake(self, *parts: str) -> None:
         """Restore these parts of the servers' memory: `weights`, `kv_cache`; with both they generate again."""
-        self._with_retries(lambda: self._on_all(self._replicas, lambda replica: replica.wake(*parts)))
+        self._with_retries(lambda: self._call_all(self._replicas, lambda replica: replica.wake(*parts)))
 
     def push(
         self,
@@ -413,22 +413,22 @@ class Pusher:
         """
         began = time.monotonic()
         tensors = checkpoint(weights)
-        asked: set[Replica] = set()
+        committed: set[Replica] = set()
 
         def pushed() -> float:
-            self._stage_and_commit(self._replicas, version, tensors, asked)
+            self._stage_and_commit(self._replicas, version, tensors, committed)
             return self.prove(proof, version)
 
         if before_proof is None:
             difference = self._with_retries(pushed)
         else:
-            self._with_retries(lambda: self._stage_and_commit(self._replicas, version, tensors, asked))
+            self._with_retries(lambda: self._stage_and_commit(self._replicas, version, tensors, committed))
             before_proof()
             try:
                 difference = self.prove(proof, version)
             except TransientPushError as error:
                 raise PushFailed(str(error)) from error
-        return Pushed(version, sum(one.nbytes for one in tensors.values()), time.monotonic() - began, difference)
+        return Pushed(version, sum(tensor.nbytes for tensor in tensors.values()), time.monotonic() - began, difference)
 
     @property
     def urls(self) -> list[str]:
@@ -477,7 +477,7 @@ class Pusher:
             PushFailed: it is larger than arithmetic explains, or a later version is served. TransientPushError: an earlier version
                 is served.
         """
-        answers = self._with_retries(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
+        answers = self._with_retries(lambda: self._call_all(self._replicas, lambda replica: replica.prove(proof)))
         return _check(dict(zip(self._replicas, answers, strict=True)), proof, version)
 
     def finish(self) -> None:
@@ -491,49 +491,51 @@ class Pusher:
         self._threads.shutdown(cancel_futures=True)
 
     def _stage_and_commit(
-        self, replicas: Sequence[Replica], version: int, tensors: Mapping[str, Tensor], asked: set[Replica]
+        self, replicas: Sequence[Replica], version: int, tensors: Mapping[str, Tensor], committed: set[Replica]
     ) -> None:
-        """One attempt. asked: the replicas that got the commit request, in this attempt or an earlier one.
+        """One attempt. committed: the replicas that got the commit request, in this attempt or an earlier one.
 
         A replica that has committed is skipped: its answer may have been lost, or another replica has failed meanwhile.
         """
         if self._transfer is not None:
             check_finite(tensors)  # with the other transports the servers check
-        waiting = [one for one in replicas if one not in asked or one.weights()["policy_version"] != version]
+        waiting = [
+            server for server in replicas if server not in committed or server.weights()["policy_version"] != version
+        ]
         try:
             transfer = self._transfer is not None
-            self._on_all(waiting, lambda replica: replica.begin(version, tensors, self._adapter, transfer))
+            self._call_all(waiting, lambda replica: replica.begin(version, tensors, self._adapter, transfer))
             if self._transfer is not None:
                 self._transfer.connect(waiting)
             else:
                 assert self._files is not None
-                for file in self._ahead(safetensors_files(tensors)):
-                    self._files.send(file, waiting, self._on_all)
+                for file in self._prefetch(safetensors_files(tensors)):
+                    self._files.send(file, waiting, self._call_all)
         except NgymError as error:
-            self._on_all(waiting, Replica.give_up)
-            if any(one in asked and one.weights()["policy_version"] == version for one in waiting):
+            self._call_all(waiting, Replica.give_up)
+            if any(server in committed and server.weights()["policy_version"] == version for server in waiting):
                 raise TransientPushError("the push that it should commit has just been committed") from error
             raise
-        asked.update(waiting)
+        committed.update(waiting)
         if self._transfer is not None:
             self._transfer.push(tensors)
         else:
-            self._on_all(waiting, lambda replica: replica.commit(self._mode))
+            self._call_all(waiting, lambda replica: replica.commit(self._mode))
 
     def _new_transfer(self, backend: str) -> Transfer:
         check_transport(backend)
         from .transfer import Transfer
 
-        return Transfer(backend, self._on_all, self._mode, self._patience_s)
+        return Transfer(backend, self._call_all, self._mode, self._patience_s)
 
-    def _ahead(self, made: Iterator[File]) -> Iterator[File]:
+    def _prefetch(self, files: Iterator[File]) -> Iterator[File]:
         """The files; each is made while the previous one is sent."""
-        upcoming = self._threads.submit(next, made, None)
+        upcoming = self._threads.submit(next, files, None)
         while (file := upcoming.result()) is not None:
-            upcoming = self._threads.submit(next, made, None)
+            upcoming = self._threads.submit(next, files, None)
             yield file
 
-    def _on_all(self, replicas: Sequence[Server], call: Callable[[Server], Result]) -> list[Result]:
+    def _call_all(self, replicas: Sequence[Server], call: Callable[[Server], Result]) -> list[Result]:
         """Call each replica concurrently; raises an error only after all have answered."""
         futures = [self._threads.submit(call, replica) for replica in replicas]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -558,16 +560,17 @@ def _check(answers: Mapping[Replica, Json], proof: LogprobProof, version: int | 
     """The largest mean difference of these proofs. Raises as `Pusher.prove`."""
     differences = []
     for replica, answer in answers.items():
-        served, precisions = answer["policy_version"], (answer["dtype"], proof.dtype)
+        served_version, precisions = answer["policy_version"], (answer["dtype"], proof.dtype)
         tolerance = max(TOLERANCES[precision] for precision in precisions)
-        if version is not None and served != version:
-            kind = TransientPushError if served < version else PushFailed  # it died after its commit and restarted
-            raise kind(f"{replica.url}: serves version {served} after a push of {version}; push again")
+        if version is not None and served_version != version:
+            # an older version: the replica ended after its commit and restarted
+            kind = TransientPushError if served_version < version else PushFailed
+            raise kind(f"{replica.url}: serves version {served_version} after a push of {version}; push again")
         pairs = zip(answer["logprobs"], proof.logprobs, strict=True)
         difference = fmean(abs(engine - trainer) for engine, trainer in pairs)
         if not difference <= tolerance:
             raise PushFailed(
-                f"{replica.url}: serves version {served}, whose logprobs differ from the trainer's by "
+                f"{replica.url}: serves version {served_version}, whose logprobs differ from the trainer's by "
                 f"{difference:.2g} on average ({answer['dtype']} there and {proof.dtype} here explain {tolerance}): "
                 "these are not the weights that were trained"
             )

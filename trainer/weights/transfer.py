@@ -78,18 +78,18 @@ class Servers:
         def introduced(replica: Replica) -> Json:
             return {**init_info, "rank_offset": offsets[replica]} if "rank_offset" in init_info else init_info
 
-        answers = self._all(lambda replica: replica.connect(introduced(replica)))
+        answers = self._call_all(lambda replica: replica.connect(introduced(replica)))
         self.connections = dict(zip(self._replicas, answers, strict=True))
 
     def start_weight_update(self) -> None:
-        self._all(lambda replica: replica.start(self._mode))
+        self._call_all(lambda replica: replica.start(self._mode))
 
     def update_weights(self, update_info: Any) -> None:
-        self._all(lambda replica: replica.update(update_info))
+        self._call_all(lambda replica: replica.update(update_info))
 
     def lend(self, tensors: Mapping[str, Tensor]) -> dict[Replica, SharedForReader]:
         """Share tensors with each server. What is returned must stay alive until the servers have committed."""
-        return dict(zip(self._replicas, self._all(lambda _: share(tensors)), strict=True))
+        return dict(zip(self._replicas, self._call_all(lambda _: share(tensors)), strict=True))
 
     def update_shared(self, lent: Mapping[Replica, SharedForReader]) -> None:
         """Tell each server where its tensors are."""
@@ -100,16 +100,16 @@ class Servers:
                 part = SharedTensors(tensors=tensors[first : first + MAX_AT_ONCE])
                 replica.update(part.model_dump(mode="json"))
 
-        self._all(update)
+        self._call_all(update)
 
     def give_up(self) -> None:
         """End the push on the servers that have not committed."""
         self._on_all(self._replicas, lambda replica: replica.give_up())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all(lambda replica: replica.commit(self._mode))
+        self._call_all(lambda replica: replica.commit(self._mode))
 
-    def _all(self, call: Callable[[Replica], Result]) -> list[Result]:
+    def _call_all(self, call: Callable[[Replica], Result]) -> list[Result]:
         try:
             return self._on_all(self._replicas, call)
         except NgymError as error:
@@ -127,8 +127,8 @@ class SharingSender:
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         device = transfer_device()
-        whole = {name: tensor.to(device) for name, tensor in tensors.items()}
-        lent = self._servers.lend(whole)
+        copies = {name: tensor.to(device) for name, tensor in tensors.items()}
+        lent = self._servers.lend(copies)
         try:
             self._servers.start_weight_update()
             self._servers.update_shared(lent)
@@ -167,20 +167,20 @@ class Transfer:
         self._sender: Sender | None = None
 
     def connect(self, replicas: Sequence[Replica]) -> None:
-        """Connect to these servers, which have begun a push, unless the connection still exists.
+        """Connect to these servers, which have started a push, unless the connection still exists.
 
         Raises:
             PushFailed: it is impossible, or a server does not connect; all keep their previous weights.
         """
         infos = [replica.weights() for replica in replicas]
-        connections = {replica: one["connection"] for replica, one in zip(replicas, infos, strict=True)}
+        connections = {replica: info["connection"] for replica, info in zip(replicas, infos, strict=True)}
         if self._servers is not None and self._servers.connections == connections:
             return
-        workers = [one["workers"] for one in infos]
+        workers = [info["workers"] for info in infos]
         self._refuse(workers)
         self.close()
         servers = Servers(replicas, workers, self._on_all, self._mode)
-        self._sender = self._within(lambda: self._connected(servers, replicas[0].url, 1 + sum(workers)), servers)
+        self._sender = self._wait_for(lambda: self._connected(servers, replicas[0].url, 1 + sum(workers)), servers)
         self._servers = servers
 
     def _connected(self, servers: Servers, url: str, world: int) -> Sender:
@@ -199,7 +199,7 @@ class Transfer:
         servers, sender = self._servers, self._sender
         assert servers is not None and sender is not None
         try:
-            self._within(lambda: sender.send(tensors), servers)
+            self._wait_for(lambda: sender.send(tensors), servers)
         except BaseException:
             self._servers = self._sender = None  # the group is broken: the next push reconnects
             raise
@@ -218,11 +218,11 @@ class Transfer:
                 "use nccl or http"
             )
 
-    def _within(self, act: Callable[[], Result], servers: Servers) -> Result:
+    def _wait_for(self, act: Callable[[], Result], servers: Servers) -> Result:
         """Run act and return its result. It may hang if a server has failed, because NCCL has no timeout."""
         done = in_daemon_thread("transfer", act)
-        either: list[futures.Future[Any]] = [done, servers.failed]
-        futures.wait(either, self._patience_s, futures.FIRST_COMPLETED)
+        pending: list[futures.Future[Any]] = [done, servers.failed]
+        futures.wait(pending, self._patience_s, futures.FIRST_COMPLETED)
         if not done.done():
             futures.wait([done], GRACE_S)
         if not done.done():

@@ -28,8 +28,8 @@ PROMPT = "Tom has 37 coins and buys 58 more. How many coins does Tom have?"
 class Membership(Protocol):
     """The replicas of the policy that join and wait for weights."""
 
-    def waiting(self, learned: bool = False) -> list[str]:
-        """The ready ones that have not been tried with the current version. learned: it is about to change."""
+    def waiting(self, has_trained: bool = False) -> list[str]:
+        """The ready ones that have not been tried with the current version. has_trained: it is about to change."""
 
     def proved(self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]) -> None:
         """Tell the callers' map which replicas serve this version. problems: the reasons of those that do not."""
@@ -69,7 +69,7 @@ class WeightSync:
 
     def publish(self, announce: Callable[[int], None]) -> None:
         """Make the services sample with the engine's weights. Servers that already serve them keep them. If a server
-        came back with others, they are pushed again, under a new version if another replica still serves this one.
+        restarted with others, they are pushed again, under a new version if another replica still serves this one.
         Replicas that join get them, too, and a proof, before they get calls.
 
         announce: called with the version before the push, because servers use it before the push has ended.
@@ -77,12 +77,12 @@ class WeightSync:
         Raises:
             PushFailed: the servers cannot serve them. NotFinite: they are not the weights of a policy.
         """
-        learned = self._pushed_steps != self._engine.steps
-        served, joining = self._engine.broadcast(self._look(learned))
-        current = not learned and set(served) == {self.version}
+        has_trained = self._pushed_steps != self._engine.steps
+        served, joining = self._engine.broadcast(self._look_up(has_trained))
+        current = not has_trained and set(served) == {self.version}
         if current:
             joining = self._admissible(joining)
-        elif learned or max(served) >= self.version:
+        elif has_trained or max(served) >= self.version:
             self.version = max(*served, *joining.values(), self.version) + 1
         if current and not joining:
             self._begin_sampling()
@@ -108,11 +108,11 @@ class WeightSync:
             problems = self._pusher.admit(list(joining), self.version, weights, proof)
             self.membership.proved(self.version, self._pusher.urls, list(joining), problems)
 
-    def _look(self, learned: bool) -> tuple[list[int], dict[str, int]]:
+    def _look_up(self, has_trained: bool) -> tuple[list[int], dict[str, int]]:
         """The versions of the replicas that get calls, and those of the ones that join."""
         if self._pusher is None:
             return [0], {}
-        waiting = self.membership.waiting(learned) if self.membership else []
+        waiting = self.membership.waiting(has_trained) if self.membership else []
         return self._pusher.versions(), self._pusher.joining(waiting)
 
     def _admissible(self, joining: Mapping[str, int]) -> dict[str, int]:
