@@ -207,14 +207,14 @@ def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
     keys = [
         key
         for key in sorted(flat_before.keys() | flat_now.keys())
-        if _place(key, flat_before.get(key)) != _place(key, flat_now.get(key))
+        if _resolve_path(key, flat_before.get(key)) != _resolve_path(key, flat_now.get(key))
         and not any(f"{key}.".startswith(f"{prefix}.") for prefix in free)
     ]
     return [f"{key}: {flat_before.get(key)!r} in the run, {flat_now.get(key)!r} now" for key in keys]
 
 
-def _place(key: str, value: Any) -> Any:
-    """The value, or for a path its resolved one: `${output}/rollouts.jsonl` is spelled as `output` is."""
+def _resolve_path(key: str, value: Any) -> Any:
+    """The value; a path is resolved, because `${output}/rollouts.jsonl` has the spelling of `output`."""
     if not isinstance(value, str):
         return value
     if key == "data.path":

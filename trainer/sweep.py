@@ -111,7 +111,7 @@ def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None =
         code = await_exit(process)
     except BaseException:
         if process is not None:
-            _end(process)
+            _stop_process(process)
         raise
     finally:
         if reader is not None:
@@ -119,7 +119,7 @@ def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None =
     return FinishedRun(code, last[0])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _stop_process(process: subprocess.Popen[bytes]) -> None:
     """Interrupt the process; kill it if that takes too long, or on a second interrupt here.
 
     Where Ctrl-C is ignored, as for a script's `&`, the process ignores it too, and is terminated.
@@ -275,12 +275,12 @@ def combinations(of: Sequence[Axis]) -> list[Combination]:
     ends = [axis.key.rpartition(".")[2] for axis in of]
     # the whole key if two would be equal
     labels = [end if ends.count(end) == 1 else axis.key for end, axis in zip(ends, of, strict=True)]
-    words = [_words(axis.values) for axis in of]
+    words = [_file_names(axis.values) for axis in of]
     result = []
     for places in product(*(range(len(axis.values)) for axis in of)):
         parts = [f"{label}={word[place]}" for label, word, place in zip(labels, words, places, strict=True)]
         values = {axis.key: axis.values[place] for axis, place in zip(of, places, strict=True)}
-        result.append(Combination(_at_most(LONGEST_NAME, ",".join(parts)), values))
+        result.append(Combination(_shorten(LONGEST_NAME, ",".join(parts)), values))
     return result
 
 
@@ -305,15 +305,15 @@ def _axis(sweep: str) -> Axis:
     return Axis(key, values)
 
 
-def _words(values: Sequence[str]) -> list[str]:
+def _file_names(values: Sequence[str]) -> list[str]:
     """Each value as a file name; equal ones get a hash."""
-    words = [_at_most(LONGEST_VALUE, UNSAFE.sub("-", value.strip("\"'[]{} "))) for value in values]
+    words = [_shorten(LONGEST_VALUE, UNSAFE.sub("-", value.strip("\"'[]{} "))) for value in values]
     count = Counter(words)
     return [word if count[word] == 1 else f"{word}-{_hash(value)}" for word, value in zip(words, values, strict=True)]
 
 
-def _at_most(length: int, word: str) -> str:
-    """The end of a word that is too long, which distinguishes paths, and a hash of the whole."""
+def _shorten(length: int, word: str) -> str:
+    """The word; if it is too long, its hash and its end, which distinguishes paths."""
     return word if len(word) <= length else f"{_hash(word)}-{word[9 - length :]}"
 
 
@@ -371,7 +371,7 @@ def _sweep(
             print(f"{run.folder}: finished already, skipped", flush=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that child processes end and the table is shown
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-            signal.signal(number, _leave)
+            signal.signal(number, _exit_on_signal)
     warning = TimeWarning()
     signal.signal(signal.SIGUSR1, warning.note)
     try:
@@ -525,5 +525,5 @@ def _version(file: Path) -> tuple[int, ...] | None:
     return status and (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)

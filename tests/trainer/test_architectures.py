@@ -196,12 +196,14 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_for_every_kind_of_batc
     family: str, traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where sequences of equal length are part of the layer's graph. FlexAttention has no backward here."""
-    takes = attention._flex_takes
+    supports = attention._flex_supports
     plain, compiled = (policy.Policy(network(family, attention.NAME)) for _ in range(2))
     layers.compile_layers(compiled.network)
     for packed in (of_lengths(20, 20, 20), of_lengths(23), packing.pack(batch(), CPU), of_lengths(21, 21)):
         equal = bool(packed.layout.equal)
-        monkeypatch.setattr(attention, "_flex_takes", (lambda query, kind: kind.window is None) if equal else takes)
+        monkeypatch.setattr(
+            attention, "_flex_supports", (lambda query, kind: kind.window is None) if equal else supports
+        )
         found = []
         for one in (plain, compiled):
             one.zero_grad()
@@ -217,7 +219,7 @@ def test_attention_is_part_of_a_layers_only_graph_whatever_the_lengths(
     traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, without a gradient: FlexAttention has no backward on a CPU."""
-    monkeypatch.setattr(attention, "_flex_takes", lambda query, kind: True)
+    monkeypatch.setattr(attention, "_flex_supports", lambda query, kind: True)
     plain, compiled = (policy.Policy(network("qwen3", attention.NAME)) for _ in range(2))
     layers.compile_layers(compiled.network)
     batches = [of_lengths(20, 20, 20), of_lengths(30, 20), packing.pack(batch(), CPU), of_lengths(23)]

@@ -66,8 +66,8 @@ class Kto:
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """The answers with the current policy's log p of them, and of their mismatched ones."""
         labeled = cast(Sequence[LabeledSample], samples)
-        references = _sums(labeled, engine, budget)
-        mismatched = _sums([sample.mismatched for sample in labeled], engine, budget)
+        references = _sum_logprobs(labeled, engine, budget)
+        mismatched = _sum_logprobs([sample.mismatched for sample in labeled], engine, budget)
         return [
             replace(sample, reference=reference, mismatched_reference=mismatched_reference)
             for sample, reference, mismatched_reference in zip(labeled, references, mismatched, strict=True)
@@ -75,7 +75,7 @@ class Kto:
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         labeled = cast(Sequence[LabeledSample], samples)
-        now = _sums([sample.mismatched for sample in labeled], self._engine, self._budget)
+        now = _sum_logprobs([sample.mismatched for sample in labeled], self._engine, self._budget)
         gains = [sum_ - sample.mismatched_reference for sum_, sample in zip(now, labeled, strict=True)]
         return StepLoss(len(labeled), partial(self._loss, kl=max(0.0, math.fsum(gains) / len(gains))))
 
@@ -95,7 +95,7 @@ def create(setup: Setup) -> Kto:
     return Kto(setup.recipe.algorithm, setup.engine, setup.recipe.micro_batch_tokens)
 
 
-def _sums(samples: Sequence[Sample], engine: Engine, budget: int) -> list[float]:
+def _sum_logprobs(samples: Sequence[Sample], engine: Engine, budget: int) -> list[float]:
     """Log p of each sample's trained tokens."""
     by_segment = score(samples, engine.logprobs, engine, budget)
     return [math.fsum(value for segment in segments for value in segment) for segments in by_segment]

@@ -136,7 +136,7 @@ class Hint:
         if not answering.startswith(self._question) or answering == self._question:
             raise ConfigError("algorithm.teacher.hint: the model's chat template has no generation prompt")
         self._opening = self._ids(answering[len(self._question) :])
-        self._message("")
+        self._hint_ids("")
 
     def inserted(self, rollout: RolloutSample) -> RolloutSample:
         """The rollout as the teacher sees it: the same sampled tokens, further back.
@@ -145,20 +145,20 @@ class Hint:
             UsageError: a prompt does not end with the generation prompt.
         """
         text = PLACEHOLDER.sub(lambda name: rollout.task[name[1]], self._text)
-        hint = self._message(text)
-        return replace(rollout, segments=tuple(self._after(hint, segment) for segment in rollout.segments))
+        hint = self._hint_ids(text)
+        return replace(rollout, segments=tuple(self._insert_hint(hint, segment) for segment in rollout.segments))
 
-    def _after(self, hint: list[int], segment: SampledSegment) -> SampledSegment:
-        first = segment.spans[0][0]
-        place = first - len(self._opening)
-        if segment.token_ids[max(0, place) : first] != self._opening:
+    def _insert_hint(self, hint: list[int], segment: SampledSegment) -> SampledSegment:
+        start = segment.spans[0][0]
+        place = start - len(self._opening)
+        if segment.token_ids[max(0, place) : start] != self._opening:
             raise UsageError(
                 "algorithm.teacher.hint: a prompt does not end with the generation prompt of the policy's chat template"
             )
         token_ids = [*segment.token_ids[:place], *hint, *segment.token_ids[place:]]
         return replace(segment, token_ids=token_ids, spans=[(a + len(hint), b + len(hint)) for a, b in segment.spans])
 
-    def _message(self, text: str) -> list[int]:
+    def _hint_ids(self, text: str) -> list[int]:
         rendered = self._render(QUESTION, {"role": "user", "content": text})
         if not rendered.startswith(self._question):
             raise ConfigError("algorithm.teacher.hint: the model's chat template renders a history again when it grows")
@@ -338,11 +338,11 @@ class Server:
         return list(answer["tokens"])
 
     def ask_again(self) -> None:
-        """Forget the answers that were kept."""
+        """Empty the cache of answers."""
         self._cache.clear()
 
     def _token_logprobs(self, packed: MicroBatch) -> list[list[TokenLogprobs]]:
-        """Of each segment, its trained places."""
+        """The logprobs at each segment's trained tokens."""
         digests = [_digest(segment) for segment in packed.segments]
         missing = {
             digest: unscored
@@ -409,7 +409,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def _parse_position(position: dict[str, Any], token_id: int, top_k: int) -> TokenLogprobs:
-    """From a server's answer. The token itself is in it, also if it is not one of the likeliest.
+    """The logprobs of one position of a server's answer, which always includes the token itself.
 
     Raises:
         KeyError, TypeError, ValueError: it has another form.

@@ -464,7 +464,7 @@ class Engine:
             with whole_folder(folder) as temporary, lean_imports():  # saving asks whether FSDP wraps the network
                 self.policy.network.save_pretrained(temporary, state_dict=weights, save_original_format=False)
                 tokenizer.save_pretrained(temporary)
-                _let_all_read(temporary)
+                _make_readable(temporary)
         barrier()
 
     def save_adapter(self, folder: Path, options: LoraOptions, base: str | None) -> None:
@@ -473,7 +473,7 @@ class Engine:
         if self.rank == 0:
             with whole_folder(folder) as temporary:
                 write_adapter(temporary, tensors, options, base)
-                _let_all_read(temporary)
+                _make_readable(temporary)
         barrier()
 
     def save_state(self, folder: Path) -> Json:
@@ -537,7 +537,7 @@ class Engine:
         return tensors
 
 
-def _let_all_read(folder: Path) -> None:
-    """safetensors makes its file private, but a server may run as another user."""
+def _make_readable(folder: Path) -> None:
+    """Make the files readable for all: safetensors makes them private, but a server may run as another user."""
     for file in folder.iterdir():
         file.chmod(0o644)

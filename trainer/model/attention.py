@@ -213,8 +213,8 @@ class Layout:
 
 
 @cache
-def _compiled_flex() -> Any:
-    """At first use: importing the compiler takes a second."""
+def _load_flex() -> Any:
+    """The compiled kernel. Loaded at the first use: importing the compiler takes a second."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)
@@ -226,7 +226,7 @@ def flex_attended(
     """FlexAttention over rows, [T, H, D]. On a CPU its kernel is not compiled, and has no backward."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    kernel: Any = _compiled_flex() if query_THD.device.type == "cuda" else flex_attention
+    kernel: Any = _load_flex() if query_THD.device.type == "cuda" else flex_attention
     inputs = (x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_TKD, value_TKD))
     grouped = query_THD.shape[1] != key_TKD.shape[1]
     attended_HTD: Tensor = kernel(
@@ -235,8 +235,8 @@ def flex_attended(
     return attended_HTD.transpose(0, 1)
 
 
-def _flex_takes(query: Tensor, kind: AttentionKind) -> bool:
-    """Padding is left to it, too, because each shape of a padded batch costs cuDNN a plan of its own."""
+def _flex_supports(query: Tensor, kind: AttentionKind) -> bool:
+    """Whether FlexAttention computes this. It takes padded batches, too: cuDNN makes a plan for each shape."""
     plain = not kind.dropout and kind.window is None and kind.softcap is None and kind.sinks_H is None
     return plain and query.device.type == "cuda" and query.element_size() == 2 and query.shape[-1] >= 16
 
@@ -302,7 +302,7 @@ def packed_attention(
     query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
-    if flex and layout.row_P is not None and _flex_takes(query, kind):
+    if flex and layout.row_P is not None and _flex_supports(query, kind):
         attended_THD = flex_attended(query_THD, key_TKD, value_TKD, layout, kind.scaling)
         return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
     # every place has the key and value of its row; only the query at the row's output place counts
@@ -355,7 +355,7 @@ def compiled_attention(
     """
     assert layout is not None, "the model was called without a layout"
     kind = AttentionKind.of(**kinds)
-    if group is None and _flex_takes(query, kind) and (layout.equal or layout.block_mask is not None):
+    if group is None and _flex_supports(query, kind) and (layout.equal or layout.block_mask is not None):
         if layout.equal:
             q_SHLD, k_SKLD, v_SKLD = (
                 x.squeeze(0).unflatten(1, (layout.equal, -1)).transpose(0, 1) for x in (query, key, value)

@@ -206,7 +206,7 @@ class _Kernels(NamedTuple):
 
 @cache
 def _load_kernels() -> _Kernels:
-    """At first use: importing the compiler takes a second."""
+    """The compiled kernels. Loaded at the first use: importing the compiler takes a second."""
     return _Kernels(torch.compile(_fused_row_scores), torch.compile(_fused_logits_grad))
 
 

@@ -196,15 +196,15 @@ class LiveBatches:
         self._push(step)
         seconds = time.monotonic() - began
         if not last:
-            self._call_services(RolloutStream.published, step)
+            self._call_stream(RolloutStream.published, step)
         if self._evaluation is not None:
             self._evaluation.after(step, last)
         return seconds
 
     def _push(self, step: int) -> None:
-        self._weight_sync.publish(lambda version: self._call_services(RolloutStream.announced, step))
+        self._weight_sync.publish(lambda version: self._call_stream(RolloutStream.announced, step))
 
-    def _call_services(self, tell: Callable[[RolloutStream, int, int], None], step: int) -> None:
+    def _call_stream(self, tell: Callable[[RolloutStream, int, int], None], step: int) -> None:
         """Call the stream, on its event loop, with the current version."""
         if self._services is not None and self._stream is not None:
             self._services.call(_run_on_loop(partial(tell, self._stream, self._weight_sync.version, step)))
@@ -219,7 +219,7 @@ class LiveBatches:
             if result is not None:
                 return result
             self._push(step)  # a server restarted with other weights, or joins
-            self._call_services(RolloutStream.published, step)
+            self._call_stream(RolloutStream.published, step)
 
     def _split_rollouts(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""

@@ -261,7 +261,7 @@ class RolloutStream:
             peers,
             CollectionLimits(concurrency=options.concurrency, timeout_s=options.timeout_s),
             run_id=f"train-{secrets.token_hex(4)}",
-            keep=self._keep,
+            keep=self._store,
         )
         self._step = 0
         self._admitted = 0
@@ -323,7 +323,7 @@ class RolloutStream:
         while self._retries:
             group = self._retries.popleft()
             group.running -= 1  # was counted for the next attempt
-            self._ask_another(group)
+            self._request_another(group)
         self._admit()
         self._served.set()
 
@@ -385,17 +385,17 @@ class RolloutStream:
         group.rows = [row for row in rows if self._lag(row) <= self._options.max_lag][:size]
         group.requested = max([size, *(index + 1 for index in indices)])
         for index in [index for index in range(size) if index not in indices][: size - len(group.rows)]:
-            self._ask(group, index)
+            self._request(group, index)
         while len(group.rows) + group.running < size:
-            self._ask_another(group)
+            self._request_another(group)
         if group.complete:
             self._finish(group)
 
-    def _ask_another(self, group: Group) -> None:
-        self._ask(group, group.requested)
+    def _request_another(self, group: Group) -> None:
+        self._request(group, group.requested)
         group.requested += 1
 
-    def _ask(self, group: Group, index: int) -> None:
+    def _request(self, group: Group, index: int) -> None:
         group.running += 1
         for plan in plan_rollouts([group.task.row], CollectionPlan(params={"temperature": self._temperature})):
             key, row = plan.key._replace(rollout_index=index), {**plan.row, "_ng_rollout_index": index}
@@ -408,14 +408,14 @@ class RolloutStream:
         async with aclosing(self._run.outcomes(self._plan())) as outcomes:
             async for outcome in outcomes:
                 if not isinstance(outcome, FailedAttempt) or outcome.final:
-                    self._place(outcome)
+                    self._add_outcome(outcome)
 
     async def _plan(self) -> AsyncIterator[PlannedRollout]:
         await self._served.wait()
         while True:
             yield await self._planned.get()
 
-    async def _keep(self, outcome: Outcome) -> None:
+    async def _store(self, outcome: Outcome) -> None:
         group = self._groups[outcome.key.task_index]
         versions = outcome.row["ng"].get("policy_version") or [NEVER_PUSHED]
         oldest = (
@@ -431,7 +431,7 @@ class RolloutStream:
         if not isinstance(outcome, FailedAttempt) or outcome.final:
             self._files.keep(outcome.row)
 
-    def _place(self, outcome: Outcome) -> None:
+    def _add_outcome(self, outcome: Outcome) -> None:
         group = self._groups[outcome.key.task_index]
         group.running -= 1
         if self._lag(outcome.row) > self._options.max_lag:
@@ -475,7 +475,7 @@ class RolloutStream:
             )
 
     def _finish(self, group: Group) -> None:
-        """All attempts are there. A group without a learning signal is replaced if the recipe uses dynamic sampling."""
+        """Finish a group with all attempts. With dynamic sampling, one without a learning signal is replaced."""
         room = (self._options.dynamic_sampling - 1) * self._options.tasks_per_step
         if self._equal < room and not self._has_learning_signal(group):
             self._tasks.learned(group.task.key, group.rewards)

@@ -93,7 +93,7 @@ class Services:
         self._thread.shutdown()
 
     def _release_waiters(self, _: object) -> None:
-        """Also covers a failure to create the event loop."""
+        """Let waiting threads continue, also if the event loop could not be created."""
         self._started.set()
         self._settled.set()
 
@@ -188,7 +188,7 @@ class HeadMembership:
                     notice()
 
     async def _renew(self, urls: Sequence[str]) -> None:
-        """A head that does not answer is asked again at the next renewal."""
+        """Renew the membership. If a head does not answer, the next renewal tries again."""
         ready = self._services.reached
         opener = {"authorization": f"Bearer {ready.token}"}
         body = orjson.dumps({"version": self._version, "urls": urls})
@@ -226,7 +226,7 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
     if not served_by.endswith(VLLM):  # the others need no option to sleep or to receive
         options = [option for option in options if option != SLEEP_MODE and not option.startswith(TRANSFER)]
     if app is None:
-        return _bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
+        return _enable_bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
     config = load_config([file])
     config.stanza(policy)
     settings: dict[str, Any] = {}
@@ -238,10 +238,10 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
             place = place.setdefault(parent, {})
         place[leaf] = yaml.safe_load(value)
     stanza = Stanza(name=policy, kind="model", app=app, options=settings, where="rollouts.policy_app")
-    return _bundling(config.model_copy(update={"services": {**config.services, policy: stanza}}), policy)
+    return _enable_bundling(config.model_copy(update={"services": {**config.services, policy: stanza}}), policy)
 
 
-def _bundling(config: Config, policy: str) -> Config:
+def _enable_bundling(config: Config, policy: str) -> Config:
     """The config with tokens in bundles where vLLM runs on a CPU, unless the stanza decides."""
     stanza = config.stanza(policy)
     if stanza.app != VLLM or "bundle_tokens" in stanza.options:

@@ -436,7 +436,7 @@ def _first_line(options: type[AlgorithmOptions]) -> str:
     return (options.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
-def _parsed(value: object) -> object:
+def _parse(value: object) -> object:
     """The options of the named algorithm, so that a mistake in them is one line, not one for each algorithm."""
     if isinstance(value, str):
         raise ValueError(f"expected a mapping; for this algorithm with its defaults write algorithm.name={value}")  # noqa: TRY004
@@ -445,7 +445,7 @@ def _parsed(value: object) -> object:
     return options_class(str(value.get("name", ""))).model_validate(value)
 
 
-AnyAlgorithm = Annotated[SerializeAsAny[BuiltIn | AlgorithmOptions], BeforeValidator(_parsed)]
+AnyAlgorithm = Annotated[SerializeAsAny[BuiltIn | AlgorithmOptions], BeforeValidator(_parse)]
 
 
 def corrected(options: PolicyGradientOptions) -> PolicyGradientOptions:

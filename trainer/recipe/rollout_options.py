@@ -153,7 +153,7 @@ class RolloutOptions(FrozenOptions):
             raise ValueError(f"rollouts.{short[0]} is given too; keep one of the two forms (rollouts.{short[0]}=null)")
         if not value and len(short) < 2:
             raise ValueError("name rollouts.agent and rollouts.tasks, or rollouts.environments with both for each")
-        return _distinct(value)
+        return _check_distinct(value)
 
     @field_validator("seeded")
     @classmethod
@@ -194,7 +194,7 @@ class EvaluationOptions(FrozenOptions):
     def _check_one_form(cls, value: tuple[HeldOutOptions, ...], info: ValidationInfo) -> tuple[HeldOutOptions, ...]:
         if value and info.data.get("tasks") is not None:
             raise ValueError("evaluation.tasks is given too; keep one of the two forms (evaluation.tasks=null)")
-        return _distinct(value)
+        return _check_distinct(value)
 
     def held_out(self, rollouts: RolloutOptions) -> tuple[HeldOutOptions, ...]:
         """The files of a live run, from the short or the long form."""
@@ -230,7 +230,7 @@ class EvaluationOptions(FrozenOptions):
 Held = TypeVar("Held", bound=HeldOutOptions)
 
 
-def _distinct(environments: tuple[Held, ...]) -> tuple[Held, ...]:
+def _check_distinct(environments: tuple[Held, ...]) -> tuple[Held, ...]:
     names = [environment.key for environment in environments]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

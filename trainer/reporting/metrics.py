@@ -274,7 +274,7 @@ class LiveDisplay(Display):
     def picture(self, size: Size) -> list[Text]:
         from rich.text import Text
 
-        self._read_messages()
+        self._read_new_rows()
         main = "reward/mean" if "reward/mean" in self._values else "loss"
         held_out = [name for name in self._curves if _is_held_out(name)][:MAX_HELD_OUT]
         names = [main, *held_out]
@@ -282,7 +282,7 @@ class LiveDisplay(Display):
         figures = {name: form for name, form in SHOWN.items() if name in self._values and name not in names}
         facts = [form.format(self._values[name]) for name, form in figures.items()]
         lines = [Text(line, "dim") for line in packed(facts, size.width)]
-        shares = [Text(line, "dim") for line in packed(_shares(self._values), size.width)]
+        shares = [Text(line, "dim") for line in packed(_time_shares(self._values), size.width)]
         return [self._bar(size), *curves, *lines, *shares]
 
     def _bar(self, size: Size) -> Text:
@@ -295,7 +295,7 @@ class LiveDisplay(Display):
         bar_text = bar(at, self._steps, size.width - len(count) - 2)
         return Text(count).append("  ").append(bar_text) if bar_text else Text(count)
 
-    def _read_messages(self) -> None:
+    def _read_new_rows(self) -> None:
         """Read only new rows, so that the cost of a frame does not depend on the length of the history."""
         rows = self._history[self._next_row :]
         self._next_row += len(rows)
@@ -395,7 +395,7 @@ def _is_live(values: Values) -> bool:
     return "time/generation" in values
 
 
-def _shares(values: Values) -> list[str]:
+def _time_shares(values: Values) -> list[str]:
     """The share of a step's time for each part: `sampling 62 %`, and the step's duration."""
     times = {form.partition(" ")[0]: values[name] for name, form in TIMES.items() if name in values}
     total = sum(times.values())

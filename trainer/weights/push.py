@@ -123,13 +123,13 @@ class Replica:
         self._headers = {"authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
         self._push = ""
-        self._asking: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
         self._closed = False
 
     def close(self) -> None:
         """Make no more requests; a request in flight in another thread ends without its answer."""
         self._closed = True
-        for connection in list(self._asking):
+        for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -232,7 +232,7 @@ class Replica:
         with contextlib.closing(connection):
             connection.connect()
             connection.sock.settimeout(self._timeout_s)
-            with self._tracked(connection.sock):
+            with self._track(connection.sock):
                 # A server may refuse a body without reading it; its answer is more useful than the broken pipe.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, place.path + path, content, headers)
@@ -240,14 +240,14 @@ class Replica:
                 return reply.status, reply.read()
 
     @contextlib.contextmanager
-    def _tracked(self, connection: socket.socket) -> Iterator[None]:
-        self._asking.add(connection)
+    def _track(self, connection: socket.socket) -> Iterator[None]:
+        self._connections.add(connection)
         try:
             if self._closed:
                 raise ConnectionAbortedError("no more pushes")
             yield
         finally:
-            self._asking.discard(connection)
+            self._connections.discard(connection)
 
 
 def _problem(answer: bytes) -> Json:
@@ -368,7 +368,7 @@ class Pusher:
         return max(self.versions())
 
     def versions(self) -> list[int]:
-        """Wait likewise; returns the policy version of each server.
+        """Wait until every server is ready for a push; returns the policy version of each.
 
         Raises:
             PushFailed: a server refuses this token or transport, or is unreachable for longer than the patience.
@@ -529,7 +529,7 @@ class Pusher:
         return Transfer(backend, self._call_all, self._mode, self._patience_s)
 
     def _prefetch(self, files: Iterator[File]) -> Iterator[File]:
-        """The files; each is made while the previous one is sent."""
+        """Yield the files; each is written while the previous one is sent."""
         upcoming = self._threads.submit(next, files, None)
         while (file := upcoming.result()) is not None:
             upcoming = self._threads.submit(next, files, None)

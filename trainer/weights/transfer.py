@@ -180,15 +180,15 @@ class Transfer:
         self._refuse(workers)
         self.close()
         servers = Servers(replicas, workers, self._on_all, self._mode)
-        self._sender = self._wait_for(lambda: self._connected(servers, replicas[0].url, 1 + sum(workers)), servers)
+        self._sender = self._wait_for(lambda: self._open_sender(servers, replicas[0].url, 1 + sum(workers)), servers)
         self._servers = servers
 
-    def _connected(self, servers: Servers, url: str, world: int) -> Sender:
+    def _open_sender(self, servers: Servers, url: str, world: int) -> Sender:
         if self._backend == "ipc":
             return SharingSender(servers, transfer_device())
         from .vllm_transfer import VllmSender
 
-        return VllmSender(self._backend, servers, _our_address(url), world)
+        return VllmSender(self._backend, servers, _trainer_address(url), world)
 
     def push(self, tensors: Mapping[str, Tensor]) -> None:
         """Send the tensors to the connected servers, and commit.
@@ -241,8 +241,8 @@ def _offsets(workers: Sequence[int]) -> list[int]:
     return [1 + sum(workers[:place]) for place in range(len(workers))]
 
 
-def _our_address(url: str) -> str:
-    """Our address as that server sees it."""
+def _trainer_address(url: str) -> str:
+    """The trainer's address in the network of that server."""
     place = urlsplit(url)
     with socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), timeout=10) as connection:
         address: str = connection.getsockname()[0]
