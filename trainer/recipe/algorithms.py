@@ -414,7 +414,9 @@ BuiltIn = (
     | RlooOptions | ReinforcePpOptions | ReinforcePpBaselineOptions | GdpoOptions | PpoOptions | DistillationOptions
     | OnlineDpoOptions
 )  # fmt: skip
-ALGORITHMS: dict[str, type[AlgorithmOptions]] = {each.model_fields["name"].default: each for each in get_args(BuiltIn)}
+ALGORITHMS: dict[str, type[AlgorithmOptions]] = {
+    options.model_fields["name"].default: options for options in get_args(BuiltIn)
+}
 
 
 def options_class(name: str) -> type[AlgorithmOptions]:
