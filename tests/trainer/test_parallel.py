@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,23 +224,28 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
     assert groups == [["--overwrite"], [then], [then]]
 
 
+def run_on_ray(group: Callable[..., Awaitable[int]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run of `ng_train --on ray` in this folder, whose groups of ranks are calls of a function with an exit code."""
+    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
+    monkeypatch.chdir(folder)
+    (folder / "data.jsonl").touch()
+    words = ["data={path: data.jsonl}", "output=run"]
+    monkeypatch.setattr(ray_launcher._Run, "_group", group)
+    return ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
+
+
 @pytest.mark.parametrize("code", [2, 75, 130])
 def test_ranks_on_ray_do_not_start_again_where_that_changes_nothing(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mistake in the recipe, a full disk (a job of a chain tries again later), and an interrupt."""
-    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").touch()
-    words = ["data={path: data.jsonl}", "output=run"]
     groups: list[int] = []
 
     async def group(*_: object) -> int:
         groups.append(code)
         return code
 
-    monkeypatch.setattr(ray_launcher._Run, "_group", group)
-    run = ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
+    run = run_on_ray(group, tmp_path, monkeypatch)
     assert asyncio.run(run._run_until_done({})) == code and groups == [code]
 
 
@@ -258,10 +264,6 @@ def test_ranks_on_ray_do_not_start_again_where_that_changes_nothing(
 def test_ranks_on_ray_do_not_start_a_third_time_if_they_fail_again_at_the_same_place(
     code: int, reached: list[int], starts: int, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").touch()
-    words = ["data={path: data.jsonl}", "output=run"]
     groups: list[int] = []
 
     async def group(*_: object) -> int:
@@ -274,8 +276,7 @@ def test_ranks_on_ray_do_not_start_a_third_time_if_they_fail_again_at_the_same_p
             (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": {step}}}\n{{"st')
         return code
 
-    monkeypatch.setattr(ray_launcher._Run, "_group", group)
-    run = ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
+    run = run_on_ray(group, tmp_path, monkeypatch)
     with pytest.raises(NgymError, match="twice in the same way" if starts < 4 else "failed 4 times"):
         asyncio.run(run._run_until_done({}))
     assert groups == reached[:starts]

@@ -70,7 +70,7 @@ def cases(question: Question, task: dict[str, Any]) -> list[dict[str, Any]]:
     own = {key: task[key] for key in ("library", "expected_answer", "support")}
     opened = [["open_document", {"doc_id": doc_id}] for doc_id in own["support"]]
     answer_text = " ".join(
-        f"What is told of {fact.subject} leads to {fact.value}. [{fact.doc_id}]" for fact in question.facts
+        f"The document about {fact.subject} leads to {fact.value}. [{fact.doc_id}]" for fact in question.facts
     )
     text = f"{answer_text}\n\nAnswer: {question.answer}"
     claims = {"claims": len(question.facts), "unsupported_claims": 0}
