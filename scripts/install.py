@@ -29,7 +29,7 @@ STAMP = VENV / "installed"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # What the trainer and the model server import: 6,000 of the 31,000 files that are installed, and uv compiles none.
 IMPORTED = (
-    "ngym.trainer.loop, ngym.trainer.engine.engine, transformers.models.qwen3.modeling_qwen3, matplotlib.pyplot",
+    "ngym.trainer.training_run, transformers.models.qwen3.modeling_qwen3, matplotlib.pyplot",
     (
         "vllm.engine.arg_utils, vllm.v1.engine.async_llm, vllm.v1.engine.core, vllm.v1.executor.uniproc_executor, "
         "vllm.v1.worker.cpu_worker, vllm.v1.attention.backends.cpu_attn, vllm.model_executor.models.qwen3, "

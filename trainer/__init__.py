@@ -1,11 +1,12 @@
-"""The trainer: samples in, better weights out. `ng_train` loads it by its path; it is not an importable package.
+"""The trainer, imported as `ngym.trainer`: samples in, better weights out.
 
     a file:  rows -> algorithm.samples -> algorithm.prepare ─┐
     live:    publish -> collect -> algorithm.prepare ────────┴-> batches -> the loop:
              plan -> pack -> engine.scores -> algorithm.loss -> engine.backward -> engine.step -> metrics
 
 train         from a recipe to a saved policy; start reading here
-recipe        the typed recipe; rl and objective hold its parts about reinforcement learning
+training_run  what train does when the recipe is checked: load, resume, train, save
+recipe        the typed recipe; algorithms and objective hold its parts about reinforcement learning
 loop          the training loop of every algorithm, and its batches: from a file (data/file_batches) or live (online)
 algorithms    one file each: samples, preparation, and scores to loss
 data          rows and scored rollouts as samples

@@ -6,11 +6,11 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import orjson
 import yaml
@@ -18,27 +18,23 @@ import yaml
 from ngym.config.service_config import load_config, tracing_from_environment
 from ngym.config.yaml_tree import ConfigTree
 from ngym.errors import ConfigError, UsageError
-from ngym.files.atomic import WriteFailed, held_folder, whole_folder, write_whole
+from ngym.files.atomic import held_folder, write_whole
 from ngym.files.hub_download import hub_model_problem
 from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import defer_compiler, lean_imports, quick_metadata
 from ngym.telemetry import tracing
 
-from .checkpoints import Checkpoints, model_digest, resumable
+from .checkpoints import resumable
 from .data import file_batches
-from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
-from .recipe.recipe import BASE, Launch, ModelOptions, Recipe, TrainerOptions, read_launch
+from .recipe.algorithms import PolicyGradientOptions
+from .recipe.recipe import BASE, Launch, Recipe, TrainerOptions, read_launch
 from .recipe.recipe_reader import as_yaml, impossible_settings, live_run_sizes, read_recipe
 from .recipe.rollout_options import RolloutOptions
-from .reporting import sinks
 from .run_folder import (
-    ADAPTER,
-    CURVE,
     INITIAL,
     METRICS,
     POLICY,
     RESOLVED,
-    SKIPPED,
     contains_run,
     is_interrupted,
     move_aside,
@@ -47,9 +43,7 @@ from .run_folder import (
 )
 
 if TYPE_CHECKING:
-    from .data.samples import Batch
     from .online.services import Services
-    from .reporting.metrics import Metrics
 
 OTHERWISE = "choose another output=FOLDER"
 
@@ -133,8 +127,7 @@ def _launch(recipe: Recipe, on_ray: bool) -> Launch:
 
 
 def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None], warnings: Sequence[int]) -> None:
-    """Train on this rank. begin: called when everything is ready and training begins. warnings: a scheduler's (SIGUSR1)
-    that have come while the run loads; it then ends before its first step, and --resume continues it.
+    """Train on this rank. The arguments are those of TrainingJob.
 
     torch, transformers and deepspeed are imported from here on, so that a wrong recipe fails without their seconds.
     """
@@ -155,159 +148,31 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             check_live(recipe, recipe.live)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
-        gc.disable()  # a fifth of the imports' time would go into looking for garbage among objects that stay
-        loading = stack.enter_context(ExitStack())
-        if not recipe.engine.compile:
-            defer_compiler()
-        loading.enter_context(quick_metadata() if recipe.engine.compile else lean_imports())
-        from .algorithms import Algorithm, Setup
-        from .checkpoints import CheckpointSaver
-        from .engine import engine, optimizer
-        from .engine.distributed import barrier, joined
-        from .engine.sanity_checks import (
-            TO_LOAD,
-            NanGuard,
-            NoSignalMonitor,
-            NothingTrained,
-            memory_explained,
-            to_fit,
-        )
-        from .evaluation.heldout_loss import HeldOutNotFinite
-        from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
-        from .model.policy import (
-            CriticNetwork,
-            TrainedNetwork,
-            load_policy,
-            load_reward_model,
-            load_tokenizer,
-            unused_dropout,
-            write_base,
-        )
-        from .reporting.metrics import Metrics
+        imports = stack.enter_context(ExitStack())
+        imports.enter_context(_fast_imports(recipe.engine.compile))
+        from .engine.sanity_checks import NothingTrained
+        from .training_run import TrainingJob, train_policy
 
-        engine.imported()
-        gc.freeze()
-        gc.enable()
-        stack.enter_context(joined(launch))
-        if recipe.data is not None and launch.rank == 0:
-            file_batches.make(recipe.data, _say)
-        if new_policy is not None and launch.rank == 0:
-            _begin(new_policy, Path(str(recipe.model.path)), recipe.seed)
-        barrier()
-
-        loading.enter_context(memory_explained(lambda: "loading the model", TO_LOAD))
-        tokenizer = load_tokenizer(recipe.model)
-        policy: TrainedNetwork
-        if isinstance(recipe.algorithm, RewardModelOptions):
-            policy = load_reward_model(recipe.model, tokenizer, recipe.seed)
-        else:
-            policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
-        if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
-            policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
-        if dropout := unused_dropout(policy.network):
-            text = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
-            _say(f"the model's own dropout is off ({text}); only model.lora.dropout drops anything")
-        if launch.rank == 0 and (base := recipe.served_base) is not None and not base.exists():
-            write_base(base, policy.network, tokenizer, recipe.engine.dtype)
-            _say(f"the policy's servers load the dequantized base from {base}")
-        if recipe.live and recipe.live.colocated:
-            make_room(recipe, services)
-            barrier()
-        learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
-        loading.close()
-        stack.enter_context(memory_explained(lambda: learner.doing, to_fit(recipe.micro_batch_tokens)))
-        algorithm: Algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
-        parts = Parts(recipe, learner, algorithm, tokenizer)
-        source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
-        is_main = launch.rank == 0
-        guard = NanGuard(recipe.output / SKIPPED if is_main else None, recipe.max_skipped)
-        checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
-        saver = CheckpointSaver(
-            checkpoints,
-            learner,
-            tokenizer,
-            guard,
-            recipe.output / METRICS,
-            source.state,
-            source.steps,
-            recipe.micro_batch_tokens,
-            {name: digest for name in _models(recipe) if (digest := model_digest(name)) is not None},
-        )
-        signal.signal(signal.SIGUSR1, lambda *_: saver.end())
-        if warnings:
-            saver.end()
-        earlier = learner.broadcast(checkpoints.newest() if resume and is_main else None)
-        history: list[dict[str, float]] = []
-        if earlier is None:
-            begin()
-            saver.begin()
-        else:
-            source.check(earlier.state.get("source"))
-            history = saver.restore(earlier, _say)
-            begin()
-        done = earlier.step if earlier else 0
-        untrained = NoSignalMonitor()
-        run_sinks = sinks.open_sinks(recipe.logging, recipe.output, recipe.output / RESOLVED, done) if is_main else None
-        with Metrics(recipe.output / METRICS, source.steps, is_main, history, run_sinks) as metrics:
-            batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)
-
-            def missing_best() -> str:
-                return checkpoints.missing_best(metrics.history)
-
-            def report(step: int, values: dict[str, float]) -> None:
-                metrics.log(step, values)
-                if idle := untrained.noted(values):
-                    metrics.say(f"step {step}: {idle}")
-                saver.after(step)
-                first = step == recipe.checkpoint.every < source.steps
-                if is_main and first and not recipe.checkpoint.best_is_held_out and (message := missing_best()):
-                    metrics.say(message)
-
-            try:
-                saver.before(done)
-                with closing(cast("Generator[Batch]", batches)):
-                    train(
-                        learner,
-                        algorithm,
-                        batches,
-                        recipe.micro_batch_tokens,
-                        lambda step: optimizer.schedule(step, source.steps, recipe.schedule),
-                        guard,
-                        report,
-                        done,
-                    )
-            except HeldOutNotFinite as error:
-                saver.discard(error.step)
-                raise
-            except (KeyboardInterrupt, SystemExit):
-                metrics.say(f"interrupted; --resume continues after step {checkpoints.last_step}")
-                raise
-            except WriteFailed as error:
-                raise WriteFailed(f"{error}; --resume continues after step {checkpoints.last_step}") from error
-            saver.tidy()
-        saver.check()
-        learner.save(recipe.output / POLICY, tokenizer)
-        if recipe.model.lora is not None and not isinstance(recipe.algorithm, RewardModelOptions):
-            learner.save_adapter(recipe.output / ADAPTER, recipe.model.lora, recipe.model.path)
-        if is_main:
-            _draw(metrics, recipe.output / CURVE)
-            if idle := untrained.summary(metrics.history):
-                _say(idle)
-            if message := missing_best():
-                _say(message)
+        job = TrainingJob(recipe, launch, services, new_policy, resume, begin, warnings, _say)
+        steps = train_policy(job, imports)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
-    if is_main and not learner.steps:
+    if launch.rank == 0 and not steps:
         raise NothingTrained(
             "no step changed the weights: the saved policy is the one that the run began with. The lines above, and "
             f"{recipe.output / METRICS}, show why"
         )
 
 
-def _models(recipe: Recipe) -> list[str]:
-    """The paths of the models that a resumed run reads again: the reference's, the adapter's base, teachers."""
-    teacher = recipe.algorithm.teacher if isinstance(recipe.algorithm, PolicyGradientOptions) else None
-    paths = [recipe.model.path, *(share.path for share in (teacher.sources if teacher else ()))]
-    return [path for path in paths if path is not None]
+@contextmanager
+def _fast_imports(compile_layers: bool) -> Iterator[None]:
+    """Imports without torch's compiler, unless the engine compiles. The collection of garbage is off until
+    `train_policy` has imported deepspeed: it would take a fifth of the time, among objects that stay.
+    """
+    gc.disable()
+    if not compile_layers:
+        defer_compiler()
+    with quick_metadata() if compile_layers else lean_imports():
+        yield
 
 
 def _with_initial_policy(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
@@ -317,19 +182,6 @@ def _with_initial_policy(recipe: Recipe, launch: Launch, resume: bool) -> Recipe
         move_aside(recipe.output, [INITIAL])  # an earlier run's must not be served
     saved = recipe.model.model_copy(update={"path": str(folder), "from_scratch": None, "tokenizer": None})
     return recipe.model_copy(update={"model": saved})
-
-
-def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
-    """Save a new policy in this folder, unless the run resumes; its server has started and waits for it."""
-    if folder.exists():
-        return
-    _say(f"initialized a new policy in {folder}")
-    from .model.policy import load_policy, load_tokenizer
-
-    tokenizer = load_tokenizer(options)
-    with whole_folder(folder) as temporary:
-        load_policy(options, tokenizer, seed).network.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
 
 
 def _check_hub_models(recipe: Recipe) -> None:
@@ -385,15 +237,6 @@ def _services(recipe: Recipe) -> Services:
         return Services(partial(running, Path(options.services or Path.cwd()), agents, options.policy))
     serving, ranks = serving_options(recipe), read_launch().local_ranks
     return Services(partial(started, options.config, agents, options.policy, serving, _say, options.policy_app, ranks))
-
-
-def _draw(metrics: Metrics, image: Path) -> None:
-    from ngym.plot.figure import Line, Panel, as_text, default_series, write_picture
-
-    series_list = default_series(metrics.history)
-    if series_list:
-        _say(as_text(series_list))
-        write_picture([Panel("", [Line(series) for series in series_list])], image)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ for _module in (
     "ngym.trainer.online.services",
     "ngym.trainer.sweep",
     "ngym.trainer.train",
+    "ngym.trainer.training_run",
     "ngym.trainer.weights.weight_sync",
     "omegaconf.grammar_parser",
     "transformers.models.auto.modeling_auto",

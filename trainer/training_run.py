@@ -1,0 +1,243 @@
+"""A training run on this rank: loads the policy, restores a checkpoint, trains each batch, saves the result.
+
+`train` imports this module, and with it torch, transformers and deepspeed, when the recipe has been checked.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from ngym.files.atomic import WriteFailed, whole_folder
+from ngym.plot.figure import Line, Panel, as_text, default_series, write_picture
+
+from .algorithms import Setup
+from .checkpoints import Checkpoint, Checkpoints, CheckpointSaver, model_digest
+from .data import file_batches
+from .engine import engine, optimizer
+from .engine.distributed import barrier, joined
+from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, memory_explained, to_fit
+from .evaluation.heldout_loss import HeldOutNotFinite
+from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
+from .model.policy import (
+    CriticNetwork,
+    TrainedNetwork,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    unused_dropout,
+    write_base,
+)
+from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
+from .recipe.recipe import Launch, ModelOptions, Recipe
+from .reporting import sinks
+from .reporting.metrics import Metrics
+from .run_folder import ADAPTER, CURVE, METRICS, POLICY, RESOLVED, SKIPPED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .data.samples import Batch
+    from .online.services import Services
+
+
+class TrainingJob(NamedTuple):
+    """A run as `train` has prepared it.
+
+    Attributes:
+        services: of a live run, on rank 0; None elsewhere.
+        new_policy: the model that a live run initializes in `recipe.model.path`.
+        begin: called once, when everything is ready and training begins.
+        warnings: a scheduler's signals (SIGUSR1) that came while the run was loading. It then ends before its first
+            step, and --resume continues it.
+        say: prints a line on rank 0.
+    """
+
+    recipe: Recipe
+    launch: Launch
+    services: Services | None
+    new_policy: ModelOptions | None
+    resume: bool
+    begin: Callable[[], None]
+    warnings: Sequence[int]
+    say: Callable[[str], None]
+
+
+def train_policy(job: TrainingJob, imports: ExitStack) -> int:
+    """Train on this rank. Returns the number of optimizer steps of the policy, those before a resumption included.
+
+    imports: closed when the policy is loaded; until then, imports leave out what training does not need.
+    """
+    recipe = job.recipe
+    engine.imported()
+    gc.freeze()
+    gc.enable()
+    with joined(job.launch):
+        if recipe.data is not None and job.launch.rank == 0:
+            file_batches.make(recipe.data, job.say)
+        if job.new_policy is not None and job.launch.rank == 0:
+            _initialize(job.new_policy, job)
+        barrier()
+        with imports, memory_explained(lambda: "loading the model", TO_LOAD):
+            learner, tokenizer = _load(job)
+        with memory_explained(lambda: learner.doing, to_fit(recipe.micro_batch_tokens)):
+            TrainingRun(job, learner, tokenizer).run()
+    return learner.steps
+
+
+def _initialize(options: ModelOptions, job: TrainingJob) -> None:
+    """Save a new policy, unless the run resumes; its server has started and waits for it."""
+    folder = Path(str(job.recipe.model.path))
+    if folder.exists():
+        return
+    job.say(f"initialized a new policy in {folder}")
+    tokenizer = load_tokenizer(options)
+    with whole_folder(folder) as temporary:
+        load_policy(options, tokenizer, job.recipe.seed).network.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
+    """The engine with the policy in it, and the tokenizer."""
+    recipe, is_main = job.recipe, job.launch.rank == 0
+    tokenizer = load_tokenizer(recipe.model)
+    policy: TrainedNetwork
+    if isinstance(recipe.algorithm, RewardModelOptions):
+        policy = load_reward_model(recipe.model, tokenizer, recipe.seed)
+    else:
+        policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
+        policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
+    if dropout := unused_dropout(policy.network):
+        text = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
+        job.say(f"the model's own dropout is off ({text}); only model.lora.dropout drops anything")
+    if is_main and (base := recipe.served_base) is not None and not base.exists():
+        write_base(base, policy.network, tokenizer, recipe.engine.dtype)
+        job.say(f"the policy's servers load the dequantized base from {base}")
+    if recipe.live and recipe.live.colocated:
+        make_room(recipe, job.services)
+        barrier()
+    return engine.Engine(policy, job.launch, recipe.engine, recipe.optimizer), tokenizer
+
+
+class TrainingRun:
+    """Training from the loaded policy, or from the newest checkpoint, to the saved one."""
+
+    def __init__(self, job: TrainingJob, learner: engine.Engine, tokenizer: PreTrainedTokenizerBase) -> None:
+        recipe = job.recipe
+        self._job, self._recipe, self._learner, self._tokenizer = job, recipe, learner, tokenizer
+        self._is_main = job.launch.rank == 0
+        self._algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
+        parts = Parts(recipe, learner, self._algorithm, tokenizer)
+        self._source = LiveSource(parts, job.services, job.say) if recipe.live else FileSource(parts, job.say)
+        self._guard = NanGuard(recipe.output / SKIPPED if self._is_main else None, recipe.max_skipped)
+        self._checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
+        self._saver = CheckpointSaver(
+            self._checkpoints,
+            learner,
+            tokenizer,
+            self._guard,
+            recipe.output / METRICS,
+            self._source.state,
+            self._source.steps,
+            recipe.micro_batch_tokens,
+            {name: digest for name in _models(recipe) if (digest := model_digest(name)) is not None},
+        )
+        self._untrained = NoSignalMonitor()
+
+    def run(self) -> None:
+        """Train to the end, and save the policy, the adapter and the curve.
+
+        Raises:
+            HeldOutNotFinite: the held-out loss is not finite; the checkpoint of that step is discarded.
+            WriteFailed: a disk is full, for example. --resume continues after the last checkpoint.
+        """
+        recipe, saver, output = self._recipe, self._saver, self._recipe.output
+        signal.signal(signal.SIGUSR1, lambda *_: saver.end())
+        if self._job.warnings:
+            saver.end()
+        earlier, history = self._restore()
+        done = earlier.step if earlier else 0
+        run_sinks = None
+        if self._is_main:
+            run_sinks = sinks.open_sinks(recipe.logging, output, output / RESOLVED, done)
+        with Metrics(output / METRICS, self._source.steps, self._is_main, history, run_sinks) as metrics:
+            self._train(metrics, done, earlier)
+            saver.tidy()
+        saver.check()
+        self._save(metrics)
+
+    def _restore(self) -> tuple[Checkpoint | None, list[dict[str, float]]]:
+        """The checkpoint that the run continues, and its metrics; None and no metrics for a new run."""
+        newest = self._checkpoints.newest() if self._job.resume and self._is_main else None
+        earlier: Checkpoint | None = self._learner.broadcast(newest)
+        if earlier is None:
+            self._job.begin()
+            self._saver.begin()
+            return None, []
+        self._source.check(earlier.state.get("source"))
+        history = self._saver.restore(earlier, self._job.say)
+        self._job.begin()
+        return earlier, history
+
+    def _train(self, metrics: Metrics, done: int, earlier: Checkpoint | None) -> None:
+        batches = self._source.batches(metrics, done, earlier.state.get("source") if earlier else None)
+        try:
+            self._saver.before(done)
+            with closing(cast("Generator[Batch]", batches)):
+                train(
+                    self._learner,
+                    self._algorithm,
+                    batches,
+                    self._recipe.micro_batch_tokens,
+                    lambda step: optimizer.schedule(step, self._source.steps, self._recipe.schedule),
+                    self._guard,
+                    lambda step, values: self._report(metrics, step, values),
+                    done,
+                )
+        except HeldOutNotFinite as error:
+            self._saver.discard(error.step)
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            metrics.say(f"interrupted; --resume continues after step {self._checkpoints.last_step}")
+            raise
+        except WriteFailed as error:
+            raise WriteFailed(f"{error}; --resume continues after step {self._checkpoints.last_step}") from error
+
+    def _report(self, metrics: Metrics, step: int, values: dict[str, float]) -> None:
+        """Log a batch, and write a checkpoint if one is due."""
+        metrics.log(step, values)
+        if idle := self._untrained.noted(values):
+            metrics.say(f"step {step}: {idle}")
+        self._saver.after(step)
+        checkpoint = self._recipe.checkpoint
+        if not self._is_main or checkpoint.best_is_held_out or not step == checkpoint.every < self._source.steps:
+            return
+        if message := self._checkpoints.missing_best(metrics.history):
+            metrics.say(message)
+
+    def _save(self, metrics: Metrics) -> None:
+        recipe, output, say = self._recipe, self._recipe.output, self._job.say
+        self._learner.save(output / POLICY, self._tokenizer)
+        if recipe.model.lora is not None and not isinstance(recipe.algorithm, RewardModelOptions):
+            self._learner.save_adapter(output / ADAPTER, recipe.model.lora, recipe.model.path)
+        if not self._is_main:
+            return
+        if series_list := default_series(metrics.history):
+            say(as_text(series_list))
+            write_picture([Panel("", [Line(series) for series in series_list])], output / CURVE)
+        if idle := self._untrained.summary(metrics.history):
+            say(idle)
+        if message := self._checkpoints.missing_best(metrics.history):
+            say(message)
+
+
+def _models(recipe: Recipe) -> list[str]:
+    """The paths of the models that a resumed run reads again: the reference's, the adapter's base, teachers."""
+    teacher = recipe.algorithm.teacher if isinstance(recipe.algorithm, PolicyGradientOptions) else None
+    paths = [recipe.model.path, *(share.path for share in (teacher.sources if teacher else ()))]
+    return [path for path in paths if path is not None]
