@@ -34,6 +34,7 @@ from .model.policy import (
 )
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import Launch, ModelOptions, Recipe
+from .recipe.recipe_reader import high_learning_rate
 from .reporting import sinks
 from .reporting.metrics import Metrics
 from .run_folder import ADAPTER, CURVE, METRICS, POLICY, RESOLVED, SKIPPED
@@ -115,6 +116,9 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
     if dropout := unused_dropout(policy.network):
         text = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
         job.say(f"the model's own dropout is off ({text}); only model.lora.dropout drops anything")
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    if job.new_policy is None and (warning := high_learning_rate(recipe, trained)):
+        job.say(warning)
     if is_main and (base := recipe.served_base) is not None and not base.exists():
         write_base(base, policy.network, tokenizer, recipe.engine.dtype)
         job.say(f"the policy's servers load the dequantized base from {base}")

@@ -310,3 +310,22 @@ def test_a_share_of_the_activations_needs_compiled_layers() -> None:
     assert result.exit_code == 2 and "needs it; set engine.compile=true" in result.stderr
     assert recipe(*words, "engine.compile=true").engine.activation_checkpointing == 0.5
     assert recipe(*words[:-1], "engine.activation_checkpointing=18").engine.activation_checkpointing == 18
+
+
+@pytest.mark.parametrize(
+    ("words", "parameters", "is_high"),
+    [
+        (["grpo.yaml", POLICY], 525_184, False),
+        (["grpo.yaml", POLICY], 596_049_920, True),
+        (["grpo.yaml", POLICY, "optimizer.lr=1e-6"], 596_049_920, False),
+        (["grpo.yaml", POLICY, "model.lora.rank=16"], 596_049_920, False),
+        (["letters.yaml"], 596_049_920, False),
+    ],
+)
+def test_a_learning_rate_for_tiny_models_is_reported_for_a_large_pretrained_one(
+    words: list[str], parameters: int, is_high: bool
+) -> None:
+    warning = recipe_reader.high_learning_rate(recipe(*words), parameters)
+    assert is_high == (warning is not None)
+    if warning is not None:
+        assert "optimizer.lr is 0.0003, and 596,049,920 pretrained weights are trained" in warning

@@ -24,6 +24,9 @@ from .recipe import Launch, Recipe
 if TYPE_CHECKING:
     from ..data.samples import Sample
 
+LARGE = 100_000_000  # pretrained weights
+HIGH_RATE = 1e-4  # for so many
+
 
 def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, ConfigTree]:
     """The recipe from these files; a bare `sft.yaml` is also found among the shipped recipes.
@@ -315,3 +318,14 @@ def _learning_rates(recipe: Recipe, steps: int) -> Iterator[str]:
     yield f"rate         {rates}{up}; {after}"
     if warm > steps:
         yield f"             the run ends in its warm-up: schedule.warmup_steps is {warm:,}"
+
+
+def high_learning_rate(recipe: Recipe, parameters: int) -> str | None:
+    """A warning if the recipe's learning rate is one for a tiny or new model. parameters: those that are trained."""
+    model, optimizer = recipe.model, recipe.optimizer
+    if model.from_scratch is not None or model.lora is not None or parameters < LARGE or optimizer.lr <= HIGH_RATE:
+        return None
+    return (
+        f"optimizer.lr is {optimizer.lr:.3g}, and {parameters:,} pretrained weights are trained: such models usually need "
+        "1e-5 or less, and may forget what they know above it"
+    )
