@@ -9,11 +9,13 @@ limited to half of its recent successful answers, plus ten.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import orjson
@@ -148,6 +150,35 @@ class PeerSession:
         return await parsed(reply, self.peer.name, path)
 
 
+@dataclass(slots=True)
+class _Call:
+    """One request to a service, and what is known about it after some attempts.
+
+    Attributes:
+        payload: the serialized body.
+        ends: when the call's time is over, by `time.monotonic`, as `repeatable_until`.
+        repeatable_until: until then, the service processes a repeated request once.
+        last_detail: the error that the service answered last.
+    """
+
+    method: str
+    path: str
+    payload: bytes | None
+    headers: dict[str, str]
+    correlation: request_context.Correlation
+    ends: float
+    idempotent: bool
+    repeatable_until: float
+    affinity: SessionReplica | StickyReplica | None
+    session: InSession | None
+    retries: int = 0
+    last_detail: str = ""
+
+    def is_repeatable(self) -> bool:
+        """Whether the request may be sent again although the service may have processed it."""
+        return time.monotonic() < self.repeatable_until
+
+
 class Peer:
     """Another service of the run, with all of its replicas."""
 
@@ -200,75 +231,104 @@ class Peer:
         """
         self._peers.follow()
         payload = None if body is None else body if isinstance(body, bytes) else serialized(body)
-        here = request_context.current.get()
-        remaining = here.remaining_s()
+        correlation = request_context.current.get()
+        remaining = correlation.remaining_s()
         began = time.monotonic()
         ends = began + (timeout if remaining is None else min(timeout, remaining))
-        budget = self._peers.budgets.get(self.name) or self._peers.budgets.setdefault(
-            self.name, RetryBudget(RETRY_RATIO)
-        )
+        repeatable_until = math.inf if idempotent else began + repeatable_s
         fixed = self._peers.authorization(self.name)
         if headers:
             fixed |= headers
-        attempt, last_detail = 0, ""
+        call = _Call(method, path, payload, fixed, correlation, ends, idempotent, repeatable_until, affinity, session)
         while True:
             url = self.url(affinity)
-            remaining_s = ends - time.monotonic()
-            if remaining_s <= 0:
-                raise PeerTimeout(
-                    f"{self.name} at {url} did not answer {method} {path} in time", upstream=upstream_of(self.name, url)
-                )
-            sent_headers = request_context.to_headers(here) | fixed
             try:
-                if len(self._peers.urls[self.name]) < 2:
-                    reply = await self._peers.send(method, url + path, payload, sent_headers, remaining_s)
-                else:
-                    reply = await self._send(method, url, path, payload, sent_headers, remaining_s)
-            except TimeoutError as error:
-                before = f"; before, it answered: {last_detail}" if last_detail else ""
-                raise PeerTimeout(
-                    f"{self.name} at {url} did not answer {method} {path} within {remaining_s:.3g} s: {error}{before}",
-                    upstream=upstream_of(self.name, url),
-                ) from None
-            except AnswerTooLong as error:
-                raise UpstreamError(
-                    f"{self.name} at {url}, {method} {path}: {error}", upstream=upstream_of(self.name, url, 200)
-                ) from None
+                reply = await self._attempt(call, url)
             except OSError as error:
-                refused = isinstance(error, ConnectionRefusedError)
-                safe = refused or idempotent or time.monotonic() - began < repeatable_s
-                if not safe or attempt >= len(BROKEN_S) or not (refused or budget.retry()):
-                    raise Unreachable(
-                        f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
-                        upstream=upstream_of(self.name, url),
-                    ) from None
-                pause = self._pause(url, affinity, jittered(BROKEN_S[attempt]))
-                if attempt:
+                pause = self._pause_after_break(call, url, error)
+                if call.retries:
                     await self._refreshed(ends)
             else:
                 own = session is None or is_own(reply, session)
                 if reply.status < 300 and own:
-                    budget.request()
+                    self._budget().request()
                     return reply
-                error_answer = refusal(self.name, reply, method, url, path, session)
-                is_retryable = reply.status in NOT_PROCESSED
-                if not own:  # it is not known whether the call reached the service
-                    is_retryable = is_retryable or idempotent or time.monotonic() - began < repeatable_s
-                elif idempotent and reply.status in MAYBE_PROCESSED:
-                    is_retryable = error_answer.retryable
-                retry_s, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
-                too_late = retry_s is not None and self._pause(url, affinity, retry_s) > ends - time.monotonic()
-                if not is_retryable or too_late or attempt >= len(pauses) or not (retry_s or budget.retry()):
-                    try:
-                        raise error_answer
-                    finally:
-                        # An error that a variable of its own traceback refers to keeps the bodies of request and
-                        # answer alive until a full garbage collection.
-                        del error_answer
-                last_detail = error_answer.detail
-                pause = self._pause(url, affinity, retry_delay(retry_s) if retry_s else jittered(pauses[attempt]))
-            attempt += 1
+                pause = self._pause_after_refusal(call, url, reply, own)
+            call.retries += 1
             await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))
+
+    async def _attempt(self, call: _Call, url: str) -> Reply:
+        """Send the request of a call to this replica once.
+
+        Raises:
+            OSError: the connection broke, or there was none.
+            PeerTimeout, UpstreamError: no further attempt would help.
+        """
+        remaining_s = call.ends - time.monotonic()
+        if remaining_s <= 0:
+            raise PeerTimeout(
+                f"{self.name} at {url} did not answer {call.method} {call.path} in time",
+                upstream=upstream_of(self.name, url),
+            )
+        headers = request_context.to_headers(call.correlation) | call.headers
+        try:
+            if len(self._peers.urls[self.name]) < 2:
+                return await self._peers.send(call.method, url + call.path, call.payload, headers, remaining_s)
+            return await self._send_to_replica(call, url, headers, remaining_s)
+        except TimeoutError as error:
+            before = f"; before, it answered: {call.last_detail}" if call.last_detail else ""
+            raise PeerTimeout(
+                f"{self.name} at {url} did not answer {call.method} {call.path} within {remaining_s:.3g} s: {error}{before}",
+                upstream=upstream_of(self.name, url),
+            ) from None
+        except AnswerTooLong as error:
+            raise UpstreamError(
+                f"{self.name} at {url}, {call.method} {call.path}: {error}", upstream=upstream_of(self.name, url, 200)
+            ) from None
+
+    def _pause_after_break(self, call: _Call, url: str, error: OSError) -> float:
+        """Seconds until the next attempt after a connection that broke or was refused.
+
+        Raises:
+            Unreachable: the call is not retried.
+        """
+        refused = isinstance(error, ConnectionRefusedError)
+        is_safe = refused or call.is_repeatable()
+        if not is_safe or call.retries >= len(BROKEN_S) or not (refused or self._budget().retry()):
+            raise Unreachable(
+                f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
+                upstream=upstream_of(self.name, url),
+            ) from None
+        return self._pause(url, call.affinity, jittered(BROKEN_S[call.retries]))
+
+    def _pause_after_refusal(self, call: _Call, url: str, reply: Reply, own: bool) -> float:
+        """Seconds until the next attempt after an answer that is not a success. own: the service itself sent it.
+
+        Raises:
+            UpstreamError: the call is not retried.
+        """
+        error = refusal(self.name, reply, call.method, url, call.path, call.session)
+        is_retryable = reply.status in NOT_PROCESSED
+        if not own:  # it is not known whether the call reached the service
+            is_retryable = is_retryable or call.is_repeatable()
+        elif call.idempotent and reply.status in MAYBE_PROCESSED:
+            is_retryable = error.retryable
+        retry_s, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
+        too_late = retry_s is not None and self._pause(url, call.affinity, retry_s) > call.ends - time.monotonic()
+        if not is_retryable or too_late or call.retries >= len(pauses) or not (retry_s or self._budget().retry()):
+            try:
+                raise error
+            finally:
+                # An error that a variable of its own traceback refers to keeps the bodies of request and answer alive
+                # until a full garbage collection.
+                del error
+        call.last_detail = error.detail
+        pause = retry_delay(retry_s) if retry_s else jittered(pauses[call.retries])
+        return self._pause(url, call.affinity, pause)
+
+    def _budget(self) -> RetryBudget:
+        budgets = self._peers.budgets
+        return budgets.get(self.name) or budgets.setdefault(self.name, RetryBudget(RETRY_RATIO))
 
     async def _refreshed(self, ends: float) -> None:
         """Refresh the addresses of the services, if the head answers before this time."""
@@ -276,14 +336,12 @@ class Peer:
             async with asyncio.timeout_at(ends):
                 await self._peers.refresh()
 
-    async def _send(
-        self, method: str, url: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
-    ) -> Reply:
+    async def _send_to_replica(self, call: _Call, url: str, headers: Mapping[str, str], timeout_s: float) -> Reply:
         """Send one request to one of several replicas, and record the result for load balancing."""
         replicas = self._replicas()
         replicas.in_flight[url] += 1
         try:
-            reply = await self._peers.send(method, url + path, body, headers, timeout_s)
+            reply = await self._peers.send(call.method, url + call.path, call.payload, headers, timeout_s)
         except OSError as error:
             if not isinstance(error, TimeoutError):
                 replicas.failed(url)
