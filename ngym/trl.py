@@ -43,6 +43,7 @@ from ngym.supervise.head_file import find_running
 
 WRONG_ROW = frozenset({400, 404, 422})
 EPISODE_OVER = "The episode is over."
+FAILED_BATCHES = 3  # in a row, each of one rollout, end the training
 MOVE: Json = {
     "name": "move",
     "description": "Make your move. The answer shows what came of it.",
@@ -167,6 +168,7 @@ class TrlGym:
             raise UsageError(f"{self.name}: TRL cannot call a tool {min(hidden)!r}; give it another name")
         self.environment: type[Episode] = type(self.name, (Episode,), {**methods, "_gym": self})
         self.verify = _named(self.name, self.verify)  # type: ignore[method-assign]
+        self._failed_batches = 0  # in a row
 
     def tasks(self, path: str | Path) -> list[dict[str, Any]]:
         """The rows of a JSONL file for `Dataset.from_list`: `prompt` (chat messages), `row` (JSON), `environment`.
@@ -195,7 +197,8 @@ class TrlGym:
         `name` of the gym server.
 
         Raises:
-            ServiceError: no rollout of a batch could be scored, because the gym server failed for each.
+            ServiceError: no rollout of a batch could be scored, because the gym server failed for each. With several
+                environments, a process may have only one rollout of this one; three such batches in a row are needed.
         """
         if environments is None:
             environments = list(self._reset_episodes(row or [None] * len(completions)))
@@ -203,7 +206,9 @@ class TrlGym:
         rewards: list[float | None] = self.call(_verify_all, episodes, completions)
         own = [episode for episode in episodes if episode is not None]
         failures = [episode._failure for episode in own if episode._failure is not None]
-        if failures and len(failures) == len(own):
+        if own:
+            self._failed_batches = self._failed_batches + 1 if len(failures) == len(own) else 0
+        if self._failed_batches and (len(own) > 1 or self._failed_batches >= FAILED_BATCHES):
             raise failures[0]  # without a reward there is nothing to train on
         if log_metric is not None:
             for episode, reward in zip(episodes, rewards, strict=True):

@@ -307,6 +307,7 @@ def test_a_run_that_a_scheduler_warns_while_it_loads_ends_before_its_first_step(
     warns.write_text(
         "import os, runpy, signal, sys\n"
         "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"  # a scheduler may signal every process of the job
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )

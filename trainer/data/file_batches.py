@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,9 +45,14 @@ def make(data: DataOptions, say: Say) -> None:
         return
     say(f"making {data.path}")
     words = [sys.executable, *data.made_by, "--output", data.path]
-    done = subprocess.run(words, check=False)
+    done = subprocess.run(words, check=False, preexec_fn=_ignore_warnings)
     if done.returncode != 0:
         raise UsageError(f"data.made_by: {' '.join(data.made_by)} failed with exit code {done.returncode}")
+
+
+def _ignore_warnings() -> None:
+    """A scheduler that warns of the time limit (SIGUSR1) may signal every process of the job; the trainer ends the run."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def digest(path: str) -> str:
