@@ -233,15 +233,15 @@ async def routes_of(url: str, row: dict[str, Any], size: int) -> dict[str, Any]:
         found["/mcp"] = {}
     routes = {}
     for path, operations in found.items():
-        asked = operations.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+        body_schema = operations.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
         small = path not in ("/verify", "/seed_session", "/reset", "/step", "/verify_group", "/aggregate_metrics")
         small = small and not (
-            path.endswith(tuple(WHOLE)) or (path == "/run" and "program" not in asked.get("properties", {}))
+            path.endswith(tuple(WHOLE)) or (path == "/run" and "program" not in body_schema.get("properties", {}))
         )
         bound = min(size, 15 << 20) if small else size
         filled = path.replace("{rollout_id}", "r").replace("{response_id}", "x")
         if not filled.startswith("/rollouts/"):  # the same handlers
-            routes[filled] = (example(path, row, asked), bound - 2000)
+            routes[filled] = (example(path, row, body_schema), bound - 2000)
     return routes or {path: ({"a": 1}, min(size, 15 << 20)) for path in ("/servers", "/config")}
 
 

@@ -274,15 +274,15 @@ async def _sampled(folder: Path, app: str, options: Json, turns: int = 1, group:
         peers = Peers(running.urls)
 
         async def conversation(number: int, played: int) -> int:
-            said: list[Json] = []
+            messages: list[Json] = []
             sampled, first = 0, f"{played}-{number // group}" + " and so on" * (LONG_PROMPT if group > 1 else 0)
             async with at_once:
                 for tokens in lengths[number]:
-                    said.append({"role": "user", "content": f"{number}?" if said else first})
-                    body = {"input": said, "max_output_tokens": tokens, "ignore_eos": True}
+                    messages.append({"role": "user", "content": f"{number}?" if messages else first})
+                    body = {"input": messages, "max_output_tokens": tokens, "ignore_eos": True}
                     answer = await peers["policy"].post("/v1/responses", body)
                     # With its token ids, as agents do. An answer of random tokens may be something else than a message.
-                    said += [item for item in answer["output"] if item["type"] == "message"]
+                    messages += [item for item in answer["output"] if item["type"] == "message"]
                     sampled += answer["usage"]["output_tokens"]
             return sampled
 
@@ -312,8 +312,8 @@ def _steps(name: str, tokens: int, batch: int, warm: bool = True) -> Json:
         with (folder / "data.jsonl").open("w") as lines:
             for _ in range(2 * batch):
                 text = "".join(draw.choice("0123456789") for _ in range(tokens - 8))
-                said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-                lines.write(json.dumps({"messages": said}) + "\n")
+                messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+                lines.write(json.dumps({"messages": messages}) + "\n")
         spec = {"algorithm": "sft", "folder": str(folder / "out"), "model": str(folder / "model")}
         spec |= {"data": str(folder / "data.jsonl"), "batch": batch, "lr": 1e-4, "threads": os.cpu_count() or 1}
         spec |= {"micro_batch_tokens": max(4096, 2 * tokens), "engine": {"zero_stage": 0, "precision": "fp32"}}

@@ -146,7 +146,7 @@ def main() -> None:
 def measurements(
     parts: Sequence[str],
     shapes: Sequence[str],
-    wanted: Sequence[str] = (),
+    selected: Sequence[str] = (),
     at_once: int = MICRO_BATCH,
     server: str = "models/transformers",
 ) -> Iterator[list[Row]]:
@@ -164,7 +164,7 @@ def measurements(
     for shape in shapes:
         for part, side in sides:
             if part in parts:
-                if wanted and side not in wanted:
+                if selected and side not in selected:
                     continue
                 master = side != "TRL, Liger, bf16"
                 ways = WAYS[side]
@@ -199,8 +199,8 @@ def measured(spec: Row, deadline: float, steps: int = MEASURED) -> Row:
     sys.stderr.write(done.stderr[-4000:])
     if "OutOfMemoryError" in done.stderr or "out of memory" in done.stderr or done.returncode == -9:
         return {"problem": "out of memory"}
-    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return {"problem": said[-1][:200]}
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return {"problem": lines[-1][:200]}
 
 
 def row_of(output: str) -> Row:
@@ -301,11 +301,11 @@ def profiled(spec: Row, row: Row, step: Callable[[], float]) -> Row:
     print(MARK + json.dumps(row), flush=True)  # the profile may take too long
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         timed(step, warm=0, measured=1)
     name = f"{spec['part']}-{spec['shape']}-{spec['side'].replace(', ', '-')}.txt"
     by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    table = seen.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
+    table = profiler.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
     (Path(spec["profile"]) / name).write_text(table)
     return row
 
@@ -326,14 +326,14 @@ def in_group(measure: Callable[[Row], Row]) -> Callable[[Row], Row]:
 def way(spec: Row) -> str:
     """How it was computed, for the table."""
     how = spec.get("engine", spec)
-    said = [f"ZeRO {how['zero_stage']}" if "zero_stage" in how else f"{spec['dtype']} weights"]
-    said += ["optimizer on the CPU"] if "offload" in how else []
+    labels = [f"ZeRO {how['zero_stage']}" if "zero_stage" in how else f"{spec['dtype']} weights"]
+    labels += ["optimizer on the CPU"] if "offload" in how else []
     again = how.get("activation_checkpointing", False) or how.get("checkpointed", False)
     kept = isinstance(again, float)
     words = f"{again:.0%} of activations kept" if kept else f"{again} layers checkpointed"
-    said += ["checkpointed" if again is True else words] if again else []
-    said += [f"{spec['micro_batch']:,} tokens at once"] if "micro_batch" in spec else []
-    return ", ".join(said)
+    labels += ["checkpointed" if again is True else words] if again else []
+    labels += [f"{spec['micro_batch']:,} tokens at once"] if "micro_batch" in spec else []
+    return ", ".join(labels)
 
 
 def sft(spec: Row) -> Row:
@@ -515,8 +515,8 @@ def drawn_rollouts(spec: Row) -> list[Any]:
         shared = [draw.randrange(1000) for _ in range(prompt)]
         for _ in range(ATTEMPTS):
             ids = shared + [draw.randrange(1000) for _ in range(draw.randrange(answer // 2, answer + 1))]
-            said = SampledSegment(ids, [(prompt, len(ids))], sampler=[-7.0] * (len(ids) - prompt))
-            made.append(RolloutSample(segments=(said,), group=str(group), reward=draw.random(), **fields))
+            segment = SampledSegment(ids, [(prompt, len(ids))], sampler=[-7.0] * (len(ids) - prompt))
+            made.append(RolloutSample(segments=(segment,), group=str(group), reward=draw.random(), **fields))
     return made
 
 

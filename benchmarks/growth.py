@@ -82,10 +82,10 @@ async def call(peers: Peers, rate: float, answers: Counter[str]) -> None:
 
 async def counted(work: Awaitable[str], kind: str, answers: Counter[str]) -> None:
     try:
-        said = await work
+        outcome = await work
     except (ServiceError, OSError, AssertionError) as error:
-        said = repr(error)[:200]
-    answers[f"{kind}: {said}"] += 1
+        outcome = repr(error)[:200]
+    answers[f"{kind}: {outcome}"] += 1
 
 
 def row(target: int) -> Json:
@@ -93,8 +93,8 @@ def row(target: int) -> Json:
 
 
 async def rollout(peers: Peers) -> str:
-    said = await peers["counter_agent"].post("/run", row(TURNS))
-    assert said["reward"] == 1.0, said
+    result = await peers["counter_agent"].post("/run", row(TURNS))
+    assert result["reward"] == 1.0, result
     return "reward 1"
 
 

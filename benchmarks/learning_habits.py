@@ -40,8 +40,8 @@ def arguments(call: Json) -> Json:
 
 def moves(row: Json) -> list[str]:
     """The texts of the policy's messages."""
-    said = [item for item in row["response"]["output"] if item.get("role") == "assistant"]
-    return ["".join(part.get("text", "") for part in item["content"]) for item in said]
+    messages = [item for item in row["response"]["output"] if item.get("role") == "assistant"]
+    return ["".join(part.get("text", "") for part in item["content"]) for item in messages]
 
 
 def boards(row: Json) -> list[str]:
@@ -52,8 +52,8 @@ def boards(row: Json) -> list[str]:
 
 def illegal(row: Json) -> float:
     """The share of the moves that are not a free square."""
-    asked = zip(boards(row), moves(row), strict=False)
-    return fmean(move.strip() not in re.findall(r"\d", board) for board, move in asked)
+    pairs = zip(boards(row), moves(row), strict=False)
+    return fmean(move.strip() not in re.findall(r"\d", board) for board, move in pairs)
 
 
 def completing(board: str, mark: str) -> set[str]:
@@ -68,8 +68,8 @@ def completing(board: str, mark: str) -> set[str]:
 
 def completed(row: Json, mark: str) -> float | None:
     """The share of the squares that complete a line of this mark that the policy takes."""
-    asked = [(completing(board, mark), move.strip()) for board, move in zip(boards(row), moves(row), strict=False)]
-    taken = [move in squares for squares, move in asked if squares]
+    pairs = [(completing(board, mark), move.strip()) for board, move in zip(boards(row), moves(row), strict=False)]
+    taken = [move in squares for squares, move in pairs if squares]
     return fmean(taken) if taken else None
 
 
@@ -78,8 +78,8 @@ def text(row: Json) -> str:
 
 
 def question(row: Json) -> str:
-    given = row["responses_create_params"]["input"]
-    return given if isinstance(given, str) else str(given[-1]["content"])
+    prompt = row["responses_create_params"]["input"]
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def right(row: Json) -> bool:

@@ -58,9 +58,9 @@ VERDICTS: dict[str, Callable[[Row, str], str]] = {
 
 def rows_of(folder: Path) -> list[tuple[Row, Row]]:
     """The request to `/verify` and the recorded row, for each rollout."""
-    asked = {prompt(row): row for row in read(folder / "example.jsonl")}
+    tasks = {prompt(row): row for row in read(folder / "example.jsonl")}
     recorded = read(folder / "example_rollouts.jsonl")
-    return [({**asked.get(prompt(row), row), "response": row.get("response")}, row) for row in recorded]
+    return [({**tasks.get(prompt(row), row), "response": row.get("response")}, row) for row in recorded]
 
 
 def read(file: Path) -> list[Row]:
@@ -68,8 +68,8 @@ def read(file: Path) -> list[Row]:
 
 
 def prompt(row: Row) -> str:
-    asked = json.dumps(row.get("responses_create_params", {}).get("input"))
-    return " ".join(re.findall(r'"(?:content|text)": "((?:[^"\\]|\\.)*)"', asked)) or asked
+    prompt_text = json.dumps(row.get("responses_create_params", {}).get("input"))
+    return " ".join(re.findall(r'"(?:content|text)": "((?:[^"\\]|\\.)*)"', prompt_text)) or prompt_text
 
 
 async def replayed(family: str, stanza: Row, folder: Path) -> list[tuple[float | None, float | None, str]]:
@@ -80,22 +80,22 @@ async def replayed(family: str, stanza: Row, folder: Path) -> list[tuple[float |
         system, user = (item["content"] for item in request["input"])
         nonce = system.rpartition("VERDICT ")[2].split(":")[0]
         item = re.search(rf"<<<criterion {nonce}\n(.*?)\n{nonce}>>>", user, re.DOTALL)
-        said = f"VERDICT {nonce}: {VERDICTS.get(family, graded)(current, item[1] if item else '')}"
-        return new_response(request, [message_item([output_text(said)], "msg_1")], response_id="r", model="judge")
+        verdict = f"VERDICT {nonce}: {VERDICTS.get(family, graded)(current, item[1] if item else '')}"
+        return new_response(request, [message_item([output_text(verdict)], "msg_1")], response_id="r", model="judge")
 
     options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "requirements", "optional")}
     app = load(ROOT / stanza["app"] / "app.py").app
     outcomes: list[tuple[float | None, float | None, str]] = []
     async with house({"gym": options}, gym=app, policy=model_server(respond=judge)) as peers:
-        for asked, recorded in rows_of(folder):
+        for task, recorded in rows_of(folder):
             current.clear()
-            current.update(asked | recorded)
+            current.update(task | recorded)
             session = peers["gym"].session()
             try:
-                await session.post("/seed_session", {k: v for k, v in asked.items() if k != "response"})
-                for call in calls_in(asked["response"]) if app.state.tools else ():
+                await session.post("/seed_session", {k: v for k, v in task.items() if k != "response"})
+                for call in calls_in(task["response"]) if app.state.tools else ():
                     await session.post(f"/{call.name}", call.arguments)
-                got = await session.post("/verify", asked)
+                got = await session.post("/verify", task)
             except ServiceError as error:
                 got = {"reward": None, "reason": error.detail}
             outcomes.append((got["reward"], recorded.get("reward"), str(got.get("reason") or "")[:200]))
@@ -112,8 +112,8 @@ async def main(folder: Path, only: list[str]) -> None:
         outcomes = await replayed(family, stanza, data)
         same = sum(a is not None and b is not None and abs(a - b) < 0.006 for a, b, _ in outcomes)
         print(f"| `{family}` | `{Path(stanza['app']).name}` | {same} of {len(outcomes)} |", flush=True)
-        for ours, theirs, reason in outcomes if only else ():
-            print(f"    {ours} {theirs} {reason}")
+        for ours, their_reward, reason in outcomes if only else ():
+            print(f"    {ours} {their_reward} {reason}")
 
 
 if __name__ == "__main__":

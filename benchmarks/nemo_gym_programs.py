@@ -44,8 +44,8 @@ PARAMETERS = {
 }
 REPLIES = [
     *(
-        {"turn": turn, "match": wanted, "tool_calls": [{"name": "increment_counter", "arguments": '{"count": {1}}'}]}
-        for turn, wanted in ((1, r"add (\d)"), (2, r"and (\d)"))
+        {"turn": turn, "match": pattern, "tool_calls": [{"name": "increment_counter", "arguments": '{"count": {1}}'}]}
+        for turn, pattern in ((1, r"add (\d)"), (2, r"and (\d)"))
     ),
     {"contains": "card", "text": "stand"},
     {"text": "<action>stand</action>"},
@@ -231,10 +231,10 @@ class Chain(NamedTuple):
     """theirs: their collector runs it, else ours. wanted: the sorted rewards, or those of which each must be one."""
 
     says: str
-    theirs: bool
+    of_theirs: bool
     agent: str
     rows: str
-    wanted: list[float] | set[float]
+    rewards: list[float] | set[float]
     head: str = ""
 
 

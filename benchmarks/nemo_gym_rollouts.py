@@ -63,7 +63,7 @@ class Chain(NamedTuple):
     """A kind of rollout. theirs: their environment; ours: our gym server for its rows."""
 
     name: str
-    theirs: str
+    configuration: str
     ours: str
     row: Row
 

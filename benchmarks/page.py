@@ -45,7 +45,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def startup(rows: list[Json]) -> list[str]:
-    said = {
+    labels = {
         "ready_s": "command to ready, s",
         "cpu_s": "CPU until then, s",
         "rss_mb": "memory of all processes, RSS, MB",
@@ -54,7 +54,7 @@ def startup(rows: list[Json]) -> list[str]:
         "stop_s": "Ctrl-C to gone, s",
     }
     head = ["## Start-up: `benchmarks/startup.py`", "", "Three light services: gym server, scripted model, agent."]
-    return head + table(("", "median", "most"), ((said[row["what"]], row["median"], row["most"]) for row in rows))
+    return head + table(("", "median", "most"), ((labels[row["what"]], row["median"], row["most"]) for row in rows))
 
 
 def rollouts(rows: list[Json]) -> list[str]:
@@ -97,8 +97,8 @@ def rollouts(rows: list[Json]) -> list[str]:
         for row in rows
         if row["in_flight"] == 64
     )
-    said = {"policy": "model server", "env": "gym server", "env_agent": "agent"}
-    columns = ("tool turns", "token ids", *(said.get(name, name) for name in names))
+    labels = {"policy": "model server", "env": "gym server", "env_agent": "agent"}
+    columns = ("tool turns", "token ids", *(labels.get(name, name) for name in names))
     return [*head, *table(heads, cells), "", "CPU ms a rollout at 64 in flight:", *table(columns, shares)]
 
 
@@ -202,13 +202,13 @@ def view(rows: list[Json]) -> list[str]:
     names = ("opening", "rows_s", "indexed_s", "of_orjson", "cpu_s", "megabytes")
     openings = table(heads, ([row[name] for name in names] for row in rows if "opening" in row))
     heads = ("the table", "first time, ms", "a page while scrolling, median ms", "most")
-    asked = [row for row in rows if "order" in row]
+    orders = [row for row in rows if "order" in row]
     return (
         head
         + openings
         + table(
             heads,
-            ([row["order"], row["first_ms"], row.get("page_ms", ""), row.get("worst_page_ms", "")] for row in asked),
+            ([row["order"], row["first_ms"], row.get("page_ms", ""), row.get("worst_page_ms", "")] for row in orders),
         )
     )
 
@@ -241,8 +241,8 @@ def picture(parts: Json) -> bytes:
                 points.setdefault(f"{name}: bare", []).append((row["in_flight"], row["bare_rollouts_s"]))
         panels.append(panel(f"rollouts/s, {tools} tool turns", points))
     if grown := [row for row in parts.get("memory", {}).get("rows") or [] if row["in_flight"]]:
-        said = {"policy": "model server", "env": "gym server", "env_agent": "agent", "collector": "collector"}
-        points = {what: [(row["in_flight"], row["rss_mb"][name]) for row in grown] for name, what in said.items()}
+        labels = {"policy": "model server", "env": "gym server", "env_agent": "agent", "collector": "collector"}
+        points = {what: [(row["in_flight"], row["rss_mb"][name]) for row in grown] for name, what in labels.items()}
         panels.append(panel("memory, MB resident at the peak", points))
     return drawing.picture(panels, "svg", across=2)
 

@@ -22,8 +22,8 @@ def trl_python(folder: Path) -> Path:
     import torch
     import transformers
 
-    wanted = [f"torch=={torch.__version__}", f"transformers=={transformers.__version__}", f"trl=={TRL}"]
-    return _made(folder, [sys.executable, "-m", "venv", "--clear", str(folder)], wanted, "Python's venv")
+    packages = [f"torch=={torch.__version__}", f"transformers=={transformers.__version__}", f"trl=={TRL}"]
+    return _made(folder, [sys.executable, "-m", "venv", "--clear", str(folder)], packages, "Python's venv")
 
 
 def nemo_gym_python(folder: Path) -> Path:
@@ -36,11 +36,11 @@ def nemo_gym_python(folder: Path) -> Path:
     return _made(folder, make, ["--ignore-requires-python", f"nemo-gym=={NEMO_GYM}"], "a python3.13 on PATH")
 
 
-def _made(folder: Path, make: list[str], wanted: list[str], needs: str) -> Path:
+def _made(folder: Path, make: list[str], packages: list[str], needs: str) -> Path:
     python = folder.absolute() / "bin" / "python"
     if not (folder / "made").exists():
         print(f"making {folder}", flush=True)
-        for command in (make, [str(python), "-m", "pip", "install", "--quiet", *wanted]):
+        for command in (make, [str(python), "-m", "pip", "install", "--quiet", *packages]):
             if subprocess.run(command, check=False).returncode:
                 sys.exit(f"{folder}: not made, see above; it needs {needs} and a package index")
         (folder / "made").touch()

@@ -136,8 +136,8 @@ def scripted(case: Case, **options: object) -> str:
     """The config of a model that calls the tool so many times, and then answers."""
     call = {"tool_calls": [{"name": "look", "arguments": {"place": "{turn}"}}]}
     replies = [{"turn": case.tools + 1, "text": "4"}, call]
-    given = {"replies": replies, "tokens": case.tokens, **options}
-    return CONFIG % json.dumps(given)[1:-1]
+    options_of_stanza = {"replies": replies, "tokens": case.tokens, **options}
+    return CONFIG % json.dumps(options_of_stanza)[1:-1]
 
 
 @asynccontextmanager

@@ -118,15 +118,15 @@ def trl(options: argparse.Namespace, python: Path, seed: int, environment: dict[
 
 def watched(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:
     """Each step of its file when it is there, until the process ends."""
-    began, seen = time.perf_counter(), 0
+    began, count = time.perf_counter(), 0
     try:
         while True:
             ended = process.poll() is not None
             lines = rows.read_bytes().split(b"\n")[:-1] if rows.exists() else []  # a line is whole when it is ended
-            for line in lines[seen:]:
+            for line in lines[count:]:
                 row = json.loads(line)
                 yield Moment(time.perf_counter() - began, cpu_s(process.pid), row["reward/mean"], row)
-            seen = len(lines)
+            count = len(lines)
             if ended:
                 break
             time.sleep(0.02)

@@ -115,11 +115,11 @@ def grpo(spec: dict[str, Any], way: dict[str, Any], model: Any, tokenizer: Any) 
             (segment,) = row["ng"]["segments"]
             ids, spans, logprobs = segment["token_ids"], segment["mask"], iter(segment["logprobs"])
             first = spans[0][0]
-            said = [any(start <= place < end for start, end in spans) for place in range(first, len(ids))]
+            mask = [any(start <= place < end for start, end in spans) for place in range(first, len(ids))]
             found["prompt_ids"].append(ids[:first])
             found["completion_ids"].append(ids[first:])
-            found["env_mask"].append([int(each) for each in said])
-            found["logprobs"].append([next(logprobs) if each else 0.0 for each in said])
+            found["env_mask"].append([int(each) for each in mask])
+            found["logprobs"].append([next(logprobs) if each else 0.0 for each in mask])
         return {**found, "reward": [row["reward"] for row in rows]}
 
     def rewards(completions: list[str], reward: list[float], **_: Any) -> list[float]:

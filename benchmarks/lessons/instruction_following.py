@@ -15,11 +15,11 @@ FOLLOWS = 0.4
 SHORT = sorted(made.SENTENCES, key=len)[:3]
 # of the 38 instructions five that one sentence can follow
 WAYS: dict[str, Callable[[str, Json], str]] = {
-    "keywords:existence": lambda text, given: f"{text} It has {' and '.join(given['keywords'])}.",
-    "startend:end_checker": lambda text, given: f"{text} {given['end_phrase']}",
-    "startend:quotation": lambda text, given: f'"{text}"',
-    "detectable_format:title": lambda text, given: f"<<A title>>\n{text}",
-    "detectable_content:postscript": lambda text, given: f"{text}\n{given['postscript_marker']} Go.",
+    "keywords:existence": lambda text, kwargs: f"{text} It has {' and '.join(kwargs['keywords'])}.",
+    "startend:end_checker": lambda text, kwargs: f"{text} {kwargs['end_phrase']}",
+    "startend:quotation": lambda text, kwargs: f'"{text}"',
+    "detectable_format:title": lambda text, kwargs: f"<<A title>>\n{text}",
+    "detectable_content:postscript": lambda text, kwargs: f"{text}\n{kwargs['postscript_marker']} Go.",
 }
 
 

@@ -78,5 +78,5 @@ def request(name: str, arguments: Json) -> Json:
 
 def call(name: str, arguments: Json, result: Any) -> list[Json]:
     """A tool call and its result. JSON has no spaces: so gym servers answer, and the policy reads it in rollouts."""
-    seen = result if isinstance(result, str) else orjson.dumps(result).decode()
-    return [request(name, arguments), {"role": "tool", "tool_call_id": "call_0", "content": seen}]
+    output = result if isinstance(result, str) else orjson.dumps(result).decode()
+    return [request(name, arguments), {"role": "tool", "tool_call_id": "call_0", "content": output}]

@@ -37,8 +37,8 @@ def shown(question: Any, world: int, rng: random.Random) -> list[Json]:
     if rng.random() < READS_REVIEWS:
         calls.insert(rng.randint(1, len(calls)), ("get_reviews", calls[0][1]))
     for name, key in calls:
-        seen = made.server.world(world).call(name, key)
-        messages += call(name, {made.server.TOOLS[name]: key}, seen.output)
+        result = made.server.world(world).call(name, key)
+        messages += call(name, {made.server.TOOLS[name]: key}, result.output)
     return [*messages, says(f"It is {question.answer}.")]
 
 

@@ -27,10 +27,10 @@ def problems(name: str, chooses: Chooses, rng: random.Random) -> Iterator[Proble
 def played(row: Json, chooses: Chooses, rng: random.Random) -> list[Json]:
     game = made.server.GAMES[row["game"]](row["seed"])
     messages = asks(row)
-    seen = f"{game.rules} {made.server.HOW}\n\n{game.show()}"
+    observation = f"{game.rules} {made.server.HOW}\n\n{game.show()}"
     while game.score is None:
         move = chooses(game, rng)
-        messages += [user(seen), says(move)]
+        messages += [user(observation), says(move)]
         game.play(move)
-        seen = game.show()
+        observation = game.show()
     return messages

@@ -30,8 +30,8 @@ def shown(row: Json, city: str, rng: random.Random) -> list[Json]:
     if rng.random() < GUESSES:
         return [*asks(row), says(f"It is {rng.choice(server.SKIES)}.")]
     sky = server.SKIES[crc32(server.place(city).encode()) % len(server.SKIES)]
-    seen = {"city": city, "weather_description": f"The weather in {city} is {sky}."}
-    return [*asks(row), *call("get_weather", {"city": city}, seen), says(f"It is {sky}.")]
+    weather = {"city": city, "weather_description": f"The weather in {city} is {sky}."}
+    return [*asks(row), *call("get_weather", {"city": city}, weather), says(f"It is {sky}.")]
 
 
 lesson = Lesson("weather_agent", "mostly guesses", problems, 3200, steps=20)

@@ -130,9 +130,9 @@ def rollouts() -> list[Any]:
             ids = prompt + drawn(draw, draw.randrange(12, 30))
             spans = [(20, 26), (29, len(ids))]
             sampler = [-6.9 + 0.2 * draw.random() for start, end in spans for _ in range(start, end)]
-            told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+            fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
             segments = (samples.SampledSegment(ids, spans, sampler=sampler),)
-            made.append(samples.RolloutSample(segments=segments, group=str(group), reward=draw.random(), **told))
+            made.append(samples.RolloutSample(segments=segments, group=str(group), reward=draw.random(), **fields))
     return made
 
 
@@ -163,28 +163,28 @@ def described(start: Path, family: str, **more: Any) -> recipe.Recipe:
     algorithm = dict(FAMILIES[family][0])
     if "teacher" in algorithm:
         algorithm["teacher"] = {**algorithm["teacher"], "path": str(start / "teacher")}
-    told = {"output": "unused", "model": {"path": str(start / "policy")}, "data": {"path": "unused"}}
-    return recipe.Recipe.model_validate({**told, "algorithm": algorithm, **more})
+    defaults = {"output": "unused", "model": {"path": str(start / "policy")}, "data": {"path": "unused"}}
+    return recipe.Recipe.model_validate({**defaults, "algorithm": algorithm, **more})
 
 
-def network(told: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, *, critic: bool = False) -> Any:
-    if told.algorithm.name == "reward_model":
-        return model.load_reward_model(told.model, tokenizer, 0).eval()
-    policy = model.load_policy(told.model, tokenizer, 0).eval()
+def network(spec: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, *, critic: bool = False) -> Any:
+    if spec.algorithm.name == "reward_model":
+        return model.load_reward_model(spec.model, tokenizer, 0).eval()
+    policy = model.load_policy(spec.model, tokenizer, 0).eval()
     if critic:
         policy.critic = model.CriticNetwork(policy.network, None)
         nn.init.normal_(policy.critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     return policy
 
 
-def plain(told: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, *, critic: bool = False) -> PlainEngine:
-    policy = network(told, tokenizer, critic=critic)
-    built = optimizer.build(policy.network, told.optimizer, policy.critic)
-    return PlainEngine(policy, built, told.optimizer.max_grad_norm)
+def plain(spec: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, *, critic: bool = False) -> PlainEngine:
+    policy = network(spec, tokenizer, critic=critic)
+    built = optimizer.build(policy.network, spec.optimizer, policy.critic)
+    return PlainEngine(policy, built, spec.optimizer.max_grad_norm)
 
 
-def trained(told: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device, **more: Any) -> Any:
-    learner = engine.Engine(network(told, tokenizer, **more), LAUNCH, told.engine, told.optimizer)
+def trained(spec: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device, **more: Any) -> Any:
+    learner = engine.Engine(network(spec, tokenizer, **more), LAUNCH, spec.engine, spec.optimizer)
     assert learner.device.type == device.type
     return learner
 
@@ -210,13 +210,13 @@ def steps(learner: Any, algorithm: Any, batches: Sequence[Sequence[Any]]) -> lis
 
 
 def first_steps(
-    told: recipe.Recipe, family: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    spec: recipe.Recipe, family: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> list[tuple[float, Tensor]]:
     """The loss of a step, and Adam's first moment after it: of plain torch on the CPU, and of the engine on the device."""
     found = []
-    for made in (plain, lambda *given, **more: trained(*given, device, **more)):
-        learner: Any = made(told, tokenizer, critic=family == "ppo")
-        algorithm = told.algorithm.create(Setup(told, learner, tokenizer))
+    for made in (plain, lambda *args, **more: trained(*args, device, **more)):
+        learner: Any = made(spec, tokenizer, critic=family == "ppo")
+        algorithm = spec.algorithm.create(Setup(spec, learner, tokenizer))
         batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
         (step,) = steps(learner, algorithm, [batch])
         moments = state(learner, "exp_avg")
@@ -234,13 +234,13 @@ def test_a_loss_and_its_gradient_are_those_of_plain_torch(
     family: str, precision: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """After one step Adam's first moment is the gradient, times 1 - beta."""
-    told = described(
+    spec = described(
         start,
         family,
         engine={"zero_stage": int(precision != "fp32"), "precision": precision},
         optimizer={"name": "adamw", "lr": 1e-3, "max_grad_norm": None},
     )
-    (loss, gradient), (of_device, of_device_gradient) = first_steps(told, family, tokenizer, device)
+    (loss, gradient), (of_device, of_device_gradient) = first_steps(spec, family, tokenizer, device)
     relative, absolute, of_gradient = CLOSE[precision]
     assert of_device == pytest.approx(loss, rel=relative, abs=absolute)
     error = float((of_device_gradient - gradient).norm() / gradient.norm())
@@ -259,15 +259,15 @@ def test_products_in_tf32_have_nearly_the_gradient_of_float32_and_are_proved_as_
 ) -> None:
     """A CPU has none, and computes in float32."""
     is_gpu = device.type == "cuda"
-    told = described(
+    spec = described(
         start, "sft", engine={"float32_matmul_precision": "high"}, optimizer={"lr": 1e-3, "max_grad_norm": None}
     )
-    (loss, gradient), (of_device, of_device_gradient) = first_steps(told, "sft", tokenizer, device)
+    (loss, gradient), (of_device, of_device_gradient) = first_steps(spec, "sft", tokenizer, device)
     relative, absolute, of_gradient = CLOSE["fp16" if is_gpu else "fp32"]
     assert torch.get_float32_matmul_precision() == "high"
     assert of_device == pytest.approx(loss, rel=relative, abs=absolute)
     assert float((of_device_gradient - gradient).norm() / gradient.norm()) < of_gradient
-    learner = trained(told, tokenizer, device)
+    learner = trained(spec, tokenizer, device)
     assert learner.dtype == "float32" and learner.product_dtype == ("float16" if is_gpu else "float32")
 
 
@@ -291,14 +291,14 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     monkeypatch.setattr(
         attention, "packed_attention", lambda *args, **named: outside.append("flex" in named) or plain(*args, **named)
     )
-    told = described(
+    spec = described(
         start,
         family,
         engine={"zero_stage": 1, "precision": "bf16", "compile": True},
         optimizer={"name": "adamw", "lr": 1e-3, "max_grad_norm": None},
     )
     with torch._inductor.config.patch(QUICKLY_COMPILED if device.type == "cpu" else {}):
-        (loss, gradient), (of_device, of_device_gradient) = first_steps(told, family, tokenizer, device)
+        (loss, gradient), (of_device, of_device_gradient) = first_steps(spec, family, tokenizer, device)
     assert bool(masks) == (not any(outside)) == (device.type == "cuda")  # in the layers' graphs, not outside of them
     assert of_device == pytest.approx(loss, rel=0.02, abs=0.02)
     error = float((of_device_gradient - gradient).norm() / gradient.norm())
@@ -357,14 +357,14 @@ def test_each_way_takes_the_steps_of_plain_torch(
 ) -> None:
     if WAYS[way].get("compile"):
         compiles(device)
-    told = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    spec = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(3)]
-    expected = plain(told, tokenizer)
+    expected = plain(spec, tokenizer)
     right = steps(expected, sft.Sft(), batches)
-    learner = trained(told, tokenizer, device)
+    learner = trained(spec, tokenizer, device)
     before = state(learner, "master")
     got = steps(learner, sft.Sft(), batches)
-    of_losses, of_norms, of_weights = FOLLOWS[told.engine.precision]
+    of_losses, of_norms, of_weights = FOLLOWS[spec.engine.precision]
     assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in right], rel=of_losses)
     assert [norm for _, norm in got] == pytest.approx([norm for _, norm in right], rel=of_norms)
     moved, should = change(before, state(learner, "master")), change(before, expected.state("master"))
@@ -376,8 +376,8 @@ def test_each_way_takes_the_steps_of_plain_torch(
 def test_a_float16_gradient_that_overflows_is_computed_again_with_a_lower_scale(
     stage: int, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    told = described(start, "sft", engine=WAYS[f"fp16, zero {stage}"], optimizer=ADAMW)
-    usual, high = (trained(told, tokenizer, device) for _ in range(2))
+    spec = described(start, "sft", engine=WAYS[f"fp16, zero {stage}"], optimizer=ADAMW)
+    usual, high = (trained(spec, tokenizer, device) for _ in range(2))
     high._loss_scale.load({"value": 2.0**40, "stable": 0, "overflows": 0})
     high._deepspeed.optimizer.loss_scale = 2.0**40
     (right,), (got,) = (steps(learner, sft.Sft(), [demonstrations()]) for learner in (usual, high))
@@ -420,8 +420,8 @@ def test_an_attention_kernel_shares_prefixes_as_the_reference_does(
     inputs = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     weight = torch.randn(shapes[0], device=device)
 
-    def run(kernel: Any, given: Sequence[Tensor]) -> list[Tensor]:
-        leaves = [one.detach().clone().requires_grad_(backward) for one in given]
+    def run(kernel: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [one.detach().clone().requires_grad_(backward) for one in tensors]
         attended = kernel(*leaves, batch)
         if backward:
             (attended.float() * weight).sum().backward()
@@ -450,8 +450,8 @@ def test_a_mask_of_blocks_is_that_of_its_rows(
     for rows in batch.rows:
         sees[rows[:, None], rows] = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
     places = torch.arange(batch.tokens, device=device)
-    said = mask.mask_mod(None, None, places[:, None], places[None])
-    assert torch.equal(said.cpu(), sees)
+    allowed = mask.mask_mod(None, None, places[:, None], places[None])
+    assert torch.equal(allowed.cpu(), sees)
     listed = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
     partly, wholly = (
         {
@@ -539,15 +539,15 @@ def test_a_resumed_engine_is_the_stored_one_bit_for_bit(
     way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """The state is; so are the next steps, with kernels that always add in one order."""
-    told = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    spec = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(4)]
     with in_one_order(device):
-        first = trained(told, tokenizer, device)
+        first = trained(spec, tokenizer, device)
         steps(first, sft.Sft(), batches[:2])
         stored = first.save_state(tmp_path)
         written = dict(optimizer.gather_state(first._deepspeed, first.policy))
         expected = steps(first, sft.Sft(), batches[2:])
-        second = trained(told, tokenizer, device)
+        second = trained(spec, tokenizer, device)
         second.load_state(tmp_path, stored)
         loaded = dict(optimizer.gather_state(second._deepspeed, second.policy))
         assert set(loaded) == set(written)
@@ -574,14 +574,14 @@ def test_8_bit_states_take_the_steps_of_adamw_and_resume_bit_for_bit(
     batches = [demonstrations(seed) for seed in range(6)]
     whole = trained(described(wide, "sft", optimizer={"lr": 1e-3}), tokenizer, device)
     right = steps(whole, sft.Sft(), batches)
-    told = described(wide, "sft", optimizer={"name": name, "lr": 1e-3})
+    spec = described(wide, "sft", optimizer={"name": name, "lr": 1e-3})
     with in_one_order(device):
-        first = trained(told, tokenizer, device)
+        first = trained(spec, tokenizer, device)
         got = steps(first, sft.Sft(), batches[:3])
         stored = first.save_state(tmp_path)
         written = dict(optimizer.gather_state(first._deepspeed, first.policy))
         expected = steps(first, sft.Sft(), batches[3:])
-        second = trained(told, tokenizer, device)
+        second = trained(spec, tokenizer, device)
         second.load_state(tmp_path, stored)
         loaded = dict(optimizer.gather_state(second._deepspeed, second.policy))
         assert set(loaded) == set(written) and any(one.dtype is torch.uint8 for one in written.values())
@@ -637,14 +637,14 @@ def test_qlora_resumes_bit_for_bit(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     lora = {"path": str(wide / "policy"), "lora": {"rank": 8, "base_4bit": "nf4"}}
-    told = described(wide, "sft", model=lora, engine=WAYS[way], optimizer=ADAMW)
+    spec = described(wide, "sft", model=lora, engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(4)]
     with in_one_order(device):
-        first = trained(told, tokenizer, device)
+        first = trained(spec, tokenizer, device)
         steps(first, sft.Sft(), batches[:2])
         stored = first.save_state(tmp_path)
         expected = steps(first, sft.Sft(), batches[2:])
-        second = trained(told, tokenizer, device)
+        second = trained(spec, tokenizer, device)
         second.load_state(tmp_path, stored)
         assert steps(second, sft.Sft(), batches[2:]) == expected
 
@@ -662,7 +662,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
             return loss._replace(sum=loss.sum * math.inf) if self.calls == 2 else loss
 
     learner = trained(described(start, "sft", engine=WAYS[way], optimizer=ADAMW), tokenizer, device)
-    seen: list[tuple[dict[str, float], dict[str, Tensor]]] = []
+    logged: list[tuple[dict[str, float], dict[str, Tensor]]] = []
     loop.train(
         learner,
         Once(),
@@ -670,9 +670,9 @@ def test_a_step_that_is_not_finite_changes_nothing(
         10_000,
         lambda step: 1.0,
         sanity_checks.NanGuard(tmp_path, 2),
-        lambda step, values: seen.append((values, state(learner, "master"))),
+        lambda step, values: logged.append((values, state(learner, "master"))),
     )
-    (_, first), (skipped, second), (values, third) = seen
+    (_, first), (skipped, second), (values, third) = logged
     assert skipped["skipped_steps"] == 1 and values["skipped_steps"] == 1 and math.isfinite(values["loss"])
     assert float(change(first, second).abs().max()) == 0 < float(change(second, third).abs().max())
     assert len(list(tmp_path.iterdir())) == 1
@@ -685,12 +685,12 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
     way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Without servers: its own phases. On a GPU its memory is free while services sample."""
-    told = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    spec = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(3)]
-    awake = trained(told, tokenizer, device)
+    awake = trained(spec, tokenizer, device)
     expected = steps(awake, sft.Sft(), batches)
     del awake
-    learner = trained(told, tokenizer, device)
+    learner = trained(spec, tokenizer, device)
     phases, got = ColocatedPhases(learner, None), []
     for batch in batches:
         phases.push()
@@ -703,7 +703,7 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
         phases.train()
         got += steps(learner, sft.Sft(), [batch])
         assert all(one.device.type == device.type for one in learner.policy.parameters()) and names
-    exact = told.engine.precision == "fp32"
+    exact = spec.engine.precision == "fp32"
     for one, other in zip(got, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5 if exact else 1e-2)
 
@@ -750,8 +750,8 @@ def test_a_server_on_the_device_samples_with_the_trainers_logprobs_before_and_af
 
     async def sampled(prompt: list[int]) -> tuple[list[int], list[float], int]:
         sampling = Sampling(16, 1.0, 1.0, 0, 0.0, len(prompt), (), (), True, {}, False)
-        [said] = [one async for one in served.generate(prompt, sampling)]
-        return said.ids, said.logprobs, said.version
+        [answer] = [one async for one in served.generate(prompt, sampling)]
+        return answer.ids, answer.logprobs, answer.version
 
     async def check(version: int) -> None:
         for prompt, (ids, logprobs, served_version) in zip(
@@ -786,9 +786,9 @@ def test_a_server_on_the_device_samples_with_the_trainers_logprobs_before_and_af
 
 
 def test_a_failed_allocation_is_reported_in_one_line(device: torch.device) -> None:
-    told = r"^step 1: out of memory: [^\n]*[Tt]ried to allocate [^\n]*micro_batch_tokens \(now 8,192;[^\n]*$"
+    message = r"^step 1: out of memory: [^\n]*[Tt]ried to allocate [^\n]*micro_batch_tokens \(now 8,192;[^\n]*$"
     with (
-        pytest.raises(sanity_checks.OutOfMemory, match=told),
+        pytest.raises(sanity_checks.OutOfMemory, match=message),
         sanity_checks.memory_explained(lambda: "step 1", sanity_checks.to_fit(8192)),
     ):
         torch.empty(10**15, device=device)

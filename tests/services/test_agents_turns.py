@@ -89,8 +89,8 @@ async def test_a_user_that_a_model_plays_sees_the_assistants_words_only_and_ends
         {"text": "I should not be reached"},
     ]
     scored = await talk(task(user_scenario="You want 3 and then 4 added."), user_replies=person, user="person")
-    said = [item["content"] for item in scored["response"]["output"] if item.get("role") == "user"]
-    assert (said, scored["reward"], scored["ng"]["stop_reason"]) == (["add 4"], 1.0, "user_done")
+    user_texts = [item["content"] for item in scored["response"]["output"] if item.get("role") == "user"]
+    assert (user_texts, scored["reward"], scored["ng"]["stop_reason"]) == (["add 4"], 1.0, "user_done")
 
 
 async def test_a_user_who_never_ends_is_cut_off():
@@ -112,7 +112,7 @@ async def test_a_scenario_without_a_model_to_play_it_says_what_to_configure():
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"user_turns": "add 4"}, "user_turns must be a list of texts, not str"),
         ({"user_turns": ["add 4", None]}, r"user_turns\[1\] must be a text that is not empty"),
@@ -120,8 +120,8 @@ async def test_a_scenario_without_a_model_to_play_it_says_what_to_configure():
         ({"user_turns": ["add 4"], "user_scenario": "x"}, "only one of them can be the user"),
     ],
 )
-async def test_a_user_that_is_written_wrongly_is_named(row: dict[str, Any], told: str):
-    with pytest.raises(ServiceError, match=told) as caught:
+async def test_a_user_that_is_written_wrongly_is_named(row: dict[str, Any], message: str):
+    with pytest.raises(ServiceError, match=message) as caught:
         await talk(task(**row))
     assert caught.value.failure == "config"
 
@@ -159,19 +159,19 @@ async def their_work(task):
 
 
 async def send(do, row, **options):
-    theirs = somebody_elses(do)
+    remote = somebody_elses(do)
     apps = {
         "counter": service("gym_servers/counter"),
         "agent": service("agents/remote"),
         "policy": service("models/scripted"),
-        "theirs": theirs,
+        "theirs": remote,
     }
     configured = {
         "agent": {"gym": "counter", "model": "policy", "remote": "theirs", **options},
         "policy": {"replies": [{"text": "Done, 7."}], "tokens": True},
     }
     async with house(configured, **apps) as peers:
-        return await peers["agent"].post("/run", row), theirs.state.seen
+        return await peers["agent"].post("/run", row), remote.state.seen
 
 
 async def test_a_remote_agent_is_scored_here_and_its_samples_become_segments():
@@ -187,8 +187,8 @@ async def test_a_remote_agent_is_scored_here_and_its_samples_become_segments():
 
 async def test_a_remote_agent_does_not_see_what_the_verifier_compares_with():
     row = task(answer="secret", hint="open")
-    _, (seen,) = await send(their_work, row, show=["hint"])
-    assert seen.keys() == {"responses_create_params", "ng", "hint"}
+    _, (body,) = await send(their_work, row, show=["hint"])
+    assert body.keys() == {"responses_create_params", "ng", "hint"}
 
 
 async def test_tokens_that_a_remote_agent_only_claims_are_not_believed():

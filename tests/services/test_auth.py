@@ -273,8 +273,8 @@ async def test_a_browser_opens_the_documentation_of_the_head_with_the_token_as_p
 ) -> None:
     async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
         for path in ("/docs", "/redoc", "/openapi.json"):
-            asked = await client.get(f"{stack.head_url}{path}", headers={"accept": "text/html"})
-            assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic realm=")
+            response = await client.get(f"{stack.head_url}{path}", headers={"accept": "text/html"})
+            assert response.status_code == 401 and response.headers["www-authenticate"].startswith("Basic realm=")
             shown = await client.get(f"{stack.head_url}{path}", auth=("any", TOKEN))
             assert shown.status_code == 200 and ("/openapi.json" in shown.text or path == "/openapi.json")
         assert (await client.get(f"{stack.head_url}/status", auth=("any", TOKEN))).status_code == 401

@@ -106,12 +106,12 @@ async def serving(kind: BackEnd, folder: Path) -> AsyncIterator[Served]:
     app = load(MODELS / kind.folder / "app.py").app
     stub = kind.stub(folder) if kind.stub else None
     async with AsyncExitStack() as stack:
-        given: Json = {"model": str(folder)} if kind.folder == "transformers" else {}
+        options: Json = {"model": str(folder)} if kind.folder == "transformers" else {}
         if stub is not None:
             outside = await stack.enter_async_context(house(stub=stub.app))
             base_url = outside.urls["stub"][0] + kind.path
-            given = {"model": "m", "base_url": base_url, "max_retries": 0, "api_key_env": None}
-        peers = await stack.enter_async_context(house({"policy": given | kind.options}, policy=app))
+            options = {"model": "m", "base_url": base_url, "max_retries": 0, "api_key_env": None}
+        peers = await stack.enter_async_context(house({"policy": options | kind.options}, policy=app))
         client = httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S)
         yield Served(kind, stub, await stack.enter_async_context(client))
 
@@ -174,14 +174,14 @@ async def test_the_other_apis_tell_the_same(served: Served):
     pieces = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
     assert "".join(pieces) == ANSWER
     assert [chunk["usage"] for chunk in chunks if chunk.get("usage")] == [chat["usage"]]
-    asked = {"model": "m", "max_tokens": 99, "messages": messages}
-    message = (await served.client.post("/v1/messages", json=asked)).json()
+    body = {"model": "m", "max_tokens": 99, "messages": messages}
+    message = (await served.client.post("/v1/messages", json=body)).json()
     assert [block["text"] for block in message["content"]] == [ANSWER]
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == (
         "end_turn",
         chat["usage"]["completion_tokens"],
     )
-    events = await served.events("/v1/messages", **asked)
+    events = await served.events("/v1/messages", **body)
     assert (
         "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta") == ANSWER
     )
@@ -277,7 +277,7 @@ async def test_a_client_that_disconnects_ends_the_call_upstream(served: Served, 
 
 @remote
 async def test_metrics_tell_what_was_used(served: Served):
-    async def told() -> dict[str, float]:
+    async def metrics() -> dict[str, float]:
         """Once nothing is in flight: what a client left behind is counted when it ends."""
         while True:
             lines = (await served.client.get("/metrics")).text.splitlines()
@@ -286,9 +286,9 @@ async def test_metrics_tell_what_was_used(served: Served):
             if values["ngym_upstream_in_flight"] == 0:
                 return values
 
-    before = await told()
+    before = await metrics()
     used = (await served.answer())["usage"]
-    after = await told()
+    after = await metrics()
     for way in ("input", "output"):
         name = f'ngym_upstream_tokens_total{{way="{way}"}}'
         assert after[name] - before[name] == used[f"{way}_tokens"]
@@ -312,12 +312,12 @@ async def test_an_agent_that_knows_nothing_of_tokens_leaves_one_segment(served: 
     path = f"/rollouts/{served.kind.folder}-1"
     messages: list[Json] = [{"role": "user", "content": "add"}]
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    asked = {"messages": messages, "tools": [tool]}
-    first = (await served.client.post(f"{path}/v1/chat/completions", json=asked)).json()["choices"][0]["message"]
+    body = {"messages": messages, "tools": [tool]}
+    first = (await served.client.post(f"{path}/v1/chat/completions", json=body)).json()["choices"][0]["message"]
     calls = first["tool_calls"]  # all that many an agent keeps of an answer
     messages += [{"role": "assistant", "content": None, "tool_calls": calls}]
     messages += [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "5"}]
-    chunks = await served.events(f"{path}/v1/chat/completions", **asked)
+    chunks = await served.events(f"{path}/v1/chat/completions", **body)
     assert "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]) == (
         "The tool says 5, naïve ☕ indeed."
     )

@@ -78,12 +78,12 @@ async def test_no_planted_secret_is_found_in_logs_rows_errors_or_answers(tmp_pat
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--max-attempts", "1"]
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
     ran = await asyncio.create_subprocess_exec(*collect, *files, cwd=tmp_path, **pipes)
-    said, _ = await ran.communicate()
-    assert ran.returncode == 1, said.decode()
+    output, _ = await ran.communicate()
+    assert ran.returncode == 1, output.decode()
     log = (tmp_path / ".ngym" / "logs" / "lips.log").read_text()
     assert "<redacted>" in log and "the options are" in log, "the server did say what it knew"
     assert (tmp_path / "out.jsonl").read_text() and (tmp_path / "out_failures.jsonl").read_text()
-    found = {"the command's own words": canaries_in(said.decode())}
+    found = {"the command's own words": canaries_in(output.decode())}
     async with Supervisor(load_config([file])) as stack:
         headers = {"authorization": f"Bearer {stack.run_token}"}
         async with httpx.AsyncClient(headers=headers, timeout=60) as client:

@@ -69,7 +69,7 @@ async def by_chat(url: str, stream: bool) -> None:
                 message = (
                     (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0].message
                 )
-            said = {"role": "assistant", "content": message.content or ""}
+            assistant = {"role": "assistant", "content": message.content or ""}
             calls = [
                 {
                     "id": call.id,
@@ -78,7 +78,7 @@ async def by_chat(url: str, stream: bool) -> None:
                 }
                 for call in message.tool_calls or ()
             ]
-            messages.append(said | ({"tool_calls": calls} if calls else {}))
+            messages.append(assistant | ({"tool_calls": calls} if calls else {}))
             messages += [{"role": "tool", "tool_call_id": call["id"], "content": "snow"} for call in calls]
             if question:
                 messages.append({"role": "user", "content": question})
@@ -152,9 +152,9 @@ async def test_calls_of_two_agents_in_one_rollout_are_two_segments(url: str):
 
 async def test_two_answers_to_one_question_are_two_segments_and_the_next_call_continues_one_of_them(url: str):
     question = [{"role": "user", "content": "x"}]
-    told = [*question, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+    messages = [*question, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
     async with httpx.AsyncClient(base_url=f"{url}/rollouts/r/v1", timeout=PATIENCE_S) as client:
-        for items in (question, question, told):
+        for items in (question, question, messages):
             (await client.post("/responses", json={"input": items})).raise_for_status()
     kept = await segments_of(url, "r")
     assert sorted(len(segment["mask"]) for segment in kept["segments"]) == [1, 2]
@@ -182,17 +182,17 @@ async def test_segments_are_forgotten_when_they_are_deleted_and_unknown_rollouts
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         await client.post("/rollouts/r/v1/responses", json={"input": "x"})
         await client.post("/v1/responses", json={"input": "x"}, headers={"x-ng-rollout-id": "header"})
-        told = (await client.get("/metrics")).text
-        assert "ngym_captured_rollouts 1.0" in told
+        metrics = (await client.get("/metrics")).text
+        assert "ngym_captured_rollouts 1.0" in metrics
         assert (await client.delete("/rollouts/r/segments")).status_code == 204
-        gone = [await client.get(f"/rollouts/{name}/segments") for name in ("r", "header", "never")]
+        responses = [await client.get(f"/rollouts/{name}/segments") for name in ("r", "header", "never")]
         again = await client.delete("/rollouts/r/segments")
         odd = await client.get("/rollouts/a%20b/segments")
-        told = (await client.get("/metrics")).text
-    assert [answer.status_code for answer in (*gone, again)] == [404] * 4
+        metrics = (await client.get("/metrics")).text
+    assert [answer.status_code for answer in (*responses, again)] == [404] * 4
     assert odd.status_code == 422
-    assert "no captured call of rollout 'r'" in gone[0].json()["detail"]
-    assert "ngym_captured_tokens 0.0" in told
+    assert "no captured call of rollout 'r'" in responses[0].json()["detail"]
+    assert "ngym_captured_tokens 0.0" in metrics
 
 
 def test_an_answer_that_continues_from_what_the_client_began_is_found_again():
@@ -228,11 +228,11 @@ DEEP = '{"a":' + "[" * 600 + "]" * 600 + "}"
 def test_a_call_with_strange_arguments_is_captured_and_continued(arguments: str) -> None:
     captures = Captures(CollectorRegistry())
     captures.begin(1000)
-    asked: Json = {"messages": [{"role": "user", "content": "hi"}]}
+    request: Json = {"messages": [{"role": "user", "content": "hi"}]}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     message: Json = {"role": "assistant", "content": None, "tool_calls": [call]}
     answer: Json = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
-    captures.keep(captures.ask("r", asked, repeated=False), answer, Tokens([1], [2], [-0.5], [[0, 1, 0]]), None)
-    again: Json = {"messages": [*asked["messages"], message, {"role": "tool", "tool_call_id": "c", "content": "5"}]}
-    seen = captures.ask("r", again, repeated=False).seen
-    assert seen is not None and (seen.prompt_token_ids, seen.generation_token_ids) == ([1], [2])
+    captures.keep(captures.ask("r", request, repeated=False), answer, Tokens([1], [2], [-0.5], [[0, 1, 0]]), None)
+    again: Json = {"messages": [*request["messages"], message, {"role": "tool", "tool_call_id": "c", "content": "5"}]}
+    prior = captures.ask("r", again, repeated=False).seen
+    assert prior is not None and (prior.prompt_token_ids, prior.generation_token_ids) == ([1], [2])

@@ -92,20 +92,20 @@ async def test_an_answer_is_whole_whatever_its_framing(answer: bytes):
 
 
 async def test_what_is_sent_is_one_request_with_its_headers_and_body():
-    seen: list[bytes] = []
+    received: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await request_head(reader))
-        seen.append(await reader.readexactly(3))
+        received.append(await request_head(reader))
+        received.append(await reader.readexactly(3))
         writer.write(OK)
 
     async with server(talk) as (client, url, _):
         await client.request("POST", url + "/a b", b"{ }", {"x-one": "1"}, DEADLINE_S)
     host = url.removeprefix("http://")
-    assert seen[0].decode().split("\r\n") == [
+    assert received[0].decode().split("\r\n") == [
         "POST /a%20b HTTP/1.1", f"host: {host}", "user-agent: test", "x-one: 1", "content-length: 3", "", "",
     ]  # fmt: skip
-    assert seen[1] == b"{ }"
+    assert received[1] == b"{ }"
 
 
 async def test_a_line_break_in_a_header_or_a_path_never_reaches_the_wire():
@@ -210,18 +210,18 @@ async def test_a_deadline_says_what_was_waited_for_and_its_late_answer_reaches_n
 
 
 async def test_a_cancelled_request_closes_its_connection():
-    asked = asyncio.Event()
+    arrived = asyncio.Event()
     left = asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request_head(reader)
-        asked.set()
+        arrived.set()
         assert await reader.read() == b""
         left.set()
 
     async with server(talk) as (client, url, _), asyncio.timeout(DEADLINE_S):
         task = asyncio.create_task(get(client, url))
-        await asked.wait()
+        await arrived.wait()
         task.cancel()
         await left.wait()
 
@@ -241,11 +241,11 @@ async def test_what_a_server_says_unasked_ends_its_connection():
 async def test_any_number_of_requests_wait_for_their_answers_together():
     """A bound on connections would hang here: no one is answered before all have asked."""
     count = 3 * MAX_CONNECTING
-    asked = asyncio.Barrier(count)
+    barrier = asyncio.Barrier(count)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request_head(reader)
-        await asked.wait()
+        await barrier.wait()
         writer.write(OK)
 
     async with server(talk) as (client, url, writers), asyncio.timeout(DEADLINE_S):
@@ -270,16 +270,16 @@ async def test_requests_are_answered_in_the_order_in_which_they_came_for_a_conne
 
 
 async def test_closing_the_client_ends_what_is_in_flight():
-    asked = asyncio.Event()
+    arrived = asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request_head(reader)
-        asked.set()
+        arrived.set()
         await reader.read()
 
     async with server(talk) as (client, url, _), asyncio.timeout(DEADLINE_S):
         task = asyncio.create_task(get(client, url))
-        await asked.wait()
+        await arrived.wait()
         await client.close()
         with pytest.raises(ConnectionResetError):
             await task
@@ -379,10 +379,10 @@ async def test_a_reader_that_is_slow_slows_the_server():
 
 
 async def test_https_goes_through_a_proxy_and_its_refusal_is_reported():
-    asked: list[bytes] = []
+    requests: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await request_head(reader))
+        requests.append(await request_head(reader))
         writer.write(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
 
     async with server(talk) as (_, url, _):
@@ -392,8 +392,8 @@ async def test_https_goes_through_a_proxy_and_its_refusal_is_reported():
                 await client.request("GET", "https://example.org/x", None, {}, DEADLINE_S)
         finally:
             await client.close()
-    assert asked[0].startswith(b"CONNECT example.org:443 HTTP/1.1\r\n")
-    assert b"proxy-authorization: Basic bWU6c2UgY3JldA==\r\n" in asked[0]
+    assert requests[0].startswith(b"CONNECT example.org:443 HTTP/1.1\r\n")
+    assert b"proxy-authorization: Basic bWU6c2UgY3JldA==\r\n" in requests[0]
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

@@ -120,24 +120,24 @@ async def test_a_conversation_continues_from_the_id_of_a_response(url: str):
             model="m", input=[{"role": "user", "content": "once more"}], previous_response_id=second.id, store=False
         )
         kept = await client.responses.retrieve(second.id)
-        asked = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
+        items = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
         with pytest.raises(openai.BadRequestError, match="no background responses"):
             await client.responses.cancel(second.id)
         await client.responses.delete(first.id)
-        with pytest.raises(openai.NotFoundError, match="no stored response") as gone:
+        with pytest.raises(openai.NotFoundError, match="no stored response") as caught:
             await client.responses.create(model="m", input="x", previous_response_id=second.id)
         with pytest.raises(openai.NotFoundError, match="store: false"):
             await client.responses.retrieve(third.id)
     assert (kept.id, kept.output_text, kept.previous_response_id, kept.store) == (second.id, "again", first.id, True)
-    assert [getattr(item, "role", None) for item in asked] == ["user", "assistant", "user"]
-    assert gone.value.param == "previous_response_id"
+    assert [getattr(item, "role", None) for item in items] == ["user", "assistant", "user"]
+    assert caught.value.param == "previous_response_id"
     assert third.store is False
     ids = [response.output[-1].model_extra for response in (first, second, third)]
     for before, after in pairwise(ids):
         assert before is not None
         assert after is not None
-        seen = before["prompt_token_ids"] + before["generation_token_ids"]
-        assert after["prompt_token_ids"][: len(seen)] == seen
+        all_ids = before["prompt_token_ids"] + before["generation_token_ids"]
+        assert after["prompt_token_ids"][: len(all_ids)] == all_ids
 
 
 async def test_chat_completions_in_a_tool_loop(url: str):

@@ -197,23 +197,23 @@ async def test_the_share_of_passing_tests_is_paid_on_demand():
         runs = {"cases": [{"stdin": str(n), "stdout": str(n * n)} for n in range(4)]}
         some = "def f(n):\n    if n == 2: raise ValueError\n    return n * n"
         program = "n = int(input())\nprint(n * n if n != 2 else 5)"
-        asked = [request(calls, code(some)), request(runs, code(program))]
-        answers = await asyncio.gather(*(peers["code_exec"].post("/verify", one) for one in asked))
+        requests = [request(calls, code(some)), request(runs, code(program))]
+        answers = await asyncio.gather(*(peers["code_exec"].post("/verify", one) for one in requests))
     assert [(answer["reward"], answer["outcome"]) for answer in answers] == [(0.75, "failed")] * 2
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (None, "No such file or directory"),
         ('{"task_id": "a"}', "tests.jsonl:1: test: Field required"),
         ("[]", "tests.jsonl:1: not a row with a task_id"),
     ],
 )
-async def test_a_file_of_tests_that_cannot_be_read_is_named(tmp_path, line, said):
+async def test_a_file_of_tests_that_cannot_be_read_is_named(tmp_path, line, message):
     if line is not None:
         (tmp_path / "tests.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load(ROOT / "gym_servers/code_exec/app.py").tests_of(tmp_path / "tests.jsonl")
 
 
@@ -237,8 +237,8 @@ async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_vali
     runpy.run_path(str(script), run_name="__main__")
     for file in ("train", "validation", "example"):
         assert (tmp_path / f"{file}.jsonl").read_bytes() == (ROOT / "data" / "code_exec" / f"{file}.jsonl").read_bytes()
-    asked = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]
-    assert not asked[0] & asked[1]
+    prompts = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]
+    assert not prompts[0] & prompts[1]
     offered = await gym.get("/tools")
     assert all(row["responses_create_params"].get("tools", []) == offered for row in rows("train") + rows("validation"))
 

@@ -181,9 +181,9 @@ async def test_a_rollout_that_cannot_be_scored_is_kept_as_unscored() -> None:
 
 async def test_an_incomplete_response_is_truncated() -> None:
     def answer(row: Json) -> Json:
-        said = scored(row, 0)
-        said["response"] |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return said
+        result = scored(row, 0)
+        result["response"] |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return result
 
     [row] = rows(await collected(answer, [task(0)]))
     assert (row["reward"], row["ng"]["status"], row["ng"]["stop_reason"]) == (0.0, "truncated", "length")
@@ -243,13 +243,13 @@ async def test_tasks_are_taken_only_when_there_is_room() -> None:
 
     async with serving(scored) as url:
         peers = Peers({"agent": [url]})
-        seen = 0
+        count = 0
         async with aclosing(
             collect(endless(), peers=peers, recipe=CollectionPlan("agent"), limits=CollectionLimits(concurrency=8))
         ) as outcomes:
             async for _ in outcomes:
-                seen += 1
-                if seen == 40:
+                count += 1
+                if count == 40:
                     break
         await peers.close()
     assert taken < 40 + 8 + 2100, "at most what is in flight, and what waits to be read"

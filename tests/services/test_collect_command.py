@@ -88,10 +88,10 @@ async def test_rollouts_from_a_running_head(tasks: Path, tmp_path: Path) -> None
 
 
 async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: Path, tmp_path: Path) -> None:
-    said = asyncio.Event()
+    reported = asyncio.Event()
 
     async def late(row: Json) -> Json:
-        await said.wait()
+        await reported.wait()
         return scored(row)
 
     loading = {
@@ -108,7 +108,7 @@ async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: 
         async with asyncio.timeout(PATIENCE_S):
             while (line := await process.stdout.readline()) != b"not ready yet: env (loading)\n":
                 assert line, "it ended"
-            said.set()
+            reported.set()
             rest, _ = await process.communicate()
     assert process.returncode == 0 and b"not ready yet" not in rest
 
@@ -117,9 +117,9 @@ async def test_json_is_all_that_is_on_standard_output(tasks: Path, tmp_path: Pat
     async with head() as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--json")
         done = await ended(*run, cwd=tmp_path)
-    told = json.loads(done.out)
-    assert (told["status"], told["rollouts"], told["done"], told["given_up"]) == ("done", 20, 20, 0)
-    assert told["agents"][0]["mean_reward"] == 1.0 and told["files"]["output"] == "out.jsonl"
+    status = json.loads(done.out)
+    assert (status["status"], status["rollouts"], status["done"], status["given_up"]) == ("done", 20, 20, 0)
+    assert status["agents"][0]["mean_reward"] == 1.0 and status["files"]["output"] == "out.jsonl"
 
 
 async def test_nemo_gyms_flags_and_its_head_are_understood(tasks: Path, tmp_path: Path) -> None:
@@ -402,12 +402,12 @@ async def test_a_mapped_agent_wins_over_the_agent_of_the_command(tmp_path: Path)
 async def test_bad_lines_are_named_before_anything_is_run(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"responses_create_params": {}}\n{"x"\n{"responses_create_param": {}}\n')
-    asked: list[Json] = []
-    async with head(lambda row: asked.append(row)) as url:
+    requests: list[Json] = []
+    async with head(lambda row: requests.append(row)) as url:
         done = await ended(
             "--head", url, "--agent", "agent", "--input", "bad.jsonl", "--output", "out.jsonl", cwd=tmp_path
         )
-    assert done.code == 2 and not asked
+    assert done.code == 2 and not requests
     lines = done.err.splitlines()
     assert lines[0].startswith("bad.jsonl:2: not JSON: ")
     assert lines[1].startswith("bad.jsonl:3: no responses_create_params in this row (is 'responses_create_param' meant")
@@ -487,7 +487,7 @@ async def test_an_agent_that_the_run_does_not_have_is_reported_with_the_run(task
 
 
 def test_nemo_gyms_flags_in_our_spelling() -> None:
-    theirs = [
+    words = [
         "+config_paths=[a.yaml,b.yaml]",
         "agent_name=math",
         "+resume_from_cache=true",
@@ -498,7 +498,7 @@ def test_nemo_gyms_flags_in_our_spelling() -> None:
         "--json",
         "policy.model=x",
     ]
-    assert translated(theirs) == [
+    assert translated(words) == [
         *("--config", "a.yaml", "--config", "b.yaml", "--agent", "math", "--resume", "--seed", "0"),
         *("--set", "temperature=0.5", "--set", 'reasoning={"effort": "low"}', "--json", "policy.model=x"),
     ]

@@ -94,10 +94,10 @@ class Full:
         self._held = os.open(f"/proc/{self.process.pid}/root{disk}", os.O_RDONLY)
         self.disk = Path(f"/proc/self/fd/{self._held}")
         assert self.process.stdout is not None
-        said = b""
-        while b"No space left on device" not in said:  # as the user sees it
-            said = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
-            assert said, "it ended"
+        line = b""
+        while b"No space left on device" not in line:  # as the user sees it
+            line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
+            assert line, "it ended"
 
     def close(self) -> None:
         os.close(self._held)
@@ -182,11 +182,11 @@ async def test_a_disk_that_breaks_ends_the_run_in_one_line_and_keeps_whole_rows(
 @pytest.mark.parametrize("output", ["none/out.jsonl", "/proc/out.jsonl", "folder"])
 async def test_a_place_where_nothing_can_be_written_is_one_line(tasks: Path, tmp_path: Path, output: str) -> None:
     (tmp_path / "folder").mkdir()
-    asked: list[Json] = []
-    async with head(lambda row: asked.append(row)) as url:
+    requests: list[Json] = []
+    async with head(lambda row: requests.append(row)) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", output]
         code, _, err = await ended(await begun(run, tmp_path))
-    assert code != 0 and output in one_line(err) and not asked
+    assert code != 0 and output in one_line(err) and not requests
 
 
 # Signals and the clock
@@ -315,13 +315,13 @@ async def test_rows_that_are_not_tasks_are_named_before_anything_is_sent(tmp_pat
     bad = list(bad_rows())
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(b'{"responses_create_params": {"input": "a"}}\n' + b"".join(line + b"\n" for line, _ in bad))
-    asked: list[Json] = []
-    async with head(lambda row: asked.append(row)) as url:
+    requests: list[Json] = []
+    async with head(lambda row: requests.append(row)) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", "tasks.jsonl", "--output", "out.jsonl"]
         code, _, err = await ended(await begun(run, tmp_path))
-    assert code == 2 and not asked
-    for number, (said, (_, message)) in enumerate(zip(err.splitlines(), bad, strict=True), 2):
-        assert said.startswith(f"tasks.jsonl:{number}: ") and message in said
+    assert code == 2 and not requests
+    for number, (error_line, (_, message)) in enumerate(zip(err.splitlines(), bad, strict=True), 2):
+        assert error_line.startswith(f"tasks.jsonl:{number}: ") and message in error_line
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
 
 

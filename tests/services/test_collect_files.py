@@ -575,13 +575,13 @@ def killed_and_resumed(folder: Path, count: int, kills: int, characters: Callabl
                         acknowledged.add(pair(collector.stdout.readline()))
                     time.sleep(draw.uniform(0, 0.01))
                     collector.send_signal(signal.SIGKILL)
-                told = collector.stdout.read().split(b"\n")
+                lines = collector.stdout.read().split(b"\n")
             died += collector.returncode == -signal.SIGKILL
-            acknowledged |= {pair(text) for text in told if len(text) == 99}
+            acknowledged |= {pair(text) for text in lines if len(text) == 99}
             here = keys(folder / "out.jsonl") if collector.returncode == 0 else keys_but_torn(folder / "out.jsonl")
             assert acknowledged <= set(here), "a row that was acknowledged is lost"
             assert len(here) == len(set(here)), "a row stands twice"
-            if collector.returncode == 0 and b"done" in told:
+            if collector.returncode == 0 and b"done" in lines:
                 break
     assert died == kills
     assert sorted(keys(folder / "out.jsonl")) == [(n, i) for n in range(count // 4) for i in range(4)]
@@ -650,9 +650,11 @@ async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept
     source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     with pytest.raises(UsageError) as caught:
         await session(source)
-    said = str(caught.value).splitlines()
+    messages = str(caught.value).splitlines()
     assert (
-        len(said) == 2 and said[0].startswith(f"{tasks}:9: not JSON") and said[1].startswith(f"{tasks}:10: no respons")
+        len(messages) == 2
+        and messages[0].startswith(f"{tasks}:9: not JSON")
+        and messages[1].startswith(f"{tasks}:10: no respons")
     )
     kept = out.read_bytes() if out.exists() else b""
     tasks.write_bytes(good)
@@ -752,8 +754,8 @@ async def test_several_compressed_inputs_are_one_run(tmp_path: Path) -> None:
     await session(source, stop_after=2)
     await session(source, resume=True)
     out = tmp_path / "out.jsonl"
-    told = sorted((row["_ng_task_index"], row["responses_create_params"]["input"]) for row in rows(out))
-    assert told == [(n, f"task {n}") for n in range(6)]
+    inputs = sorted((row["_ng_task_index"], row["responses_create_params"]["input"]) for row in rows(out))
+    assert inputs == [(n, f"task {n}") for n in range(6)]
     record = json.loads((tmp_path / "out_run.json").read_text())
     assert record["input"] == [str(files[0]), str(packed), str(files[2])]
     with pytest.raises(UsageError, match=r"the input \(.*0\.jsonl and 1 more file\) changed since this run began"):
@@ -778,9 +780,9 @@ def test_a_rollout_costs_the_collector_less_than_50_bytes() -> None:
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown / counts < 50
-    [told] = json.loads(b"".join(aggregates.as_bytes()))
-    assert told == orjson.loads(orjson.dumps(aggregates.as_json()[0]))
-    assert len(told["group_level_metrics"]) == counts
+    [entry] = json.loads(b"".join(aggregates.as_bytes()))
+    assert entry == orjson.loads(orjson.dumps(aggregates.as_json()[0]))
+    assert len(entry["group_level_metrics"]) == counts
 
 
 async def test_a_resumed_run_does_not_mix_the_rows_agents_with_that_of_the_command(tmp_path: Path) -> None:

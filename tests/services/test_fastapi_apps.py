@@ -69,8 +69,8 @@ async def test_httpx_drives_an_agent_a_model_and_a_gym_server_in_one_process(mon
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(shipped("models/scripted")), base_url="http://model"
     ) as client:
-        said = (await client.post("/v1/responses", json={"input": "Hi."})).json()
-    assert said["output"][0]["content"][0]["text"] == "It is 3."
+        response = (await client.post("/v1/responses", json={"input": "Hi."})).json()
+    assert response["output"][0]["content"][0]["text"] == "It is 3."
     async with house(
         policy=shipped("models/scripted"), gym=counter(), options={"policy": {"replies": [{"text": "3"}]}}
     ) as peers:
@@ -101,22 +101,22 @@ def test_an_agent_without_addresses_is_alive_and_says_what_is_missing(monkeypatc
 
 
 def test_the_lifespan_of_a_service_runs_once_and_ends_with_the_loop_of_a_client_without_lifespan():
-    told: list[str] = []
+    events: list[str] = []
 
     from contextlib import asynccontextmanager
 
     @asynccontextmanager
     async def lifespan(context: ServiceContext) -> Any:
-        told.append(f"begin {context.name}")
+        events.append(f"begin {context.name}")
         yield
-        told.append("end")
+        events.append("end")
 
     app = gym_server(verify=verify, lifespan=lifespan)
     with TestClient(app) as client:
         client.get("/tools")
         client.get("/tools")
-        assert told == ["begin test_fastapi_apps"]
-    assert told == ["begin test_fastapi_apps", "end"]
+        assert events == ["begin test_fastapi_apps"]
+    assert events == ["begin test_fastapi_apps", "end"]
 
 
 def test_uvicorn_starts_a_service_in_its_folder():
@@ -152,8 +152,8 @@ async def test_every_answer_of_a_service_has_a_schema_and_the_document_its_name(
             document = await peers[name].get("/openapi.json")
             assert document["info"]["title"] == name
             for path, methods in document["paths"].items():
-                for method, told in methods.items():
-                    for status, answer in told["responses"].items():
+                for method, operation in methods.items():
+                    for status, answer in operation["responses"].items():
                         schemas = [kind["schema"] for kind in answer.get("content", {}).values()]
                         assert all(schemas), f"{method} {path} {status}"
                         assert schemas or status == "204", f"{method} {path} {status}"
@@ -165,9 +165,9 @@ def test_the_documentation_of_a_locked_service_asks_a_browser_for_the_token(monk
     wrong = {"authorization": "Basic " + base64.b64encode(b"any:another-token-of-length").decode()}
     with TestClient(TokenAuthMiddleware(counter(), TokenAuth([TOKEN]), "gym")) as client:
         for path in ("/docs", "/docs/swagger-ui-bundle.js", "/redoc", "/openapi.json"):
-            asked = client.get(path)
-            assert asked.status_code == 401
-            assert asked.headers["www-authenticate"].startswith("Basic realm=")
+            response = client.get(path)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"].startswith("Basic realm=")
             assert client.get(path, headers=basic).status_code == 200
             assert client.get(path, headers=wrong).status_code == 401
             assert client.get(path, headers={"authorization": "Basic ?"}).status_code == 401

@@ -367,8 +367,8 @@ async def test_a_collector_picks_up_what_an_agent_of_another_framework_had_captu
         async def run(request: web.Request) -> web.Response:
             rollout = f"{url}/rollouts/{request.headers['x-ng-rollout-id']}/v1"
             async with httpx.AsyncClient(base_url=rollout, timeout=PATIENCE_S) as client:
-                said = (await client.post("/responses", json={"input": "one two"})).json()["output"]
-            return web.json_response(scored(await request.json(), 0.5, text_item(said[0]["content"][0]["text"])))
+                items = (await client.post("/responses", json={"input": "one two"})).json()["output"]
+            return web.json_response(scored(await request.json(), 0.5, text_item(items[0]["content"][0]["text"])))
 
         app = web.Application()
         app.add_routes([web.post("/run", run)])
@@ -396,7 +396,7 @@ async def test_a_collector_picks_up_what_an_agent_of_another_framework_had_captu
 
 @pytest.mark.parametrize("token", [None, "a-token-of-some-length"])
 async def test_the_head_shows_a_collector_whom_to_ask_for_captured_calls(token: str | None):
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
         if token and request.headers.get("authorization") != f"Bearer {token}":
@@ -408,7 +408,7 @@ async def test_the_head_shows_a_collector_whom_to_ask_for_captured_calls(token: 
             case ["config"]:
                 return web.json_response({"agent": {"model": "policy", "max_steps": 3}, "other": {}})
             case [model, "rollouts", rollout, "segments"]:
-                asked.append(f"{rollout} at {model}")
+                requests.append(f"{rollout} at {model}")
         return web.json_response({}, status=404)
 
     app = web.Application()
@@ -427,7 +427,7 @@ async def test_the_head_shows_a_collector_whom_to_ask_for_captured_calls(token: 
     finally:
         await peers.close()
         await runner.cleanup()
-    assert asked == ["r-agent at policy", "r-other at policy", "r-other at judge"]
+    assert requests == ["r-agent at policy", "r-other at policy", "r-other at judge"]
 
 
 async def test_with_replicas_all_calls_of_a_rollout_go_to_one_and_its_segments_come_from_there():

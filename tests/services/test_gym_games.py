@@ -138,11 +138,11 @@ async def test_the_third_illegal_move_loses_and_none_changes_the_game():
     async with playing() as peers:
         session = peers["games"].session()
         await session.post("/reset", WORDLE)
-        told = [await session.post("/step", turn(WORDLE, "I deserve \\boxed{reward 1.0}")) for _ in range(3)]
-    assert [step["terminated"] for step in told] == [False, False, True]
-    assert all(step["observation"].startswith("Illegal move: a guess is five letters") for step in told)
-    assert "After 2 more the game is lost.\n\nGuesses left: 6." in told[0]["observation"]
-    assert sum(step["reward"] for step in told) == 0.0
+        steps = [await session.post("/step", turn(WORDLE, "I deserve \\boxed{reward 1.0}")) for _ in range(3)]
+    assert [step["terminated"] for step in steps] == [False, False, True]
+    assert all(step["observation"].startswith("Illegal move: a guess is five letters") for step in steps)
+    assert "After 2 more the game is lost.\n\nGuesses left: 6." in steps[0]["observation"]
+    assert sum(step["reward"] for step in steps) == 0.0
 
 
 async def test_a_step_without_an_episode_and_a_row_of_no_game_are_refused():
@@ -221,8 +221,8 @@ async def test_a_stored_game_has_the_steps_and_the_reward_of_the_played_one(turn
         board = (await session.post("/reset", WORDLE))["observation"]
         output = [seen(board)] if starts_with_the_board else []
         for texts in turns:
-            told = await session.post("/step", rollout(WORDLE, *map(says, texts)))
-            output += [*map(says, texts), seen(told["observation"])]
+            step = await session.post("/step", rollout(WORDLE, *map(says, texts)))
+            output += [*map(says, texts), seen(step["observation"])]
         if starts_with_the_board:
             output.pop()  # agents/gymnasium ends with the last turn
         live = await session.post("/verify", rollout(WORDLE, *output))

@@ -30,8 +30,8 @@ class Player:
     async def begin(self) -> str:
         row = {"responses_create_params": {"input": []}, **self.task}
         await self.session.post("/seed_session", row)
-        seen: str = (await self.session.post("/reset", row))["observation"]
-        return seen
+        observation: str = (await self.session.post("/reset", row))["observation"]
+        return observation
 
     async def say(self, text: str) -> dict[str, Any]:
         self.output.append(says(text))
@@ -53,20 +53,20 @@ async def test_an_episode_is_played_in_words(tmp_path: Path, shared_venvs: Path)
     async with bridged(NAME, tmp_path, shared_venvs, "max_turns=7") as peer:
         lake = Player(peer, **LAKE)
         assert "An action is a whole number from 0 to 3" in await lake.begin()
-        seen = await lake.say("I go down, so:\n1")
-        assert "Observation: 4" in seen["observation"] and "FFFH" in seen["observation"]
+        step = await lake.say("I go down, so:\n1")
+        assert "Observation: 4" in step["observation"] and "FFFH" in step["observation"]
         for action in ("\\boxed{1}", "2", "2", "1"):
-            seen = await lake.say(action)
-        assert not seen["terminated"]
-        seen = await lake.say("2")
-        assert (seen["reward"], seen["terminated"]) == (1.0, True)
+            step = await lake.say(action)
+        assert not step["terminated"]
+        step = await lake.say("2")
+        assert (step["reward"], step["terminated"]) == (1.0, True)
         assert (await lake.end())["reward"] == 1.0
 
         walk = Player(peer, env_id="CliffWalking-v1", seed=1)
         await walk.begin()
         for _ in range(7):
-            seen = await walk.say("0")
-        assert seen["truncated"] and "The episode is over." in seen["observation"]
+            step = await walk.say("0")
+        assert step["truncated"] and "The episode is over." in step["observation"]
         assert (await walk.end())["reward"] == -7.0
 
         cart = Player(peer, env_id="Pendulum-v1", seed=1)
@@ -84,8 +84,8 @@ async def test_what_is_not_an_action_is_reported_and_giving_up_never_pays(tmp_pa
         lake = Player(peer, **LAKE)
         await lake.begin()
         for number, text in enumerate(("up", "[" * 5000, "true"), 1):
-            seen = await lake.say(text)
-            assert f"({number} of 3)" in seen["observation"] and not seen["terminated"]
+            step = await lake.say(text)
+            assert f"({number} of 3)" in step["observation"] and not step["terminated"]
         assert "A random one was played" in (await lake.say("4"))["observation"]
         ended = await lake.end()
         again = await peer.post("/verify", rollout(LAKE, *lake.output))  # without its session: played again
@@ -119,4 +119,4 @@ async def test_all_shipped_seeds_can_be_begun_at_the_same_time_by_a_service_that
     async with bridged(NAME, tmp_path, shared_venvs) as peer:
         shipped = [{key: row[key] for key in ("env_id", "kwargs", "seed")} for row in rows(NAME, "example")]
         begun = await asyncio.gather(*(Player(peer, **task).begin() for task in [*shipped, *shipped]))
-        assert all("Observation: " in seen for seen in begun)
+        assert all("Observation: " in observation for observation in begun)

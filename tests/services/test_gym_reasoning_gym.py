@@ -39,8 +39,8 @@ async def test_known_answers_are_right_and_what_the_library_gets_wrong_is_put_ri
     attack = f"__import__('pathlib').Path('{mark}').touch()"
     async with bridged(NAME, tmp_path, shared_venvs) as peer:
         for name in ("game_of_life_halting", "graph_color", "gsm_symbolic", "arc_agi", "rearc", "rubiks_cube"):
-            said = await peer.post("/verify", rollout(gold[name]["task"], says(gold[name]["text"])))
-            assert (said["reward"], said["is_correct"], said["score"]) == (1.0, True, 1.0), (name, said)
+            verdict = await peer.post("/verify", rollout(gold[name]["task"], says(gold[name]["text"])))
+            assert (verdict["reward"], verdict["is_correct"], verdict["score"]) == (1.0, True, 1.0), (name, verdict)
             assert (await scored(peer, gold[name]["task"], "anything"))["reward"] == 0.0, name
         unreadable = await scored(peer, gold["prime_factorization"]["task"], "two times three")
         assert (unreadable["reward"], unreadable["reason"]) == (0.0, "the library cannot read it: ValueError")
@@ -72,8 +72,8 @@ async def test_bombs_do_not_hang_it_wrong_rows_get_a_line_and_scores_can_be_rewa
             scored(peer, gold["countdown"]["task"], "9**9**9**9"),
             scored(peer, gold["intermediate_integration"]["task"], "9**9**9**9 + exp(x**9**9**9)"),
         ]
-        for said in await asyncio.gather(*bombs):
-            assert said["reward"] in (0.0, 0.01, None) and said["outcome"] != "correct", said
+        for verdict in await asyncio.gather(*bombs):
+            assert verdict["reward"] in (0.0, 0.01, None) and verdict["outcome"] != "correct", verdict
         trying = await scored(peer, gold["countdown"]["task"], "1 + 1")
         assert 0 < trying["reward"] == trying["score"] < 1 and not trying["is_correct"]
         task = gold["leg_counting"]["task"]
@@ -104,7 +104,7 @@ async def test_no_garbage_is_paid_for_in_any_dataset(
     async with bridged(NAME, tmp_path, shared_venvs) as peer:
         for name, case in gold.items():
             known = json.dumps(case["text"])
-            said = [answer for answer in GARBAGE if f">{answer}<".casefold() not in known.casefold()]
-            for answer in (*said, "( " * 500, "[" * 2000, questions[name]["responses_create_params"]["input"]):
+            wrong = [answer for answer in GARBAGE if f">{answer}<".casefold() not in known.casefold()]
+            for answer in (*wrong, "( " * 500, "[" * 2000, questions[name]["responses_create_params"]["input"]):
                 found = await scored(peer, case["task"], answer)
                 assert found["reward"] == 0.0, (name, answer, found)

@@ -45,10 +45,10 @@ def fewest_calls(shop, handles, needs, limit):
         for known, facts in frontier:
             for tool, argument in tools.items():
                 for kind, value in known:
-                    seen = shop.call(tool, value) if kind == argument else None
+                    result = shop.call(tool, value) if kind == argument else None
                     # What adds nothing new to know or to ask cannot be a part of a shortest way.
-                    if seen and not (seen.facts <= facts and seen.handles <= known):
-                        further.add((known | seen.handles, facts | seen.facts))
+                    if result and not (result.facts <= facts and result.handles <= known):
+                        further.add((known | result.handles, facts | result.facts))
         frontier = further
     return limit + 1
 
@@ -299,8 +299,8 @@ async def test_a_question_for_what_is_missing_is_paid_and_one_reply_for_all_rows
             assert (await scored("function_call", row, says(question)))["reward"] == 0.0, question
     for reply in replies:
         assert {(await scored("function_call", row, says(reply)))["reward"] for row in missing} == {0.0}, reply
-    for asked in HONEST.values():
-        for question in asked:
+    for texts in HONEST.values():
+        for question in texts:
             paid = {
                 row["asks_for"][0] for row in missing if (await scored("function_call", row, says(question)))["reward"]
             }
@@ -346,7 +346,7 @@ async def test_a_row_whose_tools_cannot_be_read_is_refused_with_a_reason(scored,
 
 async def test_an_agent_that_executes_no_tools_ends_at_the_first_calls():
     row = of_kind("parallel")
-    asked = [{"name": name, "arguments": arguments} for name, arguments in gold_calls(row)]
+    tool_calls = [{"name": name, "arguments": arguments} for name, arguments in gold_calls(row)]
     apps = {
         "env": module("function_call").app,
         "agent": load(ROOT / "agents" / "simple" / "app.py").app,
@@ -354,7 +354,7 @@ async def test_an_agent_that_executes_no_tools_ends_at_the_first_calls():
     }
     options = {
         "agent": {"gym": "env", "model": "model", "execute_tools": False},
-        "model": {"replies": [{"tool_calls": asked}]},
+        "model": {"replies": [{"tool_calls": tool_calls}]},
     }
     async with house(options, **apps) as peers:
         scored_row = await peers["agent"].post("/run", row)

@@ -71,13 +71,13 @@ async def test_a_row_whose_job_cannot_be_done_is_refused_at_both_doors():
     refusals = [(impossible, "actions[0], move_event: there is no"), (misspelled, "cancel_evnt")]
     refusals += [({"office": 1, "actions": []}, nothing), (closed, nothing)]
     async with serving("workplace") as peers:
-        for job, told in refusals:
+        for job, message in refusals:
             row = {"responses_create_params": {"input": "a job"}, **job}
             for send in ("/seed_session", "/verify"):
                 with pytest.raises(ServiceError) as refused:
                     await peers["workplace"].session().post(send, rollout(row, says("Done.")))
                 assert refused.value.status == 422
-                assert "'actions'" in refused.value.detail and told in refused.value.detail
+                assert "'actions'" in refused.value.detail and message in refused.value.detail
 
 
 async def test_what_a_mail_orders_is_a_change_that_no_one_asked_for():

@@ -406,10 +406,10 @@ async def test_what_is_done_for_a_caller_who_disconnects_is_cancelled(name: str,
         asyncio.timeout(PATIENCE_S),
         httpx.AsyncClient(base_url=peers.urls[name][0], timeout=PATIENCE_S) as client,
     ):
-        asked = asyncio.create_task(client.post(path, json=body))
+        request = asyncio.create_task(client.post(path, json=body))
         while underway.begun != begins:
             await asyncio.sleep(0.01)
-        asked.cancel()
+        request.cancel()
         while underway.cancelled != begins:
             await asyncio.sleep(0.01)
         metrics = ""
@@ -510,9 +510,9 @@ async def test_a_flood_of_slow_clients_is_gone_soon_and_the_others_notice_nothin
             held.append((asyncio.create_task(told(reader)), writer))
         seconds = []
         while not all(answer.done() for answer, _ in held):
-            asked = time.monotonic()
+            start = time.monotonic()
             assert (await client.get("/health")).status_code == 200
-            seconds.append(time.monotonic() - asked)
+            seconds.append(time.monotonic() - start)
             await asyncio.sleep(0.05)
         answers = await asyncio.gather(*(answer for answer, _ in held))
         assert all(answer.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 404 ")) for answer in answers)

@@ -70,11 +70,11 @@ UNCHECKABLE = [
 
 async def test_a_row_that_cannot_be_checked_is_refused_before_a_model_is_asked():
     async with serving() as peers:
-        for row, told in UNCHECKABLE:
+        for row, message in UNCHECKABLE:
             with pytest.raises(ServiceError) as refusal:
                 await peers["gym"].session().post("/seed_session", {"responses_create_params": {"input": "q"}, **row})
             assert refusal.value.status == 422
-            assert told in str(refusal.value)
+            assert message in str(refusal.value)
 
 
 HOSTILE = {
@@ -102,7 +102,7 @@ HOSTILE = {
 
 
 async def test_no_text_makes_the_checks_slow():
-    given = {
+    kwargs = {
         "keywords:existence": {"keywords": ["x"]},
         "keywords:frequency": {"keyword": "a", "frequency": 1},
         "keywords:forbidden_words": {"forbidden_words": ["x"]},
@@ -133,13 +133,13 @@ async def test_no_text_makes_the_checks_slow():
         **{f"first_word:first_word_{where}": {"first_word": "x"} for where in ("sent", "answer")},
         **{f"last_word:last_word_{where}": {"last_word": "x"} for where in ("sent", "answer")},
         **{name: {"small_n": 1} for name in ("words:repeats", "sentence:increment", "count:conjunctions")},
-        **{name: given for name, given, _, _ in IFBENCH},
-        **{name: given for name, given, _, _ in MULTI_CONSTRAINTS if name.startswith(("copy:", "new:"))},
+        **{name: kwargs for name, kwargs, _, _ in IFBENCH},
+        **{name: kwargs for name, kwargs, _, _ in MULTI_CONSTRAINTS if name.startswith(("copy:", "new:"))},
         "verifier:regex": {"verify_regex": ["^-- .+"]},
         "verifier:string_match": {"expected_markers": ["[4]"], "patterns": [r"\[\d\]"]},
         "verifier:citation_if": {"grammar": "claim_wrap_xml"},
     }
-    row = {"instruction_id_list": list(APP.CHECKS), "kwargs": [given.get(name, {}) for name in APP.CHECKS]}
+    row = {"instruction_id_list": list(APP.CHECKS), "kwargs": [kwargs.get(name, {}) for name in APP.CHECKS]}
     slower = slowness()  # what a text may take is CPU time, and no more of it on a slow machine
     texts = [text if name == "too long" else text[: int(len(text) / slower)] for name, text in HOSTILE.items()]
     async with serving() as peers:
@@ -198,8 +198,8 @@ MULTI_CONSTRAINTS: list[tuple[str, dict[str, Any], str, str]] = [
 async def test_the_further_instructions_of_if_multi_constraints_are_distinguished_from_their_opposites():
     async with serving() as peers:
         wrong = []
-        for name, given, good, bad in MULTI_CONSTRAINTS:
-            row = {"instruction_id_list": [name], "kwargs": [given]}
+        for name, kwargs, good, bad in MULTI_CONSTRAINTS:
+            row = {"instruction_id_list": [name], "kwargs": [kwargs]}
             answers = [(await peers["gym"].post("/verify", rollout(text, **row)))["reward"] for text in (good, bad)]
             if answers != [1.0, 0.0]:
                 wrong.append((name, answers))
@@ -290,8 +290,8 @@ IFBENCH: list[tuple[str, dict[str, Any], str, str]] = [
 async def test_ifbenchs_instructions_are_distinguished_from_their_opposites():
     async with serving() as peers:
         wrong = []
-        for name, given, good, bad in IFBENCH:
-            row = {"instruction_id_list": [name], "kwargs": [given]}
+        for name, kwargs, good, bad in IFBENCH:
+            row = {"instruction_id_list": [name], "kwargs": [kwargs]}
             answers = [(await peers["gym"].post("/verify", rollout(text, **row)))["reward"] for text in (good, bad)]
             if answers != [1.0, 0.0]:
                 wrong.append((name, answers))
@@ -322,8 +322,8 @@ AS_THEIRS: list[tuple[str, dict[str, Any], str, bool]] = [
 
 async def test_instructions_are_read_as_the_checkers_of_their_public_sets_read_them():
     async with serving() as peers:
-        for name, given, text, followed in AS_THEIRS:
-            row = {"instruction_id_list": [name], "kwargs": [given]}
+        for name, kwargs, text, followed in AS_THEIRS:
+            row = {"instruction_id_list": [name], "kwargs": [kwargs]}
             assert (await peers["gym"].post("/verify", rollout(text, **row)))["reward"] == float(followed), (name, text)
 
 
@@ -371,6 +371,6 @@ async def test_a_forbidden_word_is_found_also_if_it_begins_or_ends_with_a_sign()
         for word in texts:
             row = {"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": [word]}]}
             rewards = [
-                (await peers["gym"].post("/verify", rollout(said[word], **row)))["reward"] for said in (texts, others)
+                (await peers["gym"].post("/verify", rollout(text[word], **row)))["reward"] for text in (texts, others)
             ]
             assert rewards == [0.0, 1.0], word

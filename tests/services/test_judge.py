@@ -34,8 +34,8 @@ def judge(decide):
         system, user = (item["content"] for item in request["input"])
         nonce = system.rpartition("VERDICT ")[2].split(":")[0]
         material = dict(re.findall(rf"<<<([\w ]+) {nonce}\n(.*?)\n{nonce}>>>", user, re.DOTALL))
-        said = decide(system, material)
-        text = said if "VERDICT" in said else f"Well.\nVERDICT {nonce}: {said}"
+        verdict = decide(system, material)
+        text = verdict if "VERDICT" in verdict else f"Well.\nVERDICT {nonce}: {verdict}"
         return new_response(request, [message_item([output_text(text)], "msg_1")], response_id="r", model="judge")
 
     return model_server(respond=respond)
@@ -115,9 +115,9 @@ async def test_a_verdict_in_the_judged_text_is_not_read_even_from_a_judge_that_r
     assert (await scored(fair, text, mode="rubric", rubric=RUBRIC))["reward"] == 0.0
 
 
-@pytest.mark.parametrize("said", ["", "5", "-1", "good", "4 or 3", "VERDICT", "four"])
-async def test_a_verdict_that_cannot_be_read_is_a_null_and_no_zero(said):
-    answer = await scored(lambda *_: said, mode="rubric", rubric=RUBRIC)
+@pytest.mark.parametrize("reply", ["", "5", "-1", "good", "4 or 3", "VERDICT", "four"])
+async def test_a_verdict_that_cannot_be_read_is_a_null_and_no_zero(reply):
+    answer = await scored(lambda *_: reply, mode="rubric", rubric=RUBRIC)
     assert (answer["reward"], answer["outcome"]) == (None, "judge_error")
     assert "integer from 0 to 4" in answer["reason"]
 
@@ -137,7 +137,7 @@ async def test_a_judge_that_is_down_is_a_null():
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"mode": "rubric"}, "at least one criterion"),
         ({"mode": "rubric", "rubric": [{"text": "It is short."}] * 2}, "has a criterion twice"),
@@ -146,8 +146,8 @@ async def test_a_judge_that_is_down_is_a_null():
         ({"mode": "ranking"}, "1 to 15 texts"),
     ],
 )
-async def test_a_row_without_what_its_mode_needs_is_refused(row, told):
-    with pytest.raises(ServiceError, match=told):
+async def test_a_row_without_what_its_mode_needs_is_refused(row, message):
+    with pytest.raises(ServiceError, match=message):
         await scored(fair, **row)
 
 
@@ -227,15 +227,15 @@ async def test_a_judge_that_likes_a_place_gives_everybody_in_a_group_half():
 
 
 @pytest.mark.parametrize(
-    ("said", "texts", "reason"),
+    ("reply", "texts", "reason"),
     [
         ("all are fine", [WHOLE, POOR], "no verdict that is the numbers of all answers"),
         ("1", [WHOLE], "no other answer"),
         ("1", [f"answer {number}" for number in range(17)], "ranks at most 16"),
     ],
 )
-async def test_a_group_that_cannot_be_ranked_is_null_and_says_why(said, texts, reason):
-    outcomes = await together(lambda *_: said, *texts)
+async def test_a_group_that_cannot_be_ranked_is_null_and_says_why(reply, texts, reason):
+    outcomes = await together(lambda *_: reply, *texts)
     assert {(outcome["reward"], outcome["outcome"]) for outcome in outcomes} == {(None, "judge_error")}
     assert all(reason in outcome["reason"] for outcome in outcomes)
 
@@ -276,8 +276,8 @@ def policy(silent_on: str):
             raise ServiceError("no luck", retryable=False)
         text = "" if seed == 3 else (WHOLE, POOR, HALF)[seed % 3]
         tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
-        said = {**message_item([output_text(text)], "m"), **tokens}
-        answer = new_response(request, [said], response_id="r", model="policy")
+        message = {**message_item([output_text(text)], "m"), **tokens}
+        answer = new_response(request, [message], response_id="r", model="policy")
         return {**answer, "ng": {"policy_version": [[0, 1, 0]]}}
 
     return model_server(respond=respond)

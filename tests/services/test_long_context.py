@@ -32,16 +32,16 @@ def solved(kind: str, question: str, text: str) -> str:
     values: dict[str, str] = {}
     for name, source, value in re.findall(r"Variable (\w+) is set to (?:the value of variable (\w+)|(\d+))", text):
         values[name] = values[source] if source else value
-    wanted = re.search(r"value (\d+)", question)[1]
-    return ", ".join(name for name, value in values.items() if value == wanted)
+    target = re.search(r"value (\d+)", question)[1]
+    return ", ".join(name for name, value in values.items() if value == target)
 
 
 async def reader(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     """Reads every page, one after another, then answers."""
     items = request["input"]
-    asked = items[0]["content"]
+    question = items[0]["content"]
     pages = [json.loads(item["output"]) for item in items if item.get("type") == "function_call_output"]
-    of = int(re.search(r"document of (\d+) pages", asked)[1])
+    of = int(re.search(r"document of (\d+) pages", question)[1])
     if len(pages) < of:
         arguments = json.dumps({"page": len(pages) + 1})
         name = f"c{len(pages)}"
@@ -50,9 +50,9 @@ async def reader(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
         kind = next(
             k
             for k, w in (("needle", "code"), ("variables", "variables"), ("counting", "couriers"), ("state", "room"))
-            if w in asked
+            if w in question
         )
-        output = [message_item([output_text(f"Answer: {solved(kind, asked, ' '.join(pages))}")], "m")]
+        output = [message_item([output_text(f"Answer: {solved(kind, question, ' '.join(pages))}")], "m")]
     return new_response(request, output, response_id="r", model="reader")
 
 
@@ -99,8 +99,8 @@ def test_documents_of_any_length_can_be_written_into_the_prompts(tmp_path):
     rows = [json.loads(line) for line in out.open()]
     assert len(rows) == 8
     for row in rows:
-        text, _, asked = row["responses_create_params"]["input"].rpartition("\n\n")
+        text, _, question = row["responses_create_params"]["input"].rpartition("\n\n")
         assert len(text.split()) > 3000
-        given = {key: row[key] for key in ("kind", "seed", "pages", "facts")}
-        document = APP.LongTask(responses_create_params={}, response={}, **given).document
-        assert solved(row["kind"], asked, text) == document.answer
+        fields = {key: row[key] for key in ("kind", "seed", "pages", "facts")}
+        document = APP.LongTask(responses_create_params={}, response={}, **fields).document
+        assert solved(row["kind"], question, text) == document.answer

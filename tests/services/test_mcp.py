@@ -40,9 +40,9 @@ def text_of(result):
 async def seeded(peers, name, row):
     """The client's headers for a session that was seeded with this row."""
     session = peers[name].session()
-    told = (await session.post("/seed_session", row))["mcp"]
-    assert (told["server_name"], told["url_path"], told["transport"]) == (name, "/mcp", "http")
-    return session, told["headers"]
+    server = (await session.post("/seed_session", row))["mcp"]
+    assert (server["server_name"], server["url_path"], server["transport"]) == (name, "/mcp", "http")
+    return session, server["headers"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
@@ -75,12 +75,12 @@ async def test_the_mcp_session_id_is_the_session():
         begun = await http.post(url.replace("/mcp", "/seed_session"), json=ROW, headers={SESSION_HEADER: session_id})
         assert begun.headers[SESSION_HEADER] == session_id
         call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call"}
-        said = await http.post(
+        response = await http.post(
             url,
             json={**call, "params": {"name": "add", "arguments": {"amount": 7}}},
             headers={"mcp-session-id": session_id},
         )
-        assert said.json()["result"]["content"][0]["text"] == '{"total":7}'
+        assert response.json()["result"]["content"][0]["text"] == '{"total":7}'
         row = {**ROW, "response": {"output": []}}
         scored = await http.post(url.replace("/mcp", "/verify"), json=row, headers={SESSION_HEADER: session_id})
         assert scored.json()["reward"] == 1.0
@@ -90,14 +90,14 @@ async def test_the_mcp_session_id_is_the_session():
 
 async def test_what_the_model_does_wrong_is_an_error_that_it_sees():
     async with serving("counter") as peers, speaking(url_of(peers, "counter")) as client:
-        for name, arguments, told in (
+        for name, arguments, message in (
             ("add", {"amount": "seven"}, "amount"),
             ("add", {}, "amount"),
             ("verify", {}, "no tool 'verify'. Tools: add"),
             ("../verify", {}, "no tool"),
         ):
             result = await client.call_tool(name, arguments)
-            assert result.is_error and told in text_of(result)
+            assert result.is_error and message in text_of(result)
         assert text_of(await client.call_tool("add", {"amount": 1})) == '{"total":1}'
 
 
@@ -194,8 +194,8 @@ async def test_a_game_is_played_over_mcp_and_scored():
         async with speaking(url_of(peers, "games"), headers) as client:
             for item in gold["output"]:
                 if item.get("role") == "assistant":
-                    said = await client.call_tool("say", {"text": item["content"][0]["text"]})
-            assert '"over":true' in text_of(said)
+                    result = await client.call_tool("say", {"text": item["content"][0]["text"]})
+            assert '"over":true' in text_of(result)
             assert (await client.call_tool("say", {"text": "once more"})).is_error
         assert (await session.post("/verify", {**row, "response": {"output": []}}))["reward"] == 1.0
 

@@ -138,8 +138,8 @@ async def test_a_server_that_no_one_asks_any_more_is_stopped():
         session = await begun(peer)
         await session.post("/count", {})
         await until_no_server_is_alive()
-        gone = await failing(session, "count")
-        assert gone.retryable and not gone.is_for_the_model
+        caught = await failing(session, "count")
+        assert caught.retryable and not caught.is_for_the_model
 
 
 async def test_shared_servers_are_one_and_come_back_when_they_died():
@@ -205,7 +205,7 @@ async def test_servers_over_http_and_sse():
 
 
 async def test_a_server_that_is_not_there_is_reported_in_one_line():
-    for server, error, told in (
+    for server, error, message in (
         (["no-such-program"], ConfigError, "no-such-program"),
         (["python", "-c", "raise SystemExit(3)"], ConfigError, "raise SystemExit"),
         (
@@ -218,7 +218,7 @@ async def test_a_server_that_is_not_there_is_reported_in_one_line():
     ):
         module = service()
         options = module.Options(server=server, start_timeout_s={"rough_mcp": 1, LISTS_NOTHING: 5}.get(server[-1], 60))
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             async with module.Connections(options, Path()) as every:
                 await every.list_tools()
         await until_no_server_is_alive()
@@ -306,7 +306,7 @@ async def test_answers_and_calls_are_compared_as_json():
 
 async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_their_digits():
     module, large = with_tools("digits"), 2**70
-    for given, made, reward in (
+    for arguments, made, reward in (
         (f'{{"n": {large}}}', large, 1.0),
         (f'{{"n": {large}}}', large + 1, 0.0),
         (f'{{"n": {large + 1}}}', large + 1, 1.0),
@@ -315,18 +315,18 @@ async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_th
         ({"n": float(large)}, large + 1, 1.0),  # as a service reads such an integer of a row: its digits are lost
         ({"n": float(large)}, 2 * large, 0.0),
     ):
-        row = {**ROW, "expected_answer": None, "expected_tool_calls": [{"name": "digits", "arguments": given}]}
+        row = {**ROW, "expected_answer": None, "expected_tool_calls": [{"name": "digits", "arguments": arguments}]}
         one = module.Task.model_validate(rollout(row, *calls(("digits", {"n": made}))))
-        assert (await module.verify(one))["reward"] == reward, (given, made)
+        assert (await module.verify(one))["reward"] == reward, (arguments, made)
 
 
 async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
-    said = {"output": []}
+    output = {"output": []}
 
     async def responses(request: Request):
         answered = any(item.get("type") == "function_call_output" for item in (await json_body(request))["input"])
         return JsonResponse(
-            {"id": "resp_1", "status": "completed", "output": [says("done")] if answered else said["output"]}
+            {"id": "resp_1", "status": "completed", "output": [says("done")] if answered else output["output"]}
         )
 
     model = service_app("model", options=ServiceOptions)
@@ -334,15 +334,15 @@ async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
     agent = load(ROOT / "agents" / "simple" / "app.py").app
     options = {"gym": {"server": STDIO}, "agent": {"gym": "gym", "model": "model"}}
     async with house(options, gym=service().app, model=model, agent=agent) as peers:
-        said["output"] = calls(("browser_click", {"place": "x"}), ("refuse", {}))
+        output["output"] = calls(("browser_click", {"place": "x"}), ("refuse", {}))
         row = await peers["agent"].post("/run", ROW)
         shown = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
         assert row["reward"] == 1.0 and shown[0] == '"clicked\\nx \u2713"' and "the moon is not right" in shown[1]
-        said["output"] = calls(("digits", {"value": 123456789012345678901}))
+        output["output"] = calls(("digits", {"value": 123456789012345678901}))
         row = await peers["agent"].post("/run", ROW)
         shown = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
         assert shown == ['"123456789012345678901 in all its digits"']
-        said["output"] = calls(("die", {}))
+        output["output"] = calls(("die", {}))
         with pytest.raises(ServiceError) as failed:
             await peers["agent"].post("/run", ROW)
         assert failed.value.failure == "connect"

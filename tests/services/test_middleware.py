@@ -104,10 +104,10 @@ async def test_the_openapi_document_shows_parameters_answers_and_problems():
     async with house(policy=model_server(respond=nothing)) as peers:
         document = await peers["policy"].get("/openapi.json")
     for path, methods in document["paths"].items():
-        for method, told in methods.items():
-            assert {one["name"] for one in told.get("parameters", ())} == set(re.findall(r"{(\w+)}", path)), path
-            assert "application/problem+json" in told["responses"]["default"]["content"], path
-            assert ("requestBody" in told) == (method == "post" and not path.endswith("/cancel")), path
+        for method, operation in methods.items():
+            assert {one["name"] for one in operation.get("parameters", ())} == set(re.findall(r"{(\w+)}", path)), path
+            assert "application/problem+json" in operation["responses"]["default"]["content"], path
+            assert ("requestBody" in operation) == (method == "post" and not path.endswith("/cancel")), path
     answers = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
     assert set(answers) == {"application/json", "text/event-stream"}
     assert set(document["paths"]["/rollouts/{rollout_id}/segments"]["delete"]["responses"]) == {"204", "default"}

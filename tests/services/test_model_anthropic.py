@@ -27,14 +27,14 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
 async def serving(**options: Any) -> AsyncIterator[tuple[Anthropic, httpx.AsyncClient]]:
     stub = Anthropic()
     async with house(stub=stub.app) as outside:
-        given = {
+        stanza = {
             "model": "claude",
             "base_url": outside.urls["stub"][0],
             "api_key_env": None,
             "max_retries": 0,
         } | options
         async with (
-            house({"policy": given}, policy=APP.app) as peers,
+            house({"policy": stanza}, policy=APP.app) as peers,
             httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
         ):
             yield stub, client
@@ -47,12 +47,12 @@ async def test_anthropics_own_client_talks_through_us_and_signatures_go_back():
     ):
         messages: list[Any] = [{"role": "user", "content": "add"}]
         for streamed in (False, True):
-            asked: Json = {"model": "x", "max_tokens": 99, "messages": messages, "tools": [TOOL]}
+            body: Json = {"model": "x", "max_tokens": 99, "messages": messages, "tools": [TOOL]}
             if streamed:
-                async with client.messages.stream(**asked) as stream:
+                async with client.messages.stream(**body) as stream:
                     first = await stream.get_final_message()
             else:
-                first = await client.messages.create(**asked)
+                first = await client.messages.create(**body)
             thinking, call = first.content
             assert (thinking.type, thinking.thinking, thinking.signature) == ("thinking", "I must add.", "sealed")
             assert (call.type, call.name, call.input, first.stop_reason) == (
@@ -76,10 +76,10 @@ async def test_anthropics_own_client_talks_through_us_and_signatures_go_back():
 async def test_signatures_go_back_from_chat_clients_too():
     async with serving() as (_, client):
         messages: list[Json] = [{"role": "user", "content": "add"}]
-        asked = {"messages": messages, "tools": [CHAT_TOOL]}
-        message = (await client.post("/v1/chat/completions", json=asked)).json()["choices"][0]["message"]
+        body = {"messages": messages, "tools": [CHAT_TOOL]}
+        message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
         tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "5"}
-        answer = await client.post("/v1/chat/completions", json=asked | {"messages": [*messages, message, tool]})
+        answer = await client.post("/v1/chat/completions", json=body | {"messages": [*messages, message, tool]})
     assert answer.json()["choices"][0]["message"]["content"] == "The tool says 5, naïve ☕ indeed."
 
 

@@ -107,9 +107,9 @@ async def model(endpoint: Endpoint | OpenAI, **options: Any):
     """Our model server in front of an endpoint, as an HTTP client."""
     async with house(endpoint=endpoint.app) as outside:
         base_url = outside.urls["endpoint"][0] + ("" if "azure" in options else "/v1")
-        given = {"model": "m", "base_url": base_url, "api_key_env": None, "max_retries": 0} | options
+        stanza = {"model": "m", "base_url": base_url, "api_key_env": None, "max_retries": 0} | options
         async with (
-            house({"policy": given}, policy=OPENAI.app) as peers,
+            house({"policy": stanza}, policy=OPENAI.app) as peers,
             httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
         ):
             yield client
@@ -205,9 +205,9 @@ async def test_a_call_that_used_all_its_tokens_was_cut_off_whatever_the_endpoint
     async with model(Endpoint(chat_completions=answer), api="chat", **options) as client:
         response = (await ask(client, tools=[tool], **limit)).json()
         chat = {"messages": [{"role": "user", "content": "?"}], "max_tokens": limit.get("max_output_tokens")}
-        told = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["finish_reason"]
+        reason = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["finish_reason"]
     assert (response["status"], response["output"][-1]["status"]) == (status, status)
-    assert told == ("length" if status == "incomplete" else "tool_calls")
+    assert reason == ("length" if status == "incomplete" else "tool_calls")
 
 
 @pytest.mark.parametrize(("name", "sampled"), [("max_tokens", 3), ("MAX_OUTPUT_TOKENS", 3), (None, 5)])
@@ -224,18 +224,18 @@ async def test_an_answer_that_was_cut_off_is_incomplete_by_any_name(name: str | 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_answer_that_the_endpoint_broke_off_is_an_error(streamed: bool):
     async with model(Endpoint(chat_completions=broken_off), api="chat") as client:
-        told = await ask(client, stream=streamed)
-    assert "broke the answer off: its finish_reason is 'abort'" in told.text
-    assert told.status_code == 502
+        reply = await ask(client, stream=streamed)
+    assert "broke the answer off: its finish_reason is 'abort'" in reply.text
+    assert reply.status_code == 502
 
 
 async def test_an_answer_without_a_bound_is_asked_for_once():
     long = Response(b"{", headers={"content-length": str(300 << 20)})
     endpoint = Endpoint(chat_completions=long)
     async with model(endpoint, api="chat", max_retries=4) as client:
-        told = await ask(client)
-    assert (told.status_code, len(endpoint.seen)) == (502, 1)
-    assert "cannot be used: the answer has more than 256 MiB" in told.json()["detail"]
+        reply = await ask(client)
+    assert (reply.status_code, len(endpoint.seen)) == (502, 1)
+    assert "cannot be used: the answer has more than 256 MiB" in reply.json()["detail"]
 
 
 async def test_think_tags_are_reasoning_where_the_options_say_so():
@@ -348,7 +348,7 @@ async def test_what_the_endpoint_refuses_is_the_callers_fault():
 
 
 @pytest.mark.parametrize(
-    ("answers", "told"),
+    ("answers", "message"),
     [
         ({"responses": Response("<html>welcome</html>", media_type="text/html")}, "check the end of base_url"),
         ({"responses": {"hello": "world"}}, "answered without an output"),
@@ -366,11 +366,11 @@ async def test_what_the_endpoint_refuses_is_the_callers_fault():
         ),
     ],
 )
-async def test_an_answer_that_is_invalid_is_reported(answers: Json, told: str):
+async def test_an_answer_that_is_invalid_is_reported(answers: Json, message: str):
     async with model(Endpoint(**answers)) as client:
         answer = await ask(client)
     assert answer.status_code == 502
-    assert told in answer.json()["detail"]
+    assert message in answer.json()["detail"]
 
 
 async def test_token_ids_are_asked_for_and_passed_on():
@@ -383,8 +383,8 @@ async def test_token_ids_are_asked_for_and_passed_on():
         without = await ask(client)
     assert [answer["output"][0][name] for name in TOKEN_FIELDS] == [[1, 2], [7, 8], [-0.25, -0.5]]
     assert answer["output"][0]["content"][0]["logprobs"] == []  # no one asked for them in the text
-    asked = {name: endpoint.body[name] for name in ("return_token_ids", "logprobs", "top_logprobs")}
-    assert asked == {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
+    options = {name: endpoint.body[name] for name in ("return_token_ids", "logprobs", "top_logprobs")}
+    assert options == {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
     assert endpoint.paths == ["v1/chat/completions"] * 2
     assert "token_ids: false" in without.json()["detail"]
 
@@ -427,12 +427,12 @@ async def test_the_official_client_talks_through_us():
         model(OpenAI()) as http,
         AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
     ):
-        told = (await client.responses.create(model="m", input="x")).output_text
+        text = (await client.responses.create(model="m", input="x")).output_text
         async with client.responses.stream(model="m", input="x") as stream:
             deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-            assert (await stream.get_final_response()).output_text == "".join(deltas) == told
-        said = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-    assert said.choices[0].message.content == told == "You said: x. Fine ☕, isn't it?"
+            assert (await stream.get_final_response()).output_text == "".join(deltas) == text
+        chat_completion = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+    assert chat_completion.choices[0].message.content == text == "You said: x. Fine ☕, isn't it?"
 
 
 def a_token(lasts_s: float) -> str:

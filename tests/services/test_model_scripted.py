@@ -120,10 +120,10 @@ async def test_a_chat_stream_through_the_official_client():
 
 async def test_tokens_are_counted_through_the_official_client_as_in_the_usage():
     async with scripted() as url, AsyncAnthropic(base_url=url, api_key="none") as client:
-        asked: Any = {"model": "any", "system": "Be kind.", "messages": [{"role": "user", "content": "Say hello."}]}
-        counted = (await client.messages.count_tokens(**asked)).input_tokens
-        said = await client.messages.create(**asked, max_tokens=100)
-        assert counted == said.usage.input_tokens > 0
+        request: Any = {"model": "any", "system": "Be kind.", "messages": [{"role": "user", "content": "Say hello."}]}
+        counted = (await client.messages.count_tokens(**request)).input_tokens
+        message = await client.messages.create(**request, max_tokens=100)
+        assert counted == message.usage.input_tokens > 0
 
 
 async def test_rules_are_tried_in_order_and_all_conditions_must_hold():
@@ -133,10 +133,10 @@ async def test_rules_are_tried_in_order_and_all_conditions_must_hold():
         {"match": "(?i)GREEN", "text": "{0}: go"},
     ]
     async with official(replies=replies) as client:
-        said = [
+        texts = [
             (await client.responses.create(model="m", input=text)).output_text for text in ("red", "is Green", "blue")
         ]
-    assert said == ["stop", "Green: go", "blue"]
+    assert texts == ["stop", "Green: go", "blue"]
 
 
 async def test_what_is_filled_in_is_never_read_as_a_template_again():
@@ -149,8 +149,8 @@ async def test_replies_from_a_file(tmp_path: Path):
     file = tmp_path / "replies.jsonl"
     file.write_text('{"contains": "a", "text": "A"}\n\n{"contains": "b", "text": "B"}\n')
     async with official(file=str(file), replies=[{"contains": "ab", "text": "first"}]) as client:
-        said = [(await client.responses.create(model="m", input=text)).output_text for text in ("a", "b", "ab")]
-    assert said == ["A", "B", "first"]
+        texts = [(await client.responses.create(model="m", input=text)).output_text for text in ("a", "b", "ab")]
+    assert texts == ["A", "B", "first"]
 
 
 def test_a_bad_line_of_a_file_is_named(tmp_path: Path):
@@ -179,10 +179,10 @@ async def test_an_answer_longer_than_max_output_tokens_is_cut_between_characters
     "reply", [{"tool_calls": [{"name": "add"}]}, {"text": "é" * 9}, {"text": "Hm.", "reasoning": "x" * 99}]
 )
 async def test_an_answer_that_is_cut_before_its_first_part_ends_is_not_a_full_context(reply: dict[str, Any]):
-    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     options = {"tokens": True, "replies": [reply]}
     async with scripted(**options) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-        message = (await client.post("/v1/messages", json=asked)).json()
+        message = (await client.post("/v1/messages", json=body)).json()
         response = (await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1})).json()
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 1)
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -214,8 +214,8 @@ async def test_token_data_makes_one_segment_of_a_whole_rollout():
 
 
 async def test_chat_answers_have_tokens_in_vllms_form_on_request_and_a_model_without_tokens_refuses():
-    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    body = {"messages": [{"role": "user", "content": "hey"}], "logprobs": True, "top_logprobs": 0, **asked}
+    options = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = {"messages": [{"role": "user", "content": "hey"}], "logprobs": True, "top_logprobs": 0, **options}
     async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         stream = await client.post("/v1/chat/completions", json=body | {"stream": True})
@@ -230,7 +230,7 @@ async def test_chat_answers_have_tokens_in_vllms_form_on_request_and_a_model_wit
         refused = await client.post("/v1/chat/completions", json=body)
     for response in (stream, refused):
         assert response.status_code == 400
-        assert {error["field"] for error in response.json()["errors"]} == {*asked}
+        assert {error["field"] for error in response.json()["errors"]} == {*options}
 
 
 async def test_a_conversation_sent_back_without_its_token_data_still_begins_with_the_same_ids():

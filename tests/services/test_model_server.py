@@ -24,15 +24,15 @@ from ngym.services.models.server import ModelOptions
 
 def replying(text: str = "4", **response: Any):
     """A model that says `text`; what it was asked is in the list that comes with it."""
-    seen: list[tuple[dict[str, Any], ModelCall]] = []
+    requests: list[tuple[dict[str, Any], ModelCall]] = []
 
     async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
-        seen.append((request, call))
+        requests.append((request, call))
         return new_response(
             request, [message_item([output_text(text)], "msg_1")], response_id="resp_1", model="m", **response
         )
 
-    return model_server(respond=respond), seen
+    return model_server(respond=respond), requests
 
 
 @asynccontextmanager
@@ -45,14 +45,14 @@ async def client_of(app: Any, **options: Any):
 
 
 async def test_respond_is_given_a_clean_request_and_its_answer_is_the_answer():
-    app, seen = replying()
+    app, requests = replying()
     async with client_of(app, model="tiny") as client:
         answer = await client.post(
             "/v1/responses", json={"input": "2+2?", "temperature": 0.5, "tools": None, "stream": False}
         )
     assert answer.status_code == 200
     assert answer.json()["output"][0]["content"][0]["text"] == "4"
-    (request, call) = seen[0]
+    (request, call) = requests[0]
     assert request == {"input": "2+2?", "temperature": 0.5}
     assert (call.options.model, call.rollout_id) == ("tiny", None)
 
@@ -74,7 +74,7 @@ async def test_the_model_of_the_documentation_answers(root, tmp_path):
 
 
 async def test_a_call_belongs_to_the_rollout_in_its_path_or_else_in_its_header():
-    app, seen = replying()
+    app, requests = replying()
     chat = {"messages": [{"role": "user", "content": "x"}]}
     async with client_of(app) as client:
         await client.post("/v1/responses", json={"input": "x"}, headers={"x-ng-rollout-id": "from-header"})
@@ -83,13 +83,13 @@ async def test_a_call_belongs_to_the_rollout_in_its_path_or_else_in_its_header()
         await client.post("/v1/responses", json={"input": "x"})
         listed = await client.get("/rollouts/r-1/v1/models")
         bad = await client.post("/rollouts/a%0d%0ab/v1/responses", json={"input": "x"})
-    assert [call.rollout_id for _, call in seen] == ["from-header", "r-1", "r-2", None]
+    assert [call.rollout_id for _, call in requests] == ["from-header", "r-1", "r-2", None]
     assert listed.status_code == 200
     assert bad.status_code in (400, 404)
 
 
 async def test_an_unknown_field_is_a_400_that_names_it_and_the_nearest():
-    app, seen = replying()
+    app, requests = replying()
     async with client_of(app) as client:
         answer = await client.post("/v1/responses", json={"input": "x", "max_output_token": 5})
         deep = await client.post("/v1/responses", json={"input": [{"role": "usr", "content": "x"}]})
@@ -101,7 +101,7 @@ async def test_an_unknown_field_is_a_400_that_names_it_and_the_nearest():
     assert problem["errors"][0]["field"] == "max_output_token"
     assert deep.json()["errors"][0]["field"] == "input[0].role"
     assert broken.status_code == 400
-    assert not seen
+    assert not requests
 
 
 async def test_an_error_of_the_model_is_a_problem_document():
@@ -266,31 +266,31 @@ async def test_a_stream_that_cannot_begin_is_a_problem_document_with_its_own_sta
 
 
 async def test_token_data_that_comes_back_is_reported_and_is_not_in_the_request():
-    app, seen = replying()
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
+    app, requests = replying()
+    assistant = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
     tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
-    items = [{"role": "user", "content": "x"}, said | tokens, {"role": "user", "content": "y"}]
+    items = [{"role": "user", "content": "x"}, assistant | tokens, {"role": "user", "content": "y"}]
     async with client_of(app) as client:
         await client.post("/v1/responses", json={"input": items})
-        await client.post("/v1/responses", json={"input": [*items[:2], said]})
+        await client.post("/v1/responses", json={"input": [*items[:2], assistant]})
         chat = [items[0], {"role": "assistant", "content": "4", **tokens}, items[2]]
         await client.post("/v1/chat/completions", json={"messages": chat})
         wrong = await client.post(
-            "/v1/responses", json={"input": [said | tokens | {"prompt_token_ids": ["1", 2]}, items[2]]}
+            "/v1/responses", json={"input": [assistant | tokens | {"prompt_token_ids": ["1", 2]}, items[2]]}
         )
-    assert [call.seen for _, call in seen] == [
+    assert [call.seen for _, call in requests] == [
         (1, [1, 2], [3], False),
         (1, [1, 2], [3], True),
         (1, [1, 2], [3], False),
     ]
-    assert not any("prompt_token_ids" in item for request, _ in seen for item in request["input"])
+    assert not any("prompt_token_ids" in item for request, _ in requests for item in request["input"])
     assert wrong.status_code == 400
     assert "input[0].prompt_token_ids" in wrong.json()["detail"]
 
 
 async def test_chat_completions_are_the_same_model():
     usage = {"input_tokens": 3, "output_tokens": 1, "total_tokens": 4}
-    app, seen = replying("4", usage=usage)
+    app, requests = replying("4", usage=usage)
     body = {
         "model": "any",
         "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2?"}],
@@ -305,7 +305,7 @@ async def test_chat_completions_are_the_same_model():
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": None}
     assert refused.json()["errors"][0]["field"] == "n"
-    request = seen[0][0]
+    request = requests[0][0]
     assert request["max_output_tokens"] == 9
     assert request["tools"][0]["name"] == "add"
     assert [item["role"] for item in request["input"]] == ["system", "user"]
@@ -346,15 +346,15 @@ async def test_a_model_that_is_not_served_is_a_404_where_the_stanza_says_so(path
     async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
         return new_response(request, [message_item([output_text("4")], "msg_1")], response_id="resp_1", model="m")
 
-    asked = {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
-    asked |= {"max_tokens": 8} if path == "/v1/messages" else {}
+    body = {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
+    body |= {"max_tokens": 8} if path == "/v1/messages" else {}
     async with client_of(model_server(respond=respond), model="small") as client:
-        assert (await client.post(path, json={**asked, "model": "gpt-5"})).status_code == 200
+        assert (await client.post(path, json={**body, "model": "gpt-5"})).status_code == 200
     async with client_of(model_server(respond=respond), model="small", any_model_name=False) as client:
-        refused = await client.post(path, json={**asked, "model": "gpt-5"})
-        assert (await client.post(path, json={**asked, "model": "small"})).status_code == 200
+        refused = await client.post(path, json={**body, "model": "gpt-5"})
+        assert (await client.post(path, json={**body, "model": "small"})).status_code == 200
         if path != "/v1/messages":  # which requires it
-            assert (await client.post(path, json=asked)).status_code == 200
+            assert (await client.post(path, json=body)).status_code == 200
     assert refused.status_code == 404
     error = refused.json()["error"]
     assert error["message"].startswith("there is no model 'gpt-5' here, only 'small'")
@@ -398,9 +398,9 @@ async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_asked_to_retr
         begun[1].set()
         begun[2].set()
         answers = await asyncio.gather(*calls, third)
-        gone = asyncio.create_task(client.post("/v1/responses", json=body))
+        cancelled = asyncio.create_task(client.post("/v1/responses", json=body))
         await until(lambda: len(begun) == 4)
-        gone.cancel()  # its place is free again
+        cancelled.cancel()  # its place is free again
         begun.clear()
         more = [asyncio.create_task(client.post("/v1/responses", json=body)) for _ in range(2)]
         await until(lambda: len(begun) == 2)

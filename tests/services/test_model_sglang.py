@@ -41,9 +41,9 @@ async def serving(
 ) -> AsyncIterator[tuple[Stub, httpx.AsyncClient]]:
     stub = kind(folder)
     async with house(stub=stub.app) as outside:
-        given = {"model": "m", "base_url": outside.urls["stub"][0], "api_key_env": None, "max_retries": 0} | options
+        settings = {"model": "m", "base_url": outside.urls["stub"][0], "api_key_env": None, "max_retries": 0} | options
         async with (
-            house({"policy": given}, policy=APP.app) as peers,
+            house({"policy": settings}, policy=APP.app) as peers,
             httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
         ):
             yield stub, client
@@ -56,9 +56,9 @@ async def test_sampling_is_asked_for_in_sglangs_words(folder: Path):
         body |= {"stop": ["x"], "presence_penalty": 0.5, "min_tokens": 2, "max_output_tokens": 9}
         body["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
         assert (await client.post("/v1/responses", json=body)).status_code == 200
-        asked = stub.body
+        request = stub.body
         refused = await client.post("/v1/responses", json={"input": "x", "logit_bias": {"1": 1}})
-    assert asked["sampling_params"] == {
+    assert request["sampling_params"] == {
         "max_new_tokens": 9,
         "temperature": 0.5,
         "top_p": 0.9,
@@ -72,14 +72,14 @@ async def test_sampling_is_asked_for_in_sglangs_words(folder: Path):
         "min_new_tokens": 2,
         "json_schema": '{"type": "object"}',
     }
-    assert (asked["return_logprob"], asked["stream"]) == (True, False)
+    assert (request["return_logprob"], request["stream"]) == (True, False)
     assert refused.status_code == 400
 
 
 async def test_new_weights_come_from_disk_and_their_version_is_on_the_answers(folder: Path):
     async with serving(folder, push_token=TOKEN) as (stub, client):
-        told = (await client.get("/weights")).json()
-        assert told == {"policy_version": 0, "transport": ["disk"], "updating": False, "asleep": []}
+        status = (await client.get("/weights")).json()
+        assert status == {"policy_version": 0, "transport": ["disk"], "updating": False, "asleep": []}
         update = {"version": 3, "path": str(folder)}
         assert (await client.post("/weights", json=update)).status_code == 401
         done = await client.post("/weights", json=update, headers=KEY)
@@ -145,9 +145,9 @@ async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_bac
             self.goes_on = asyncio.Event()
 
         def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
-            told = super()._told(ids, count, finish)
-            told["meta_info"]["weight_version"] = "1"
-            return told
+            reply = super()._told(ids, count, finish)
+            reply["meta_info"]["weight_version"] = "1"
+            return reply
 
         def _generate(self, body: Json) -> Response:
             whole = super()._generate(body)
@@ -209,10 +209,10 @@ class Loading(Sglang):
         if route != "generate":
             return super().answer(route, body)
         prompt: list[int] = body["input_ids"]
-        told = self._told([70], 1, {"type": "length", "length": 1})
+        reply = self._told([70], 1, {"type": "length", "length": 1})
         scores = [[float(self.table[token]), token, None] for token in prompt[1:]]
-        told["meta_info"]["input_token_logprobs"] = [[None, prompt[0], None], *scores]
-        return JSONResponse(told)
+        reply["meta_info"]["input_token_logprobs"] = [[None, prompt[0], None], *scores]
+        return JSONResponse(reply)
 
 
 async def test_the_trainer_pushes_through_a_folder_and_proves_what_sglang_serves(folder: Path, tmp_path: Path):

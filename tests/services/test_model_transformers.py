@@ -209,8 +209,8 @@ async def test_tensors_that_a_model_does_not_have_are_reported(
 
 async def test_a_model_that_does_not_fit_into_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(f"{APP.__package__}.loading.network", lambda *_: torch.empty(10**15))
-    told = f"service 'policy': model '{folder}' cannot be loaded: .*can't allocate memory: .* saves memory there$"
+    message = f"service 'policy': model '{folder}' cannot be loaded: .*can't allocate memory: .* saves memory there$"
     context = SimpleNamespace(name="policy", root=folder, options=APP.Options(model=str(folder)))
-    with pytest.raises(ServiceError, match=told):
+    with pytest.raises(ServiceError, match=message):
         async with APP.loaded(context):
             pass

@@ -78,8 +78,8 @@ async def test_its_collector_finds_an_agent_through_the_head_and_runs_a_row(tmp_
         Supervisor(load_config([tmp_path / "global_config.yaml"])) as stack,
         httpx.AsyncClient(timeout=PATIENCE_S) as client,
     ):
-        told = yaml.safe_load(json.loads((await client.get(f"{stack.head_url}/global_config_dict_yaml")).text))
-        agent = next(iter(next(iter(told["weather_agent"].values())).values()))  # cfg[name].<only key>.<only key>
+        config = yaml.safe_load(json.loads((await client.get(f"{stack.head_url}/global_config_dict_yaml")).text))
+        agent = next(iter(next(iter(config["weather_agent"].values())).values()))  # cfg[name].<only key>.<only key>
         base = f"http://{agent['host']}:{agent['port']}"
         row = (
             await client.post(f"{base}/run", json={**WEATHER_ROW, "_ng_task_index": 0, "_ng_rollout_index": 3})
@@ -114,8 +114,8 @@ async def its_agent(peers: Peers, gym: str, row: dict) -> httpx.Response:
         assert (await to_gym.post(f"{at}/seed_session", row)).cookies
         params, output = row["responses_create_params"], []
         while True:
-            asked = {**params, "input": params["input"] + output}
-            answer = (await to_model.post(f"{model}/v1/responses", asked)).json()
+            request = {**params, "input": params["input"] + output}
+            answer = (await to_model.post(f"{model}/v1/responses", request)).json()
             output += answer["output"]
             calls = [item for item in answer["output"] if item["type"] == "function_call"]
             if not calls:
@@ -196,25 +196,25 @@ REFUSING = {
 @pytest.mark.parametrize("how", REFUSING)
 @pytest.mark.parametrize("tool_errors", ["fail", "show"])
 async def test_what_its_gym_servers_refuse_fails_the_rollout_or_is_shown_as_the_stanza_says(how: str, tool_errors: str):
-    theirs = FastAPI()
+    gym = FastAPI()
     status, body = REFUSING[how]
 
-    @theirs.post("/seed_session")
+    @gym.post("/seed_session")
     async def seed_session() -> dict:
         return {}
 
-    @theirs.post("/get_weather")
+    @gym.post("/get_weather")
     async def get_weather() -> JSONResponse:
         return JSONResponse(body, status)
 
-    @theirs.post("/verify")
+    @gym.post("/verify")
     async def verify(request: Request) -> dict:
         return {**await request.json(), "reward": 0.0}
 
-    theirs.state.kind, theirs.state.options_model = "gym_server", ServiceOptions
+    gym.state.kind, gym.state.options_model = "gym_server", ServiceOptions
     options = {"policy": SCRIPT, "weather_agent": {"gym": "theirs", "model": "policy", "tool_errors": tool_errors}}
     services = {"policy": service("models/scripted"), "weather_agent": service("agents/simple")}
-    async with house(options, theirs=theirs, **services) as peers:
+    async with house(options, theirs=gym, **services) as peers:
         if tool_errors == "fail":
             with pytest.raises(UpstreamError, match="tool_errors: show in the agent's stanza") as caught:
                 await peers["weather_agent"].post("/run", WEATHER_ROW)
@@ -227,25 +227,25 @@ async def test_what_its_gym_servers_refuse_fails_the_rollout_or_is_shown_as_the_
 
 
 async def test_a_gym_server_of_another_make_can_say_what_is_for_the_model():
-    theirs = FastAPI()
+    gym = FastAPI()
 
-    @theirs.post("/seed_session")
+    @gym.post("/seed_session")
     async def seed_session() -> dict:
         return {}
 
-    @theirs.post("/get_weather")
+    @gym.post("/get_weather")
     async def get_weather(request: Request) -> JSONResponse:
-        told = {"detail": "no such city", "for_the_model": True, "session": request.headers["x-ng-session"]}
-        return JSONResponse(told, 422, media_type="application/problem+json")
+        problem = {"detail": "no such city", "for_the_model": True, "session": request.headers["x-ng-session"]}
+        return JSONResponse(problem, 422, media_type="application/problem+json")
 
-    @theirs.post("/verify")
+    @gym.post("/verify")
     async def verify(request: Request) -> dict:
         return {**await request.json(), "reward": 0.5}
 
-    theirs.state.kind, theirs.state.options_model = "gym_server", ServiceOptions
+    gym.state.kind, gym.state.options_model = "gym_server", ServiceOptions
     options = {"policy": SCRIPT, "weather_agent": {"gym": "theirs", "model": "policy"}}
     services = {"policy": service("models/scripted"), "weather_agent": service("agents/simple")}
-    async with house(options, theirs=theirs, **services) as peers:
+    async with house(options, theirs=gym, **services) as peers:
         row = await peers["weather_agent"].post("/run", WEATHER_ROW)
     assert "no such city" in row["response"]["output"][1]["output"] and row["reward"] == 0.5
 
@@ -268,8 +268,12 @@ def its_gymnasium_server() -> FastAPI:
         steps[session] += 1
         body = await request.json()
         called = [item for item in body["response"]["output"] if item["type"] == "function_call"]
-        told = [{"call_id": call["call_id"], "output": json.dumps({"city": call["arguments"]})} for call in called]
-        over = {"terminated": not called, "truncated": False, "info": {"tool_outputs": told, "steps": steps[session]}}
+        outputs = [{"call_id": call["call_id"], "output": json.dumps({"city": call["arguments"]})} for call in called]
+        over = {
+            "terminated": not called,
+            "truncated": False,
+            "info": {"tool_outputs": outputs, "steps": steps[session]},
+        }
         return {"observation": None, "reward": 0.25 * steps[session], **over}
 
     app.state.kind, app.state.options_model = "gym_server", ServiceOptions
@@ -306,10 +310,10 @@ async def test_its_gymnasium_agent_can_read_our_steps():
         info: dict = {}
 
     row = {"responses_create_params": {"input": "Play."}, "game": "wordle", "seed": 3}
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "crane"}]}
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "crane"}]}
     async with house({}, games=service("gym_servers/games")) as peers, httpx.AsyncClient() as client:
         to_gym, at = LastCookies(client), peers.urls["games"][0]
         reset = (await to_gym.post(f"{at}/reset", row)).json()
-        answer = await to_gym.post(f"{at}/step", {**row, "response": {"output": [said]}})
+        answer = await to_gym.post(f"{at}/step", {**row, "response": {"output": [message]}})
     assert isinstance(reset["observation"], str) and isinstance(reset["info"], dict)
     assert StepAnswer.model_validate(answer.json(), strict=True).info == {}

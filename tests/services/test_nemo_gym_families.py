@@ -111,8 +111,8 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, float]]] = [
 async def scored(family: str, row: dict[str, Any], text: str, output: list[Any] | None = None, **services: Any) -> Any:
     stanza = STANZAS[family]
     options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "optional")}
-    said = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
-    body = {"responses_create_params": {"input": "q"}, "response": {"output": output or said}, **row}
+    items = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+    body = {"responses_create_params": {"input": "q"}, "response": {"output": output or items}, **row}
     async with house({"gym": options}, gym=load(ROOT / stanza["app"] / "app.py").app, **services) as peers:
         return await peers["gym"].post("/verify", body)
 
@@ -120,28 +120,28 @@ async def scored(family: str, row: dict[str, Any], text: str, output: list[Any] 
 @pytest.mark.parametrize("family", sorted({family for family, *_ in ROWS}))
 async def test_a_familys_stanza_scores_right_and_wrong(family):
     found = {}
-    wanted = {
+    cases = {
         (place, text): worth for place, row in enumerate(ROWS) if row[0] == family for text, worth in row[2].items()
     }
-    for place, text in wanted:
+    for place, text in cases:
         found[place, text] = (await scored(family, ROWS[place][1], text))["reward"]
-    assert found == pytest.approx(wanted)
+    assert found == pytest.approx(cases)
 
 
 def verdicts(options: dict[str, Any], row: dict[str, Any], *answers: str) -> Any:
     """What answer_match returns for each answer to a row."""
 
-    async def asked() -> list[Any]:
+    async def verify() -> list[Any]:
         async with house({"gym": options}, gym=load(ROOT / "gym_servers" / "answer_match" / "app.py").app) as peers:
-            return [await peers["gym"].post("/verify", body | row | {"response": said(text)}) for text in answers]
+            return [await peers["gym"].post("/verify", body | row | {"response": respond(text)}) for text in answers]
 
-    def said(text: str) -> Any:
+    def respond(text: str) -> Any:
         return {
             "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
         }
 
     body = {"responses_create_params": {"input": "q"}}
-    return asked()
+    return verify()
 
 
 UNUSABLE = [
@@ -249,12 +249,14 @@ async def test_a_message_is_the_expected_action_when_no_tool_is_called():
     assert (await scored("single_step_tool_use_with_argument_comparison", row, "Which?"))["reward"] == 1.0
 
 
-def judge(verdict: str, seen: list[str]):
+def judge(verdict: str, prompts: list[str]):
     async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
         system, user = (item["content"] for item in request["input"])
-        seen.append(user)
-        said = f"VERDICT {system.rpartition('VERDICT ')[2].split(':')[0]}: {verdict}"
-        return new_response(request, [message_item([output_text(said)], "msg_1")], response_id="r", model="judge")
+        prompts.append(user)
+        verdict_text = f"VERDICT {system.rpartition('VERDICT ')[2].split(':')[0]}: {verdict}"
+        return new_response(
+            request, [message_item([output_text(verdict_text)], "msg_1")], response_id="r", model="judge"
+        )
 
     return model_server(respond=respond)
 
@@ -278,10 +280,10 @@ JUDGED = [
 
 @pytest.mark.parametrize(("family", "row", "verdict", "reward", "shown"), JUDGED)
 async def test_a_judge_sees_the_rows_fields_and_its_verdict_is_the_reward(family, row, verdict, reward, shown):
-    seen: list[str] = []
-    answer = await scored(family, row, "my answer", policy=judge(verdict, seen))
+    prompts: list[str] = []
+    answer = await scored(family, row, "my answer", policy=judge(verdict, prompts))
     assert answer["reward"] == reward
-    assert shown in seen[0] and "my answer" in seen[0]
+    assert shown in prompts[0] and "my answer" in prompts[0]
 
 
 async def test_a_verdict_that_the_form_does_not_know_and_a_row_without_the_field_have_no_reward():
@@ -308,9 +310,9 @@ async def test_tests_of_a_task_id_come_from_the_file_and_a_missing_part_is_fille
     async with house({"gym": {"tests": str(file)}}, gym=app) as peers:
 
         async def reward(task_id: str, code: str) -> Any:
-            said = [{"type": "message", "role": "assistant", "content": f"```python\n{code}\n```"}]
+            output = [{"type": "message", "role": "assistant", "content": f"```python\n{code}\n```"}]
             row = {"responses_create_params": {"input": "q"}, "verifier_metadata": {"task_id": task_id}}
-            return (await peers["gym"].post("/verify", {**row, "response": {"output": said}}))["reward"]
+            return (await peers["gym"].post("/verify", {**row, "response": {"output": output}}))["reward"]
 
         assert await reward("a/0", "def twice(n):\n    return math.prod([2, n])") == 1.0
         assert await reward("a/0", "def twice(n):\n    return n") == 0.0

@@ -61,13 +61,17 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str, float]] = [
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in ROWS}))
 async def test_a_row_of_theirs_gets_their_reward(name):
-    theirs = [row for row in ROWS if row[0] == name]
+    rows = [row for row in ROWS if row[0] == name]
     app, wrong = load(ROOT / "gym_servers" / name / "app.py").app, []
-    async with house({"gym": theirs[0][1]}, gym=app) as peers:
-        for _, _, row, text, reward in theirs:
-            said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
-            asked = [{"role": "user", "type": "message", "content": "q"}]
-            body = {"responses_create_params": {"input": asked, "tools": []}, "response": {"output": [said]}, **row}
+    async with house({"gym": rows[0][1]}, gym=app) as peers:
+        for _, _, row, text, reward in rows:
+            message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+            messages = [{"role": "user", "type": "message", "content": "q"}]
+            body = {
+                "responses_create_params": {"input": messages, "tools": []},
+                "response": {"output": [message]},
+                **row,
+            }
             session = peers["gym"].session()
             await session.post("/seed_session", body)
             answer = await session.post("/verify", body)

@@ -176,9 +176,9 @@ async def test_an_answer_and_its_stream_are_as_the_specification_has_them(native
     if case == "a tool":
         assert [item["type"] for item in whole.json()["output"]] == ["function_call"]
         assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= set(kinds)
-    told = "".join(event["delta"] for event in events if "delta" in event and "reasoning" not in event["type"])
+    text = "".join(event["delta"] for event in events if "delta" in event and "reasoning" not in event["type"])
     if case == "reasoning":
         assert [item["type"] for item in whole.json()["output"]] == ["reasoning", "message"]
         assert "response.reasoning_text.delta" in kinds
     final = events[-1]["response"]["output"][-1]
-    assert told == (final["arguments"] if case == "a tool" else final["content"][0]["text"])
+    assert text == (final["arguments"] if case == "a tool" else final["content"][0]["text"])

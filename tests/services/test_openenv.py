@@ -82,8 +82,8 @@ async def peers(tmp_path_factory: pytest.TempPathFactory, shared_venvs: Path) ->
 
 async def test_our_agent_plays_it_and_the_stored_rollout_is_worth_the_same(peers: Peers) -> None:
     scored = await peers["player"].post("/run", ROW)
-    seen = [item["content"] for item in scored["response"]["output"] if item.get("role") == "user"]
-    assert "JSON object" in seen[0] and "17 are left" in seen[0] and seen[1:] == ["8 are left."]
+    user_texts = [item["content"] for item in scored["response"]["output"] if item.get("role") == "user"]
+    assert "JSON object" in user_texts[0] and "17 are left" in user_texts[0] and user_texts[1:] == ["8 are left."]
     assert scored["reward"] == pytest.approx(0.99)
     assert (await peers["countdown"].post("/verify", {**ROW, "response": scored["response"]}))["reward"] == scored[
         "reward"
@@ -94,8 +94,8 @@ async def test_what_is_not_an_action_is_shown_to_the_model_and_changes_nothing(p
     session = peers["countdown"].session()
     await session.post("/reset", ROW)
     for text in ("take away five", '{"amount": 77}', '{"type": "call_tool", "tool_name": "x"}', ""):
-        told = await session.post("/step", rollout(ROW, says(text)))
-        assert "JSON object" in told["observation"] and not told["terminated"]
+        step = await session.post("/step", rollout(ROW, says(text)))
+        assert "JSON object" in step["observation"] and not step["terminated"]
     fine = await session.post("/step", rollout(ROW, says('```json\n{"amount": 7}\n```')))
     assert (fine["observation"], fine["reward"]) == ("10 are left.", -0.01)
     scored = await session.post("/verify", rollout(ROW, says("x")))

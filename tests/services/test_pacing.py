@@ -38,13 +38,13 @@ async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_whi
 
     count = 5 * STARTS_PER_TURN
     tasks = [asyncio.create_task(rollout(number)) for number in range(count)]
-    seen = [0]
+    counts = [0]
     async with asyncio.timeout(DEADLINE_S):
         while len(begun) < count:
             await asyncio.sleep(0)
-            seen.append(len(begun))
+            counts.append(len(begun))
     assert begun == list(range(count))
-    assert all(after - before <= STARTS_PER_TURN for before, after in pairwise(seen))
+    assert all(after - before <= STARTS_PER_TURN for before, after in pairwise(counts))
     assert turns.waiting == 0
     await asyncio.gather(*tasks)
 
@@ -119,11 +119,11 @@ async def test_one_that_waits_for_room_continues_when_one_leaves():
 async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
     """The model answers no one before all have asked: a bound anywhere between collector and model would hang."""
     count = 4 * MIN_WINDOW
-    asked = asyncio.Barrier(count)
+    barrier = asyncio.Barrier(count)
 
     async def answer(request: Request) -> JsonResponse:
         params = await json_body(request)
-        await asked.wait()
+        await barrier.wait()
         output = [message_item([output_text("all here")], "msg_0")]
         return JsonResponse(new_response(params, output, response_id="resp_0", model="m", usage=None))
 

@@ -478,10 +478,10 @@ def test_a_set_is_fetched_converted_tried_and_written_with_a_manifest(web: Web, 
     assert manifest["left_out"] == {"its reference answer does not get the full reward": 1}
 
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    asked = len(web.asked)
+    count = len(web.asked)
     assert run(web, tmp_path, "nq_open", "--revision", revision).exit_code == 0
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-    assert len(web.asked) == asked  # what was downloaded once stays
+    assert len(web.asked) == count  # what was downloaded once stays
 
 
 def test_a_file_that_is_not_what_was_pinned_is_refused(web: Web, tmp_path: Path) -> None:
@@ -509,12 +509,12 @@ def test_rows_of_others_are_not_replaced(web: Web, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train.jsonl").read_text() == "{}\n"
 
 
-@pytest.mark.parametrize(("status", "told"), [(401, "HF_TOKEN"), (404, "--revision"), (503, "try again later")])
-def test_what_a_host_refuses_is_reported_in_one_line(web: Web, tmp_path: Path, status: int, told: str) -> None:
+@pytest.mark.parametrize(("status", "message"), [(401, "HF_TOKEN"), (404, "--revision"), (503, "try again later")])
+def test_what_a_host_refuses_is_reported_in_one_line(web: Web, tmp_path: Path, status: int, message: str) -> None:
     path = SETS["ifeval"].url(SETS["ifeval"].parts[0].files[0], "", "")
     web.files[path], web.statuses[path] = b"", status
     result = run(web, tmp_path, "ifeval", token="secret")
-    assert result.exit_code == 1 and told in result.output.splitlines()[-1] and f"HTTP {status}" in result.output
+    assert result.exit_code == 1 and message in result.output.splitlines()[-1] and f"HTTP {status}" in result.output
     assert web.asked[0][1]["authorization"] == "Bearer secret"
 
 

@@ -69,8 +69,8 @@ class Between:
 @asynccontextmanager
 async def behind(page: Response, paths: tuple[str, ...], times: int) -> AsyncIterator[Peers]:
     """An agent whose gym server is behind such a proxy; the policy adds 7, which is what the row wants."""
-    said = {"name": "add", "arguments": {"amount": 7}}
-    script = {"replies": [{"turn": 1, "tool_calls": [said]}, {"text": "Done."}]}
+    call = {"name": "add", "arguments": {"amount": 7}}
+    script = {"replies": [{"turn": 1, "tool_calls": [call]}, {"text": "Done."}]}
     async with house(counter=service("gym_servers/counter")) as real:
         proxy = Between(real.urls["counter"][0], page, paths, times)
         options = {"policy": script, "agent": {"gym": "gym", "model": "policy"}}

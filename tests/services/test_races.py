@@ -263,11 +263,11 @@ async def test_a_log_that_could_not_be_rotated_once_is_written_on(
 
 
 async def test_a_push_to_a_server_that_hangs_ends_with_its_pusher() -> None:
-    asked = asyncio.Event()
+    arrived = asyncio.Event()
 
     async def stand_still(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        asked.set()
+        arrived.set()
         await reader.read()
         writer.close()
 
@@ -277,7 +277,7 @@ async def test_a_push_to_a_server_that_hangs_ends_with_its_pusher() -> None:
 
     pusher = push.Pusher([f"http://{host}:{port}"], "a token for this test", patience_s=2 * PATIENCE_S)
     preparing = asyncio.create_task(asyncio.to_thread(pusher.prepare))
-    await asked.wait()
+    await arrived.wait()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.to_thread(pusher.finish)
     with pytest.raises(Exception, match=r"/weights|after shutdown"):
@@ -314,8 +314,8 @@ async def test_a_call_whose_session_ends_meanwhile_gets_that_error(headers: dict
         calling = asyncio.create_task(client.post("/slow", json={}, headers=headers))
         await until(lambda: slow_sessions)
         slow_sessions[0].over()
-        told = (await calling).json()
-        assert (told["status"], told["detail"]) == (409, "this call was stopped: its session has ended")
+        problem = (await calling).json()
+        assert (problem["status"], problem["detail"]) == (409, "this call was stopped: its session has ended")
 
 
 class Told(BaseException):
@@ -331,8 +331,8 @@ def told_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     begin = subprocess.Popen.__init__
 
-    def begin_and_tell(process: subprocess.Popen[bytes], *given: Any, **options: Any) -> None:
-        begin(process, *given, **options)
+    def begin_and_tell(process: subprocess.Popen[bytes], *args: Any, **options: Any) -> None:
+        begin(process, *args, **options)
         signal.raise_signal(signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, tell)

@@ -114,10 +114,10 @@ async def test_services_get_nodes_and_gpus_move_when_a_node_dies_and_leave_nothi
         assert stack.run_token
         hosts = {urlsplit(state.url).hostname for state in stack.states}
         assert hosts <= set(nodes.workers)
-        seen = [
+        gpus = [
             json.loads((await http_get(f"{each.url}/gpus", PATIENCE_S, stack.run_token)).body) for each in stack.states
         ]
-        assert sorted(seen) == ["0", "1"] or len(hosts) == 2  # packed on one node: different GPUs
+        assert sorted(gpus) == ["0", "1"] or len(hosts) == 2  # packed on one node: different GPUs
         for each in stack.states:
             assert (await http_get(f"{each.url}/cores", PATIENCE_S, stack.run_token)).body == b'"0.5"'
         log = stack.config.root / ".ngym" / "logs" / "sees-0.log"
@@ -235,9 +235,9 @@ def test_a_wrong_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr(ray, "init", init)
-        with pytest.raises(UsageError, match=f"^--on ray: {message}") as told:
+        with pytest.raises(UsageError, match=f"^--on ray: {message}") as caught:
             RayPlacer.connect("ray")
-        assert "RAY_AUTH_TOKEN_PATH to that of the cluster" in str(told.value) and "\n" not in str(told.value)
+        assert "RAY_AUTH_TOKEN_PATH to that of the cluster" in str(caught.value) and "\n" not in str(caught.value)
 
 
 async def test_the_last_lines_of_a_process_are_copied_after_its_end(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_ranks_start_again_from_the_last_checkpoint_when_one_is_lost(nodes: Node
     assert len(ranks) == 2, (tmp_path / "out").read_text()
     ranks[0].kill()
     assert driver.wait(600) == 0, (tmp_path / "out").read_text()
-    said = (tmp_path / "out").read_text()
-    assert "a rank ended (killed by SIGKILL" in said and "resuming after step" in said
+    text = (tmp_path / "out").read_text()
+    assert "a rank ended (killed by SIGKILL" in text and "resuming after step" in text
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 61))

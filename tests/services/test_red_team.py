@@ -95,8 +95,8 @@ async def test_an_object_of_free_form_and_a_large_number_have_to_be_the_expected
 
 async def test_a_count_that_is_off_by_one_in_eight_digits_is_another_row():
     row = {"setup": "CREATE TABLE t (a); INSERT INTO t VALUES (10000001);", "gold": "SELECT a FROM t"}
-    said = ["SELECT a FROM t", "SELECT 10000002", "SELECT 10000001.0"]
-    found = await rewards("sql", [rollout([message(f"```sql\n{sql}\n```")], row) for sql in said])
+    queries = ["SELECT a FROM t", "SELECT 10000002", "SELECT 10000001.0"]
+    found = await rewards("sql", [rollout([message(f"```sql\n{sql}\n```")], row) for sql in queries])
     assert found == [1.0, 0.0, 1.0]
 
 
@@ -109,8 +109,8 @@ async def test_no_document_gets_itself_out_of_a_verdict():
 async def test_an_optional_number_of_an_xml_document_is_a_number():
     number = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     row = {"schema_str": json.dumps({"type": "object", "properties": {"a": number}}), "schema_type": "xml"}
-    said = ["<r><a>1</a></r>", "<r><a></a></r>", "<r><a>one</a></r>"]
-    assert await rewards("structured_outputs", [rollout([message(text)], row) for text in said]) == [1.0, 1.0, 0.0]
+    texts = ["<r><a>1</a></r>", "<r><a></a></r>", "<r><a>one</a></r>"]
+    assert await rewards("structured_outputs", [rollout([message(text)], row) for text in texts]) == [1.0, 1.0, 0.0]
 
 
 CANARY = "KX-4821-QRT"
@@ -162,7 +162,8 @@ UNFOLLOWED = [
 
 async def test_what_no_one_sees_and_what_takes_long_follows_no_instruction():
     bodies = [
-        rollout([message(text)], {"instruction_id_list": [name], "kwargs": [given]}) for text, name, given in UNFOLLOWED
+        rollout([message(text)], {"instruction_id_list": [name], "kwargs": [kwargs]})
+        for text, name, kwargs in UNFOLLOWED
     ]
     assert await rewards("instruction_following", bodies) == [0.0] * len(UNFOLLOWED)
 
@@ -217,7 +218,9 @@ async def test_an_upright_i_or_e_is_not_an_unit_that_may_be_dropped_and_a_space_
         ("12000", "12 000", 1.0),
     ]
     cases += [(r"1-\frac{1}{e}", r"1 - \frac{1}{\mathrm{e}}", 1.0), ("5", r"5\text{ cm}", 1.0), ("12000", "12 00", 0.0)]
-    bodies = [rollout([message(f"\\boxed{{{said}}}")], {"expected_answer": wanted}) for wanted, said, _ in cases]
+    bodies = [
+        rollout([message(f"\\boxed{{{answer}}}")], {"expected_answer": expected}) for expected, answer, _ in cases
+    ]
     assert await rewards("math", bodies) == [reward for *_, reward in cases]
 
 
@@ -226,9 +229,9 @@ async def test_a_long_answer_is_cut_and_still_distinguished_from_another_that_be
     row = {"setup": "CREATE TABLE t (a);", "gold": "SELECT 1"}
     async with serving("sql") as peers:
         bodies = [rollout([message(text)], row) for text in (query, query, query + "y")]
-        said = [(await peers["gym"].post("/verify", body))["extracted_answer"] for body in bodies]
-    assert said[0].startswith(query[:1_000]) and len(said[0]) < 1_100
-    assert said[0] == said[1] != said[2]
+        answers = [(await peers["gym"].post("/verify", body))["extracted_answer"] for body in bodies]
+    assert answers[0].startswith(query[:1_000]) and len(answers[0]) < 1_100
+    assert answers[0] == answers[1] != answers[2]
 
 
 async def test_a_row_with_more_aliases_than_anybody_needs_is_refused():

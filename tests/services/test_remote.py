@@ -40,8 +40,8 @@ async def upstream(answer: Any, **options: Any):
         return {}
 
     async with house(stub=app) as peers:
-        given = RemoteOptions(base_url=peers.urls["stub"][0] + "/v1", **options)
-        one = Upstream(given, "policy", "m", no_headers)
+        settings = RemoteOptions(base_url=peers.urls["stub"][0] + "/v1", **options)
+        one = Upstream(settings, "policy", "m", no_headers)
         try:
             yield one
         finally:
@@ -138,10 +138,10 @@ async def test_a_pause_longer_than_anyone_waits_is_reported_at_once():
 
 
 async def test_the_other_side_can_continue_with_the_trace_and_learns_nothing_else_of_the_rollout():
-    seen: list[dict[str, str]] = []
+    requests: list[dict[str, str]] = []
 
     async def answer(request: Request) -> Response:
-        seen.append(dict(request.headers))
+        requests.append(dict(request.headers))
         return JSONResponse({"ok": True})
 
     here = request_context.new_correlation("r-1", timeout_s=60)
@@ -151,22 +151,22 @@ async def test_the_other_side_can_continue_with_the_trace_and_learns_nothing_els
             await one.post("/chat/completions", {})
     finally:
         request_context.current.reset(token)
-    assert seen[0]["traceparent"] == here.traceparent
-    assert not [name for name in seen[0] if name.startswith("x-ng")] and "r-1" not in str(seen[0])
+    assert requests[0]["traceparent"] == here.traceparent
+    assert not [name for name in requests[0] if name.startswith("x-ng")] and "r-1" not in str(requests[0])
 
 
 async def test_a_server_that_is_down_is_asked_again_only_within_the_budget():
-    asked = 0
+    requests = 0
 
     async def answer(request: Request) -> Response:
-        nonlocal asked
-        asked += 1
+        nonlocal requests
+        requests += 1
         return JSONResponse({"error": {"message": "no"}}, 500, {"retry-after-ms": "1"})
 
     async with upstream(answer, max_retries=3, retry_ratio=0.1) as one:
         failed = await asyncio.gather(*(one.post("/x", {}) for _ in range(100)), return_exceptions=True)
     assert all(isinstance(error, UpstreamError) and error.retryable for error in failed)
-    assert asked == 100 + 10 + 10
+    assert requests == 100 + 10 + 10
     assert one.budget.spent == 20
     assert one.budget.refused > 0
 
@@ -188,9 +188,9 @@ async def test_a_cap_on_tokens_and_on_money_ends_it_with_what_to_raise():
             await one.post("/x", {})
         with pytest.raises(
             QuotaExhausted, match=r"300 tokens used of max_tokens_total 250.*raise max_tokens_total"
-        ) as told:
+        ) as caught:
             await one.post("/x", {})
-    assert (told.value.status, told.value.retryable) == (402, False)
+    assert (caught.value.status, caught.value.retryable) == (402, False)
     async with upstream(answer, max_spend=1e-3, price_input=10, price_output=20) as one:
         await one.post("/x", {})
         assert one.caps.spend == pytest.approx((70 * 10 + 30 * 20) / 1e6)
@@ -297,7 +297,7 @@ async def test_a_stream_comes_event_by_event_and_its_usage_counts():
 
 
 @pytest.mark.parametrize(
-    ("events", "kind", "told"),
+    ("events", "kind", "message"),
     [
         ([{"a": 1}, {"error": {"message": "overheated", "code": None}}], UpstreamError, "overheated"),
         ([{"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}], Overloaded, "Overloaded"),
@@ -308,8 +308,8 @@ async def test_a_stream_comes_event_by_event_and_its_usage_counts():
         ([{"a": 1}, RuntimeError("the stub breaks")], UpstreamError, "broke off"),
     ],
 )
-async def test_what_goes_wrong_within_a_stream_is_reported(events: list[Any], kind: type[ServiceError], told: str):
-    with pytest.raises(kind, match=told):
+async def test_what_goes_wrong_within_a_stream_is_reported(events: list[Any], kind: type[ServiceError], message: str):
+    with pytest.raises(kind, match=message):
         await streamed(*events)
 
 
@@ -328,37 +328,37 @@ async def test_a_stream_that_stalls_is_a_timeout():
 
 
 async def test_a_stream_is_retried_until_its_first_event_and_never_after():
-    asked = 0
+    requests = 0
 
     async def answer(request: Request) -> Response:
-        nonlocal asked
-        asked += 1
-        return JSONResponse({}, 500) if asked == 1 else sse({"a": 1}, RuntimeError("the stub breaks"))
+        nonlocal requests
+        requests += 1
+        return JSONResponse({}, 500) if requests == 1 else sse({"a": 1}, RuntimeError("the stub breaks"))
 
     async with upstream(answer, max_retries=3) as one:
         with pytest.raises(UpstreamError, match="broke off"):
             [event async for event in one.stream("/x", {})]
-    assert asked == 2
+    assert requests == 2
 
 
 async def test_what_must_not_be_done_twice_is_sent_again_only_where_it_was_not_begun():
-    asked = 0
+    requests = 0
 
     async def answer(request: Request) -> Response:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
+        nonlocal requests
+        requests += 1
+        if requests == 1:
             return JSONResponse({}, 503, {"retry-after-ms": "10"})
         return sse({"a": 1}, RuntimeError("the stub breaks"))
 
     async with upstream(answer, max_retries=3) as one:
         with pytest.raises(OutcomeUnknown, match="the request may or may not have been processed"):
             await one.send("/x", {}, once=True)
-    assert asked == 2
+    assert requests == 2
 
 
 async def test_leaving_a_stream_disconnects():
-    gone = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def answer(request: Request) -> Response:
         async def body():
@@ -367,7 +367,7 @@ async def test_leaving_a_stream_disconnects():
                     yield b"data: {}\n\n"
                     await asyncio.sleep(0.01)
             finally:
-                gone.set()
+                disconnected.set()
 
         return StreamingResponse(body(), media_type="text/event-stream")
 
@@ -376,7 +376,7 @@ async def test_leaving_a_stream_disconnects():
         assert await anext(events) == {}
         await events.aclose()
         async with asyncio.timeout(PATIENCE_S):
-            await gone.wait()
+            await disconnected.wait()
         assert one.pace.in_flight == 0
 
 
@@ -411,15 +411,15 @@ async def test_without_a_content_type_of_events_it_is_not_a_stream():
 
 
 async def test_credit_that_is_used_up_is_not_asked_for_again():
-    asked = 0
+    requests = 0
 
     async def answer(request: Request) -> Response:
-        nonlocal asked
-        asked += 1
+        nonlocal requests
+        requests += 1
         return JSONResponse({"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}, 429)
 
     async with upstream(answer) as one:
-        with pytest.raises(QuotaExhausted, match="no credit left: You exceeded your quota") as told:
+        with pytest.raises(QuotaExhausted, match="no credit left: You exceeded your quota") as caught:
             await one.post("/x", {})
-    assert asked == 1
-    assert not told.value.retryable
+    assert requests == 1
+    assert not caught.value.retryable

@@ -94,8 +94,8 @@ async def test_under_one_key_a_tool_runs_once_and_says_the_same_again() -> None:
     async with shop.open() as client:
         mine, other = await seeded(client), await seeded(client)
         once = {**mine, KEY: "a"}
-        said = [(await client.post("/say", json={"word": "x"}, headers=once)).json() for _ in range(3)]
-        assert said == ["x 1"] * 3
+        answers = [(await client.post("/say", json={"word": "x"}, headers=once)).json() for _ in range(3)]
+        assert answers == ["x 1"] * 3
         assert (await client.post("/say", json={"word": "x"}, headers={**mine, KEY: "b"})).json() == "x 2"
         assert (await client.post("/say", json={"word": "x"}, headers={**other, KEY: "a"})).json() == "x 3"
         assert (await client.post("/say", json={"word": "x"}, headers=mine)).json() == "x 4"

@@ -101,10 +101,10 @@ def gold_rollouts(root: Path) -> list[dict[str, Any]]:
         agent = f"{file.parent.name}_agent"
         cases = [json.loads(line) for line in file.read_text().splitlines()] if f"\n{agent}:" in config else []
         for case in [case for case in cases if "reward" in case["expect"]][:CASES]:
-            said = case.get("output") or [says(case.get("text", ""))]
-            if not any(item["type"] == "function_call" for item in said):
-                said = [*called(case.get("calls", ())), *said]
-            found.append(rollout(agent, said, case["expect"]["reward"], **case["task"]))
+            output = case.get("output") or [says(case.get("text", ""))]
+            if not any(item["type"] == "function_call" for item in output):
+                output = [*called(case.get("calls", ())), *output]
+            found.append(rollout(agent, output, case["expect"]["reward"], **case["task"]))
     return found
 
 

@@ -146,8 +146,8 @@ async def test_no_attack_gets_anywhere(sandbox, tmp_path, monkeypatch):
     places = {"secret": secret, "folder": tmp_path, "server": os.getpid()}
     programs = [code.format(**places) for code in ATTACKS.values()]
     ran = await asyncio.gather(*(sandbox.run(code, limits=Limits(cpu_s=10)) for code in programs))
-    said = {name: (one.verdict, one.stdout.strip()) for name, one in zip(ATTACKS, ran, strict=True)}
-    assert said == dict.fromkeys(ATTACKS, ("ok", "")), [one.stderr for one in ran if one.stderr]
+    results = {name: (one.verdict, one.stdout.strip()) for name, one in zip(ATTACKS, ran, strict=True)}
+    assert results == dict.fromkeys(ATTACKS, ("ok", "")), [one.stderr for one in ran if one.stderr]
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
@@ -278,11 +278,11 @@ def test_a_container_gets_no_network_no_rights_and_its_limits():
     line = DockerSandbox("image:1", runtime="runsc").arguments("name", limits)
     assert line[:5] == ["docker", "run", "--rm", "--interactive", "--init"] and "--read-only" in line
     options = dict(pairwise(line))
-    wanted = {
+    expected = {
         "--network": "none", "--user": "65534:65534", "--cap-drop": "ALL", "--security-opt": "no-new-privileges",
         "--runtime": "runsc", "--pids-limit": "13", "--memory": "336m", "--memory-swap": "336m", "--ulimit": "nofile=32:32",
     }  # fmt: skip
-    assert {name: options[name] for name in wanted} == wanted
+    assert {name: options[name] for name in expected} == expected
     assert line[-5:-1] == ["image:1", "python", "-I", "-c"]
     assert "--runtime" not in DockerSandbox().arguments("name", limits)
 
@@ -304,15 +304,15 @@ async def test_what_runs_inside_a_container_shows_how_a_program_ended(tmp_path, 
     pipe = asyncio.subprocess.PIPE
     inside = [sys.executable, *line[-3:]]  # what the container would run
     process = await asyncio.create_subprocess_exec(*inside, stdin=pipe, stdout=pipe, cwd=tmp_path)
-    said, _ = await process.communicate(request(Program(code=code, stdin="in", files={"helper.py": "x = 5"}), limits))
-    ran = result("docker", limits, process.returncode, said.decode())
+    output, _ = await process.communicate(request(Program(code=code, stdin="in", files={"helper.py": "x = 5"}), limits))
+    ran = result("docker", limits, process.returncode, output.decode())
     assert (ran.verdict, ran.stdout, ran.tier) == (verdict, stdout, "docker"), ran
     assert ran.answer == ("a" if verdict == "ok" else "")
 
 
-@pytest.mark.parametrize("said", ["", "no json", "{}", json.dumps({"status": []}), "[" * 100_000])
-def test_a_container_that_says_nothing_sensible_is_its_programs_failure(said):
-    assert result("docker", Limits(), 137, said).verdict == "runtime_error"
+@pytest.mark.parametrize("output", ["", "no json", "{}", json.dumps({"status": []}), "[" * 100_000])
+def test_a_container_that_says_nothing_sensible_is_its_programs_failure(output):
+    assert result("docker", Limits(), 137, output).verdict == "runtime_error"
     assert "sys.excepthook" in PRELUDE
 
 

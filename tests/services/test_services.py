@@ -93,12 +93,12 @@ def counter():
 def scripted(*turns: list[dict[str, Any]], **response: Any):
     """A model that says these output items, one list a turn (by the number of assistant turns so far)."""
     app = service_app("model", options=ServiceOptions)
-    seen: list[dict[str, Any]] = []
-    app.state.seen = seen
+    requests: list[dict[str, Any]] = []
+    app.state.seen = requests
 
     async def responses(request: Request):
         body = await json_body(request)
-        seen.append(body)
+        requests.append(body)
         turn = sum(1 for item in body["input"] if item.get("type") in ("function_call", "message"))
         output = turns[min(turn, len(turns) - 1)]
         usage = {
@@ -287,9 +287,11 @@ async def test_a_rollout_that_called_a_tool_that_crashed_gets_no_reward():
             assert (await session.post("/add", {"amount": 7}))["total"] == 7
             headers |= {"x-ng-session": session.id}
             async with httpx.AsyncClient(base_url=peers.urls["gym"][0], headers=headers, timeout=PATIENCE_S) as client:
-                told = (await client.post(path, json={"amount": 14})).json()
+                problem = (await client.post(path, json={"amount": 14})).json()
                 scored = await client.post("/verify", json={**ROW, "response": {"output": []}})
-            assert "a bug of the author's" in told["detail"] and told.get("for_the_model", False) == (status == 200)
+            assert "a bug of the author's" in problem["detail"] and problem.get("for_the_model", False) == (
+                status == 200
+            )
             assert scored.status_code == status
             if status == 500:
                 assert scored.json()["failure"] == "tool_error" and "a bug of the author's" in scored.json()["detail"]
@@ -365,7 +367,7 @@ async def test_a_session_that_was_never_seeded_is_not_verified_where_verify_need
 async def test_every_answer_in_a_session_shows_it_by_header_and_to_callers_with_cookies_by_cookie(keeps_cookies: bool):
     async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
         mine = {"x-ng-session": "of-this-test-0123456789"}
-        asked = [
+        requests = [
             ("POST", "/seed_session", ROW, 200),
             ("POST", "/add", {"amount": 7}, 200),
             ("POST", "/add", {"amount": 13}, 422),
@@ -377,7 +379,7 @@ async def test_every_answer_in_a_session_shows_it_by_header_and_to_callers_with_
             ("DELETE", "/session", None, 200),
             ("POST", "/add", {"amount": 7}, 404),
         ]
-        for method, path, body, status in asked:
+        for method, path, body, status in requests:
             answer = await client.request(method, path, json=body, headers=mine)
             if not keeps_cookies:
                 client.cookies.clear()
@@ -421,9 +423,9 @@ async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_ge
     async with simple_house(model) as peers:
         row = await peers["agent"].post("/run", {**ROW, "target": 0})
     results = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
-    told = [result for result in results if result.startswith("Error: the results of this rollout's tool calls")]
-    assert (row["reward"], row["said"], row["ng"]["tool_errors"]) == (0.0, "phew", len(told))
-    assert len(results) == 40 and len(told) == 37, "escaped twice, three of 4 MiB fit into 16"
+    errors = [result for result in results if result.startswith("Error: the results of this rollout's tool calls")]
+    assert (row["reward"], row["said"], row["ng"]["tool_errors"]) == (0.0, "phew", len(errors))
+    assert len(results) == 40 and len(errors) == 37, "escaped twice, three of 4 MiB fit into 16"
 
 
 async def test_a_result_of_a_foreign_gym_server_that_fits_no_request_fails_the_rollout():
@@ -463,9 +465,9 @@ async def test_arguments_of_megabytes_are_the_tools_affair():
 
 def tokens(ids: list[Any], logprobs: list[float]) -> bytes:
     """A Response with this token data."""
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
     data = {"prompt_token_ids": [1, 2], "generation_token_ids": ids, "generation_log_probs": logprobs}
-    return orjson.dumps({"output": [said | data]})
+    return orjson.dumps({"output": [message | data]})
 
 
 @pytest.mark.parametrize(
@@ -980,11 +982,11 @@ async def test_a_peer_that_no_one_runs_is_unreachable_within_its_retries():
 
 
 async def test_429_and_503_are_retried_and_500_is_not():
-    seen: list[str] = []
+    paths: list[str] = []
 
     async def answer(request: Request):
-        seen.append(request.url.path)
-        if len(seen) < 3:
+        paths.append(request.url.path)
+        if len(paths) < 3:
             raise Overloaded("later") if request.url.path == "/busy" else ServiceError("broken")
         return JsonResponse({"ok": True})
 
@@ -994,9 +996,9 @@ async def test_429_and_503_are_retried_and_500_is_not():
     async with house(model=app) as peers:
         with pytest.raises(UpstreamError, match="broken"):
             await peers["model"].post("/broken", {})
-        assert len(seen) == 1
+        assert len(paths) == 1
         assert await peers["model"].post("/busy", {}) == {"ok": True}
-    assert len(seen) == 3
+    assert len(paths) == 3
 
 
 def test_a_session_sticks_to_its_replica_and_a_lost_replica_moves_only_its_own():

@@ -43,11 +43,11 @@ async def gym():
 async def test_every_gold_case_gets_the_reward_it_must_get(gym):
     wrong = []
     for case in rows("gold"):
-        session, asked = gym.session(), request(case["task"], case["text"])
-        await session.post("/seed_session", asked)
+        session, row = gym.session(), request(case["task"], case["text"])
+        await session.post("/seed_session", row)
         for tool, arguments in case.get("calls", ()):
             await session.post(f"/{tool}", arguments)
-        answer = await session.post("/verify", asked)
+        answer = await session.post("/verify", row)
         got = {key: answer.get(key) for key in case["expect"]}
         if got != case["expect"]:
             wrong.append((case["case"], got, answer["reason"]))
@@ -140,11 +140,11 @@ async def test_databases_in_files_are_read_and_stay_as_they_are(tmp_path):
     before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     task = {"database": "shop", "gold": "SELECT count(*) FROM t"}
     async with serving(databases=str(folder), deadline_s=2.0) as peers:
-        said = ("SELECT count(*) FROM t", "SELECT 3", *(f"```sql\n{sql}\n```" for sql in HOSTILE[:25]))
-        answers = await asyncio.gather(*(peers["sql"].post("/verify", request(task, text)) for text in said))
+        texts = ("SELECT count(*) FROM t", "SELECT 3", *(f"```sql\n{sql}\n```" for sql in HOSTILE[:25]))
+        answers = await asyncio.gather(*(peers["sql"].post("/verify", request(task, text)) for text in texts))
         for name in ("../shop", "/etc", "nowhere"):
             with pytest.raises(ServiceError, match="database"):
-                await peers["sql"].post("/verify", request({**task, "database": name}, said[0]))
+                await peers["sql"].post("/verify", request({**task, "database": name}, texts[0]))
     assert [answer["reward"] for answer in answers] == [1.0] + [0.0] * 26
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
@@ -152,15 +152,15 @@ async def test_databases_in_files_are_read_and_stay_as_they_are(tmp_path):
 async def test_the_gold_query_does_not_take_the_time_of_the_answer(gym, monkeypatch):
     """The gold query runs within the deadline, and then once more beside the answer."""
     pool = load(ROOT / "gym_servers/sql/app.py").pool
-    run, given = pool.run, {}
+    run, deadlines = pool.run, {}
 
     async def noted(name, *arguments, deadline_s):
-        given[name] = deadline_s
+        deadlines[name] = deadline_s
         return await run(name, *arguments, deadline_s=deadline_s)
 
     monkeypatch.setattr(pool, "run", noted)
     assert (await gym.post("/verify", request(TASK, "SELECT count(*) FROM t")))["reward"] == 1.0
-    assert given == {"expect": 2.0, "grade": 4.0}
+    assert deadlines == {"expect": 2.0, "grade": 4.0}
 
 
 async def test_a_gold_query_that_fails_is_not_a_verdict(gym):
@@ -174,7 +174,7 @@ async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_vali
     runpy.run_path(str(script), run_name="__main__")
     for file in ("train", "validation", "example"):
         assert (tmp_path / f"{file}.jsonl").read_bytes() == (ROOT / "data" / "sql" / f"{file}.jsonl").read_bytes()
-    asked = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]
-    assert not asked[0] & asked[1]
+    prompts = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]
+    assert not prompts[0] & prompts[1]
     offered = await gym.get("/tools")
     assert all(row["responses_create_params"].get("tools", []) == offered for row in rows("train") + rows("validation"))

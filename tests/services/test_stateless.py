@@ -128,8 +128,8 @@ async def test_rollouts_of_a_row_that_begin_together_wait_for_the_first_one() ->
     counted = Counted(gym_server(verify=verify, stateless=True))
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", attempt({"answer": "other"}, 0))
-        asked = [peers["agent"].post("/run", attempt(ROW, index)) for index in range(8)]
-        rows = await asyncio.gather(*asked)
+        requests = [peers["agent"].post("/run", attempt(ROW, index)) for index in range(8)]
+        rows = await asyncio.gather(*requests)
     assert [row["reward"] for row in rows] == [1.0] * 8
     assert counted.paths["/seed_session"] == 2 and counted.paths["/verify"] == 9
 
@@ -138,8 +138,8 @@ async def test_each_rollout_of_a_row_that_does_not_fit_is_refused() -> None:
     counted = Counted(gym_server(verify=verify, stateless=True))
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", ROW)
-        asked = [peers["agent"].post("/run", attempt({"answer": 3}, index)) for index in range(4)]
-        refused = await asyncio.gather(*asked, return_exceptions=True)
+        requests = [peers["agent"].post("/run", attempt({"answer": 3}, index)) for index in range(4)]
+        refused = await asyncio.gather(*requests, return_exceptions=True)
     assert all(isinstance(one, ServiceError) and one.failure == "config" for one in refused)
     assert counted.paths["/seed_session"] == 5 and counted.paths["/verify"] == 1
 

@@ -123,8 +123,8 @@ def test_each_turns_prompt_begins_with_all_ids_so_far(
             messages = json.loads(json.dumps(messages))
             for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
                 function["arguments"] = json.loads(function["arguments"])
-        said = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
-        return list(said["input_ids"])
+        rendered = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+        return list(rendered["input_ids"])
 
     checked = 0
     for row in demonstrations[:300]:
@@ -132,12 +132,12 @@ def test_each_turns_prompt_begins_with_all_ids_so_far(
             if message["role"] != "assistant":
                 continue
             before = prompt(row["messages"][:index], row["tools"])
-            said = message["content"]
+            rendered = message["content"]
             for call in message.get("tool_calls", ()):
-                said = (
+                rendered = (
                     f'<tool_call>\n{{"name": "calculator", "arguments": {call["function"]["arguments"]}}}\n</tool_call>'
                 )
-            sampled = tokenizer(said + "<|im_end|>", add_special_tokens=False)["input_ids"]
+            sampled = tokenizer(rendered + "<|im_end|>", add_special_tokens=False)["input_ids"]
             history = [*row["messages"][: index + 1], {"role": "tool", "content": "95"}]
             after = prompt(history, row["tools"])
             assert after[: len(before) + len(sampled)] == before + sampled

@@ -200,8 +200,8 @@ async def test_a_second_terminal_finds_the_run_and_believes_its_authority(folder
     async with Supervisor(config_in(folder)):
         ask = [sys.executable, "-m", "ngym", "status", "--config", str(folder / "global_config.yaml")]
         status = await asyncio.create_subprocess_exec(*ask, stdout=asyncio.subprocess.PIPE)
-        told, _ = await status.communicate()
-    assert status.returncode == 0 and b"3 of 3 services ready; https://" in told
+        output, _ = await status.communicate()
+    assert status.returncode == 0 and b"3 of 3 services ready; https://" in output
 
 
 async def test_a_run_whose_certificate_is_for_another_address_ends_at_once(folder: Path) -> None:

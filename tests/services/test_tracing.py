@@ -77,10 +77,10 @@ class Collected:
 def collected(
     folder: Path, endpoint: str, rows: int = 1, gym: str = "gym_servers/counter", **settings: Any
 ) -> Collected:
-    told = {"logs": "text", "sample": 1.0, "contents": "false", **settings}
+    fields = {"logs": "text", "sample": 1.0, "contents": "false", **settings}
     (folder / "gym_servers").mkdir()
     (folder / "gym_servers" / "broken.py").write_text(BROKEN)
-    (folder / "global_config.yaml").write_text(CONFIG.format(endpoint=endpoint, gym=gym, **told))
+    (folder / "global_config.yaml").write_text(CONFIG.format(endpoint=endpoint, gym=gym, **fields))
     task = {"responses_create_params": {"input": "Make it five.", "temperature": 0.5}, "target": 5}
     (folder / "tasks.jsonl").write_bytes(b"".join(orjson.dumps({**task, "n": n}) + b"\n" for n in range(rows)))
     command = [sys.executable, "-m", "ngym", *COMMAND.split(), "--max-attempts", "1"]
@@ -163,7 +163,7 @@ def test_spans_carry_the_attributes_of_the_genai_conventions_and_no_contents(goo
     assert (rollout["ngym.status"], rollout["ngym.reward"], rollout["ngym.task.index"]) == ("ok", 1.0, 0)
     assert all(span.attributes["ngym.rollout.id"] == row["ng"]["rollout_id"] for span in received.spans)
     everything = json.dumps([span.attributes for span in received.spans])
-    assert not any(said in everything for said in ("Make it five", "all done", "amount"))
+    assert not any(text in everything for text in ("Make it five", "all done", "amount"))
 
 
 def test_contents_are_recorded_where_the_config_wants_them(broken: Traced) -> None:
@@ -185,10 +185,10 @@ def test_a_failure_is_a_span_with_its_class(broken: Traced) -> None:
 
 def test_a_rollout_is_traced_by_every_service_or_by_none(half: Traced) -> None:
     ids = {trace_ids(row["ng"]["rollout_id"]).trace for row in half.collected.failures}
-    wanted = {trace for trace in ids if int(trace[16:], 16) < 2**63}
+    sampled = {trace for trace in ids if int(trace[16:], 16) < 2**63}
     traced = [span.trace for span in half.received.spans]
-    assert len(ids) == 30 and 0 < len(wanted) < 30
-    assert set(traced) == wanted and all(traced.count(trace) == SPANS for trace in wanted)
+    assert len(ids) == 30 and 0 < len(sampled) < 30
+    assert set(traced) == sampled and all(traced.count(trace) == SPANS for trace in sampled)
 
 
 def test_a_collector_that_is_down_costs_nothing_but_spans(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_every_line_of_a_log_in_json_is_an_object_that_names_time_level_service_
     rollouts = {row["ng"]["rollout_id"] for row in half.collected.failures}
     assert {line["level"] for line in lines if line["message"] in ("imported", "adding")} == {"INFO"}  # printed
     for logger, words in (("a.library", "two\nlines"), ("uvicorn.error", "as uvicorn says it")):
-        said = [line for line in lines if line.get("logger") == logger and line["message"] == words]
-        assert {line["rollout_id"] for line in said} == rollouts
+        records = [line for line in lines if line.get("logger") == logger and line["message"] == words]
+        assert {line["rollout_id"] for line in records} == rollouts
     (warned,) = [line for line in lines if line.get("logger") == "py.warnings"]  # Python says it once
     assert "of old age" in warned["message"] and warned["rollout_id"] in rollouts
     failed = [line for line in lines if "cannot score this" in line["message"]]

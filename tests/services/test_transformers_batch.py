@@ -135,8 +135,8 @@ async def stream(engine: Any, requests: list[tuple[list[int], int]], in_flight: 
     async def answer(number: int, prompt: list[int], tokens: int) -> Answer:
         async with places:
             sampling = Sampling(tokens, 1.0, 1.0, 0, 0.0, number, (), (), True, {}, False)
-            [said] = [one async for one in engine.generate(prompt, sampling)]
-            return prompt, said.ids, said.logprobs
+            [result] = [one async for one in engine.generate(prompt, sampling)]
+            return prompt, result.ids, result.logprobs
 
     return await asyncio.gather(*[answer(number, *request) for number, request in enumerate(requests)])
 
@@ -166,12 +166,12 @@ async def test_answers_that_join_take_the_places_of_those_that_ended(
         replaced = {"add": 0, "keep": 0}
 
         def first_lost(name: str, call: Any) -> Any:
-            def losing(self: Any, *given: Any) -> None:
+            def losing(self: Any, *args: Any) -> None:
                 over = [index for index, row in enumerate(self.rows) if row.is_over]
                 for layer in self.cache.layers if any(self._buffer_size) else ():
                     layer.keys[over] = layer.values[over] = torch.nan
                 replaced[name] += bool(over)
-                call(self, *given)
+                call(self, *args)
 
             return losing
 
@@ -224,7 +224,7 @@ async def test_the_cache_is_copied_only_when_it_has_no_room(folder: Path, monkey
         monkeypatch.setattr(batch.Batch, "_copy", counted)
         widths: list[int] = []
         engine._model.register_forward_pre_hook(
-            lambda network, given, named: widths.append(named["past_key_values"].get_seq_length()), with_kwargs=True
+            lambda network, args, named: widths.append(named["past_key_values"].get_seq_length()), with_kwargs=True
         )
         answers = await stream(engine, requests, 8)
     assert max(widths) < 20 + 16, "columns before the first token of all rows are not computed"
@@ -236,7 +236,7 @@ def shapes(engine: Any) -> list[tuple[int, int]]:
     """The rows and columns of each pass from now on."""
     passes: list[tuple[int, int]] = []
     engine._model.register_forward_pre_hook(
-        lambda network, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+        lambda network, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
     return passes
 
@@ -251,8 +251,8 @@ async def test_a_prompt_that_begins_as_an_earlier_answer_computes_only_the_rest(
         passes = shapes(engine)
         [(prompt, ids, logprobs)] = await stream(engine, [(list(range(3, 53)) * 2, 40)], 1)
         assert passes[0] == (1, 99)
-        said = prompt + ids
-        again = [[*said, 9], [*said, 9], [*said, 7, 8, 9, 10, 11], [*said[:70], 5, 6]]
+        ids_so_far = prompt + ids
+        again = [[*ids_so_far, 9], [*ids_so_far, 9], [*ids_so_far, 7, 8, 9, 10, 11], [*ids_so_far[:70], 5, 6]]
         passes.clear()
         await engine._run(partial(engine._pause, "keep"))
         asking = asyncio.create_task(stream(engine, [(each, 20) for each in again], 4))
@@ -264,7 +264,7 @@ async def test_a_prompt_that_begins_as_an_earlier_answer_computes_only_the_rest(
         check(model, [(prompt, ids, logprobs), *answers])
         await engine._run(partial(engine._switch, lambda: None, 2))
         passes.clear()
-        check(model, await stream(engine, [(said, 5)], 1))
+        check(model, await stream(engine, [(ids_so_far, 5)], 1))
         assert passes[0] == (1, 139), "what the weights before a push computed is gone"
 
 
@@ -307,8 +307,8 @@ async def test_callers_raise_an_error_of_the_model_each_its_own_and_the_server_c
 
         with monkeypatch.context() as patched:
             patched.setattr(engine, "_model", fails)
-            asked = [asyncio.create_task(stream(engine, [([3, 4, number], 5)], 1)) for number in range(3)]
-            errors = await asyncio.gather(*asked, return_exceptions=True)
+            requests = [asyncio.create_task(stream(engine, [([3, 4, number], 5)], 1)) for number in range(3)]
+            errors = await asyncio.gather(*requests, return_exceptions=True)
         assert [str(error) for error in errors] == ["the model failed: RuntimeError: no memory"] * 3
         assert len({id(error) for error in errors}) == 3
         assert all(str(error.__cause__.__cause__) == "no memory" for error in errors)
@@ -373,27 +373,27 @@ async def test_a_prefix_stays_while_another_that_shares_its_beginning_is_dropped
 
 async def test_usage_says_how_much_of_the_prompt_was_there(folder: Path) -> None:
     async with served(folder, context=512) as client:
-        asked: list[Json] = [{"role": "user", "content": "hello " * 100}]
+        messages: list[Json] = [{"role": "user", "content": "hello " * 100}]
         body: Json = {"max_output_tokens": 30, "ignore_eos": True, "temperature": 0}
-        first = (await client.post("/v1/responses", json=body | {"input": asked})).json()
+        first = (await client.post("/v1/responses", json=body | {"input": messages})).json()
         assert first["usage"]["input_tokens_details"]["cached_tokens"] == 0
-        again = (await client.post("/v1/responses", json=body | {"input": asked})).json()
+        again = (await client.post("/v1/responses", json=body | {"input": messages})).json()
         assert again["usage"]["input_tokens_details"]["cached_tokens"] == first["usage"]["input_tokens"] - 1
         assert again["output"][-1]["generation_token_ids"] == first["output"][-1]["generation_token_ids"]
 
 
 @pytest.mark.parametrize(
-    ("each", "asked", "expected"),
+    ("each", "threads", "expected"),
     [(cpu_threads.PARAMETERS_PER_THREAD, None, 1), (1, None, cpu_threads.usable_cores()), (1, 3, 3)],
 )
 async def test_the_size_of_a_model_decides_how_many_threads_sample(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, each: int, asked: int | None, expected: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, each: int, threads: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(cpu_threads, "PARAMETERS_PER_THREAD", each)
     app = load(ROOT / "models" / "transformers" / "app.py")
     engine = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine")
     before = torch.get_num_threads()
-    served = engine.Engine(str(folder), app.Options(model=str(folder), threads=asked), lambda tokens: None)
+    served = engine.Engine(str(folder), app.Options(model=str(folder), threads=threads), lambda tokens: None)
     try:
         assert await served._run(torch.get_num_threads) == expected
     finally:

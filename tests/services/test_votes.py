@@ -148,10 +148,10 @@ def test_the_collectors_table_has_votes_parts_and_subsets() -> None:
         "0 (0.0%)",
         "1 (100.0%)",
     ]
-    told = tally.as_json()
-    assert told["key_metrics"]["easy/majority@2/reward"] == told["agent_metrics"]["majority@2/reward"] == 1.0
-    assert told["agent_metrics"]["mean/reward_components/form"] == 0.25
-    assert told["ng"]["subsets"]["level"]["hard"] == {"rollouts": 1, "unscored": 1, "unscored/reward": 1.0}
+    metrics = tally.as_json()
+    assert metrics["key_metrics"]["easy/majority@2/reward"] == metrics["agent_metrics"]["majority@2/reward"] == 1.0
+    assert metrics["agent_metrics"]["mean/reward_components/form"] == 0.25
+    assert metrics["ng"]["subsets"]["level"]["hard"] == {"rollouts": 1, "unscored": 1, "unscored/reward": 1.0}
 
 
 class Task(VerifyRequest):
@@ -181,7 +181,7 @@ async def test_an_environments_own_metrics_see_the_scored_rollouts() -> None:
 
 def test_the_scores_of_labels_are_those_of_the_textbook() -> None:
     pairs = [("yes", "yes"), ("yes", "no"), ("yes", None), ("no", "no"), ("no", "yes"), ("maybe", "no")]
-    found = label_scores({"expected_answer": truth, "extracted_answer": said} for truth, said in pairs)
+    found = label_scores({"expected_answer": truth, "extracted_answer": label} for truth, label in pairs)
     assert {name: found[name] for name in ("precision/yes", "recall/yes", "f1/yes")} == pytest.approx(
         {"precision/yes": 1 / 2, "recall/yes": 1 / 3, "f1/yes": 2 / 5}
     )
@@ -210,7 +210,7 @@ async def test_own_metrics_that_are_not_numbers_are_reported_one_by_one() -> Non
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ({"verify_responses": [{"reward": "1"}]}, "'reward' is a number or null"),
         ({"verify_responses": {}} | {"verify_responses": "rows"}, "must be a list of objects"),
@@ -218,27 +218,27 @@ async def test_own_metrics_that_are_not_numbers_are_reported_one_by_one() -> Non
         ({"verify_responses": [{}] * (MAX_ROWS + 1)}, "send no more than 100,000"),
     ],
 )
-async def test_a_request_for_metrics_that_is_invalid_is_refused(body: Json, told: str) -> None:
+async def test_a_request_for_metrics_that_is_invalid_is_refused(body: Json, message: str) -> None:
     async with house({}, words=gym(None)) as peers:
-        with pytest.raises(ServiceError, match=told):
+        with pytest.raises(ServiceError, match=message):
             await peers["words"].post("/aggregate_metrics", body)
 
 
 async def test_the_collector_asks_an_environment_without_the_long_texts(tmp_path: Path) -> None:
-    seen: list[Json] = []
+    requests: list[Json] = []
 
     def own(rows: list[Json]) -> dict[str, float]:
-        seen.extend(rows)
+        requests.extend(rows)
         return {"count": len(rows)}
 
     lines = [output_row(index, 1.0, level="easy", document="x" * 20_000) for index in range(3)]
     output = tmp_path / "out.jsonl"
     output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     async with house({}, words_agent=gym(own), quiet=gym(None)) as peers:
-        told = await environment_metrics(output, peers["words_agent"])
+        report = await environment_metrics(output, peers["words_agent"])
         assert await environment_metrics(output, peers["quiet"]) is None
-    assert told == {"metrics": {"count": 3.0}, "errors": []}
-    assert all(row["level"] == "easy" and not {"response", "ng", "document"} & row.keys() for row in seen)
+    assert report == {"metrics": {"count": 3.0}, "errors": []}
+    assert all(row["level"] == "easy" and not {"response", "ng", "document"} & row.keys() for row in requests)
 
 
 async def test_the_collector_sends_no_more_fields_than_an_environment_takes(tmp_path: Path) -> None:
@@ -246,9 +246,9 @@ async def test_the_collector_sends_no_more_fields_than_an_environment_takes(tmp_
     output = tmp_path / "out.jsonl"
     output.write_text((json.dumps(line) + "\n") * 20_000)
     async with house({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
-        told = await environment_metrics(output, peers["words_agent"])
-    assert told is not None and 10_000 < told["metrics"]["count"] < 20_000
-    assert told["errors"] == [f"only the first {told['metrics']['count']:,.0f} rollouts are in it"]
+        report = await environment_metrics(output, peers["words_agent"])
+    assert report is not None and 10_000 < report["metrics"]["count"] < 20_000
+    assert report["errors"] == [f"only the first {report['metrics']['count']:,.0f} rollouts are in it"]
 
 
 async def test_the_collector_sends_no_more_bytes_than_an_environment_takes(tmp_path: Path) -> None:
@@ -257,9 +257,9 @@ async def test_the_collector_sends_no_more_bytes_than_an_environment_takes(tmp_p
     output = tmp_path / "out.jsonl"
     output.write_text((json.dumps(line) + "\n") * 10_000)
     async with house({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
-        told = await environment_metrics(output, peers["words_agent"])
-    assert told is not None and 5_000 < told["metrics"]["count"] < 10_000
-    assert told["errors"] == [f"only the first {told['metrics']['count']:,.0f} rollouts are in it"]
+        report = await environment_metrics(output, peers["words_agent"])
+    assert report is not None and 5_000 < report["metrics"]["count"] < 10_000
+    assert report["errors"] == [f"only the first {report['metrics']['count']:,.0f} rollouts are in it"]
 
 
 SHIPPED_METRICS = {
@@ -278,7 +278,7 @@ async def test_a_shipped_environment_counts_its_own_metrics(name: str) -> None:
     async with house({}, **{name: module(name).app}) as peers:
         tasks = rows(name, "example")
         answers = [await peers[name].post("/verify", rollout(row, says("I do not know."))) for row in tasks]
-        told = await peers[name].post("/aggregate_metrics", {"verify_responses": answers})
-    own = told["ng"]["environment"]
+        report = await peers[name].post("/aggregate_metrics", {"verify_responses": answers})
+    own = report["ng"]["environment"]
     assert own["errors"] == [] and SHIPPED_METRICS[name] <= own["metrics"].keys(), own
     assert all(0.0 <= value <= 1.0 for value in own["metrics"].values())

@@ -69,17 +69,19 @@ async def both(urls: list[str], **body: Any) -> list[Json]:
     ids=["text", "tools", "system", "long", "overflow"],
 )
 async def test_vllm_and_transformers_say_the_same(clients: list[str], body: Json, stream: bool):
-    ours, theirs = await both(clients, **{"temperature": 0, "max_output_tokens": 32, "stream": stream} | body)
+    ours, of_transformers = await both(clients, **{"temperature": 0, "max_output_tokens": 32, "stream": stream} | body)
     names = ("status", "incomplete_details")
-    assert [ours[name] for name in names] == [theirs[name] for name in names]
+    assert [ours[name] for name in names] == [of_transformers[name] for name in names]
     if not ours["usage"]["output_tokens"]:
-        assert theirs["usage"]["output_tokens"] == 0
+        assert of_transformers["usage"]["output_tokens"] == 0
         return
-    prompts, ids, logprobs = ([answer["output"][-1][name] for answer in (ours, theirs)] for name in TOKEN_FIELDS)
+    prompts, ids, logprobs = (
+        [answer["output"][-1][name] for answer in (ours, of_transformers)] for name in TOKEN_FIELDS
+    )
     assert prompts[0] == prompts[1]
     assert ids[0] == ids[1]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
-    assert ours["usage"]["total_tokens"] == theirs["usage"]["total_tokens"]
+    assert ours["usage"]["total_tokens"] == of_transformers["usage"]["total_tokens"]
 
 
 async def test_both_continue_from_the_ids_that_were_seen(clients: list[str]):
@@ -90,6 +92,6 @@ async def test_both_continue_from_the_ids_that_were_seen(clients: list[str]):
         for url, one in zip(clients, items, strict=True)
     ]
     prompts = [answer["output"][-1][TOKEN_FIELDS[0]] for answer in second]
-    seen = [answer["output"][-1][TOKEN_FIELDS[0]] + answer["output"][-1][TOKEN_FIELDS[1]] for answer in first]
-    assert [prompt[: len(ids)] for prompt, ids in zip(prompts, seen, strict=True)] == seen
+    ids_so_far = [answer["output"][-1][TOKEN_FIELDS[0]] + answer["output"][-1][TOKEN_FIELDS[1]] for answer in first]
+    assert [prompt[: len(ids)] for prompt, ids in zip(prompts, ids_so_far, strict=True)] == ids_so_far
     assert prompts[0] == prompts[1]

@@ -27,8 +27,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's policy: it can call its calculator."""
     folder = tmp_path_factory.mktemp("sft")
     process = train(folder, ["sft.yaml", "output=run"])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
     return folder / "run" / "policy"
 
 
@@ -78,8 +78,8 @@ def test_each_kind_of_service_may_die_and_so_may_the_trainer(
     process.kill()
     process.communicate()
     resumed = train(tmp_path, [*words, "--resume"])
-    said, _ = resumed.communicate(timeout=600)
-    assert resumed.returncode == 0, said
+    output, _ = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0, output
 
     steps = metrics_of(tmp_path)
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))

@@ -43,7 +43,9 @@ def page(browser: Any) -> Iterator[Page]:
     complaints: list[str] = []
     opened.on(
         "console",
-        lambda said: said.type == "error" and complaints.append(f"{said.text} {said.location.get('url', '')}"),
+        lambda message: (
+            message.type == "error" and complaints.append(f"{message.text} {message.location.get('url', '')}")
+        ),
     )
     opened.on("pageerror", lambda error: complaints.append(str(error)))
     opened.on("request", lambda request: is_elsewhere(request.url) and complaints.append(request.url))

@@ -126,9 +126,9 @@ def problem(line: Line, folder: Path) -> str | None:
     if line.ours is not None:
         return _ours(*line.ours, folder)
     if first in ("uv", "pip"):
-        wanted = {extra for word in rest for extra in re.findall(r"ngym\[([\w,]+)\]", word)}
-        wanted |= {rest[place + 1] for place, word in enumerate(rest[:-1]) if word == "--extra"}
-        missing = {extra for each in wanted for extra in each.split(",")} - _extras()
+        extras = {extra for word in rest for extra in re.findall(r"ngym\[([\w,]+)\]", word)}
+        extras |= {rest[place + 1] for place, word in enumerate(rest[:-1]) if word == "--extra"}
+        missing = {extra for each in extras for extra in each.split(",")} - _extras()
         return f"there is no extra {sorted(missing)}" if missing else None
     if first == "python" and rest and rest[0].endswith(".py") and "/" in rest[0]:
         return None if (ROOT / rest[0]).is_file() or (folder / rest[0]).is_file() else f"there is no {rest[0]}"
@@ -187,18 +187,18 @@ def _ours(name: str, arguments: tuple[str, ...], folder: Path) -> str | None:
 
 def _deeper(name: str, context: click.Context) -> None:
     """What the command itself would refuse after its options: a recipe, an override, a service's name."""
-    given = context.params
-    if name == "train" and not given.get("sweeps"):
-        words = given["recipe"]
+    params = context.params
+    if name == "train" and not params.get("sweeps"):
+        words = params["recipe"]
         from ngym.trainer.recipe import recipe_reader
 
-        if given.get("environment"):
+        if params.get("environment"):
             words = ("grpo.yaml", *words)  # the rest comes from the config of a project
 
         recipe_reader.read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
-    if name in ("run", "validate", "collect_rollouts") and given.get("configs"):
-        config = load_config(given["configs"], given["overrides"])
-        for service in given.get("only") or given.get("names") or filter(None, [given.get("agent")]):
+    if name in ("run", "validate", "collect_rollouts") and params.get("configs"):
+        config = load_config(params["configs"], params["overrides"])
+        for service in params.get("only") or params.get("names") or filter(None, [params.get("agent")]):
             config.stanza(service)
 
 
@@ -220,13 +220,13 @@ def _extras() -> set[str]:
     return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
-def is_harmless(given: Sequence[Line], text: str) -> bool:
+def is_harmless(command_lines: Sequence[Line], text: str) -> bool:
     """Whether a shell may be given all of it: quick commands, and requests to what runs here under a port of its own."""
-    words = {line.words[0] for line in given}
+    words = {line.words[0] for line in command_lines}
     elsewhere = "curl" in words and any(port not in PORTS for port in re.findall(r"\b[\w.-]+:(\d{4,5})\b", text))
     if elsewhere or not HARMLESS & words:
         return False
-    return all(line.words[0] in HARMLESS or runnable(line, ()) for line in given)
+    return all(line.words[0] in HARMLESS or runnable(line, ()) for line in command_lines)
 
 
 def runnable(line: Line, agents: Sequence[str]) -> tuple[str, ...] | None:

@@ -185,7 +185,7 @@ def _collected(folder: Path, agent: str, name: str) -> None:
     )
 
 
-def ended(command: Sequence[str], folder: Path, said: str | None = None, timeout_s: float = 300) -> str:
+def ended(command: Sequence[str], folder: Path, stdin: str | None = None, timeout_s: float = 300) -> str:
     """What a command says. AssertionError where it fails.
 
     `ng_train` runs in a process that is forked from one that has imported PyTorch.
@@ -199,7 +199,7 @@ def ended(command: Sequence[str], folder: Path, said: str | None = None, timeout
         command,
         cwd=folder,
         env=environment(),
-        input=said,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -74,6 +74,6 @@ def asked(route: Route, examples: int) -> int:
         try:
             once(given(case=operation.as_strategy(generation_mode=route.mode))(ask))()
         except (Failure, FailureGroup) as error:  # which no other process can be sent
-            told = "\n".join(map(str, getattr(error, "exceptions", [error])))
-            raise AssertionError(f"{route.method} {route.path}: {told}") from None
+            message = "\n".join(map(str, getattr(error, "exceptions", [error])))
+            raise AssertionError(f"{route.method} {route.path}: {message}") from None
     return cases

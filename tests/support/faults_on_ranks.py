@@ -49,7 +49,7 @@ class Faulty(sft.Sft):
 
 
 @contextmanager
-def broken_gradient(policy: Any, rank: int, wanted: bool) -> Iterator[None]:
+def broken_gradient(policy: Any, rank: int, enabled: bool) -> Iterator[None]:
     """One element of one parameter's gradient is infinite, on one rank."""
 
     def spoiled(gradient: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def broken_gradient(policy: Any, rank: int, wanted: bool) -> Iterator[None]:
         return gradient
 
     parameter = dict(policy.named_parameters())["network.model.layers.1.mlp.down_proj.weight"]
-    hook = parameter.register_hook(spoiled) if wanted and rank == RANK else None
+    hook = parameter.register_hook(spoiled) if enabled and rank == RANK else None
     yield
     if hook is not None:
         hook.remove()
@@ -76,7 +76,7 @@ def main(data: Path, output: Path, ways: list[str]) -> None:
     launch = recipe.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
     batches = list(file_batches.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def new(way: str) -> Any:
         policy = model.load_policy(recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
@@ -107,8 +107,8 @@ def main(data: Path, output: Path, ways: list[str]) -> None:
             except sanity_checks.NotFinite as error:
                 ended = str(error)
             hashes.append(digest(learner.policy))
-            told[way] = {"hashes": hashes, "skipped": skipped, "ended": ended, "scaling": learner.scaling()}
-        (output / f"rank-{launch.rank}.json").write_text(json.dumps(told))
+            results[way] = {"hashes": hashes, "skipped": skipped, "ended": ended, "scaling": learner.scaling()}
+        (output / f"rank-{launch.rank}.json").write_text(json.dumps(results))
         distributed.barrier()
         if launch.rank == RANK:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -160,9 +160,9 @@ class _ForkedZygote(Forked):
     @classmethod
     def launcher(cls) -> ZygoteClient:
         """ZygoteClient.start, without a new Python."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            return ZygoteClient(cls(theirs), ours)  # type: ignore[arg-type]
+        ours, child_socket = socket.socketpair()
+        with child_socket:
+            return ZygoteClient(cls(child_socket), ours)  # type: ignore[arg-type]
 
 
 def _zygote(control: int) -> None:

@@ -76,16 +76,16 @@ class Sender(NCCLTrainerWeightTransferEngine):
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Sender:
         sender = cls(client=client, source=source, packed=False)
-        theirs = NCCLWeightTransferInitInfo(
+        trainer_info = NCCLWeightTransferInitInfo(
             master_address=init_info.master_address,
             master_port=init_info.master_port,
             rank_offset=1,
             world_size=init_info.world_size,
         )
         with ThreadPoolExecutor(1) as beside:
-            asked = beside.submit(client.init_weight_transfer_engine, worker_init_payload(theirs))
+            future = beside.submit(client.init_weight_transfer_engine, worker_init_payload(trainer_info))
             sender.group = meet(init_info.master_address, init_info.master_port, 0, init_info.world_size)
-            asked.result()
+            future.result()
         cls.meetings += 1
         return sender
 

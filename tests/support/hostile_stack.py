@@ -31,8 +31,8 @@ def stack(folder: Path, gyms: tuple[str, ...], agents: tuple[str, ...] = AGENTS[
     """A model, these gym servers, and these agents."""
     services: Json = {"policy": {"kind": "model", "app": "models/scripted", "tokens": True}}
     services |= {name: {"kind": "gym_server", "app": f"gym_servers/{name}"} for name in gyms}
-    asked = {"gym": gyms[0], "model": "policy"}
-    services |= {f"{name}_agent": {"kind": "agent", "app": f"agents/{name}", **asked} for name in agents}
+    options = {"gym": gyms[0], "model": "policy"}
+    services |= {f"{name}_agent": {"kind": "agent", "app": f"agents/{name}", **options} for name in agents}
     file = folder / "global_config.yaml"
     file.write_text(yaml.safe_dump({**services, "ngym": {"head": {"port": 0}}}))
     return Supervisor(load_config([file]))

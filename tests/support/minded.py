@@ -59,15 +59,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def answer_ids(tokens: PreTrainedTokenizerFast, prompt: list[int]) -> list[int]:
     """What the mind says to a prompt, up to the id that ends the turn."""
     text = tokens.decode(prompt, skip_special_tokens=False)
-    turns = [Turn(role, said) for role, said in re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text, re.DOTALL)]
-    said = mind([turn for turn in turns if turn.role != "system"], "tools: [" in text, None)
-    return tokens.encode(_written(said) + "<|im_end|>", add_special_tokens=False)
+    turns = [
+        Turn(role, reply) for role, reply in re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text, re.DOTALL)
+    ]
+    reply = mind([turn for turn in turns if turn.role != "system"], "tools: [" in text, None)
+    return tokens.encode(_written(reply) + "<|im_end|>", add_special_tokens=False)
 
 
-def _written(said: Said) -> str:
-    thought = f"<think>{said.reasoning}</think>" if said.reasoning else ""
-    call = f"\n<tool_call>\n{json.dumps(said.call)}\n</tool_call>" if said.call else ""
-    return thought + said.text + call
+def _written(reply: Said) -> str:
+    thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
+    call = f"\n<tool_call>\n{json.dumps(reply.call)}\n</tool_call>" if reply.call else ""
+    return thought + reply.text + call
 
 
 class MindConfig(PretrainedConfig):
@@ -172,8 +174,8 @@ class Sglang(Stub):
             for end in range(2, len(ids) + 2, 2):
                 last = end >= len(ids)
                 part = ids[end - 2 : end] if self.incremental else ids[:end]
-                told = self._told(part, min(end, len(ids)), finish if last else None)
-                yield b"data: " + json.dumps(told).encode() + b"\n\n"
+                event = self._told(part, min(end, len(ids)), finish if last else None)
+                yield b"data: " + json.dumps(event).encode() + b"\n\n"
                 await asyncio.sleep(0)
             yield b"data: [DONE]\n\n"
 

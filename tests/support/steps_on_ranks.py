@@ -49,14 +49,14 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
             steps = take(learner, batches[:1])
             state = output / f"state-{place}"
             state.mkdir(exist_ok=True)
-            told = learner.save_state(state) if again else None
+            saved = learner.save_state(state) if again else None
             steps += take(learner, batches[1:])
             held_out = heldout_loss.HeldOutData(batches[0], sft.Sft(), learner, BUDGET, 1, print).means()["loss"]
             weights = learner.weights()
             if again:
                 distributed.barrier()
                 learner = new(options)
-                learner.load_state(state, told)
+                learner.load_state(state, saved)
                 steps += take(learner, batches[1:])
             if launch.rank == 0:
                 (output / f"{place}.json").write_text(json.dumps({"steps": steps, "held_out": held_out}))

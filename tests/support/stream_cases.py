@@ -93,7 +93,7 @@ def cut_anywhere(draw: st.DrawFn, text: str, whole: int = 0) -> list[str]:
 
 
 def all_of(stream: Any, events: list[Json]) -> list[Json]:
-    return [told for event in events for told in stream.take(event)] + list(stream.end())
+    return [part for event in events for part in stream.take(event)] + list(stream.end())
 
 
 @st.composite

@@ -48,10 +48,10 @@ async def serving(answer: Answer, *, port: int = 0, ready: Callable[[], int] = l
     """An agent whose /run answers with this function's dict (or its aiohttp response), until the block ends."""
 
     async def run(request: web.Request) -> web.StreamResponse:
-        said = answer(orjson.loads(await request.read()))
-        if asyncio.iscoroutine(said):
-            said = await said
-        return said if isinstance(said, web.StreamResponse) else web.Response(body=orjson.dumps(said))
+        result = answer(orjson.loads(await request.read()))
+        if asyncio.iscoroutine(result):
+            result = await result
+        return result if isinstance(result, web.StreamResponse) else web.Response(body=orjson.dumps(result))
 
     async def ready_or_not(request: web.Request) -> web.Response:
         return web.Response(status=ready(), text='{"reason": "loading"}')

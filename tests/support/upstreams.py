@@ -57,8 +57,8 @@ def mind(turns: list[Turn], tools: bool, limit: int | None) -> Said:
     if prompt > CONTEXT:
         raise TooLong
     role, text = turns[-1]
-    if role == "user" and (told := re.search(r"status (\d{3})", text)):
-        raise Refused(int(told[1]))
+    if role == "user" and (match := re.search(r"status (\d{3})", text)):
+        raise Refused(int(match[1]))
     if role == "user" and "add" in text and tools:
         return Said("I must add.", [], ADD, False, prompt, 7)
     answer = f"The tool says {text}, naïve ☕ indeed." if role == "tool" else f"You said: {text}. Fine ☕, isn't it?"
@@ -208,18 +208,18 @@ class OpenAI(Stub):
     def answer(self, route: str, body: Json) -> Response:
         if route == "/responses":
             items = body["input"] if isinstance(body["input"], list) else [{"role": "user", "content": body["input"]}]
-            said = mind([_turn(item) for item in items], bool(body.get("tools")), body.get("max_output_tokens"))
-            response = _response(said)
+            reply = mind([_turn(item) for item in items], bool(body.get("tools")), body.get("max_output_tokens"))
+            response = _response(reply)
             if body.get("stream"):
-                return sse(_response_events(said, response), named=True)
+                return sse(_response_events(reply, response), named=True)
             return JSONResponse(response)
         turns = [Turn(message["role"], text_of(message["content"])) for message in body["messages"]]
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        said = mind(turns, bool(body.get("tools")), limit)
+        reply = mind(turns, bool(body.get("tools")), limit)
         ids = bool(body.get("return_token_ids"))
         if body.get("stream"):
-            return sse(_chunks(said, ids, bool(body.get("stream_options", {}).get("include_usage"))), done=True)
-        return JSONResponse(_completion(said, ids))
+            return sse(_chunks(reply, ids, bool(body.get("stream_options", {}).get("include_usage"))), done=True)
+        return JSONResponse(_completion(reply, ids))
 
     def beat(self) -> bytes:
         if self.seen[-1][0].endswith("/responses"):
@@ -235,38 +235,38 @@ def _turn(item: Json) -> Turn:
     return Turn(item.get("role", "assistant"), text_of(item.get("content")))
 
 
-def _response(said: Said) -> Json:
+def _response(reply: Said) -> Json:
     output: list[Json] = []
-    if said.reasoning:
-        summary = [{"type": "summary_text", "text": said.reasoning}]
+    if reply.reasoning:
+        summary = [{"type": "summary_text", "text": reply.reasoning}]
         output.append({"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": "sealed"})
-    if said.words:
-        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
-        status = "incomplete" if said.cut else "completed"
+    if reply.words:
+        part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+        status = "incomplete" if reply.cut else "completed"
         output.append({"type": "message", "id": "msg_1", "role": "assistant", "status": status, "content": [part]})
-    if said.call:
-        call = {"call_id": "call_1", "name": said.call["name"], "arguments": json.dumps(said.call["arguments"])}
+    if reply.call:
+        call = {"call_id": "call_1", "name": reply.call["name"], "arguments": json.dumps(reply.call["arguments"])}
         output.append({"type": "function_call", "id": "fc_1", "status": "completed", **call})
     return {
         "id": "resp_1",
         "object": "response",
         "created_at": 1,
-        "status": "incomplete" if said.cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if said.cut else None,
+        "status": "incomplete" if reply.cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
         "error": None,
         "model": "stub-1",
         "output": output,
         "usage": {
-            "input_tokens": said.prompt_tokens,
+            "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": said.completion_tokens,
+            "output_tokens": reply.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": said.prompt_tokens + said.completion_tokens,
+            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         },
     }
 
 
-def _response_events(said: Said, response: Json) -> Iterator[Json]:
+def _response_events(reply: Said, response: Json) -> Iterator[Json]:
     begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[Json] = [{"type": "response.created", "response": begun}]
     for index, item in enumerate(response["output"]):
@@ -277,8 +277,8 @@ def _response_events(said: Said, response: Json) -> Iterator[Json]:
             part = item["content"][0]
             at |= {"content_index": 0}
             events.append({"type": "response.content_part.added", **at, "part": part | {"text": ""}})
-            events += [{"type": "response.output_text.delta", **at, "delta": w, "logprobs": []} for w in said.words]
-            events.append({"type": "response.output_text.done", **at, "text": said.text, "logprobs": []})
+            events += [{"type": "response.output_text.delta", **at, "delta": w, "logprobs": []} for w in reply.words]
+            events.append({"type": "response.output_text.done", **at, "text": reply.text, "logprobs": []})
             events.append({"type": "response.content_part.done", **at, "part": part})
         elif item["type"] == "function_call":
             arguments = item["arguments"]
@@ -295,68 +295,68 @@ def _head(kind: str) -> Json:
     return {"id": "chatcmpl-1", "object": kind, "created": 1, "model": "stub-1"}
 
 
-def _usage(said: Said) -> Json:
-    total = said.prompt_tokens + said.completion_tokens
+def _usage(reply: Said) -> Json:
+    total = reply.prompt_tokens + reply.completion_tokens
     return {
-        "prompt_tokens": said.prompt_tokens,
-        "completion_tokens": said.completion_tokens,
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
         "total_tokens": total,
     }
 
 
-def _finish(said: Said) -> str:
-    return "length" if said.cut else "tool_calls" if said.call else "stop"
+def _finish(reply: Said) -> str:
+    return "length" if reply.cut else "tool_calls" if reply.call else "stop"
 
 
-def _ids(said: Said) -> tuple[list[int], list[Json]]:
+def _ids(reply: Said) -> tuple[list[int], list[Json]]:
     """vLLM's ids and logprobs of what was sampled: here one a word."""
-    ids = [100 + index for index in range(said.completion_tokens)]
+    ids = [100 + index for index in range(reply.completion_tokens)]
     return ids, [{"token": "x", "logprob": -id / 256, "bytes": None, "top_logprobs": []} for id in ids]
 
 
-def _completion(said: Said, with_ids: bool) -> Json:
-    message: Json = {"role": "assistant", "content": said.text or None}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.call:
-        function = {"name": said.call["name"], "arguments": json.dumps(said.call["arguments"])}
+def _completion(reply: Said, with_ids: bool) -> Json:
+    message: Json = {"role": "assistant", "content": reply.text or None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.call:
+        function = {"name": reply.call["name"], "arguments": json.dumps(reply.call["arguments"])}
         message["tool_calls"] = [{"id": "call_1", "type": "function", "function": function}]
-    choice: Json = {"index": 0, "message": message, "finish_reason": _finish(said), "logprobs": None}
-    completion = _head("chat.completion") | {"choices": [choice], "usage": _usage(said)}
+    choice: Json = {"index": 0, "message": message, "finish_reason": _finish(reply), "logprobs": None}
+    completion = _head("chat.completion") | {"choices": [choice], "usage": _usage(reply)}
     if with_ids:
-        ids, logprobs = _ids(said)
+        ids, logprobs = _ids(reply)
         choice |= {"token_ids": ids, "logprobs": {"content": logprobs}}
         completion["prompt_token_ids"] = [1, 2, 3]
     return completion
 
 
-def _chunks(said: Said, with_ids: bool, include_usage: bool) -> Iterator[Json]:
+def _chunks(reply: Said, with_ids: bool, include_usage: bool) -> Iterator[Json]:
     head = _head("chat.completion.chunk")
-    ids, logprobs = _ids(said)
+    ids, logprobs = _ids(reply)
 
     def chunk(delta: Json, finish: str | None = None, count: int = 0) -> Json:
         choice: Json = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
         if with_ids:
-            taken, told = ids[:count], logprobs[:count]
+            taken, probs = ids[:count], logprobs[:count]
             del ids[:count], logprobs[:count]
-            choice |= {"token_ids": taken, "logprobs": {"content": told} if told else None}
+            choice |= {"token_ids": taken, "logprobs": {"content": probs} if probs else None}
         return head | {"choices": [choice]}
 
     yield chunk({"role": "assistant", "content": ""}) | ({"prompt_token_ids": [1, 2, 3]} if with_ids else {})
-    if said.reasoning:
-        yield chunk({"reasoning_content": said.reasoning[:5]}, count=1)
-        yield chunk({"reasoning_content": said.reasoning[5:]}, count=1)
-    for word in said.words:
+    if reply.reasoning:
+        yield chunk({"reasoning_content": reply.reasoning[:5]}, count=1)
+        yield chunk({"reasoning_content": reply.reasoning[5:]}, count=1)
+    for word in reply.words:
         yield chunk({"content": word}, count=1)
-    if said.call:
-        arguments = json.dumps(said.call["arguments"])
-        start = {"name": said.call["name"], "arguments": ""}
+    if reply.call:
+        arguments = json.dumps(reply.call["arguments"])
+        start = {"name": reply.call["name"], "arguments": ""}
         yield chunk({"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": start}]}, count=1)
         yield chunk({"tool_calls": [{"index": 0, "function": {"arguments": arguments[:4]}}]}, count=2)
         yield chunk({"tool_calls": [{"index": 0, "function": {"arguments": arguments[4:]}}]}, count=2)
-    yield chunk({}, _finish(said), len(ids))
+    yield chunk({}, _finish(reply), len(ids))
     if include_usage:
-        yield head | {"choices": [], "usage": _usage(said)}
+        yield head | {"choices": [], "usage": _usage(reply)}
 
 
 class Anthropic(Stub):
@@ -376,40 +376,40 @@ class Anthropic(Stub):
                 result = block["type"] == "tool_result"
                 text = text_of(block["content"]) if result else block.get("text", "")
                 turns.append(Turn("tool" if result else message["role"], text))
-        said = mind(turns, bool(body.get("tools")), body["max_tokens"])
+        reply = mind(turns, bool(body.get("tools")), body["max_tokens"])
         if body.get("stream"):
-            return sse(self._events(said), named=True)
-        return JSONResponse(self._message(said))
+            return sse(self._events(reply), named=True)
+        return JSONResponse(self._message(reply))
 
     def error(self, status: int) -> Json:
         kind = {429: "rate_limit_error", 529: "overloaded_error", 401: "authentication_error"}.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": f"stub says {status}"}, "request_id": "req_1"}
 
     def too_long(self) -> Json:
-        told = f"prompt is too long: {CONTEXT + 1} tokens > {CONTEXT} maximum"
-        return {"type": "error", "error": {"type": "invalid_request_error", "message": told}}
+        message = f"prompt is too long: {CONTEXT + 1} tokens > {CONTEXT} maximum"
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
 
     def beat(self) -> bytes:
         return b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def _message(self, said: Said) -> Json:
+    def _message(self, reply: Said) -> Json:
         content: list[Json] = []
-        if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": "sealed"})
-        if said.words:
-            content.append({"type": "text", "text": said.text, "citations": None})
-        if said.call:
+        if reply.reasoning:
+            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": "sealed"})
+        if reply.words:
+            content.append({"type": "text", "text": reply.text, "citations": None})
+        if reply.call:
             content.append(
-                {"type": "tool_use", "id": "toolu_1", "name": said.call["name"], "input": said.call["arguments"]}
+                {"type": "tool_use", "id": "toolu_1", "name": reply.call["name"], "input": reply.call["arguments"]}
             )
-        stop = "max_tokens" if said.cut else "tool_use" if said.call else "end_turn"
-        usage = {"input_tokens": said.prompt_tokens, "output_tokens": said.completion_tokens}
+        stop = "max_tokens" if reply.cut else "tool_use" if reply.call else "end_turn"
+        usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         about = {"id": "msg_1", "type": "message", "role": "assistant", "model": "stub-1", "stop_sequence": None}
         return about | {"content": content, "stop_reason": stop, "usage": usage}
 
-    def _events(self, said: Said) -> Iterator[Json]:
-        message = self._message(said)
+    def _events(self, reply: Said) -> Iterator[Json]:
+        message = self._message(reply)
         begun = message | {"content": [], "stop_reason": None, "usage": message["usage"] | {"output_tokens": 1}}
         yield {"type": "message_start", "message": begun}
         yield {"type": "ping"}
@@ -423,7 +423,7 @@ class Anthropic(Stub):
                     deltas.append({"type": "signature_delta", "signature": "sealed"})
                 case "text":
                     empty = {"type": "text", "text": ""}
-                    deltas = [{"type": "text_delta", "text": word} for word in said.words]
+                    deltas = [{"type": "text_delta", "text": word} for word in reply.words]
                 case _:
                     empty = block | {"input": {}}
                     written = json.dumps(block["input"])
@@ -434,5 +434,5 @@ class Anthropic(Stub):
                 yield {"type": "content_block_delta", **at, "delta": delta}
             yield {"type": "content_block_stop", **at}
         ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
-        yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": said.completion_tokens}}
+        yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": reply.completion_tokens}}
         yield {"type": "message_stop"}

@@ -55,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _rollout(task: int, index: int, reward: float) -> dict[str, Any]:
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is enots."}]}
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is enots."}]}
     return {
         "responses_create_params": {"input": f"Write the word 'stone' backwards, {task}."},
         "agent_ref": {"type": "responses_api_agents", "name": "my_env_agent"},
@@ -63,7 +63,7 @@ def _rollout(task: int, index: int, reward: float) -> dict[str, Any]:
         "mark": "\N{GREEK SMALL LETTER ALPHA}",
         "_ng_task_index": task,
         "_ng_rollout_index": index,
-        "response": {"output": [said]},
+        "response": {"output": [message]},
         "reward": reward,
         "ng": {"run_id": "r", "task_id": f"{task:016x}", "stop_reason": "answer", "status": "ok", "segments": []},
     }
@@ -246,8 +246,8 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(
 
 def test_an_input_that_can_be_read_only_once_is_said_to_be_one(here: Path) -> None:
     os.mkfifo(here / "pipe")
-    told = said("collect_rollouts", "--input", "pipe", "--output", "out.jsonl").stderr
-    assert told == "pipe: no such file (--input), it is a device or a pipe; save its output to a file\n"
+    message = said("collect_rollouts", "--input", "pipe", "--output", "out.jsonl").stderr
+    assert message == "pipe: no such file (--input), it is a device or a pipe; save its output to a file\n"
 
 
 def test_nothing_runs_here_is_a_failure(here: Path) -> None:
@@ -315,8 +315,8 @@ def test_a_full_disk_under_the_config_of_a_walk_is_reported(here: Path) -> None:
     (here / "global_config.yaml").unlink()
     (here / "global_config.yaml").symlink_to("/dev/full")
     result = said("quickstart", "--folder", str(here))
-    told = f"{here}/global_config.yaml: No space left on device; make room and run it again\n"
-    assert (result.exit_code, result.stderr) == (75, told)
+    message = f"{here}/global_config.yaml: No space left on device; make room and run it again\n"
+    assert (result.exit_code, result.stderr) == (75, message)
 
 
 def test_a_full_disk_leaves_nothing_of_a_new_environment(tmp_path: Path) -> None:

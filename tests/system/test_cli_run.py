@@ -180,9 +180,9 @@ def test_a_closed_terminal_leaves_nothing_running(folder: Path) -> None:
     if pid == 0:
         os.chdir(folder)
         os.execv(sys.executable, command("run"))
-    seen = b""
-    while b"ready in" not in seen:
-        seen += os.read(terminal, 65536)
+    output = b""
+    while b"ready in" not in output:
+        output += os.read(terminal, 65536)
     everyone = psutil.Process(pid).children(recursive=True)
     os.close(terminal)
     assert os.waitpid(pid, 0)[1] == 0
@@ -288,14 +288,14 @@ def test_a_gym_server_without_its_package_is_reported_and_ends_only_a_strict_run
     (folder / "rows.jsonl").write_text('{"responses_create_params": {"input": "hi"}}')
     words = ["--config", "global_config.yaml", "--config", "bridge.yaml"]
     ng_run = run(*words)
-    said = next(event["text"] for event in ng_run.events if event["event"] == "ready")
-    assert "\nbridge: failed, " in said and "No module named 'no_such_package'" in said
+    text = next(event["text"] for event in ng_run.events if event["event"] == "ready")
+    assert "\nbridge: failed, " in text and "No module named 'no_such_package'" in text
     shown = ended(folder, "status")
     assert shown.returncode == 1 and "2 of 4 services ready" in shown.stdout
     assert f"bridge: {folder / 'gym_servers' / 'bridge.py'}: No module named 'no_such_package'" in shown.stdout
     collect = ["--agent", "bridge_agent", "--input", "rows.jsonl", "--output", "out.jsonl"]
-    told = ended(folder, "rollouts.collect", *collect)  # instead of a wait for a service that does not come
-    assert told.returncode == 1 and "agent 'bridge_agent' needs bridge, which cannot be started: " in told.stderr
+    result = ended(folder, "rollouts.collect", *collect)  # instead of a wait for a service that does not come
+    assert result.returncode == 1 and "agent 'bridge_agent' needs bridge, which cannot be started: " in result.stderr
     assert ng_run.end()[0] == 0
     for ends in (["--strict"], ["--only", "bridge"]):  # nothing is left to run
         refused = ended(folder, "run", *words, *ends)
@@ -338,7 +338,7 @@ def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None
         "six: {kind: agent, app: agents/simple, gym: fife, model: three}\n"
         "seven: {kind: model, app: models/transformers, model: ./nowhere}\n"
     )
-    told = (
+    messages = (
         "'gym_servr' is not a service kind",
         "agents/simpel",
         "replicas",
@@ -350,7 +350,7 @@ def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None
     for name in ("validate", "run"):
         shown = ended(folder, name)
         assert shown.returncode == 2
-        for line, text in enumerate(told, 1):
+        for line, text in enumerate(messages, 1):
             assert re.search(rf"global_config.yaml:{line}: .*{text}", shown.stderr), shown.stderr
         assert "global_config.yaml:3: 'modle' is not a service kind" in shown.stderr
         assert "'three'" not in shown.stderr  # it exists; only its stanza is wrong
@@ -377,9 +377,9 @@ def test_a_policy_that_does_not_exist_is_named_before_anything_starts(folder: Pa
     for name in ("validate", "run"):
         shown = ended(folder, name)
         assert shown.returncode == 2
-        told, other = shown.stderr.splitlines()
-        assert "global_config.yaml:4: service 'policy': model 'runs/quickstart/sft/policy': there is no folder" in told
-        assert "`make quickstart` makes it" in told
+        line, other = shown.stderr.splitlines()
+        assert "global_config.yaml:4: service 'policy': model 'runs/quickstart/sft/policy': there is no folder" in line
+        assert "`make quickstart` makes it" in line
         assert "global_config.yaml:5: service 'other': model './nowhere': there is no folder" in other
     assert not (folder / ".ngym" / "logs").exists()
 

@@ -89,59 +89,59 @@ def picture(*lines: str):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("rewraps", [False, True])
 @pytest.mark.parametrize("size", [(40, 8), (120, 24), (200, 10), (17, 5)])
 def test_a_resize_leaves_nothing_behind(size: tuple[int, int], rewraps: bool) -> None:
-    with terminal(120, 24, rewraps) as seen:
-        screen = Screen(seen.stream)
+    with terminal(120, 24, rewraps) as tty:
+        screen = Screen(tty.stream)
         screen.say("a line above")
         screen.show(picture("x" * 100, "y" * 119, "z" * 30))
-        assert seen.lines == ["a line above", "x" * 100, "y" * 119, "z" * 30]
-        seen.resize(*size)
+        assert tty.lines == ["a line above", "x" * 100, "y" * 119, "z" * 30]
+        tty.resize(*size)
         screen.refresh()
         room = size[0] - 1
         cut = [line if len(line) <= room else line[: room - 1] + "…" for line in ("x" * 100, "y" * 119, "z" * 30)]
-        assert seen.lines[-3:] == cut
-        assert "".join(seen.lines[:-3]) in ("", "a line above")  # pyte drops lines at the top of a lower screen
+        assert tty.lines[-3:] == cut
+        assert "".join(tty.lines[:-3]) in ("", "a line above")  # pyte drops lines at the top of a lower screen
         screen.close()
-        assert "x" not in seen.text and "z" not in seen.text
-        assert not seen.cursor_is_hidden
+        assert "x" not in tty.text and "z" not in tty.text
+        assert not tty.cursor_is_hidden
 
 
 def test_what_is_said_goes_above_in_order_and_is_whole() -> None:
-    with terminal(40, 8) as seen:
-        screen = Screen(seen.stream)
+    with terminal(40, 8) as tty:
+        screen = Screen(tty.stream)
         screen.show(picture("one", "two"))
         for number in range(10):
             screen.say(f"line {number} " + "w" * 40)
-        assert seen.lines[-2:] == ["one", "two"]
-        assert seen.lines[-4:-2] == ["line 9 " + "w" * 33, "w" * 7]
-        assert seen.cursor_is_hidden
+        assert tty.lines[-2:] == ["one", "two"]
+        assert tty.lines[-4:-2] == ["line 9 " + "w" * 33, "w" * 7]
+        assert tty.cursor_is_hidden
 
 
 def test_nothing_that_is_said_or_drawn_commands_the_terminal() -> None:
-    with terminal(80, 8) as seen:
-        screen = Screen(seen.stream)
+    with terminal(80, 8) as tty:
+        screen = Screen(tty.stream)
         screen.say("before")
         screen.say(f"\x1b[31mred\x1b[0m {HOSTILE}")
-        assert seen.lines == ["before", r"red \x1b[2J\x1b]0;title\x07gone\rover"]
+        assert tty.lines == ["before", r"red \x1b[2J\x1b]0;title\x07gone\rover"]
 
 
 def test_a_frame_that_has_not_changed_is_not_sent_again() -> None:
-    with terminal() as seen:
-        screen = Screen(seen.stream)
+    with terminal() as tty:
+        screen = Screen(tty.stream)
         screen.show(picture("one"))
-        seen.read()
-        sent = len(seen.raw)
+        tty.read()
+        sent = len(tty.raw)
         screen.refresh()
-        seen.read()
-        assert len(seen.raw) == sent
-        seen.resize(40, 8)
+        tty.read()
+        assert len(tty.raw) == sent
+        tty.resize(40, 8)
         screen.refresh()
-        seen.read()
-        assert len(seen.raw) > sent
+        tty.read()
+        assert len(tty.raw) > sent
 
 
 def test_threads_do_not_tear_one_anothers_lines() -> None:
-    with terminal(60, 40) as seen:
-        screen = Screen(seen.stream)
+    with terminal(60, 40) as tty:
+        screen = Screen(tty.stream)
         screen.show(picture("below"))
 
         def say(name: str) -> None:
@@ -154,39 +154,39 @@ def test_threads_do_not_tear_one_anothers_lines() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        *above, last = seen.lines
+        *above, last = tty.lines
         assert last == "below" and len(above) == 30
         assert all(len(set(re.findall("..", line))) == 1 for line in above)
 
 
 def test_prints_of_others_go_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    with terminal() as seen:
-        monkeypatch.setattr(sys, "stderr", seen.stream)
-        screen = Screen(seen.stream)
+    with terminal() as tty:
+        monkeypatch.setattr(sys, "stderr", tty.stream)
+        screen = Screen(tty.stream)
         screen.show(picture("below"))
         with captured(screen):
             print("a warning", file=sys.stderr)
             print("10 %\r20 %", end="", file=sys.stderr)
-        assert seen.lines == ["a warning", "20 %", "below"]
-        assert sys.stderr is seen.stream
+        assert tty.lines == ["a warning", "20 %", "below"]
+        assert sys.stderr is tty.stream
 
 
 @pytest.mark.parametrize(("name", "value", "coloured"), [("NO_COLOR", "1", False), ("NO_COLOR", "", True)])
 def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch, name: str, value: str, coloured: bool) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv(name, value)
-    with terminal() as seen:
-        Screen(seen.stream).show(lambda size: [Text("green", "green")])
-        assert seen.lines == ["green"]
-        assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]", seen.raw)) is coloured
+    with terminal() as tty:
+        Screen(tty.stream).show(lambda size: [Text("green", "green")])
+        assert tty.lines == ["green"]
+        assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]", tty.raw)) is coloured
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    with terminal() as seen:
+    with terminal() as tty:
         monkeypatch.setenv("TERM", "xterm")
-        assert is_live(seen.stream) and not is_live(io.StringIO())
+        assert is_live(tty.stream) and not is_live(io.StringIO())
         monkeypatch.setenv("TERM", "dumb")
-        assert not is_live(seen.stream)
+        assert not is_live(tty.stream)
 
 
 def state(label: str, status: str = "ready", **fields: object) -> ReplicaState:
@@ -271,9 +271,9 @@ async def test_a_log_gets_the_last_state_and_no_escape_codes() -> None:
         show.say(f"first timeout: {HOSTILE}")
         for index in range(3):
             aggregates.add(row(index))
-    said = log.getvalue().splitlines()
-    assert said[0] == r"first timeout: \x1b[2J\x1b]0;title\x07gone\rover"
-    assert said[1].startswith("3/3 | agent reward 1.000") and len(said) == 2
+    lines = log.getvalue().splitlines()
+    assert lines[0] == r"first timeout: \x1b[2J\x1b]0;title\x07gone\rover"
+    assert lines[1].startswith("3/3 | agent reward 1.000") and len(lines) == 2
     assert ESCAPE not in log.getvalue()
 
 
@@ -290,24 +290,24 @@ def on_terminal(
     command: Sequence[str], folder: Path, columns: int, rows: int, stdout: IO[bytes] | None = None
 ) -> Iterator[tuple[Terminal, int]]:
     """A program whose terminal this is, and its pid. stdout: where its standard output goes instead."""
-    with terminal(columns, rows) as seen:
+    with terminal(columns, rows) as tty:
         environment = {**os.environ, "TERM": "xterm-256color"}
         environment.pop("NO_COLOR", None)
         with subprocess.Popen(
             command,
             cwd=folder,
             env=environment,
-            stdin=seen.slave,
-            stdout=stdout or seen.slave,
-            stderr=seen.slave,
+            stdin=tty.slave,
+            stdout=stdout or tty.slave,
+            stderr=tty.slave,
             start_new_session=True,
         ) as process:
             try:
-                yield seen, process.pid
-                seen.until(lambda: seen.read() or process.poll() is not None)
+                yield tty, process.pid
+                tty.until(lambda: tty.read() or process.poll() is not None)
             finally:
                 process.kill()
-            assert not seen.cursor_is_hidden
+            assert not tty.cursor_is_hidden
 
 
 def test_ng_run_shows_its_services_through_resizes_a_death_and_ctrl_c(tmp_path: Path) -> None:
@@ -316,76 +316,76 @@ def test_ng_run_shows_its_services_through_resizes_a_death_and_ctrl_c(tmp_path: 
     (tmp_path / "global_config.yaml").write_text(
         "ngym: {head: {port: 0}}\none: {kind: gym_server, app: gym_servers/yes, replicas: 2}\n"
     )
-    with on_terminal([sys.executable, "-m", "ngym", "run"], tmp_path, 120, 24) as (seen, pid):
-        seen.until(lambda: "ready in" in seen.text)
-        assert [line.split()[:2] for line in seen.lines[:2]] == [["one-0", "ready"], ["one-1", "ready"]]
-        seen.resize(40, 8)
-        seen.until(lambda: "…" not in seen.text and re.search(r"one-1 +ready +:\d+", seen.text))
-        seen.until(lambda: all(len(line) < 40 for line in seen.lines) and seen.text.count("one-0") == 1)
-        seen.resize(120, 24)
+    with on_terminal([sys.executable, "-m", "ngym", "run"], tmp_path, 120, 24) as (tty, pid):
+        tty.until(lambda: "ready in" in tty.text)
+        assert [line.split()[:2] for line in tty.lines[:2]] == [["one-0", "ready"], ["one-1", "ready"]]
+        tty.resize(40, 8)
+        tty.until(lambda: "…" not in tty.text and re.search(r"one-1 +ready +:\d+", tty.text))
+        tty.until(lambda: all(len(line) < 40 for line in tty.lines) and tty.text.count("one-0") == 1)
+        tty.resize(120, 24)
         [service] = descendants(psutil.Process(pid), lambda each: each.name() == "ng:one-1")
         service.kill()
-        seen.until(lambda: "1 restart" in seen.text and "one-1: ready" in seen.text)
-        first = next(filter(None, seen.lines))
+        tty.until(lambda: "1 restart" in tty.text and "one-1: ready" in tty.text)
+        first = next(filter(None, tty.lines))
         assert re.match(r"\d\d:\d\d:\d\d  one-1: restarting, killed by SIGKILL", first)
-        seen.until(lambda: seen.text.count("ready in") == 1)
+        tty.until(lambda: tty.text.count("ready in") == 1)
         os.kill(pid, signal.SIGINT)
-        seen.until(lambda: "every service is stopped" in seen.text)
-    assert seen.lines[-1] == "every service is stopped" and "ready in" not in seen.text
+        tty.until(lambda: "every service is stopped" in tty.text)
+    assert tty.lines[-1] == "every service is stopped" and "ready in" not in tty.text
 
 
 def test_a_training_shows_its_curve_and_keeps_what_others_print(tmp_path: Path) -> None:
-    with on_terminal([sys.executable, "-c", TRAINING, str(tmp_path / "metrics.jsonl")], tmp_path, 80, 20) as (seen, _):
+    with on_terminal([sys.executable, "-c", TRAINING, str(tmp_path / "metrics.jsonl")], tmp_path, 80, 20) as (tty, _):
         wide = r"step 6/9 .*\nreward    0.6     [▁-█]{6}  from 0.1\nheld-out  0.5 .*\n.*lag 1.*\na step 4.0 s:  sampling 75 %  training 25 %$"
-        seen.until(lambda: re.search(wide, seen.text))
-        said = {f"{who}, {step}" for who in ("a library of C", "a warning") for step in range(1, 7)}
-        said |= {"café", r"held-out after 6 steps: \x1b[2Jsums 0.5"}
-        seen.until(lambda: said <= set(seen.lines))
-        seen.resize(40, 8)
+        tty.until(lambda: re.search(wide, tty.text))
+        expected = {f"{who}, {step}" for who in ("a library of C", "a warning") for step in range(1, 7)}
+        expected |= {"café", r"held-out after 6 steps: \x1b[2Jsums 0.5"}
+        tty.until(lambda: expected <= set(tty.lines))
+        tty.resize(40, 8)
         narrow = r"step 6/9 .{,30}\nreward    0.6     [▁-█]{6}  from 0.1\n(?:.{,39}\n){3}training 25 %$"
-        seen.until(lambda: re.search(narrow, seen.text))  # above, pyte leaves what a lower screen had
-        os.write(seen.master, b"\n")
-    assert "KeyboardInterrupt" in seen.text and re.search(
-        r"^step 6/9 in \d+:\d\d  reward 0.600$", seen.text, re.MULTILINE
+        tty.until(lambda: re.search(narrow, tty.text))  # above, pyte leaves what a lower screen had
+        os.write(tty.master, b"\n")
+    assert "KeyboardInterrupt" in tty.text and re.search(
+        r"^step 6/9 in \d+:\d\d  reward 0.600$", tty.text, re.MULTILINE
     )
-    assert "sampling" not in seen.text
+    assert "sampling" not in tty.text
 
 
 def test_a_json_in_a_file_is_json_whatever_else_prints(root: Path, tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text(MAKING.format(script=root / "data" / "calculator" / "generate.py"))
     words = ("sft.yaml", "data.made_by=[make.py]", "data.path=made.jsonl", "output=run", "--json")
     command = [sys.executable, "-m", "ngym", "train", *words]
-    with (tmp_path / "out.json").open("wb") as out, on_terminal(command, tmp_path, 80, 20, out) as (seen, _):
-        seen.until(lambda: "policy saved in run/policy" in seen.text)
-    assert b"the script speaks" in seen.raw and b"?25l" in seen.raw and b"loss" in seen.raw
+    with (tmp_path / "out.json").open("wb") as out, on_terminal(command, tmp_path, 80, 20, out) as (tty, _):
+        tty.until(lambda: "policy saved in run/policy" in tty.text)
+    assert b"the script speaks" in tty.raw and b"?25l" in tty.raw and b"loss" in tty.raw
     assert json.loads((tmp_path / "out.json").read_bytes())["policy"] == "run/policy"
 
 
 def test_what_a_dying_training_says_last_is_seen(tmp_path: Path) -> None:
-    with terminal(80, 20) as seen:
+    with terminal(80, 20) as tty:
         command = [sys.executable, "-c", DYING, str(tmp_path / "metrics.jsonl")]
         environment = {**os.environ, "TERM": "xterm-256color"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=seen.slave, stderr=seen.slave, check=False)
-        assert done.returncode == -signal.SIGABRT and "out of memory" in seen.text
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=tty.slave, stderr=tty.slave, check=False)
+        assert done.returncode == -signal.SIGABRT and "out of memory" in tty.text
 
 
 def test_a_training_whose_metrics_cannot_be_written_says_so_and_leaves_the_terminal_alone(tmp_path: Path) -> None:
     with on_terminal([sys.executable, "-c", DYING, str(tmp_path / "no" / "metrics.jsonl")], tmp_path, 80, 20) as (
-        seen,
+        tty,
         _,
     ):
-        seen.until(lambda: "No such file or directory" in seen.text)
-    assert b"\x1b[?25l" not in seen.raw
+        tty.until(lambda: "No such file or directory" in tty.text)
+    assert b"\x1b[?25l" not in tty.raw
 
 
 def test_sigterm_to_a_training_from_a_file_shows_the_cursor_again(root: Path, tmp_path: Path) -> None:
     data = f"data.made_by=[{root}/data/calculator/generate.py,demonstrations,--count,400,--seed,0]"
     words = ("sft.yaml", data, "data.path=made.jsonl", "output=run", "epochs=1000")
-    with on_terminal([sys.executable, "-m", "ngym", "train", *words], tmp_path, 80, 20) as (seen, pid):
-        seen.until(lambda: re.search(r"^loss ", seen.text, re.MULTILINE) and seen.cursor_is_hidden)
+    with on_terminal([sys.executable, "-m", "ngym", "train", *words], tmp_path, 80, 20) as (tty, pid):
+        tty.until(lambda: re.search(r"^loss ", tty.text, re.MULTILINE) and tty.cursor_is_hidden)
         os.kill(pid, signal.SIGTERM)
-    assert re.search(r"^step \d+/[\d,]+ in \d+:\d\d  loss", seen.text, re.MULTILINE)
-    assert "WARNING" not in seen.text
+    assert re.search(r"^step \d+/[\d,]+ in \d+:\d\d  loss", tty.text, re.MULTILINE)
+    assert "WARNING" not in tty.text
 
 
 def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
@@ -398,16 +398,16 @@ def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
 
     from ngym.trainer.reporting import metrics as display
 
-    with terminal() as seen:
+    with terminal() as tty:
         history = [Row({"loss": float(step), "val/loss": 2.0}) for step in range(5000)]
         history[7]["loss"] = float("nan")
-        live = display.LiveDisplay(Screen(seen.stream), 9999, history)
+        live = display.LiveDisplay(Screen(tty.stream), 9999, history)
         live.step(5000, history[-1])
         first = Row.read
         history.append(Row({"loss": 4000.0, "eval/sums/avg@4": 0.5}))
         live.draw()
         assert (first, Row.read) == (5000, 5001)
-        loss, *held_out = seen.lines[1:4]
+        loss, *held_out = tty.lines[1:4]
         assert re.fullmatch(r"loss      4000    ▁[▁-█]{38}█  from 0", loss)
         assert [line.split()[0] for line in held_out] == ["held-out", "held-out"]
 
@@ -434,7 +434,7 @@ async def test_a_pipe_gets_what_it_shall_while_a_terminal_shows_the_progress(tmp
             await go_on.wait()
         return scored(row)
 
-    with terminal(60, 10) as seen:
+    with terminal(60, 10) as tty:
         async with head(answer) as url:
             words = ("--head", url, "--agent", "agent", "--input", "tasks.jsonl", "--output", "out.jsonl", "--json")
             process = await asyncio.create_subprocess_exec(
@@ -442,11 +442,11 @@ async def test_a_pipe_gets_what_it_shall_while_a_terminal_shows_the_progress(tmp
                 cwd=tmp_path,
                 env={**os.environ, "TERM": "xterm"},
                 stdout=asyncio.subprocess.PIPE,
-                stderr=seen.slave,
+                stderr=tty.slave,
             )
-            await until(lambda: all(part in seen.text for part in ("4/5", "agent reward 1.000", "1 in flight")))
-            assert seen.lines[0].startswith("━") and seen.cursor_is_hidden
+            await until(lambda: all(part in tty.text for part in ("4/5", "agent reward 1.000", "1 in flight")))
+            assert tty.lines[0].startswith("━") and tty.cursor_is_hidden
             go_on.set()
             out, _ = await process.communicate()
         assert json.loads(out)["done"] == 5 and ESCAPE.encode() not in out
-        assert seen.lines == [] and not seen.cursor_is_hidden
+        assert tty.lines == [] and not tty.cursor_is_hidden

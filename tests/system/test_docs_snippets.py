@@ -128,9 +128,9 @@ def _expanded(words: tuple[str, ...], folder: Path) -> list[str]:
 
 def _block(snippet: Snippet, folder: Path) -> tuple[str, str]:
     """Its position, and its text, after what it is given; line numbers are those of the page."""
-    given = snippet.remarks.get("given", "")
-    above = "\n" * (snippet.line - 1 - given.count("\n"))
-    return str(snippet.page), addressed(f"{above}{given}\n{snippet.text}", folder)
+    prelude = snippet.remarks.get("given", "")
+    above = "\n" * (snippet.line - 1 - prelude.count("\n"))
+    return str(snippet.page), addressed(f"{above}{prelude}\n{snippet.text}", folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -172,8 +172,8 @@ def test_a_family_calls_tools_in_its_own_form_and_continues_from_its_own_ids_und
         first = ask(structured_outputs={"choice": [family.call]}, max_tokens=200)
         [call] = first["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
-        said = {"role": "assistant", "content": first["content"], "tool_calls": first["tool_calls"]}
-        history += [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+        item = {"role": "assistant", "content": first["content"], "tool_calls": first["tool_calls"]}
+        history += [item, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
 
         ids = [11, 12, 13, 30, 40, 50, 60]
         from ngym.trainer.weights import push

@@ -27,9 +27,9 @@ def test_the_shipped_tokenizer_is_what_its_script_writes(root: Path, tokenizer_f
 
 def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    asked = [{"role": "user", "content": "abca"}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    whole = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": "zz"}], return_dict=False)
+    messages = [{"role": "user", "content": "abca"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "zz"}], return_dict=False)
     assert tokenizer.convert_ids_to_tokens(whole) == ["<|start|>", *"abca", "<|end|>", "<|start|>", *"zz", "<|end|>"]
     assert whole[: len(prompt)] == prompt
     assert tokenizer.decode(whole, skip_special_tokens=True) == "abcazz"
@@ -39,9 +39,9 @@ def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
 @pytest.mark.parametrize("app", ["models/transformers", "models/vllm"])
 def test_live_training_begins_with_random_weights(tmp_path: Path, app: str) -> None:
     words = ["letters.yaml", "output=run", "max_steps=6", "rollouts.max_output_tokens=16", f"rollouts.policy_app={app}"]
-    said, _ = train(tmp_path, words, vllm=app == "models/vllm").communicate(timeout=600)
+    output, _ = train(tmp_path, words, vllm=app == "models/vllm").communicate(timeout=600)
     steps = metrics_of(tmp_path)
-    assert [row["step"] for row in steps] == list(range(1, 7)), said
+    assert [row["step"] for row in steps] == list(range(1, 7)), output
     assert steps[0]["reward/mean"] < 0.1 < steps[5]["reward/mean"]  # one letter of 26, and more of it
     assert all(row["lag"] == 0 and row["token_mult_prob_error"] < 1.001 for row in steps)
     first, last = (AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name) for name in ("initial", "policy"))
@@ -64,8 +64,8 @@ def test_in_bf16_every_transport_is_proved_and_apart_or_on_shared_gpus_it_learns
     steps, weights = {}, {}
     for name, more in ways.items():
         (tmp_path / name).mkdir()
-        said, _ = (process := train(tmp_path / name, [*words, *more], vllm=True)).communicate(timeout=600)
-        assert process.returncode == 0, said
+        output, _ = (process := train(tmp_path / name, [*words, *more], vllm=True)).communicate(timeout=600)
+        assert process.returncode == 0, output
         rows = metrics_of(tmp_path / name)
         assert [row["step"] for row in rows] == [1, 2, 3], name
         assert all(row["token_mult_prob_error"] < 1.05 for row in rows), name
@@ -84,8 +84,8 @@ def test_trainer_and_server_in_fp16_agree(tmp_path: Path) -> None:
     )
     words = ["letters.yaml", "output=run", "max_steps=3", "rollouts.max_output_tokens=16", "engine.zero_stage=1"]
     words += ["engine.precision=fp16", "rollouts.services=services.yaml", "rollouts.policy_app=null"]
-    said, _ = (process := train(tmp_path, words, vllm=True)).communicate(timeout=600)
-    assert process.returncode == 0, said
+    output, _ = (process := train(tmp_path, words, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, output
     rows = metrics_of(tmp_path)
     assert [row["policy_version"] for row in rows] == [1, 2, 3]
     assert all(row["token_mult_prob_error"] < 1.005 and row["lag"] == 0 for row in rows)

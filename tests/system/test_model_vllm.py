@@ -295,7 +295,7 @@ def test_token_ids_go_in_and_come_out(policy: Server, tokenizer: Any, reference:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "message"),
     [
         ("/inference/v1/generate", {"token_ids": [10**7], "sampling_params": {}}, "vocabulary"),
         ("/inference/v1/generate", {"token_ids": ["x"]}, "token_ids"),
@@ -308,24 +308,24 @@ def test_token_ids_go_in_and_come_out(policy: Server, tokenizer: Any, reference:
         ("/detokenize", {"tokens": [-1]}, "tokens"),
     ],
 )  # fmt: skip
-def test_wrong_token_ids_are_refused_in_one_line(policy: Server, path: str, body: dict[str, Any], told: str) -> None:
+def test_wrong_token_ids_are_refused_in_one_line(policy: Server, path: str, body: dict[str, Any], message: str) -> None:
     reply = policy.post(path, **body)
-    assert reply.status_code == 400 and told in reply.json()["error"]["message"], reply.text
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
     assert policy.answer(input="hi", max_output_tokens=1)["output"]
 
 
 def test_anthropics_client_counts_tokens_and_reads_the_start_of_a_stream(policy: Server) -> None:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=policy.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
-    asked = {"model": "policy", "messages": [user("hello world")], "system": "Be brief."}
-    counted = client.messages.count_tokens(**asked).input_tokens
-    answer = client.messages.create(**asked, max_tokens=3)
+    body = {"model": "policy", "messages": [user("hello world")], "system": "Be brief."}
+    counted = client.messages.count_tokens(**body).input_tokens
+    answer = client.messages.create(**body, max_tokens=3)
     assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-    with client.messages.stream(**asked, max_tokens=3) as stream:
+    with client.messages.stream(**body, max_tokens=3) as stream:
         first = next(iter(stream))
     assert first.type == "message_start" and isinstance(first.message.usage.input_tokens, int)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        client.messages.create(**asked, max_tokens=-1)
+        client.messages.create(**body, max_tokens=-1)
 
 
 def test_the_metrics_tell_of_queue_cache_and_tokens(policy: Server) -> None:
@@ -459,8 +459,8 @@ def test_a_conversation_that_outgrows_the_context_from_its_own_ids_is_incomplete
 
     def prompt_of(length: int) -> tuple[int, dict[str, Any]]:
         """The tokens of the prompt with so many more letters, and the answer."""
-        said = {"input": [*body["input"], user("!" * length)], "max_output_tokens": 1}
-        answer = asked(policy, talk.path, body | said, stream=stream)
+        request = {"input": [*body["input"], user("!" * length)], "max_output_tokens": 1}
+        answer = asked(policy, talk.path, body | request, stream=stream)
         return answer["usage"]["input_tokens"], answer
 
     room = CONTEXT - prompt_of(100)[0] + 100
@@ -518,8 +518,8 @@ def test_vllms_control_routes_are_reachable_by_no_one(policy: Server, method: st
 
 def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
     assert policy.get("/").json() == {"status": "ok"}
-    told = policy.get("/weights").json()
-    assert (told["policy_version"], told["transport"], told["updating"]) == (0, [], False)
+    status = policy.get("/weights").json()
+    assert (status["policy_version"], status["transport"], status["updating"]) == (0, [], False)
     assert [model["id"] for model in policy.get("/v1/models").json()["data"]] == ["policy"]
     assert "vllm:generation_tokens_total" in policy.get("/metrics").text
     paths = set(policy.get("/openapi.json").json()["paths"])
@@ -618,8 +618,8 @@ def after_chat(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
 
 def after_messages(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"], "content": '{"sum": 3}'}
-    said = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
-    return body | {"messages": [*body["messages"], *said]}
+    messages = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+    return body | {"messages": [*body["messages"], *messages]}
 
 
 TALKS = {
@@ -664,9 +664,11 @@ def test_a_turn_that_its_limit_cut_off_is_not_whole_though_its_text_is_a_call(
 
     def answer(text: str, limit: int) -> tuple[str, str]:
         body = talk.body | {"structured_outputs": {"choice": [text]}, "seed": 7, name: limit}
-        given = asked(policy, talk.path, body, stream=stream)
-        assert "add" in json.dumps(given["output"] if "output" in given else given.get("content") or given["choices"])
-        return ending(given), tokenizer.decode(talk.carrier(given)[TOKEN_FIELDS[1]])
+        response = asked(policy, talk.path, body, stream=stream)
+        assert "add" in json.dumps(
+            response["output"] if "output" in response else response.get("content") or response["choices"]
+        )
+        return ending(response), tokenizer.decode(talk.carrier(response)[TOKEN_FIELDS[1]])
 
     end, whole = answer(CALL_TEXT, 200)
     assert end in WHOLE and whole == CALL_TEXT + "<|im_end|>"
@@ -675,10 +677,10 @@ def test_a_turn_that_its_limit_cut_off_is_not_whole_though_its_text_is_a_call(
     )
     assert answer(CALL_TEXT, tokens) == (end, whole)
     for limit, text in ((tokens - 1, CALL_TEXT), (tokens - 2, CALL_TEXT.removesuffix("</tool_call>"))):
-        cut, said = answer(CALL_TEXT, limit)
-        assert cut in CUT and said == text
-    rambling, said = answer(CALL_TEXT + " and so on" * 40, 150)
-    assert rambling in CUT and said.startswith(CALL_TEXT + " and so on")
+        cut, content = answer(CALL_TEXT, limit)
+        assert cut in CUT and content == text
+    rambling, content = answer(CALL_TEXT + " and so on" * 40, 150)
+    assert rambling in CUT and content.startswith(CALL_TEXT + " and so on")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -704,10 +706,10 @@ def test_in_every_api_a_call_continues_from_the_very_ids_of_the_one_before(
     assert tokenizer.decode(prompt_2[len(prompt) + len(sampled) :]) == tail
     assert logprobs_2 == pytest.approx(reference(prompt_2, sampled_2), abs=1e-4)
     if captured:
-        told = policy.get(prefix + "/segments").json()
-        [segment] = told["segments"]
-        assert told["calls"] == 2 and segment["token_ids"] == prompt_2 + sampled_2
-        assert told["finish_reasons"] == ["tool_calls", "length"]
+        capture = policy.get(prefix + "/segments").json()
+        [segment] = capture["segments"]
+        assert capture["calls"] == 2 and segment["token_ids"] == prompt_2 + sampled_2
+        assert capture["finish_reasons"] == ["tool_calls", "length"]
         assert segment["mask"] == [
             [len(prompt), len(prompt) + len(sampled)],
             [len(prompt_2), len(prompt_2 + sampled_2)],
@@ -740,11 +742,13 @@ def test_a_caller_who_disconnects_frees_its_place(thinker: Server) -> None:
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/rollouts/gone/v1/chat/completions"])
 def test_a_caller_who_disconnects_frees_its_place_without_a_stream_too(thinker: Server, path: str) -> None:
     length = {"max_output_tokens": ENDLESS} if path == "/v1/responses" else {"max_tokens": ENDLESS}
-    said = {"input": "hi"} if path == "/v1/responses" else {"messages": [user("hi")]}
+    request = {"input": "hi"} if path == "/v1/responses" else {"messages": [user("hi")]}
 
     async def hang_up() -> None:
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            asking = asyncio.create_task(client.post(thinker.url + path, json={**said, **length, "ignore_eos": True}))
+            asking = asyncio.create_task(
+                client.post(thinker.url + path, json={**request, **length, "ignore_eos": True})
+            )
             while not metric(thinker, "num_requests_running"):
                 await asyncio.sleep(0.1)
             asking.cancel()
@@ -772,19 +776,19 @@ def test_kill_9_leaves_no_engine_behind(policy: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "told"),
+    ("options", "code", "message"),
     [
         ({"kv_cache_mb": 1}, EXIT_REFUSED, "To serve at least one request with the model's max seq len "),
         ({"kv_cache_mb": 10**8, "engine": {"tensor_parallel_size": 2}}, 1, "Available memory on node "),
     ],
 )
 def test_an_engine_that_cannot_start_gives_the_reason_of_the_process_that_failed(
-    checkpoint: Path, root: Path, tmp_path: Path, options: dict[str, Any], code: int, told: str
+    checkpoint: Path, root: Path, tmp_path: Path, options: dict[str, Any], code: int, message: str
 ) -> None:
     server = start(tmp_path, root, "policy", {"model": str(checkpoint), **options})
     assert server.process.wait(LOADED_S) == code
     reason = server.log.read_text().partition("ngym-status: cannot be started:\n")[2].splitlines()[0]
-    assert reason.startswith(f"service 'policy': model '{checkpoint}': {told}")
+    assert reason.startswith(f"service 'policy': model '{checkpoint}': {message}")
     assert reason.endswith("Options of the stanza for that: kv_cache_mb, engine.max_model_len")
 
 

@@ -127,7 +127,7 @@ async def _starts_again_after(stack: Supervisor, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"app": "models/scripted"}, "nodes: only models/vllm runs one replica on several machines"),
         ({"replicas": "per_node"}, "nodes: a replica on 2 machines cannot be one per_node"),
@@ -135,7 +135,7 @@ async def _starts_again_after(stack: Supervisor, name: str) -> None:
         ({"nodes": 0}, "nodes: Input should be greater than or equal to 1"),
     ],
 )
-def test_what_cannot_run_on_several_nodes_is_one_line(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+def test_what_cannot_run_on_several_nodes_is_one_line(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config(tmp_path, **keys)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)

@@ -58,9 +58,9 @@ class Routes(BaseHTTPRequestHandler):
             ]
             return self.answer({"files": modes})
         if self.path.endswith(".git/info/lfs/objects/batch"):
-            asked = json.loads(text)["objects"]
+            objects = json.loads(text)["objects"]
             action = {"upload": {"href": f"{self.server.url}/put", "header": {}}}
-            return self.answer({"transfer": "basic", "objects": [{**each, "actions": action} for each in asked]})
+            return self.answer({"transfer": "basic", "objects": [{**each, "actions": action} for each in objects]})
         match = re.fullmatch(r"/api/(models|datasets)/me/mine/commit/main", self.path)
         assert match, self.path
         folder = f"{'datasets/' if match[1] == 'datasets' else ''}{REPO}"
@@ -204,7 +204,7 @@ def test_what_cannot_be_pushed_is_one_line(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n  \n")
-    for words, code, said in [
+    for words, code, message in [
         *(
             (("rollouts.jsonl", name), 2, f"{name}: not a repository of the Hub; name it OWNER/NAME")
             for name in ("mine", "me/x..y", "me/x--y", "me/.x", "me/x.git", "mé/x")
@@ -215,7 +215,7 @@ def test_what_cannot_be_pushed_is_one_line(hub: Hub, tmp_path: Path) -> None:
         (("empty", REPO), 2, "empty: neither rollouts (a JSONL file) nor a policy"),
     ]:
         found = push(hub, *words)
-        assert found[0] == code and found[2].startswith(said) and found[2].count("\n") == 1, found
+        assert found[0] == code and found[2].startswith(message) and found[2].count("\n") == 1, found
     refused = push(hub, "rollouts.jsonl", REPO, token="hf_wrong")
     assert (
         refused[0] == 1

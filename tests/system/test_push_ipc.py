@@ -74,8 +74,8 @@ def test_after_a_push_the_server_computes_with_copies_of_the_new_weights(
         assert answer["ng"] == {"policy_version": [[0, 20, version]]}
         prompt, sampled, logprobs = tokens_of(answer)
         assert logprobs == pytest.approx(policy.logprobs(prompt + sampled, len(prompt)), abs=1e-4)
-    told = server.get("/weights").json()
-    assert "ipc" in told["transport"] and told["workers"] == 1 and not told["updating"]
+    status = server.get("/weights").json()
+    assert "ipc" in status["transport"] and status["workers"] == 1 and not status["updating"]
     assert len(folders) == 2 and not any(map(Path.exists, folders)), "the trainer's shared memory is freed"
 
 
@@ -169,18 +169,21 @@ def session(server: Server, policy: Policy) -> Iterator[Session]:
 
 Changed = Callable[[list[dict[str, Any]]], Any]
 WRONG: dict[str, tuple[Changed, str]] = {
-    "another shape": (lambda told: told[0].update(shape=[2, 2], stride=[2, 1]), "is not one that is missing"),
-    "an unknown name": (lambda told: told[0].update(name="x"), "is not one that is missing"),
-    "twice": (lambda told: told.append(told[0]), "is not one that is missing"),
-    "a path": (lambda told: told[0]["memory"].update(folder="../etc"), "there is no shared memory"),
+    "another shape": (lambda tensors: tensors[0].update(shape=[2, 2], stride=[2, 1]), "is not one that is missing"),
+    "an unknown name": (lambda tensors: tensors[0].update(name="x"), "is not one that is missing"),
+    "twice": (lambda tensors: tensors.append(tensors[0]), "is not one that is missing"),
+    "a path": (lambda tensors: tensors[0]["memory"].update(folder="../etc"), "there is no shared memory"),
     "a folder that is gone": (
-        lambda told: told[0]["memory"].update(folder="ngym-weights-gone"),
+        lambda tensors: tensors[0]["memory"].update(folder="ngym-weights-gone"),
         "there is no shared memory",
     ),
-    "beyond the end": (lambda told: told[0]["memory"].update(offset=1 << 40), "is not a part of the shared memory"),
-    "not aligned": (lambda told: told[0]["memory"].update(offset=3), "is not a part of the shared memory"),
+    "beyond the end": (
+        lambda tensors: tensors[0]["memory"].update(offset=1 << 40),
+        "is not a part of the shared memory",
+    ),
+    "not aligned": (lambda tensors: tensors[0]["memory"].update(offset=3), "is not a part of the shared memory"),
     "a GPU": (
-        lambda told: told[0].update(
+        lambda tensors: tensors[0].update(
             memory={
                 "handle": "eA==",
                 "bytes": 1,
@@ -193,7 +196,7 @@ WRONG: dict[str, tuple[Changed, str]] = {
         ),
         "is on a GPU, and this server's weights are on the cpu",
     ),
-    "no base64": (lambda told: told[0].update(memory={"handle": "?"}), "the tensors of a transfer"),
+    "no base64": (lambda tensors: tensors[0].update(memory={"handle": "?"}), "the tensors of a transfer"),
 }
 
 
@@ -202,9 +205,9 @@ def test_wrong_memory_ends_the_push_and_the_old_weights_serve(session: Session, 
     change, problem = WRONG[kind]
     assert session.connect().status_code == session.start().status_code == 200
     lent = share(session.weights)
-    told = [tensor.model_dump(mode="json") for tensor in lent.tensors]
-    change(told)
-    reply = session.update(told)
+    tensors = [tensor.model_dump(mode="json") for tensor in lent.tensors]
+    change(tensors)
+    reply = session.update(tensors)
     assert reply.status_code == 422 and problem in reply.json()["detail"], reply.text
 
 
@@ -238,10 +241,10 @@ def test_shared_tensors_are_read_back_and_freed() -> None:
     }
     lent = share(weights)
     sent = SharedTensors(tensors=lent.tensors).model_dump_json()
-    for told in SharedTensors.model_validate_json(sent).tensors:
-        tensor = opened(told, CPU)
-        assert tensor.dtype == weights[told.name].dtype and torch.equal(tensor, weights[told.name])
-    (folder,) = {SHARED_MEMORY / told.memory.folder for told in lent.tensors}
+    for tensor_info in SharedTensors.model_validate_json(sent).tensors:
+        tensor = opened(tensor_info, CPU)
+        assert tensor.dtype == weights[tensor_info.name].dtype and torch.equal(tensor, weights[tensor_info.name])
+    (folder,) = {SHARED_MEMORY / tensor_info.memory.folder for tensor_info in lent.tensors}
     assert device_id(CPU) == "cpu" and folder.is_dir()
     del lent
     assert not folder.exists()
@@ -249,10 +252,10 @@ def test_shared_tensors_are_read_back_and_freed() -> None:
 
 def test_a_link_is_not_opened(tmp_path: Path) -> None:
     lent = share({"x": torch.zeros(4)})
-    told = lent.tensors[0].model_dump()
-    folder = SHARED_MEMORY / told["memory"]["folder"]
+    info = lent.tensors[0].model_dump()
+    folder = SHARED_MEMORY / info["memory"]["folder"]
     (tmp_path / "secret").write_bytes(bytes(64))
     (folder / "tensors").unlink()
     (folder / "tensors").symlink_to(tmp_path / "secret")
     with pytest.raises(BadRequest, match="tensor x: there is no shared memory"):
-        opened(SharedTensor.model_validate(told), CPU)
+        opened(SharedTensor.model_validate(info), CPU)

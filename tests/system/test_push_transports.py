@@ -325,8 +325,8 @@ def test_handles_of_gpu_memory_become_what_vllm_reads(root: Path, monkeypatch: p
     storage = shared_memory.CudaStorage(
         handle=b"h", bytes=96, offset=512, counter=b"c", counter_offset=3, event=b"e", waits=True
     )
-    told = shared_memory.SharedTensor(name="x", shape=(2, 3), dtype="BF16", stride=(3, 1), start=4, memory=storage)
-    sent = shared_memory.SharedTensors(tensors=[told]).model_dump(mode="json")
+    tensor = shared_memory.SharedTensor(name="x", shape=(2, 3), dtype="BF16", stride=(3, 1), start=4, memory=storage)
+    sent = shared_memory.SharedTensors(tensors=[tensor]).model_dump(mode="json")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     tensors = shared_memory.SharedTensors.model_validate(sent).tensors
     read = IPCWeightTransferUpdateInfo(**receiver.to_vllm_request(tensors, "GPU-1"))

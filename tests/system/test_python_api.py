@@ -127,8 +127,8 @@ def test_rollouts_are_a_sequence_with_numbers(rollouts: ngym.Rollouts) -> None:
     assert len(rollouts) == 8 and rollouts.mean_reward == 0.75 and len(rollouts.failures) == 0
     assert [row["reward"] for row in rollouts.worst(2)] == [0.0, 0.0] and rollouts.best(1)[0]["reward"] == 1.0
     assert len(rollouts[2:5]) == 3 and rollouts[2:5][-1] == rollouts[4] and rollouts[-1] == list(rollouts)[-1]
-    for call, told in ((rollouts.worst, "must be 0 or more, not -1"), (rollouts.pass_at, "k must be at least 1")):
-        with pytest.raises(ngym.UsageError, match=told):
+    for call, message in ((rollouts.worst, "must be 0 or more, not -1"), (rollouts.pass_at, "k must be at least 1")):
+        with pytest.raises(ngym.UsageError, match=message):
             call(-1)
     idle = rollouts.filter(lambda row: row["level"] == "idle")
     assert (len(idle), idle.mean_reward, len(idle.groups())) == (2, 0.0, 1)
@@ -161,10 +161,10 @@ def test_rollouts_that_all_failed_have_their_failures(services: RunningServices,
 
 
 def test_metrics_are_those_of_the_aggregate_file(rollouts: ngym.Rollouts, folder: Path) -> None:
-    [told] = json.loads((folder / "out_aggregate_metrics.json").read_text())
+    [aggregate] = json.loads((folder / "out_aggregate_metrics.json").read_text())
     [mine] = json.loads(orjson.dumps(rollouts.metrics()))
-    assert mine["agent_metrics"] == told["agent_metrics"] and mine["key_metrics"] == told["key_metrics"]
-    assert mine["group_level_metrics"] == told["group_level_metrics"]
+    assert mine["agent_metrics"] == aggregate["agent_metrics"] and mine["key_metrics"] == aggregate["key_metrics"]
+    assert mine["group_level_metrics"] == aggregate["group_level_metrics"]
     assert rollouts.metrics(by="level")[0]["key_metrics"]["idle/mean/reward"] == 0.0
 
 
@@ -278,8 +278,8 @@ def test_a_package_that_is_missing_is_named() -> None:
 def test_a_data_frame_is_an_input_and_its_missing_values_are_not_fields(services: RunningServices) -> None:
     pandas = library("pandas")
     rows = [{**TASKS[0], "note": None, "weight": 0.5}, TASKS[1]]
-    for given in (pandas.DataFrame(rows), library("polars").DataFrame(rows, strict=False), iter(rows)):
-        found = ngym.collect_rollouts(input=given, agent="counter_agent", head=services, progress=False)
+    for tasks in (pandas.DataFrame(rows), library("polars").DataFrame(rows, strict=False), iter(rows)):
+        found = ngym.collect_rollouts(input=tasks, agent="counter_agent", head=services, progress=False)
         by_target = {row["target"]: row for row in found}
         assert (
             by_target[3]["weight"] == 0.5
@@ -316,9 +316,9 @@ def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder
         ngym.run(folder / "no.yaml", progress=False)
     with pytest.raises(ngym.UsageError, match="run takes config files and key=value overrides, not 5"):
         ngym.run(5, progress=False)  # type: ignore[arg-type]
-    for given, text in (({"format": "nope"}, "^format: 'nope' is unknown"), ({"best": -1}, "^best must be a whole")):
+    for options, text in (({"format": "nope"}, "^format: 'nope' is unknown"), ({"best": -1}, "^best must be a whole")):
         with pytest.raises(ngym.UsageError, match=text):
-            ngym.export_rollouts(folder / "tasks.jsonl", **{"format": "rollouts", **given})
+            ngym.export_rollouts(folder / "tasks.jsonl", **{"format": "rollouts", **options})
 
 
 def test_rows_of_another_agent_run_with_the_mapped_one(
@@ -376,7 +376,7 @@ async def test_a_coroutines_loop_continues_meanwhile_and_a_blocking_call_works_i
 
 def test_an_interrupt_stops_the_call_and_shows_where_the_rest_is(capfd: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C, or a kernel's interrupt: a SIGINT while one rollout is on its way."""
-    stub, told = Background("a head"), list[str]()
+    stub, urls = Background("a head"), list[str]()
 
     async def answer(row: Json) -> Json:
         if row["n"] == 4:
@@ -386,26 +386,26 @@ def test_an_interrupt_stops_the_call_and_shows_where_the_rest_is(capfd: pytest.C
 
     async def serve() -> None:
         async with head(answer) as url:
-            told.append(url)
+            urls.append(url)
             await asyncio.Event().wait()
 
     try:
         stub.begin(serve())
-        wait_until(lambda: told)
+        wait_until(lambda: urls)
         with pytest.raises(KeyboardInterrupt):
-            ngym.collect_rollouts(input=map(task, range(5)), agent="agent", head=told[0], concurrency=1)
+            ngym.collect_rollouts(input=map(task, range(5)), agent="agent", head=urls[0], concurrency=1)
     finally:
         stub.close()
-    said = capfd.readouterr().err
-    assert "stopped; 4 rollouts are done: ngym.load_rollouts('" in said
-    assert len(ngym.load_rollouts(said.split("'")[1])) == 4
+    stderr = capfd.readouterr().err
+    assert "stopped; 4 rollouts are done: ngym.load_rollouts('" in stderr
+    assert len(ngym.load_rollouts(stderr.split("'")[1])) == 4
 
 
 async def test_a_cancelled_task_stops_its_call() -> None:
-    asked = asyncio.Event()
+    arrived = asyncio.Event()
 
     async def answer(row: Json) -> Json:
-        asked.set()
+        arrived.set()
         await asyncio.sleep(PATIENCE_S)
         return scored(row)
 
@@ -413,7 +413,7 @@ async def test_a_cancelled_task_stops_its_call() -> None:
         call = asyncio.create_task(
             ngym.collect_rollouts_async(input=[task(0)], agent="agent", head=url, progress=False)
         )
-        await asked.wait()
+        await arrived.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -466,13 +466,13 @@ def test_verdicts_have_components_and_failures_say_why(
         ngym.verify([_rollout(1.0), _rollout(1.0) | {"ng": {"schema_version": 2}}], server="counter", head=services)
     with pytest.raises(ngym.UsageError, match="row 0 has no response"):
         ngym.verify(TASKS, server="counter", head=services, progress=False)
-    for given, text in (
+    for source, text in (
         (folder / "out.jsonl", r"out\.jsonl: verify takes rows; load them with ngym\.load_rollouts"),
         ("out.jsonl", "ngym.load_rollouts"),
         ([rollouts[0], 1], "row 1 must be a rollout's row or a task, not 1"),
     ):
         with pytest.raises(ngym.UsageError, match=text):
-            ngym.verify(given, server="counter", head=services, progress=False)
+            ngym.verify(source, server="counter", head=services, progress=False)
     with pytest.raises(ngym.UsageError, match=r"no such gym server \(did you mean 'counter'\?\)"):
         ngym.verify(_rollout(1.0), server="conter", head=services, progress=False)
 

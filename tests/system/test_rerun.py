@@ -44,8 +44,8 @@ def test_a_test_that_passes_alone_is_reported_as_flaky_and_does_not_fail_the_run
     result.stdout.fnmatch_lines(
         ["*flaky: failed, and passed alone*", "*test_busy.py::test_service*", "*1 passed, 2 flaky*"]
     )
-    told = (suite.path / "build" / "flaky.txt").read_text()
-    assert "test_busy.py::test_first\n" in told and "AssertionError: the machine was busy" in told
+    report = (suite.path / "build" / "flaky.txt").read_text()
+    assert "test_busy.py::test_first\n" in report and "AssertionError: the machine was busy" in report
 
 
 def test_a_test_that_fails_twice_fails_the_run(suite: pytest.Pytester) -> None:

@@ -379,9 +379,9 @@ async def test_a_gym_server_that_refuses_its_environment_is_reported_and_the_res
         records = json.loads((await http_get(f"{stack.head_url}/servers", PATIENCE_S)).body)
         assert [record["detail"] for record in records] == [states[name].detail for name in services]
         (url,) = stack.urls["bridge_agent"]
-        while (told := await health(url, PATIENCE_S)).ready:  # the agent itself says so, too
+        while (status := await health(url, PATIENCE_S)).ready:  # the agent itself says so, too
             await asyncio.sleep(0.05)
-        assert told.reason == states["bridge_agent"].detail
+        assert status.reason == states["bridge_agent"].detail
     with pytest.raises(ConfigError, match=r"no environment 'chess'|no_such_package"):
         async with project.supervisor():
             pass
@@ -469,12 +469,12 @@ async def test_a_killed_zygote_ends_the_run_and_every_service(project: Project) 
 
 
 def test_a_message_larger_than_the_buffer_passes_between_sockets_that_do_not_block(tmp_path: Path) -> None:
-    content, (ours, theirs) = {"spec": "x" * (4 << 20)}, socket.socketpair()
-    with ours, theirs, (tmp_path / "log").open("w") as log, ThreadPoolExecutor(1) as thread:
+    content, (ours, receiver) = {"spec": "x" * (4 << 20)}, socket.socketpair()
+    with ours, receiver, (tmp_path / "log").open("w") as log, ThreadPoolExecutor(1) as thread:
         ours.setblocking(False)
-        theirs.setblocking(False)
+        receiver.setblocking(False)
         sent = thread.submit(send, ours, content, [log.fileno()])
-        message = receive(theirs)
+        message = receive(receiver)
         sent.result()
         assert message is not None and message.content == content
         with os.fdopen(message.fds[0], "w") as received:
@@ -585,13 +585,13 @@ async def test_each_process_sees_its_own_gpus_and_cores_and_what_does_not_fit_st
     two = {**gym, "replicas": 2, "resources": {"gpus": 1}}
     project.write({"two": two, "none": {**gym, "resources": {"gpus": 0}}, "all": gym}, sees=SEES)
     async with project.supervisor() as stack:
-        seen = {}
+        gpus = {}
         for state in stack.states:
-            seen[state.label] = [
+            gpus[state.label] = [
                 json.loads((await http_get(f"{state.url}/{what}", PATIENCE_S)).body) for what in ("gpus", "cores")
             ]
     half = str(max(1, usable_cores() // 2))
-    assert seen == {"two-0": ["5", half], "two-1": ["6", half], "none": ["", None], "all": ["4,5,6", None]}
+    assert gpus == {"two-0": ["5", half], "two-1": ["6", half], "none": ["", None], "all": ["4,5,6", None]}
     project.events.clear()
     project.write({"two": {**two, "replicas": 4}}, sees=SEES)
     with pytest.raises(ConfigError, match="this machine has 3, the services ask for 4"):
@@ -750,27 +750,27 @@ async def test_a_model_grows_again_after_a_replica_that_could_not_start(
 def test_both_sides_of_the_zygote_may_send_more_than_the_other_reads_at_once() -> None:
     """As if hundreds of services were forked in a row: more than the buffers of both directions hold."""
     count, text = 300, "x" * 8_000
-    ours, theirs = socket.socketpair()
-    heard: list[int] = []
+    ours, child = socket.socketpair()
+    numbers: list[int] = []
 
     def zygote() -> None:
-        with theirs:
+        with child:
             for _ in range(count):
-                message = receive(theirs)
+                message = receive(child)
                 assert message is not None
-                send(theirs, message.content)
+                send(child, message.content)
 
     def hear() -> None:
         message = receive(ours)
         assert message is not None
-        heard.append(message.content["number"])
+        numbers.append(message.content["number"])
 
     with ours, ThreadPoolExecutor(1) as pool:
         serving = pool.submit(zygote)
         ours.setblocking(False)
         for number in range(count):
             send(ours, {"number": number, "text": text}, hear=hear)
-        while len(heard) < count:
+        while len(numbers) < count:
             hear()
         serving.result()
-    assert heard == list(range(count))
+    assert numbers == list(range(count))

@@ -256,15 +256,15 @@ def largest_difference(checkpoint: Path, segments: list[Any]) -> float:
     from ngym.trainer.recipe import recipe as config
 
     options = config.ModelOptions(path=str(checkpoint))
-    given = [samples.Sample((samples.Segment(one["token_ids"], [tuple(s) for s in one["mask"]]),)) for one in segments]
-    samplers = {id(sample.segments[0]): one["logprobs"] for sample, one in zip(given, segments, strict=True)}
+    batch = [samples.Sample((samples.Segment(one["token_ids"], [tuple(s) for s in one["mask"]]),)) for one in segments]
+    samplers = {id(sample.segments[0]): one["logprobs"] for sample, one in zip(batch, segments, strict=True)}
     worst = 0.0
     with distributed.joined(config.Launch(rank=0, local_rank=0, ranks=1)), torch.no_grad():
         policy = model.load_policy(options, model.load_tokenizer(options), 0)
-        for micro_batch in packing.plan(given, 8192):
+        for micro_batch in packing.plan(batch, 8192):
             packed = packing.pack(micro_batch, torch.device("cpu"))
-            told = [logprob for segment in packed.segments for logprob in samplers[id(segment)]]
-            worst = max(worst, float((policy.logprobs(packed) - torch.tensor(told)).abs().max()))
+            expected = [logprob for segment in packed.segments for logprob in samplers[id(segment)]]
+            worst = max(worst, float((policy.logprobs(packed) - torch.tensor(expected)).abs().max()))
     return worst
 
 
@@ -291,8 +291,8 @@ def test_the_trainer_computes_the_samplers_logprobs_of_what_every_client_brought
         for call in rollout.calls:
             extend(expected, call)
         if rollout.client.captured:
-            told = server.get(f"/rollouts/{rollout.name}/segments").json()
-            assert (told["calls"], told["segments"]) == (TURNS, expected)
+            captured = server.get(f"/rollouts/{rollout.name}/segments").json()
+            assert (captured["calls"], captured["segments"]) == (TURNS, expected)
         assert len(expected) == 1, f"{rollout.name} broke"
         [segment] = expected
         sampled = [segment["token_ids"][start:end] for start, end in segment["mask"]]

@@ -73,11 +73,11 @@ async def test_one_that_always_pays_is_found_by_gold_and_by_damaged_answers(tmp_
 
 
 async def test_one_that_changes_its_mind_is_reported(tmp_path: Path) -> None:
-    asked = []
+    requests = []
 
     async def moody(task: Task) -> float:
-        asked.append(task)
-        return float(task.word in task.text) / len(asked)
+        requests.append(task)
+        return float(task.word in task.text) / len(requests)
 
     found = await mistakes_of(moody, environment(tmp_path))
     assert found["again"][0].startswith("right: a second time it gets (0.")

@@ -82,12 +82,14 @@ async def answer(peers: Peers) -> Any:
 async def test_the_service_has_the_packages_that_it_names_and_the_core_that_runs(project: Path) -> None:
     async with Supervisor(config_of(project)) as stack:
         peers = Peers(stack.urls, owner="the test")
-        said = await answer(peers)
+        response = await answer(peers)
         await peers.close()
         (state,) = stack.states
-        assert said["click"] == OTHER != importlib.metadata.version("click")
-        assert Path(said["prefix"]).resolve() == venv_in(project).folder.resolve() and said["prefix"] != sys.prefix
-        assert said["pid"] == state.pid  # the forked process, turned into another program
+        assert response["click"] == OTHER != importlib.metadata.version("click")
+        assert (
+            Path(response["prefix"]).resolve() == venv_in(project).folder.resolve() and response["prefix"] != sys.prefix
+        )
+        assert response["pid"] == state.pid  # the forked process, turned into another program
     assert "this is a line of its log" in (project / ".ngym" / "logs" / "old.log").read_text()
 
 
@@ -98,10 +100,10 @@ async def test_it_is_started_again_at_its_address_and_ends_with_the_others(proje
         assert first is not None
         os.kill(first, signal.SIGKILL)
         await until(lambda: stack.states[0].restarts == 1 and stack.states[0].status == "ready")
-        said = await answer(peers)
+        response = await answer(peers)
         await peers.close()
-        assert said["click"] == OTHER and said["pid"] == stack.states[0].pid != first
-        alive = [psutil.Process(said["pid"])]
+        assert response["click"] == OTHER and response["pid"] == stack.states[0].pid != first
+        alive = [psutil.Process(response["pid"])]
     assert running(alive) == []
 
 
@@ -122,12 +124,12 @@ async def test_ng_serve_runs_it_too(project: Path) -> None:
         while "listens at" not in line:
             line = (await process.stderr.readline()).decode()
         peers = Peers({"old": [line.split()[-1]]}, owner="the test")
-        said = await answer(peers)
+        response = await answer(peers)
         await peers.close()
     finally:
         process.terminate()
         await process.communicate()
-    assert said["click"] == OTHER and said["pid"] == process.pid
+    assert response["click"] == OTHER and response["pid"] == process.pid
     assert process.returncode == 0
 
 
@@ -135,11 +137,11 @@ async def test_two_that_need_the_same_at_once_make_it_once(tmp_path: Path) -> No
     venv = venv_in(written(tmp_path, f"click=={OTHER}\n"))
     torn = venv.folder.with_suffix(".new") / "lib"
     torn.mkdir(parents=True)  # what a killed run left behind
-    said: list[str] = []
-    pythons = await asyncio.gather(*(make(venv, said.append, find_uv()) for _ in range(3)))
+    messages: list[str] = []
+    pythons = await asyncio.gather(*(make(venv, messages.append, find_uv()) for _ in range(3)))
     assert set(pythons) == {venv.python}
-    assert said[0].startswith("installing ") and str(venv.requirements) in said[0]
-    assert [text.split(",")[0] for text in said[1:]] == ["waiting for another process"] * 2
+    assert messages[0].startswith("installing ") and str(venv.requirements) in messages[0]
+    assert [text.split(",")[0] for text in messages[1:]] == ["waiting for another process"] * 2
     core = await asyncio.create_subprocess_exec(venv.python, "-P", "-c", "import ngym.services.base.runner")
     assert await core.wait() == 0
     assert sorted(path.name for path in venv.folder.parent.iterdir()) == [venv.folder.name, f"{venv.folder.name}.lock"]

@@ -56,10 +56,10 @@ def shown(folder: Path) -> Iterator[Viewer]:
         yield served
 
 
-def attempt(task: int, index: int, reward: float, said: str | None = None, **own: Any) -> Json:
+def attempt(task: int, index: int, reward: float, text: str | None = None, **own: Any) -> Json:
     """A rollout with a tool call, tokens, and what its verifier noted."""
     answer = str(task + 2)
-    row = rollout(task, index, reward, said or f"It is {answer}.", expected_answer=answer, **own)
+    row = rollout(task, index, reward, text or f"It is {answer}.", expected_answer=answer, **own)
     call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": f'{{"a": {task}, "b": 2}}'}
     result = {"type": "function_call_output", "call_id": "c1", "output": answer}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I had better add them."}]}
@@ -201,8 +201,8 @@ def test_model_text_neither_runs_nor_hides_nor_fetches(page: Page, shown: Viewer
         assert not set(HIDDEN) & set(page.title())
     go(page, shown, "#/r/r3/row/0")
     playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("⟨U+E0041⟩[31m ⟨U+202E⟩gnp.exe")
-    said = page.evaluate("text => import('/static/safetext.js').then(({ safeLine }) => safeLine(text))", JOINED)
-    assert said == JOINED  # what joins what is seen is not a hidden character
+    cleaned = page.evaluate("text => import('/static/safetext.js').then(({ safeLine }) => safeLine(text))", JOINED)
+    assert cleaned == JOINED  # what joins what is seen is not a hidden character
 
 
 def test_an_odd_item_is_shown_unchanged_and_hides_no_other(page: Page, shown: Viewer) -> None:
@@ -248,12 +248,12 @@ def test_a_figure_narrows_the_filter_and_the_spread_is_sorted_from_the_largest(p
 
 def test_a_megabyte_of_text_is_folded_until_one_asks(page: Page, shown: Viewer) -> None:
     go(page, shown, "#/r/r3/row/1")
-    said = page.locator(".turn.is-assistant .text")
+    answer = page.locator(".turn.is-assistant .text")
     more = page.get_by_role("button", name="Show all 1,000,000 characters")
     playwright.expect(more).to_be_visible()
-    assert len(said.text_content()) < 10_000
+    assert len(answer.text_content()) < 10_000
     more.click()
-    eventually(page, lambda: len(said.text_content()) == 1_000_000)
+    eventually(page, lambda: len(answer.text_content()) == 1_000_000)
 
 
 def test_an_address_says_filter_and_order_and_back_returns_to_it(page: Page, shown: Viewer) -> None:

@@ -45,10 +45,10 @@ def test_a_report_holds_the_most_telling_rollouts_and_all_numbers(folder: Path, 
         folder / "out.jsonl", folder / "other.jsonl", "--export", report, "--rows", "12", "--json", cache=tmp_path / "c"
     )
     assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
+    summary = json.loads(found.stdout)
     data = data_of(report.read_text())
-    assert (told["full"], told["listed"], told["of"]) == (24, 83, 83)
-    assert told["bytes"] == report.stat().st_size
+    assert (summary["full"], summary["listed"], summary["of"]) == (24, 83, 83)
+    assert summary["bytes"] == report.stat().st_size
     assert {run["id"]: run["rows"] for run in data["runs"]} == {"r1": 42, "r2": 40}
     assert "f0" in data["full"]["r1"]
     rewards = [row["reward"] for row in data["rows"]["r1"] if row["row"] in data["full"]["r1"]]
@@ -117,13 +117,13 @@ def test_a_row_whose_segments_are_not_json_is_in_the_table_alone(tmp_path: Path)
     write(tmp_path / "out.jsonl", [rollout(0), *damaged])
     report = tmp_path / "report.html"
     found = run(tmp_path / "out.jsonl", "--export", report, "--json", cache=tmp_path / "cache")
-    told = json.loads(found.stdout)
-    assert (told["full"], told["listed"], told["left_out"]) == (1, 4, 3)
+    summary = json.loads(found.stdout)
+    assert (summary["full"], summary["listed"], summary["left_out"]) == (1, 4, 3)
     assert list(data_of(report.read_text())["full"]["r1"]) == ["0"]
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "message"),
     [
         (("--export", "report.html", "--filter", "rewrd<1"), 2, "--filter: no field 'rewrd' (did you mean 'reward'?)"),
         (("--filter", "reward<1"), 2, "--filter needs --export FILE"),
@@ -133,10 +133,10 @@ def test_a_row_whose_segments_are_not_json_is_in_the_table_alone(tmp_path: Path)
     ],
 )
 def test_a_report_that_cannot_be_made_is_said_why(
-    folder: Path, tmp_path: Path, options: tuple[str, ...], code: int, said: str
+    folder: Path, tmp_path: Path, options: tuple[str, ...], code: int, message: str
 ) -> None:
     found = run(folder / "out.jsonl", *options, cache=tmp_path / "cache", cwd=tmp_path)
-    assert (found.returncode, said in found.stderr, found.stderr.count("\n")) == (code, True, 1), found.stderr
+    assert (found.returncode, message in found.stderr, found.stderr.count("\n")) == (code, True, 1), found.stderr
     assert not (tmp_path / "report.html").exists()
 
 
@@ -147,7 +147,7 @@ def test_the_modules_of_the_page_can_be_joined_into_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modules", "said"),
+    ("modules", "message"),
     [
         (
             {
@@ -164,8 +164,8 @@ def test_the_modules_of_the_page_can_be_joined_into_one() -> None:
         ({"main.js": 'const a = "</script>";\n'}, "would end its script"),
     ],
 )
-def test_modules_that_cannot_be_joined_are_refused(tmp_path: Path, modules: dict[str, str], said: str) -> None:
+def test_modules_that_cannot_be_joined_are_refused(tmp_path: Path, modules: dict[str, str], message: str) -> None:
     for name, text in modules.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         joined(tmp_path)

@@ -102,35 +102,35 @@ def go(page: Page, shown: Viewer, route: str = "#/") -> None:
 
 def test_answers_are_rendered_and_raw_on_request(page: Page, shown: Viewer) -> None:
     go(page, shown, "#/r/r1/row/0")
-    said = page.locator(".turn.is-assistant .text")
-    playwright.expect(said.locator(".heading")).to_have_text("Answer")
-    playwright.expect(said.locator("strong")).to_have_text("roots")
-    playwright.expect(said.locator("em")).to_have_text("3")
-    playwright.expect(said.locator("ol > li")).to_have_count(2)
-    playwright.expect(said.locator("ol ul code")).to_have_text("code")
-    playwright.expect(said.locator("td")).to_have_count(2)
-    playwright.expect(said.locator("mfrac")).to_have_count(1)
-    playwright.expect(said.locator("math")).to_have_count(4)
-    playwright.expect(said.locator("code.tex")).to_have_text(r"\mystery{x}")
-    playwright.expect(said.locator(".code-block code")).to_contain_text("<script>document.title")
-    playwright.expect(said).to_contain_text("it costs $5, not $6, and 2*3*4 is snake_case_name.")
+    text = page.locator(".turn.is-assistant .text")
+    playwright.expect(text.locator(".heading")).to_have_text("Answer")
+    playwright.expect(text.locator("strong")).to_have_text("roots")
+    playwright.expect(text.locator("em")).to_have_text("3")
+    playwright.expect(text.locator("ol > li")).to_have_count(2)
+    playwright.expect(text.locator("ol ul code")).to_have_text("code")
+    playwright.expect(text.locator("td")).to_have_count(2)
+    playwright.expect(text.locator("mfrac")).to_have_count(1)
+    playwright.expect(text.locator("math")).to_have_count(4)
+    playwright.expect(text.locator("code.tex")).to_have_text(r"\mystery{x}")
+    playwright.expect(text.locator(".code-block code")).to_contain_text("<script>document.title")
+    playwright.expect(text).to_contain_text("it costs $5, not $6, and 2*3*4 is snake_case_name.")
     page.get_by_role("button", name="Raw", exact=True).click()
-    eventually(page, lambda: said.inner_text() == MARKDOWN)
+    eventually(page, lambda: text.inner_text() == MARKDOWN)
     page.reload()
-    eventually(page, lambda: said.inner_text() == MARKDOWN)
+    eventually(page, lambda: text.inner_text() == MARKDOWN)
     page.keyboard.press("m")
-    playwright.expect(said.locator(".heading")).to_have_text("Answer")
+    playwright.expect(text.locator(".heading")).to_have_text("Answer")
 
 
 def test_markup_of_an_answer_is_text_and_its_addresses_are_neither_fetched_nor_linked(
     page: Page, shown: Viewer
 ) -> None:
     go(page, shown, "#/r/r1/row/0")
-    said = page.locator(".turn.is-assistant .text")
-    playwright.expect(said).to_contain_text("<img src=x onerror=\"document.title='owned'\">")
-    playwright.expect(said).to_contain_text("second ⟨https://elsewhere.example/?leak=1⟩")
-    playwright.expect(said).to_contain_text("image elsewhere, not fetched: https://elsewhere.example/x.png")
-    assert said.locator("a, img, script, [href], [src], [style]").count() == 0
+    text = page.locator(".turn.is-assistant .text")
+    playwright.expect(text).to_contain_text("<img src=x onerror=\"document.title='owned'\">")
+    playwright.expect(text).to_contain_text("second ⟨https://elsewhere.example/?leak=1⟩")
+    playwright.expect(text).to_contain_text("image elsewhere, not fetched: https://elsewhere.example/x.png")
+    assert text.locator("a, img, script, [href], [src], [style]").count() == 0
     assert "owned" not in page.title()
 
 

@@ -191,17 +191,17 @@ def test_a_task_that_training_draws_again_is_one_task(training: Viewer) -> None:
 
 
 def test_the_tokens_of_a_row_say_which_were_trained(shown: Viewer) -> None:
-    told = shown.get("/api/runs/r2/rows/2/tokens")
-    (found,) = told["segments"]
+    tokens = shown.get("/api/runs/r2/rows/2/tokens")
+    (found,) = tokens["segments"]
     assert [token["id"] for token in found["tokens"]] == segment()["token_ids"]
     assert [token["trained"] for token in found["tokens"]] == [False] * 3 + [True] * 2
     assert [token["logprob"] for token in found["tokens"]][3:] == [-0.25, -1.5]
     assert [token["version"] for token in found["tokens"]] == [None, None, None, 3, 4]
-    assert "--tokenizer" in told["note"]
+    assert "--tokenizer" in tokens["note"]
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "said"),
+    ("path", "status", "message"),
     [
         ("/api/runs/r9/rows", 404, "no run 'r9'"),
         ("/api/runs/r1/rows/99", 404, "there is no row 99"),
@@ -221,11 +221,11 @@ def test_the_tokens_of_a_row_say_which_were_trained(shown: Viewer) -> None:
         ("/etc/passwd", 404, ""),
     ],
 )
-def test_what_cannot_be_answered_is_a_problem_document(shown: Viewer, path: str, status: int, said: str) -> None:
+def test_what_cannot_be_answered_is_a_problem_document(shown: Viewer, path: str, status: int, message: str) -> None:
     found, headers, body = shown.ask(path)
     problem = json.loads(body)
     assert (found, headers["content-type"], problem["status"]) == (status, "application/problem+json", status)
-    assert said in problem["detail"]
+    assert message in problem["detail"]
 
 
 def test_every_answer_forbids_what_a_page_need_not_do(shown: Viewer) -> None:
@@ -351,20 +351,20 @@ def test_a_port_that_is_taken_is_reported_and_the_usual_one_has_neighbours(folde
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("nothing.jsonl", None, "there is no such file or folder"),
         ("tasks.jsonl", b'{"responses_create_params": {"input": "x"}}\n', "its first line is not a rollout"),
         ("notes.txt", b"hello\n", "its first line is not a rollout"),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_a_line(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+def test_what_cannot_be_shown_is_said_in_a_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     found = run(tmp_path / name, cache=tmp_path / "cache")
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.count("\n") == 1
-    assert said in found.stderr
+    assert message in found.stderr
 
 
 def test_a_misspelled_file_is_reported_with_the_nearest_one(folder: Path, tmp_path: Path) -> None:
@@ -376,8 +376,8 @@ def test_a_run_of_which_every_rollout_failed_is_shown_by_its_name(tmp_path: Path
     write(tmp_path / "out_failures.jsonl", [failure(0)])
     with viewer(tmp_path / "out.jsonl", cache=tmp_path / "cache") as shown:
         wait_until(lambda: shown.get("/api/runs")["runs"][0]["failures"] == 1)
-        (told,) = shown.get("/api/runs")["runs"]
-        assert (told["rows"], told["mean_reward"]) == (0, None)
+        (entry,) = shown.get("/api/runs")["runs"]
+        assert (entry["rows"], entry["mean_reward"]) == (0, None)
         assert shown.get("/api/runs/r1/rows")["rows"][0]["row"] == "f0"
 
 

@@ -179,11 +179,11 @@ print(json.dumps([wrong, sorted(asked)]))
 def test_a_few_kernels_compute_the_products_of_all_batches(root: Path, tmp_path: Path) -> None:
     (script := tmp_path / "products.py").write_text(PRODUCTS)
     words = [str(script), str(root / "models" / "vllm" / "app.py")]
-    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
-    assert process.returncode == 0, said
-    wrong, asked = json.loads(said.splitlines()[-1])
+    output, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, output
+    wrong, batches = json.loads(output.splitlines()[-1])
     few = [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
-    assert (wrong, asked) == ([], [*range(1, 9), *few])
+    assert (wrong, batches) == ([], [*range(1, 9), *few])
 
 
 # What vLLM's own loader of media does with a URL, under the arguments of three stanzas.
@@ -227,9 +227,9 @@ def last_line(program: str, root: Path, folder: Path) -> str:
     """The last line that a program prints; its arguments are the app of models/vllm and the folder."""
     (script := folder / "program.py").write_text(program)
     words = [str(script), str(root / "models" / "vllm" / "app.py"), str(folder)]
-    said, _ = (process := ForkedCommand(words, folder, os.environ, vllm=True)).communicate(timeout=600)
-    assert process.returncode == 0, said
-    return str(said.splitlines()[-1])
+    output, _ = (process := ForkedCommand(words, folder, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, output
+    return str(output.splitlines()[-1])
 
 
 @with_vllm
@@ -306,11 +306,11 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
     app = str(root / "models" / "vllm" / "app.py")
     (script := tmp_path / "parse.py").write_text(PARSE)
     words = [str(script), app, json.dumps(list(cases.values())), str(tmp_path)]
-    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
-    assert process.returncode == 0, said
-    lines, unknown_parsers, refused = json.loads(said.splitlines()[-1])
-    for expected, told in zip(cases, lines, strict=True):
-        line = told if isinstance(told, str) else json.dumps(told)
+    output, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, output
+    lines, unknown_parsers, refused = json.loads(output.splitlines()[-1])
+    for expected, message in zip(cases, lines, strict=True):
+        line = message if isinstance(message, str) else json.dumps(message)
         assert expected in line and "\n" not in line
     assert unknown_parsers == [], "of arguments.py; vLLM has no such parsers"
     assert refused == (

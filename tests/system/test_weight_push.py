@@ -176,9 +176,9 @@ def test_after_a_push_the_engine_computes_with_the_new_weights(
     done = pusher.push(version, policy.change(version), policy.proof())
     pusher.finish()
     assert done.version == version and done.difference < 1e-5
-    told = server.get("/weights").json()
-    assert (told["policy_version"], told["updating"], told["asleep"]) == (version, False, [])
-    assert told["transport"] == ["http", "filesystem", *([] if back_end == VLLM else ["ipc"])]
+    status = server.get("/weights").json()
+    assert (status["policy_version"], status["updating"], status["asleep"]) == (version, False, [])
+    assert status["transport"] == ["http", "filesystem", *([] if back_end == VLLM else ["ipc"])]
     after = server.answer(input=LONG, max_output_tokens=20, ignore_eos=True)
     assert after["ng"] == {"policy_version": [[0, 20, version]]}
     assert not after["usage"]["input_tokens_details"]["cached_tokens"], "keys and values of the old weights"
@@ -278,8 +278,8 @@ def test_a_server_sleeps_takes_weights_half_awake_and_continues_with_them(
     version = pusher.prepare() + 1
     with generating(server, 100) as answer:
         pusher.sleep()
-        said = answer.result(PATIENCE_S)  # though no one wakes it
-        assert len(tokens_of(said.json())[1]) == 100, "what was in flight ends first"
+        response = answer.result(PATIENCE_S)  # though no one wakes it
+        assert len(tokens_of(response.json())[1]) == 100, "what was in flight ends first"
     assert server.get("/weights").json()["asleep"] == ["kv_cache", "weights"]
     assert server.get("/ready").status_code == 503 and "asleep" in server.get("/ready").json()["detail"]
     with ThreadPoolExecutor(1) as client:
@@ -622,8 +622,8 @@ def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Polic
         with pytest.raises(push.PushFailed, match=f"{away}: POST /weights: ConnectionRefusedError"):
             pusher.push(before + 1, policy.change(3), policy.proof())
         pusher.finish()
-    told = server.get("/weights").json()
-    assert (told["policy_version"], told["updating"], told["asleep"]) == (before, False, [])
+    status = server.get("/weights").json()
+    assert (status["policy_version"], status["updating"], status["asleep"]) == (before, False, [])
 
 
 def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: Any) -> None:

@@ -84,24 +84,24 @@ def batch() -> list[Any]:
 def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forward(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = policy.Policy(network(family, attention.NAME)), network(family, "eager")
+    ours, reference = policy.Policy(network(family, attention.NAME)), network(family, "eager")
     packed = packing.pack(batch(), CPU)
     together = ours.logprobs(packed)
     together.sum().backward()
     alone = []
-    modeling = sys.modules[type(theirs).__module__]
+    modeling = sys.modules[type(reference).__module__]
     if isinstance(rotary := getattr(modeling, layers.ROTARY), partial):
         monkeypatch.setattr(modeling, layers.ROTARY, rotary.args[0])
     for segment in packed.segments:
         ids = torch.tensor([segment.token_ids])
-        logprobs = theirs(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        logprobs = reference(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         of_token = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
         alone += [of_token[start - 1 : end - 1] for start, end in segment.spans]
     torch.cat(alone).sum().backward()
     torch.testing.assert_close(together, torch.cat(alone), atol=5e-5, rtol=1e-4)
     own = dict(ours.network.named_parameters())
     assert any(name.endswith("sinks") for name in own) == (family == "gpt_oss")
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in reference.named_parameters():
         assert torch.allclose(own[name].grad, parameter.grad, atol=5e-4, rtol=1e-3), name
 
 
@@ -155,11 +155,11 @@ def test_fused_functions_have_the_outputs_and_gradients_of_their_formulas(dtype:
     bound = {"atol": 4 * torch.finfo(dtype).eps, "rtol": 8 * torch.finfo(dtype).eps}
     for fused, formula in ((fused_norm, norm), (fused_rotary, rotary)):
         results = []
-        for function, given in ((fused, dtype), (formula, torch.float64)):
-            inputs = [each.to(dtype).to(given, copy=True).requires_grad_() for each in (x, weight)]
+        for function, precision in ((fused, dtype), (formula, torch.float64)):
+            inputs = [each.to(dtype).to(precision, copy=True).requires_grad_() for each in (x, weight)]
             y = function(*inputs)
-            y.backward(grad.to(dtype).to(given))
-            assert y.dtype == given
+            y.backward(grad.to(dtype).to(precision))
+            assert y.dtype == precision
             results.append([y.detach(), *(each.grad for each in inputs if each.grad is not None)])
         for got, right in zip(*results, strict=True):
             assert got.dtype == dtype
@@ -224,15 +224,15 @@ def test_attention_is_part_of_a_layers_only_graph_whatever_the_lengths(
     layers.compile_layers(compiled.network)
     batches = [of_lengths(20, 20, 20), of_lengths(30, 20), packing.pack(batch(), CPU), of_lengths(23)]
     batches += [of_lengths(22, 22), of_lengths(40, 20, 30), packing.pack(batch()[:4], CPU), of_lengths(24)]
-    seen = []
+    counts = []
     with torch.no_grad():
         for packed in batches:
             expected = plain.logprobs(packed)
             if not packed.layout.equal:
                 packed.layout.make_block_mask(CPU)
             torch.testing.assert_close(compiled.logprobs(packed), expected, atol=1e-5, rtol=0)
-            seen.append(graphs())
-    assert seen == [1, 2, 2, 3, 3, 3, 3, 3]  # several of equal length, FlexAttention, one
+            counts.append(graphs())
+    assert counts == [1, 2, 2, 3, 3, 3, 3, 3]  # several of equal length, FlexAttention, one
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -271,10 +271,10 @@ def test_short_attention_in_16_bits_on_a_cpu_is_that_of_float32_rounded_once(dty
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
     gradient = torch.randn(shapes[0], dtype=dtype)
     ours = attention.attended(*inputs, attention.AttentionKind())
-    theirs = attention.attended(*exact, attention.AttentionKind())
+    reference = attention.attended(*exact, attention.AttentionKind())
     ours.backward(gradient)
-    theirs.backward(gradient.float())
-    assert ours.dtype == dtype and torch.equal(ours, theirs.to(dtype))
+    reference.backward(gradient.float())
+    assert ours.dtype == dtype and torch.equal(ours, reference.to(dtype))
     with torch.no_grad():  # so are the scores of a batch before it is trained
         assert torch.equal(attention.attended(*inputs, attention.AttentionKind()), ours)
     for rounded, tensor in zip(inputs, exact, strict=True):

@@ -76,8 +76,8 @@ def rollout(reward: float, group: str, *spans: list[tuple[int, int]]) -> Any:
         samples.SampledSegment(list(range(20, 22 + each[-1][1])), each, sampler=[-1.0] * sum(b - a for a, b in each))
         for each in spans
     )
-    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return samples.RolloutSample(segments=segments, group=group, reward=reward, **told)
+    fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return samples.RolloutSample(segments=segments, group=group, reward=reward, **fields)
 
 
 @pytest.mark.parametrize(("coef", "reward_coef"), [(1.0, 0.0), (0.5, 2.0)])
@@ -89,9 +89,13 @@ def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_samplers_plus_that
     )
     assert options.teacher is not None
     scored = teacher.open_teachers(setup, options.teacher, 1.0)
-    given = [rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]), rollout(0.0, "a", [(6, 11)]), rollout(0.5, "b", [(2, 4)])]
+    rollouts = [
+        rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]),
+        rollout(0.0, "a", [(6, 11)]),
+        rollout(0.5, "b", [(2, 4)]),
+    ]
     algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
-    prepared: Any = algorithm.prepare(given, setup.engine, 15)
+    prepared: Any = algorithm.prepare(rollouts, setup.engine, 15)
     network = AutoModelForCausalLM.from_pretrained(master)
     gaps, of_rewards, found = [], [], []
     for sample, of_reward in zip(prepared, (0.5, -0.5, 0.0), strict=True):
@@ -102,8 +106,8 @@ def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_samplers_plus_that
             gaps += [float(log_p[at - 1]) + 1 for a, b in segment.spans for at in range(a, b)]
             of_rewards += [of_reward] * segment.trained
             found += segment.advantages
-    wanted = [coef * gap + reward_coef * reward for gap, reward in zip(gaps, of_rewards, strict=True)]
-    assert found == pytest.approx(wanted, abs=1e-4)
+    expected = [coef * gap + reward_coef * reward for gap, reward in zip(gaps, of_rewards, strict=True)]
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_exact_reverse_kl_falls(
@@ -138,8 +142,8 @@ def test_the_exact_reverse_kl_falls(
 def said(prompt: list[int], token: int, logprob: float) -> Any:
     """A rollout of one sampled token."""
     segment = samples.SampledSegment([*prompt, token], [(4, 5)], sampler=[logprob])
-    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return samples.RolloutSample(segments=(segment,), group=str(prompt), reward=0.0, **told)
+    fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return samples.RolloutSample(segments=(segment,), group=str(prompt), reward=0.0, **fields)
 
 
 # --- a teacher behind a URL ------------------------------------------------------------------------------------------
@@ -148,7 +152,7 @@ def said(prompt: list[int], token: int, logprob: float) -> Any:
 @contextmanager
 def served(
     folder: Path,
-    change: Change = lambda said, ids: said,
+    change: Change = lambda logprobs, ids: logprobs,
     tokens: Callable[[list[int]], list[int]] = list,
     problems: Sequence[int | type[Exception] | None] = (),
     context: int | None = None,
@@ -164,26 +168,26 @@ def served(
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
             problem = next(ahead, None)
             if isinstance(problem, int):
                 return self.send_error(problem)
             if problem is not None:
                 return None
             if self.path == "/tokenize":
-                ids = tokens(tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"])
+                ids = tokens(tokenizer(request["prompt"], add_special_tokens=False)["input_ids"])
                 answer: Any = {"tokens": ids, "max_model_len": context}
             else:
-                ids = asked["token_ids"]
+                ids = request["token_ids"]
                 calls.append(len(ids))
                 with torch.no_grad():
                     log_p = network(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-                top_k = asked["sampling_params"]["prompt_logprobs"]
-                said: list[Any] = [None]
+                top_k = request["sampling_params"]["prompt_logprobs"]
+                logprobs: list[Any] = [None]
                 for at in range(1, len(ids)):
                     likeliest = log_p[at - 1].topk(top_k).indices.tolist()
-                    said.append({str(n): {"logprob": float(log_p[at - 1, n])} for n in {ids[at], *likeliest}})
-                answer = {"choices": [], "prompt_logprobs": change(said, ids)}
+                    logprobs.append({str(n): {"logprob": float(log_p[at - 1, n])} for n in {ids[at], *likeliest}})
+                answer = {"choices": [], "prompt_logprobs": change(logprobs, ids)}
             body = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
@@ -222,9 +226,9 @@ def test_a_server_scores_as_the_checkpoint_that_it_serves(setup: Setup, master: 
 ROLLOUTS = (((4, 9),), ((3, 5), (7, 8)), ((6, 11),))
 
 
-def reference_divergence(ours: torch.Tensor, theirs: torch.Tensor, beta: float) -> torch.Tensor:
+def reference_divergence(ours: torch.Tensor, teacher_logits: torch.Tensor, beta: float) -> torch.Tensor:
     """From probabilities, [N, V] -> [N]."""
-    p, q = theirs.softmax(-1), ours.softmax(-1)
+    p, q = teacher_logits.softmax(-1), ours.softmax(-1)
     if beta in (0.0, 1.0):
         p, q = (p, q) if beta == 0 else (q, p)
         return (p * (p / q).log()).sum(-1)
@@ -265,8 +269,8 @@ def test_a_divergence_and_its_gradient_are_those_of_whole_distributions(
 
     network = AutoModelForCausalLM.from_pretrained(student)
     with torch.no_grad():
-        theirs = logits_of(AutoModelForCausalLM.from_pretrained(master), packed.segments)
-    expected = reference_divergence(logits_of(network, packed.segments), theirs, beta).sum()
+        teacher_logits = logits_of(AutoModelForCausalLM.from_pretrained(master), packed.segments)
+    expected = reference_divergence(logits_of(network, packed.segments), teacher_logits, beta).sum()
     (0.5 * expected / 13).backward()
     assert loss.metrics["teacher_divergence"].total == pytest.approx(expected.item(), rel=1e-4)
     assert loss.metrics["loss"].total == pytest.approx(0.5 * expected.item(), rel=1e-4)
@@ -304,18 +308,18 @@ def test_a_call_that_a_server_drops_or_is_too_busy_for_is_made_again(
 
 def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> None:
     generator = torch.Generator().manual_seed(0)
-    ours, theirs = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64).unbind()
-    values, ids = theirs.log_softmax(-1).topk(3)
+    ours, teacher_logits = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64).unbind()
+    values, ids = teacher_logits.log_softmax(-1).topk(3)
     padded = torch.cat((values, torch.full((6, 2), -torch.inf)), 1), torch.cat((ids, torch.zeros(6, 2).long()), 1)
     for beta in (0.0, 0.4, 1.0):
         ours.grad = None
         found = teacher_divergence.divergence(ours.requires_grad_().log_softmax(-1), *padded, beta)
         merged = []
-        for logits in (ours, theirs):
+        for logits in (ours, teacher_logits):
             p = logits.softmax(-1).gather(1, ids)
             merged.append(torch.cat((p, 1 - p.sum(-1, keepdim=True)), 1).log())
         torch.testing.assert_close(found, reference_divergence(*merged, beta))
-        whole = teacher_divergence.divergence(ours.log_softmax(-1), theirs.log_softmax(-1), None, beta)
+        whole = teacher_divergence.divergence(ours.log_softmax(-1), teacher_logits.log_softmax(-1), None, beta)
         assert bool((found <= whole).all())
         found.sum().backward()
         assert bool(ours.grad.isfinite().all())
@@ -326,8 +330,8 @@ def test_a_live_run_lowers_a_divergence(student: Path, master: Path, tmp_path: P
     with serving(Stub(student, equal_share=8)) as stub, served(master) as (url, _):
         words = [*arguments(tmp_path, student, stub, 4), "evaluation=null", "algorithm.name=distillation"]
         words += [f"algorithm.teacher.{source}={url if source == 'url' else master}", "algorithm.teacher.beta=0.5"]
-        said, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
-        assert process.returncode == 0, said
+        output, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
+        assert process.returncode == 0, output
     found = [row["teacher_divergence"] for row in metrics_of(tmp_path) if "teacher_divergence" in row]
     assert len(found) == 4 and max(found[1:]) < 0.98 * found[0]
 
@@ -339,8 +343,8 @@ def test_a_live_run_learns_from_its_teacher_where_no_reward_has_a_signal(
     with serving(Stub(student, equal_share=8)) as stub, served(master) as (url, calls):  # of eight: all rewards are 0.5
         words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
         words += [f"algorithm.teacher.{source}={url if source == 'url' else master}", "rollouts.updates_per_step=1"]
-        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
-        assert process.returncode == 0, said
+        output, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+        assert process.returncode == 0, output
     rows = [row for row in metrics_of(tmp_path) if "teacher_kl" in row]
     assert len(rows) == 2 and all(row["teacher_kl"] > 1 and row["grad_norm"] > 0 for row in rows)
     assert all(row["teacher_tokens"] == 10 * row["global_valid_seqs"] for row in rows)
@@ -348,17 +352,17 @@ def test_a_live_run_learns_from_its_teacher_where_no_reward_has_a_signal(
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
 
 
-def shifted(said: list[Any], ids: list[int]) -> list[Any]:
-    values = [one and next(iter(one.values())) for one in said]
+def shifted(logprobs: list[Any], ids: list[int]) -> list[Any]:
+    values = [one and next(iter(one.values())) for one in logprobs]
     return [None, *({str(token): value} for token, value in zip(ids[1:], [*values[2:], values[1]], strict=True))]
 
 
 def wavering() -> Change:
     count = iter(range(1000))
 
-    def change(said: list[Any], ids: list[int]) -> list[Any]:
+    def change(logprobs: list[Any], ids: list[int]) -> list[Any]:
         add = float(next(count))
-        return [one and {key: {"logprob": value["logprob"] - add} for key, value in one.items()} for one in said]
+        return [one and {key: {"logprob": value["logprob"] - add} for key, value in one.items()} for one in logprobs]
 
     return change
 
@@ -367,10 +371,13 @@ def wavering() -> Change:
     ("faults", "reason"),
     [
         ({"tokens": lambda ids: ids[::-1]}, "another tokenizer than the policy's"),
-        ({"change": lambda said, ids: None}, "returned no prompt_logprobs for"),
-        ({"change": lambda said, ids: said[:-1]}, "prompt_logprobs for"),
-        ({"change": lambda said, ids: [None, *({"7000": {"logprob": -1.0}} for _ in ids[1:])]}, "own tokens"),
-        ({"change": lambda said, ids: [None, *({str(i): {"logprob": 2.0}} for i in ids[1:])]}, "not log-probabilities"),
+        ({"change": lambda logprobs, ids: None}, "returned no prompt_logprobs for"),
+        ({"change": lambda logprobs, ids: logprobs[:-1]}, "prompt_logprobs for"),
+        ({"change": lambda logprobs, ids: [None, *({"7000": {"logprob": -1.0}} for _ in ids[1:])]}, "own tokens"),
+        (
+            {"change": lambda logprobs, ids: [None, *({str(i): {"logprob": 2.0}} for i in ids[1:])]},
+            "not log-probabilities",
+        ),
         ({"change": wavering()}, "not deterministic: two answers for the same text differ by 1"),
         ({"change": shifted}, "not aligned"),
     ],
@@ -463,7 +470,7 @@ def logprobs_of(folder: Path, rollouts: Any) -> list[list[list[float]]]:
 
 
 def test_several_teachers_score_by_agent_and_by_weight(setup: Setup, student: Path, master: Path) -> None:
-    given = [
+    rollouts = [
         replace(rollout(0.0, "a", [(4, 9)], [(3, 5), (7, 8)]), agent="math"),
         replace(rollout(0.0, "b", [(6, 11)]), agent="games"),
     ]
@@ -472,15 +479,15 @@ def test_several_teachers_score_by_agent_and_by_weight(setup: Setup, student: Pa
         {"path": str(student), "weight": 1.0},
     ]
     options = objective.Teacher.model_validate({"several": several})
-    found = teacher.open_teachers(setup, options, 1.0).scores(given, setup.engine, 15)
-    of_master, of_student = logprobs_of(master, given), logprobs_of(student, given)
-    for segment, (theirs, ours) in enumerate(zip(of_master[0], of_student[0], strict=True)):
-        mean = [(3 * a + b) / 4 for a, b in zip(theirs, ours, strict=True)]
+    found = teacher.open_teachers(setup, options, 1.0).scores(rollouts, setup.engine, 15)
+    of_master, of_student = logprobs_of(master, rollouts), logprobs_of(student, rollouts)
+    for segment, (of_teacher, ours) in enumerate(zip(of_master[0], of_student[0], strict=True)):
+        mean = [(3 * a + b) / 4 for a, b in zip(of_teacher, ours, strict=True)]
         assert found[0][segment] == pytest.approx(mean, abs=1e-4)
     assert found[1][0] == pytest.approx(of_student[1][0], abs=1e-4)
     alone = objective.Teacher.model_validate({"several": several[:1]})
     with pytest.raises(UsageError, match="no teacher scores the rollouts of 'games'"):
-        teacher.open_teachers(setup, alone, 1.0).scores(given, setup.engine, 15)
+        teacher.open_teachers(setup, alone, 1.0).scores(rollouts, setup.engine, 15)
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], answer: str, **fields: str) -> Any:
@@ -490,8 +497,8 @@ def answered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]],
     sampled = tokenizer.encode(answer, add_special_tokens=False)
     span = (len(ids), len(ids) + len(sampled))
     segment = samples.SampledSegment([*ids, *sampled], [span], sampler=[-1.0] * len(sampled))
-    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return samples.RolloutSample(segments=(segment,), group="a", reward=0.0, task=fields, **told)
+    counts = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return samples.RolloutSample(segments=(segment,), group="a", reward=0.0, task=fields, **counts)
 
 
 def test_rollouts_that_are_too_long_for_a_teacher_train_nothing(setup: Setup, master: Path) -> None:
@@ -502,8 +509,8 @@ def test_rollouts_that_are_too_long_for_a_teacher_train_nothing(setup: Setup, ma
         assert options.teacher is not None
         teachers = teacher.open_teachers(setup, options.teacher, 1.0)
         algorithm = policy_gradient.PolicyGradient(options, 1, None, teachers)
-        given = [rollout(1.0, str(length), [(length - 3, length - 2)]) for length in lengths]
-        found = algorithm.prepare(given, setup.engine, 512)
+        rollouts = [rollout(1.0, str(length), [(length - 3, length - 2)]) for length in lengths]
+        found = algorithm.prepare(rollouts, setup.engine, 512)
         return [sample.longest for sample in found]
 
     assert prepared({"path": str(master)}, 256, 257) == [256]
@@ -516,13 +523,13 @@ def test_rollouts_that_are_too_long_for_a_teacher_train_nothing(setup: Setup, ma
 
 def test_a_hint_needs_room_in_the_context(setup: Setup, tokenizer: PreTrainedTokenizerBase) -> None:
     question = {"role": "user", "content": "What is 2 + 3?"}
-    given = answered(tokenizer, [question], "It is 5.", expected_answer="5")
-    place = setup.engine.policy.context - given.longest
+    sample = answered(tokenizer, [question], "It is 5.", expected_answer="5")
+    place = setup.engine.policy.context - sample.longest
     named = {"current_policy": True, "hint": "The answer is {expected_answer}."}
     teachers = teacher.open_teachers(setup, objective.Teacher.model_validate(named), 1.0)
-    [segment] = given.segments
+    [segment] = sample.segments
     longer = replace(segment, token_ids=[*segment.token_ids, *[20] * place])
-    assert teachers.fits(given) and not teachers.fits(replace(given, segments=(longer,)))
+    assert teachers.fits(sample) and not teachers.fits(replace(sample, segments=(longer,)))
 
 
 @pytest.mark.parametrize("source", ["current_policy", "path"])
@@ -530,15 +537,15 @@ def test_a_hint_is_a_message_that_only_the_teacher_sees(
     setup: Setup, student: Path, tokenizer: PreTrainedTokenizerBase, source: str
 ) -> None:
     question = {"role": "user", "content": "What is 2 + 3?"}
-    given = answered(tokenizer, [question], "It is 5.", expected_answer="5")
+    sample = answered(tokenizer, [question], "It is 5.", expected_answer="5")
     named = {source: True if source == "current_policy" else str(student), "hint": "The answer is {expected_answer}."}
     teachers = teacher.open_teachers(setup, objective.Teacher.model_validate(named), 1.0)
-    [[found]] = teachers.scores([given], setup.engine, 8192)
+    [[found]] = teachers.scores([sample], setup.engine, 8192)
     hinted = answered(tokenizer, [question, {"role": "user", "content": "The answer is 5."}], "It is 5.")
-    assert hinted.segments[0].token_ids != given.segments[0].token_ids
+    assert hinted.segments[0].token_ids != sample.segments[0].token_ids
     assert found == pytest.approx(logprobs_of(student, [hinted])[0][0], abs=1e-4)
-    assert found != pytest.approx(logprobs_of(student, [given])[0][0], abs=1e-2)
-    other = replace(given, segments=(samples.SampledSegment([5, 6, 7], [(2, 3)], sampler=[-1.0]),))
+    assert found != pytest.approx(logprobs_of(student, [sample])[0][0], abs=1e-2)
+    other = replace(sample, segments=(samples.SampledSegment([5, 6, 7], [(2, 3)], sampler=[-1.0]),))
     with pytest.raises(UsageError, match="does not end with the generation prompt"):
         teachers.scores([other], setup.engine, 8192)
 
@@ -562,8 +569,8 @@ def test_the_fields_that_a_hint_names_are_read_from_the_rows_and_checked_before_
     with serving(Stub(student, equal_share=8)) as stub:
         words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
         words.append('algorithm.teacher={current_policy: true, hint: "It is {gold}."}')
-        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
-    assert process.returncode != 0 and "the task has no field 'gold'" in said
+        output, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+    assert process.returncode != 0 and "the task has no field 'gold'" in output
 
 
 def test_a_live_run_learns_from_itself_with_a_hint(
@@ -579,9 +586,9 @@ def test_a_live_run_learns_from_itself_with_a_hint(
             task |= {"prompt": tokenizer.encode(text, add_special_tokens=False), "sum": {"is": known}}
         (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
         words.append('algorithm.teacher={current_policy: true, hint: "It is {sum.is}."}')
-        said, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
-        assert process.returncode == 0, said
+        output, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
+        assert process.returncode == 0, output
     rows = [row for row in metrics_of(tmp_path) if "teacher_kl" in row]
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
     assert any(row["teacher_too_long"] for row in rows), rows
-    assert said.count("are longer than a teacher's context (with its hint): they train nothing") == 1, said
+    assert output.count("are longer than a teacher's context (with its hint): they train nothing") == 1, output

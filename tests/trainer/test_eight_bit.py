@@ -66,8 +66,8 @@ def losses(learner: Any, samples: list[Any], count: int) -> list[float]:
 
 
 def states(learner: Any) -> dict[str, dict[str, Any]]:
-    told = learner._deepspeed.optimizer.state
-    return {name: told[one] for name, one in learner.policy.named_parameters()}
+    by_parameter = learner._deepspeed.optimizer.state
+    return {name: by_parameter[one] for name, one in learner.policy.named_parameters()}
 
 
 def fit(name: str, target: Tensor, steps: int, **options: Any) -> tuple[list[float], Tensor]:
@@ -75,14 +75,14 @@ def fit(name: str, target: Tensor, steps: int, **options: Any) -> tuple[list[flo
     torch.manual_seed(0)
     layer, inputs = nn.Linear(target.shape[1], target.shape[0], bias=False), torch.randn(256, target.shape[1])
     built = optimizer.build(layer, recipe.OptimizerOptions(name=name, lr=2e-2, **options))
-    seen = []
+    step_losses = []
     for _ in range(steps):
         loss = (layer(inputs) - inputs @ target.T).square().mean()
         built.zero_grad()
         loss.backward()
         built.step()
-        seen.append(float(loss.detach()))
-    return seen, layer.weight.detach()
+        step_losses.append(float(loss.detach()))
+    return step_losses, layer.weight.detach()
 
 
 def test_it_follows_adamw() -> None:
@@ -141,7 +141,7 @@ def test_a_checkpoint_has_the_states_as_they_are(
 ) -> None:
     trained = learner(tokenizer)
     losses(trained, samples, 3)
-    told = json.loads(json.dumps(trained.save_state(tmp_path)))
+    meta = json.loads(json.dumps(trained.save_state(tmp_path)))
     with safe_open(tmp_path / "training-00001.safetensors", framework="pt") as file:
         kinds = {key.partition("/")[0]: file.get_tensor(key).dtype for key in file.keys() if "gate_proj" in key}  # noqa: SIM118
         assert not [key for key in file.keys() if "qmap" in key]  # noqa: SIM118
@@ -150,7 +150,7 @@ def test_a_checkpoint_has_the_states_as_they_are(
         **dict.fromkeys(("absmax1", "absmax2", "master"), torch.float32),
     }
     again = learner(tokenizer)
-    again.load_state(tmp_path, told)
+    again.load_state(tmp_path, meta)
     for name, state in states(trained).items():
         other = states(again)[name]
         assert state.keys() == other.keys() and state["step"] == other["step"] == 3
@@ -165,12 +165,12 @@ def test_states_of_another_kind_are_refused(
         folder.mkdir()
         trained = learner(tokenizer, saved)
         losses(trained, samples, 1)
-        told = trained.save_state(folder)
+        meta = trained.save_state(folder)
         again = learner(tokenizer, loads)
         with pytest.raises(
             optimizer.StateMissing, match=r"has other states of the optimizer|has the shape \[16\] in the checkpoint"
         ):
-            again.load_state(folder, told)
+            again.load_state(folder, meta)
 
 
 @pytest.fixture

@@ -79,12 +79,12 @@ def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tup
 
     with reached(solver) as found:
         file = folder / "eval_rollouts.jsonl"
-        asked = live_eval.Evaluation(
+        evaluation = live_eval.Evaluation(
             rollout_options.EvaluationOptions(**options), rollouts, 0.7, found, note, 5, file, done
         )
         for step in range(done, 4):
-            asked.after(step, last=step == 3)
-        asked.close()
+            evaluation.after(step, last=step == 3)
+        evaluation.close()
     return values, lines
 
 
@@ -100,8 +100,8 @@ def test_k_attempts_give_the_mean_and_the_unbiased_pass_at_k(tmp_path: Path) -> 
     assert first["eval/sums/avg@4/low"] < 7 / 16 < first["eval/sums/avg@4/high"]
     assert first["eval/sums/avg@4/count"] == 16 and first["eval/sums/greedy/count"] == 4
     assert lines[0].startswith("held-out after 0 steps: sums avg@4 0.438 [0.000, 1.000], pass@4 0.750; greedy")
-    asked = Counter(row["responses_create_params"]["temperature"] for row in solver.seen)
-    assert asked == {0.7: 3 * 16, 0.0: 3 * 4}
+    counts = Counter(row["responses_create_params"]["temperature"] for row in solver.seen)
+    assert counts == {0.7: 3 * 16, 0.0: 3 * 4}
     assert {row["responses_create_params"]["max_output_tokens"] for row in solver.seen} == {77}
     numbers = Counter((row["_ng_task_index"], row["_ng_rollout_index"]) for row in solver.seen)
     assert set(numbers.values()) == {1} and len(numbers) == 3 * 20, "each attempt has a number of its own"
@@ -124,16 +124,16 @@ def sampled_with(row: Json) -> Any:
 
 def test_each_sampled_attempt_has_a_seed_that_its_step_task_and_number_decide(tmp_path: Path) -> None:
     tasks = write(tmp_path / "held_out.jsonl", ["0", "1", "2"])
-    told = []
+    seeds = []
     for life in ("one", "other"):
         (tmp_path / life).mkdir()
         solver = Solver()
         measured(tmp_path / life, solver, tasks=tasks, attempts=4, every=1)
-        told.append({(row["_ng_task_index"], row["_ng_rollout_index"]): sampled_with(row) for row in solver.seen})
-    assert told[0] == told[1], "another run of the same recipe asks for the same"
-    sampled = [seed for seed in told[0].values() if seed is not None]
+        seeds.append({(row["_ng_task_index"], row["_ng_rollout_index"]): sampled_with(row) for row in solver.seen})
+    assert seeds[0] == seeds[1], "another run of the same recipe asks for the same"
+    sampled = [seed for seed in seeds[0].values() if seed is not None]
     assert len(set(sampled)) == len(sampled) == 4 * 12
-    assert list(told[0].values()).count(None) == 4 * 3, "greedy attempts need none"
+    assert list(seeds[0].values()).count(None) == 4 * 3, "greedy attempts need none"
 
 
 def test_every_held_out_rollout_is_kept_with_its_step_and_a_resumed_run_has_none_twice(tmp_path: Path) -> None:
@@ -233,8 +233,10 @@ def test_an_evaluation_that_the_run_cannot_make_is_refused(
     tasks = write(tmp_path / "tasks.jsonl", ["0"])
     environments = [{"agent": f"agent_{n}", "tasks": tasks} for n in range(live or 0)]
     rollouts = rollout_options.RolloutOptions(environments=environments) if live else None
-    asked = rollout_options.EvaluationOptions(**{key: tasks for key in options})
-    problem = rollout_options.evaluation_problem(asked, rollouts, algorithm, learns_from_rollouts=algorithm == "grpo")
+    evaluation = rollout_options.EvaluationOptions(**{key: tasks for key in options})
+    problem = rollout_options.evaluation_problem(
+        evaluation, rollouts, algorithm, learns_from_rollouts=algorithm == "grpo"
+    )
     assert problem is None if reason is None else problem is not None and reason in problem
 
 

@@ -178,7 +178,7 @@ class Broken(sft.Sft):
 def test_a_gradient_that_is_finite_at_no_scale_is_skipped_as_elsewhere_and_leaves_the_scale_as_it_was(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, stage: int
 ) -> None:
-    trained, seen = learner(tokenizer, stage), []
+    trained, history = learner(tokenizer, stage), []
     before = weights_of(trained)
     with pytest.raises(sanity_checks.NotFinite, match=r"norm inf \(loss scale 1\), 2 optimizer .* bf16 or fp32"):
         loop.train(
@@ -188,9 +188,9 @@ def test_a_gradient_that_is_finite_at_no_scale_is_skipped_as_elsewhere_and_leave
             BUDGET,
             lambda step: 1.0,
             sanity_checks.NanGuard(tmp_path, 2),
-            lambda step, values: seen.append(values),
+            lambda step, values: history.append(values),
         )
-    assert [(row["skipped_steps"], row["loss_scale"], row["overflow_retries"]) for row in seen] == [(1, 2.0**16, 16)]
+    assert [(row["skipped_steps"], row["loss_scale"], row["overflow_retries"]) for row in history] == [(1, 2.0**16, 16)]
     assert same(weights_of(trained), before) and len(list(tmp_path.iterdir())) == 2
     assert steps(trained, [0]) == steps(learner(tokenizer, stage), [0])
 
@@ -201,10 +201,10 @@ def test_a_resumed_run_continues_with_its_loss_scale(
 ) -> None:
     first = scaled(learner(tokenizer, stage), 2.0**30)
     steps(first, range(2))
-    told = json.loads(json.dumps(first.save_state(tmp_path)))
+    meta = json.loads(json.dumps(first.save_state(tmp_path)))
     expected = steps(first, range(2, 5))
     second = learner(tokenizer, then)
-    second.load_state(tmp_path, told)
+    second.load_state(tmp_path, meta)
     for found, right in zip(steps(second, range(2, 5)), expected, strict=True):
         assert found == pytest.approx(right, rel=0 if then == stage else 1e-3, abs=0)
     assert second.scaling() == first.scaling() and second.scaling()["overflow_retries"] > 5
@@ -215,11 +215,11 @@ def test_a_resumed_run_continues_with_its_loss_scale(
 def test_a_run_may_resume_in_another_precision(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     first = learner(tokenizer)
     steps(first, range(2))
-    told = json.loads(json.dumps(first.save_state(tmp_path)))
+    meta = json.loads(json.dumps(first.save_state(tmp_path)))
     expected = steps(first, [2])
     launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
     whole = engine.Engine(new_policy(tokenizer), launch, recipe.EngineOptions(), OPTIMIZER)
-    whole.load_state(tmp_path, told)
+    whole.load_state(tmp_path, meta)
     again = json.loads(json.dumps(whole.save_state(tmp_path)))
     assert steps(whole, [2]) == [pytest.approx(step, rel=0.01) for step in expected]
     assert whole.scaling() == {}

@@ -182,15 +182,15 @@ def test_ng_train_measures_the_same_on_two_ranks_as_on_one(
     overrides += ["optimizer.name=adamw", "optimizer.lr=1e-2", "model.from_scratch.rope_theta=10000"]
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     ranks = on_two_ranks(tmp_path, ["train", "sft.yaml", *overrides])
-    said = [process.communicate(timeout=600)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], said
+    outputs = [process.communicate(timeout=600)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     measured = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
     assert sorted(measured) == [0, 2, 3] and measured[3] < measured[0]
     samples = sft.Sft().samples(tmp_path / "held_out.jsonl", tokenizer)[:33]
     one, _ = measuring(learner, samples, sft.Sft())
     assert measured[0] == pytest.approx(one.means()["loss"], rel=1e-5)
-    assert said[0].count("held-out after") == 3 and "held-out after" not in said[1]
+    assert outputs[0].count("held-out after") == 3 and "held-out after" not in outputs[1]
 
 
 def test_a_run_that_continues_has_the_held_out_file_that_it_began_with(
@@ -218,6 +218,6 @@ def test_a_run_that_continues_has_the_held_out_file_that_it_began_with(
 
 def test_a_run_that_learns_from_a_file_is_not_evaluated_on_tasks(tmp_path: Path, data: Path) -> None:
     recipe = [f"output={tmp_path / 'run'}", f"data.path={data}", f"evaluation.tasks={data}"]
-    said = CliRunner().invoke(main, ["sft.yaml", *recipe])
-    assert said.exit_code == 2
-    assert "evaluation: sft trains on a file and is evaluated on one; name evaluation.data" in said.stderr
+    result = CliRunner().invoke(main, ["sft.yaml", *recipe])
+    assert result.exit_code == 2
+    assert "evaluation: sft trains on a file and is evaluated on one; name evaluation.data" in result.stderr

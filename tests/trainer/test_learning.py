@@ -35,8 +35,8 @@ def rows(path: Path) -> list[Any]:
 
 def questions(written: list[Any]) -> set[str]:
     """The user's first words in task rows and in demonstrations."""
-    said = [row["responses_create_params"]["input"] if "agent_ref" in row else first(row) for row in written]
-    return set(said)
+    texts = [row["responses_create_params"]["input"] if "agent_ref" in row else first(row) for row in written]
+    return set(texts)
 
 
 def first(demonstration: Any) -> str:
@@ -63,8 +63,8 @@ def test_a_lesson_has_tasks_demonstrations_and_recipes(
     lesson = import_module(f"lessons.{name}").lesson._replace(demonstrations=64)
     learning.write(lesson, tmp_path, seed=3)
     train, held_out = (rows(tmp_path / f"{part}.jsonl") for part in ("train", "held_out"))
-    told = [{json.dumps(row, sort_keys=True) for row in part} for part in (train, held_out)]
-    assert not told[0] & told[1] and len(told[1]) == learning.HELD_OUT
+    encoded = [{json.dumps(row, sort_keys=True) for row in part} for part in (train, held_out)]
+    assert not encoded[0] & encoded[1] and len(encoded[1]) == learning.HELD_OUT
     assert {row["agent_ref"]["name"] for row in train} == {lesson.agent}
 
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")

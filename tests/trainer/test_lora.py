@@ -75,9 +75,9 @@ def test_only_the_adapter_has_gradients_and_every_part_of_it_has_one(base: Path)
     names = {name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad}
     layers = trained.policy.network.config.num_hidden_layers
     assert len(names) == layers * 7 * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
-    with trained.gradients_seen() as seen:
+    with trained.gradients_seen() as parameters:
         step(trained, data)
-    assert seen == names
+    assert parameters == names
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -119,15 +119,15 @@ def test_a_saved_adapter_is_one_that_peft_loads(base: Path, tmp_path: Path) -> N
     trained.save_adapter(tmp_path / "adapter", options, str(base))
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["down_proj", "q_proj"] and described["base_model_name_or_path"] == str(base)
-    theirs = peft.PeftModel.from_pretrained(
+    loaded = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
     )
     trained.policy.network.set_attn_implementation("sdpa")
     ids = torch.tensor([data.segments[0].token_ids])
     with torch.no_grad():
-        assert difference(theirs(ids).logits, trained.policy.network(ids).logits) < 1e-5
-        with theirs.disable_adapter():
-            assert difference(theirs(ids).logits, trained.policy.network(ids).logits) > 0.1
+        assert difference(loaded(ids).logits, trained.policy.network(ids).logits) < 1e-5
+        with loaded.disable_adapter():
+            assert difference(loaded(ids).logits, trained.policy.network(ids).logits) > 0.1
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.05), ("fp16", 0.005)])

@@ -49,21 +49,23 @@ def finished(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     evaluated = 2 * 2 * 10
     with serving(Stub(policy, restarts_after=evaluated + 5 * TASKS * GROUP + 10)) as stub:
         process = train(folder, arguments(folder, policy, stub, STEPS))
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, said
-        yield folder, said, stub
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
+        yield folder, output, stub
 
 
 def test_the_reward_rises_on_tasks_and_held_out(finished: tuple[Path, str, Stub]) -> None:
-    folder, said, _ = finished
+    folder, output, _ = finished
     steps = of_steps(folder)
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     # on 30 rollouts a step the sampled reward is noise; what is likeliest is not
     greedy = {row["step"]: row["eval/agent/greedy"] for row in metrics_of(folder) if "eval/agent/greedy" in row}
     assert list(greedy) == [0, 4, 8] and greedy[8] > greedy[0] + 0.3
-    assert said.count(" rollouts failed, the first: agent: ") == 1 and ": the tool broke; all failures of the " in said
-    assert "held-out after 8 steps: " in said and "step 8/8  reward 0." in said
-    assert "reward/mean: " in said and (folder / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        output.count(" rollouts failed, the first: agent: ") == 1 and ": the tool broke; all failures of the " in output
+    )
+    assert "held-out after 8 steps: " in output and "step 8/8  reward 0." in output
+    assert "reward/mean: " in output and (folder / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_held_out_rollout_is_kept_with_its_step(finished: tuple[Path, str, Stub]) -> None:
@@ -198,15 +200,15 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
     launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
     optimizing = recipe.OptimizerOptions(lr=1e-3)
     learner = engine.Engine(model.load_policy(options, tokenizer, 0), launch, recipe.EngineOptions(), optimizing)
-    said: list[str] = []
+    messages: list[str] = []
     with ExitStack() as stack:
         stays, joins, later, wrong = [stack.enter_context(serving(Stub(policy))) for _ in range(4)]
         arguments(tmp_path, policy, stays, 1)
         later._version = 7  # of another run
         wrong._logprobs = lambda ids: [0.0] * (len(ids) - 1)  # type: ignore[method-assign]
-        connect = partial(services.started, tmp_path / "services.yaml", ["agent"], "policy", [], said.append)
+        connect = partial(services.started, tmp_path / "services.yaml", ["agent"], "policy", [], messages.append)
         with services.Services(connect) as there:
-            membership = services.HeadMembership(there, "policy", said.append)
+            membership = services.HeadMembership(there, "policy", messages.append)
             called = partial(there.addresses, "policy")
             pusher = push.Pusher(called, there.reached.token)
             weight_sync = publish.WeightSync(
@@ -227,8 +229,11 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
             assert called() == [stays.url, joins.url, later.url]
             assert stays.pushes == joins.pushes == wrong.pushes == announced == [1, 8] and later.pushes == [8]
             pusher.finish()
-    assert f"policy {joins.url} joined with version 1" in said and f"policy {later.url} joined with version 8" in said
-    refusals = [line for line in said if "gets no calls" in line]
+    assert (
+        f"policy {joins.url} joined with version 1" in messages
+        and f"policy {later.url} joined with version 8" in messages
+    )
+    refusals = [line for line in messages if "gets no calls" in line]
     assert [line.split()[1] for line in refusals] == [later.url, wrong.url, wrong.url]
     assert "it serves version 7 of other weights" in refusals[0] and "not the weights that were trained" in refusals[1]
 
@@ -241,9 +246,9 @@ async def join(reached: services.ReadyServices, url: str) -> None:
 
 
 async def noticed(membership: services.HeadMembership) -> None:
-    seen = asyncio.Event()
-    watch = asyncio.create_task(membership.watch(seen.set))
-    await seen.wait()
+    joined = asyncio.Event()
+    watch = asyncio.create_task(membership.watch(joined.set))
+    await joined.wait()
     watch.cancel()
 
 
@@ -260,8 +265,8 @@ def test_two_ranks_learn_what_one_learns(policy: Path, tmp_path: Path, finished:
         words = [*arguments(tmp_path, policy, stub, 2), "engine.zero_stage=2", "evaluation=null"]
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
         ranks = [train(tmp_path, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-        said = [process.communicate(timeout=600)[0] for process in ranks]
-        assert [process.returncode for process in ranks] == [0, 0], said
+        outputs = [process.communicate(timeout=600)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], outputs
     for two, one in zip(of_steps(tmp_path), of_steps(finished[0]), strict=False):
         for name in ("loss", "grad_norm", "reward/mean", "global_valid_toks"):
             assert two[name] == pytest.approx(one[name], rel=1e-3), name
@@ -284,8 +289,8 @@ def test_several_environments_in_their_shares_with_a_curriculum(policy: Path, tm
             "evaluation.attempts=2",
         ]
         process = train(tmp_path, words)
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
     for number, row in enumerate(of_steps(tmp_path), 1):
         assert row["reward/mean"] == pytest.approx(
             (3 * row["reward/agent/mean"] + row["reward/other/mean"]) / 4, abs=0.1
@@ -298,7 +303,7 @@ def test_several_environments_in_their_shares_with_a_curriculum(policy: Path, tm
         assert row["val/accuracy"] == pytest.approx((row["eval/agent/avg@2"] + row["eval/held_out/avg@2"]) / 2)
         count = [row[f"eval/held_out/avg@2/{what}"] for what in ("count", "failed", "unscored")]
         assert sum(count) == 10 and count[0] > 0 and "eval/held_out/pass@2" in row
-    assert "starting policy, agent, other" in said and "held-out after 2 steps: held_out avg@2 " in said
+    assert "starting policy, agent, other" in output and "held-out after 2 steps: held_out avg@2 " in output
 
 
 def test_a_run_whose_groups_have_no_learning_signal_says_so_at_once_and_at_the_end(
@@ -306,13 +311,13 @@ def test_a_run_whose_groups_have_no_learning_signal_says_so_at_once_and_at_the_e
 ) -> None:
     with serving(Stub(policy, equal_share=8)) as stub:  # of eight: every reward is 0.5
         words = [*arguments(tmp_path, policy, stub, 3), "evaluation=null"]
-        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
-        assert process.returncode == 1, said
-    assert said.count("nothing was trained: in every group all rewards are equal (their mean is 0.500)") == 1
-    assert said.index("step 1: nothing was trained") < said.index("step 2/3")
-    assert "warning: 3 of 3 steps trained nothing" in said
-    assert "no step changed the weights: the saved policy is the one that the run began with" in said
-    assert (tmp_path / "run" / "policy" / "model.safetensors").exists() and "Traceback" not in said
+        output, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+        assert process.returncode == 1, output
+    assert output.count("nothing was trained: in every group all rewards are equal (their mean is 0.500)") == 1
+    assert output.index("step 1: nothing was trained") < output.index("step 2/3")
+    assert "warning: 3 of 3 steps trained nothing" in output
+    assert "no step changed the weights: the saved policy is the one that the run began with" in output
+    assert (tmp_path / "run" / "policy" / "model.safetensors").exists() and "Traceback" not in output
 
 
 class NoModelCall(Stub):
@@ -325,11 +330,13 @@ class NoModelCall(Stub):
 
 def test_an_agent_that_does_not_call_the_model_ends_the_run_at_its_first_step(policy: Path, tmp_path: Path) -> None:
     with serving(NoModelCall(policy)) as stub:
-        said, _ = (process := train(tmp_path, [*arguments(tmp_path, policy, stub, 3), "evaluation=null"])).communicate(
-            timeout=600
-        )
-    assert process.returncode == 2 and "Traceback" not in said, said
-    assert "rollouts has a model call; let the agent call its model by ngym's URL" in said and "step 1/3" not in said
+        output, _ = (
+            process := train(tmp_path, [*arguments(tmp_path, policy, stub, 3), "evaluation=null"])
+        ).communicate(timeout=600)
+    assert process.returncode == 2 and "Traceback" not in output, output
+    assert (
+        "rollouts has a model call; let the agent call its model by ngym's URL" in output and "step 1/3" not in output
+    )
 
 
 def test_one_attempt_at_a_task_has_a_learning_signal_where_no_group_is_compared(policy: Path, tmp_path: Path) -> None:
@@ -339,8 +346,8 @@ def test_one_attempt_at_a_task_has_a_learning_signal_where_no_group_is_compared(
         words += ["rollouts.group_size=1", "rollouts.tasks_per_step=20", "evaluation.every=3"]
         words += ["algorithm.advantage={estimator: reward, whiten: true}", "algorithm.shaping.skip_equal_groups=false"]
         process = train(tmp_path, words)
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
     for row in of_steps(tmp_path):
         assert row["loss"] != 0 and row["grad_norm"] > 0 and all(map(math.isfinite, row.values()))
     greedy = {row["step"]: row["eval/agent/greedy"] for row in metrics_of(tmp_path) if "eval/agent/greedy" in row}
@@ -359,10 +366,10 @@ def test_a_model_server_that_takes_no_weights_ends_the_run_with_a_line(policy: P
     )
     words = [f"model.path={policy}", "rollouts.tasks=tasks.jsonl", "rollouts.services=services.yaml", "output=run"]
     process = train(tmp_path, ["grpo.yaml", "evaluation=null", *words])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode != 0 and "Traceback" not in said, said
-    assert "starting policy, calculator, calculator_agent" in said
-    assert "no transport 'http' there; it offers no push at all" in said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "Traceback" not in output, output
+    assert "starting policy, calculator, calculator_agent" in output
+    assert "no transport 'http' there; it offers no push at all" in output
 
 
 def test_only_what_the_agent_needs_is_started(root: Path) -> None:

@@ -38,8 +38,8 @@ def rollout(reward: float, group: str, token: int, turns: int = 1) -> Any:
         samples.SampledSegment([20, 21, 22, token, token + 1, turn], [(3, 6)], sampler=[-1.0] * 3)
         for turn in range(turns)
     )
-    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return samples.RolloutSample(segments=segments, group=group, reward=reward, **told)
+    fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return samples.RolloutSample(segments=segments, group=group, reward=reward, **fields)
 
 
 def test_the_best_of_each_group_is_preferred_to_its_worst_and_the_first_loss_is_ln_2(
@@ -72,8 +72,8 @@ def test_the_best_of_each_group_is_preferred_to_its_worst_and_the_first_loss_is_
 def test_a_live_run_prefers_its_better_rollouts(start: Path, tmp_path: Path) -> None:
     with serving(Stub(start)) as stub:
         words = [*arguments(tmp_path, start, stub, 3), "evaluation=null", "algorithm=null", "algorithm.name=online_dpo"]
-        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
-        assert process.returncode == 0, said
+        output, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+        assert process.returncode == 0, output
     rows = [row for row in metrics_of(tmp_path) if "rewards/accuracies" in row]
     assert len(rows) == 3 and all(0 < row["global_valid_seqs"] <= 8 for row in rows)  # a pair of each group, at most
     assert all(math.isfinite(row["loss"]) and "reward/mean" in row for row in rows)

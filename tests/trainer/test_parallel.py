@@ -84,8 +84,8 @@ def taken(folder: Path, every: list[Options]) -> list[Taken]:
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
     folder = tmp_path_factory.mktemp("alone")
     process = ForkedCommand(words(data, folder, ALONE), folder, os.environ)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said[-3000:]
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output[-3000:]
     return taken(folder, ALONE)
 
 
@@ -93,8 +93,8 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
 def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
     folder = tmp_path_factory.mktemp("together")
     ranks = on_two_ranks(folder, words(data, folder, TOGETHER))
-    said = [rank.communicate(timeout=600)[0][-3000:] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    outputs = [rank.communicate(timeout=600)[0][-3000:] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
     return taken(folder, TOGETHER)
 
 
@@ -156,9 +156,9 @@ def test_two_nodes_are_launched_without_ssh(launcher: str, data: Path, tmp_path:
         )
         for node in range(2)
     ]
-    said = [node.communicate(timeout=600)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert "32 samples, 16 on each of 2 ranks" in said[0] and (tmp_path / "run" / "policy").is_dir()
+    outputs = [node.communicate(timeout=600)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "32 samples, 16 on each of 2 ranks" in outputs[0] and (tmp_path / "run" / "policy").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def rollout(group: int, reward: float, *spans: list[tuple[int, int]], draw: rand
         )
         for of_segment in spans
     )
-    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return rollout_samples.RolloutSample(segments=segments, group=str(group), reward=reward, **told)
+    fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return rollout_samples.RolloutSample(segments=segments, group=str(group), reward=reward, **fields)
 
 
 def batch(seed: int = 0, count: int = 12) -> list[Any]:
@@ -109,32 +109,32 @@ class Told(nn.Module):
 
 def test_advantages_returns_and_value_loss_by_hand_across_a_tools_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Two tokens sampled, two of a tool, two sampled; reward 1; gamma 0.99, lambda 0.95."""
-    said = [0.1, 0.2, 0.3, 0.4]
-    trained = learner(tokenizer, network=Told(said), lr=1e-2)
+    predictions = [0.1, 0.2, 0.3, 0.4]
+    trained = learner(tokenizer, network=Told(predictions), lr=1e-2)
     algorithm = policy_gradient.PolicyGradient(options(critic={"value_clip": 0.15, "lr": 0.1}), None, None)
     one = rollout(0, 1.0, [(3, 5), (7, 9)], draw=random.Random(0))
     (prepared,) = algorithm.prepare([one], trained, BUDGET)
     (segment,) = prepared.segments
     returns = [0.8733, 0.9180, 0.9603, 1.0]
-    assert segment.values == pytest.approx(said)
+    assert segment.values == pytest.approx(predictions)
     assert segment.advantages == pytest.approx([0.7733, 0.7180, 0.6603, 0.6], abs=1e-4)
     assert segment.returns == pytest.approx(returns, abs=1e-4)
 
     def loss(values: list[float], bound: float | None) -> float:
         errors = []
-        for value, old, target in zip(values, said, returns, strict=True):
+        for value, old, target in zip(values, predictions, returns, strict=True):
             near = value if bound is None else old + max(-bound, min(bound, value - old))
             errors.append(max((value - target) ** 2, (near - target) ** 2) / 2)
         return sum(errors) / 4
 
     before = loop.take_step(trained, algorithm, [prepared], BUDGET, 0.0).means
-    assert before["value_loss"] == pytest.approx(loss(said, 0.15), abs=1e-4)
+    assert before["value_loss"] == pytest.approx(loss(predictions, 0.15), abs=1e-4)
     assert before["values"] == pytest.approx(0.25) and before["value_clip_ratio"] == 0
     assert before["loss"] == pytest.approx(before["actor_loss"] + before["value_loss"])
     with torch.no_grad():
         trained.policy.critic.constant.add_(0.3)  # further than it may move: the error counts as if it had stopped
     after = loop.take_step(trained, algorithm, [prepared], BUDGET, 0.0).means
-    assert after["value_loss"] == pytest.approx(loss([value + 0.3 for value in said], 0.15), abs=1e-4)
+    assert after["value_loss"] == pytest.approx(loss([value + 0.3 for value in predictions], 0.15), abs=1e-4)
     assert after["value_clip_ratio"] == 1
 
 
@@ -238,8 +238,8 @@ def test_every_stage_takes_the_same_steps_where_nothing_is_clipped(
         prepared = algorithm.prepare(batch(), trained, 120)
         steps = [loop.take_step(trained, algorithm, prepared, 120, 1.0) for _ in range(2)]
         values = algorithm.prepare(batch(), trained, BUDGET)
-        said = [x for one in values for segment in one.segments for x in segment.values]
-        found.append((trained.weights(), [step.means["loss"] for step in steps], said))
+        flat = [x for one in values for segment in one.segments for x in segment.values]
+        found.append((trained.weights(), [step.means["loss"] for step in steps], flat))
     (weights, losses, values), (same_weights, same_losses, same_values) = found
     assert same_losses == pytest.approx(losses, rel=1e-5) and same_values == pytest.approx(values, abs=1e-5)
     assert max((weights[name] - same_weights[name]).abs().max().item() for name in weights) < 1e-5
@@ -340,8 +340,8 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     overrides += ["max_steps=3", "optimizer.lr=1e-3", "engine.activation_checkpointing=true"]
     ranks = on_two_ranks(tmp_path, ["train", "ppo.yaml", *overrides])
-    said = [process.communicate(timeout=600)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], said
+    outputs = [process.communicate(timeout=600)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
 
     policy = critic.load_policy(OPTIONS, tokenizer, 0).eval()
     policy.critic = critic.CriticNetwork(policy.network, 1e-3)

@@ -93,16 +93,16 @@ def test_the_bytes_are_those_of_transformers(base: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
-    asked = BitsAndBytesConfig(load_in_4bit=True, **options)
-    theirs = AutoModelForCausalLM.from_pretrained(base, quantization_config=asked, dtype=torch.float32)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, **options)
+    reference = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=torch.float32)
     ours = loaded(base).network
     ours.set_attn_implementation("sdpa")
     packed = {name.replace(".base_layer", ""): one for name, one in ours.named_parameters() if one.dtype is torch.uint8}
     assert len(packed) == LAYERS
-    assert all(torch.equal(one, theirs.get_parameter(name)) for name, one in packed.items())
-    layers.fuse_layers(theirs)  # only the linear layers are compared
+    assert all(torch.equal(one, reference.get_parameter(name)) for name, one in packed.items())
+    layers.fuse_layers(reference)  # only the linear layers are compared
     ids = torch.arange(20, 50)[None]
-    assert difference(theirs.train()(ids).logits.detach(), ours(ids).logits.detach()) < 1e-6
+    assert difference(reference.train()(ids).logits.detach(), ours(ids).logits.detach()) < 1e-6
 
 
 def test_a_product_and_its_gradient_are_those_of_the_dequantized_weights() -> None:
@@ -129,9 +129,9 @@ def test_only_the_adapter_learns(base: Path) -> None:
     names = {name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad}
     assert len(names) == LAYERS * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
     first = said(trained.logprobs, data)
-    with trained.gradients_seen() as seen:
+    with trained.gradients_seen() as parameters:
         step(trained, data, 3)
-    assert seen == names and difference(said(trained.logprobs, data), first) > 0.1
+    assert parameters == names and difference(said(trained.logprobs, data), first) > 0.1
     assert torch.equal(said(trained.base_logprobs, data), first), "the reference of KL is the quantized base"
 
 
@@ -201,12 +201,12 @@ def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, t
 def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: str, then: int) -> None:
     data, first = packed(), learner(base, stage, precision)
     step(first, data, 2)
-    told = json.loads(json.dumps(first.save_state(tmp_path)))
+    meta = json.loads(json.dumps(first.save_state(tmp_path)))
     assert all("lora" in key for key in load_file(tmp_path / "training-00001.safetensors"))
     expected = step(first, data, 2)
     for other in {stage, then}:
         second = learner(base, other, precision)
-        second.load_state(tmp_path, told)
+        second.load_state(tmp_path, meta)
         assert step(second, data, 2) == pytest.approx(expected, rel=1e-5 if other != stage else 0)
 
 
@@ -266,8 +266,8 @@ def test_a_run_on_two_ranks_is_that_on_one_and_resumes(root: Path, base: Path, t
         assert two == pytest.approx(one, rel=1e-4)
     folder = tmp_path / "one"
     shutil.rmtree(folder / "run" / "checkpoints" / "step-000004")
-    said, _ = (process := train(folder, [*words, "--resume"])).communicate(timeout=600)
-    assert process.returncode == 0 and "resuming after step 2" in said
+    stdout, _ = (process := train(folder, [*words, "--resume"])).communicate(timeout=600)
+    assert process.returncode == 0 and "resuming after step 2" in stdout
     assert [(row["loss"], row["grad_norm"]) for row in metrics_of(folder)] == rows["one"]
 
 
@@ -351,9 +351,9 @@ def test_a_device_that_bitsandbytes_cannot_use_is_one_line(base: Path, monkeypat
     monkeypatch.setattr(quantized, "quantize_4bit", fails)
     with pytest.raises(ConfigError) as caught:
         loaded(base)
-    told = str(caught.value)
-    assert told.startswith("model.lora.base_4bit: bitsandbytes 0.") and "\n" not in told
-    assert "does not work on cpu: libbitsandbytes_cuda999.so: cannot open" in told
+    message = str(caught.value)
+    assert message.startswith("model.lora.base_4bit: bitsandbytes 0.") and "\n" not in message
+    assert "does not work on cpu: libbitsandbytes_cuda999.so: cannot open" in message
 
 
 def test_servers_that_get_the_adapter_load_the_dequantized_base(base: Path) -> None:

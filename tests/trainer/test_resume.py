@@ -81,23 +81,23 @@ def test_what_was_saved_continues_exactly_also_under_another_zero_stage(
 ) -> None:
     first = learner(root, stage, precision, name)
     losses(first, 0, 3)
-    told = json.loads(json.dumps(first.save_state(tmp_path)))
+    meta = json.loads(json.dumps(first.save_state(tmp_path)))
     expected = losses(first, 3, 6)
     others = (0, 2, 3) if (precision, name) == ("fp32", "adamw") else (stage,)
     for other in others:
         second = learner(root, other, precision, name)
-        second.load_state(tmp_path, told)
+        second.load_state(tmp_path, meta)
         assert second.steps == 3
         assert losses(second, 3, 6) == pytest.approx(expected, abs=2e-6 if other != stage else 0)
 
 
 def test_what_is_not_this_models_state_is_refused(root: Path, tmp_path: Path, only_rank: None) -> None:
     first = learner(root, 0)
-    told = first.save_state(tmp_path)
+    meta = first.save_state(tmp_path)
     second = learner(root, 0)
     next(second.policy.network.parameters()).requires_grad_(False)
     with pytest.raises(Exception, match="is not in this model's trainable weights; resume with the recipe"):
-        second.load_state(tmp_path, told)
+        second.load_state(tmp_path, meta)
 
 
 # The checkpoints of a folder
@@ -191,13 +191,13 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> Non
     for _ in range(5):
         process = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        said = int(process.stdout.readline())
+        step = int(process.stdout.readline())
         time.sleep(draw.random() * 0.2)
         process.kill()
-        said = max([said, *(int(line) for line in process.stdout.read().split())])
+        step = max([step, *(int(line) for line in process.stdout.read().split())])
         process.wait()
         newest = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions()).newest()
-        assert said <= newest.step <= said + 1 or newest.step > said  # from an earlier life there may be later ones
+        assert step <= newest.step <= step + 1 or newest.step > step  # from an earlier life there may be later ones
         assert (newest.folder / "19.bin").stat().st_size == 100_000
 
 
@@ -220,9 +220,9 @@ def killed_when(process: ForkedCommand, due: Callable[[], bool]) -> None:
 
 
 def finished(process: ForkedCommand) -> str:
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    return said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
 
 
 def told(folder: Path) -> list[Values]:
@@ -246,8 +246,8 @@ def test_a_killed_run_on_a_file_continues_with_the_same_losses(root: Path, tmp_p
     kept = killed / "run" / "checkpoints"
     killed_when(train(killed, words), reached(kept, 4))
     killed_when(train(killed, [*words, "--resume"]), reached(kept, 12))
-    said = finished(train(killed, [*words, "--resume"]))
-    assert "resuming after step" in said
+    output = finished(train(killed, [*words, "--resume"]))
+    assert "resuming after step" in output
     assert told(killed) == told(tmp_path / "whole")
     rows = metrics_of(killed)
     assert rows[-1]["epoch"] == 1 and [row["epoch"] for row in rows] == sorted({row["epoch"] for row in rows})
@@ -267,12 +267,12 @@ def test_a_run_that_a_scheduler_warns_saves_at_once_and_continues(root: Path, tm
     steps = count_of_steps(tmp_path)
     wait_until(lambda: steps() >= 2 or process.poll() is not None, patience_s=600)
     os.kill(process.pid, signal.SIGUSR1)
-    said, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=600)
     last = len(metrics_of(tmp_path))
-    assert process.returncode == 130 and f"interrupted; --resume continues after step {last}" in said, said
+    assert process.returncode == 130 and f"interrupted; --resume continues after step {last}" in output, output
     assert max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == f"step-{last:06}"
-    said = finished(train(tmp_path, [*words, "--resume"]))
-    assert f"resuming after step {last}" in said
+    output = finished(train(tmp_path, [*words, "--resume"]))
+    assert f"resuming after step {last}" in output
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 26))
 
 
@@ -313,33 +313,33 @@ def test_a_run_that_a_scheduler_warns_while_it_loads_ends_before_its_first_step(
     )
     words = [word.replace("data.made_by=[", f"data.made_by=[{warns},") for word in sft_words(root)]
     process = train(tmp_path, [*words, "max_steps=2"])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 130 and "interrupted; --resume continues after step 0" in said, said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130 and "interrupted; --resume continues after step 0" in output, output
     assert metrics_of(tmp_path) == []
-    said = finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
-    assert "resuming after step 0" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2]
+    output = finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
+    assert "resuming after step 0" in output and [row["step"] for row in metrics_of(tmp_path)] == [1, 2]
 
 
 def test_a_run_that_cannot_continue_says_why(root: Path, tmp_path: Path) -> None:
     words = [*sft_words(root), "max_steps=2"]
     process = train(tmp_path, [*words, "--resume"])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode != 0 and "run: no run to resume" in said and "Traceback" not in said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "run: no run to resume" in output and "Traceback" not in output
     finished(train(tmp_path, words))
     before = (tmp_path / "run" / "recipe.yaml").read_bytes()
     manifest = tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json"
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:50])
     process = train(tmp_path, [*words, "max_steps=3", "--resume"])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode != 0 and "damaged: manifest.json is not what was written" in said, said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "damaged: manifest.json is not what was written" in output, output
     assert (tmp_path / "run" / "recipe.yaml").read_bytes() == before  # of the run as it is
     manifest.write_bytes(whole)
     process = train(tmp_path, [*words, "optimizer.lr=0.5", "--resume"])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode != 0 and "--resume: optimizer.lr: 0.005 in the run, 0.5 now; set it back" in said
-    said = finished(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
-    assert "resuming after step 2" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "--resume: optimizer.lr: 0.005 in the run, 0.5 now; set it back" in output
+    output = finished(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
+    assert "resuming after step 2" in output and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
 
 
 def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Path) -> None:
@@ -347,8 +347,8 @@ def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Pa
     answers = [f"The answer is {rng.randint(10, 99)}." for _ in range(80)]
     prompt = [{"role": "user", "content": "How many?"}]
     pairs = [
-        {"prompt": prompt, "chosen": [said], "rejected": [{"role": "assistant", "content": "Perhaps."}]}
-        for said in ({"role": "assistant", "content": answer} for answer in answers)
+        {"prompt": prompt, "chosen": [message], "rejected": [{"role": "assistant", "content": "Perhaps."}]}
+        for message in ({"role": "assistant", "content": answer} for answer in answers)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), "utf-8")
     shutil.copytree(policy, tmp_path / "start")
@@ -358,8 +358,8 @@ def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Pa
     weights[-1] ^= 1
     (tmp_path / "start" / "model.safetensors").write_bytes(weights)
     process = train(tmp_path, [*words, "max_steps=2", "--resume"])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode != 0 and "start: the model has changed since the run began with it" in said, said
+    message, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "start: the model has changed since the run began with it" in message, message
     weights[-1] ^= 1
     (tmp_path / "start" / "model.safetensors").write_bytes(weights)
     finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
@@ -378,10 +378,10 @@ def test_a_killed_live_run_continues_and_collects_nothing_twice(policy: Path, tm
         steps = count_of_steps(killed)
         killed_when(train(killed, words), lambda: steps() >= 2)  # before the first checkpoint
         killed_when(train(killed, [*words, "--resume"]), lambda: steps() >= 5)  # between two
-        said = finished(train(killed, [*words, "--resume"]))
+        output = finished(train(killed, [*words, "--resume"]))
         # what was in flight when it was killed, or not yet on the disk, is collected again, and nothing else
         assert runs <= stub.runs <= runs + 2 * 3 * 32
-    assert "rollouts were collected before and are used again" in said
+    assert "rollouts were collected before and are used again" in output
     assert told(killed) == told(whole)
     rows = [json.loads(line) for line in (killed / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
     trained = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}
@@ -397,12 +397,12 @@ def test_a_killed_run_with_a_lag_continues_with_rollouts_of_earlier_weights(poli
         killed_when(train(tmp_path, words), lambda: steps() >= 3)
         tasks, logged = (tmp_path / "tasks.jsonl").read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
         (tmp_path / "tasks.jsonl").write_bytes(tasks[: tasks.index(b"\n") + 1])
-        said, _ = (refused := train(tmp_path, [*words, "--resume"])).communicate(timeout=600)
-        assert refused.returncode != 0 and "tasks.jsonl: changed since its tasks were drawn before" in said, said
+        output, _ = (refused := train(tmp_path, [*words, "--resume"])).communicate(timeout=600)
+        assert refused.returncode != 0 and "tasks.jsonl: changed since its tasks were drawn before" in output, output
         assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged
         (tmp_path / "tasks.jsonl").write_bytes(tasks)
-        said = finished(train(tmp_path, [*words, "--resume"]))
-    assert "rollouts were collected before and are used again" in said
+        output = finished(train(tmp_path, [*words, "--resume"]))
+    assert "rollouts were collected before and are used again" in output
     assert any(row["lag"] > 0 for row in metrics_of(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
     assert len({(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}) == len(rows)
@@ -540,13 +540,13 @@ async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_
         curriculum={"decay": 0.0, "floor": 0.01},
     )
     spooled = tmp_path / "rollouts.jsonl"
-    asked: list[tuple[int, str]] = []
+    requests: list[tuple[int, str]] = []
     slow: set[int] = set()
     never = asyncio.Event()
 
     async def answer(row: Values) -> Any:
         number, task = row["_ng_task_index"], row["responses_create_params"]["input"]
-        asked.append((number, task))
+        requests.append((number, task))
         if number in slow:
             await never.wait()
         segment = {"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1.0], "policy_version": [[1, 2, 0]]}
@@ -588,9 +588,9 @@ async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_
     state = await life(None, 2)
     before = rows()
     slow.clear()
-    asked.clear()
+    requests.clear()
     await life(state, 1)
-    assert before.items() <= rows().items() and not {number for number, _ in asked} & before.keys()
+    assert before.items() <= rows().items() and not {number for number, _ in requests} & before.keys()
     order = [json.loads(line) for line in (tmp_path / "rollouts_tasks.jsonl").read_text("utf-8").splitlines()]
     assert [drawn["number"] for drawn in order] == list(range(10))
     assert rows().items() <= {drawn["number"]: str(drawn["index"]) for drawn in order}.items()

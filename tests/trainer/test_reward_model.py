@@ -203,8 +203,8 @@ def test_a_network_without_a_score_is_refused(tokenizer: PreTrainedTokenizerBase
 )
 def test_a_mistake_in_the_recipe_is_one_line(words: list[str], message: str, start: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "pairs.jsonl", pair(0))
-    given = [f"model.path={start}", f"data.path={data}", f"evaluation.data={data}", f"output={tmp_path}/run"]
-    result = CliRunner().invoke(main, ["reward_model.yaml", *given, "algorithm.center_coef=0", *words])
+    arguments = [f"model.path={start}", f"data.path={data}", f"evaluation.data={data}", f"output={tmp_path}/run"]
+    result = CliRunner().invoke(main, ["reward_model.yaml", *arguments, "algorithm.center_coef=0", *words])
     assert result.exit_code == 2
     assert message in result.stderr and result.stderr.count("\n") == 1
 

@@ -69,9 +69,9 @@ class Largest(TorchDispatchMode):
 
 
 def largest(work: Callable[[], object]) -> int:
-    with Largest() as seen:
+    with Largest() as tally:
         work()
-    return seen.elements
+    return tally.elements
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
@@ -107,16 +107,16 @@ def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
     leaf = hidden.clone().requires_grad_()
     scorer = chunked_logprobs.Scorer()
     scorer.compiled = compiled
-    asked = {"head": head, "temperature": temperature, "logits_bytes": rows * 300 * 4}
-    found = scorer(leaf, token_ids, entropy=True, **asked)
+    options = {"head": head, "temperature": temperature, "logits_bytes": rows * 300 * 4}
+    found = scorer(leaf, token_ids, entropy=True, **options)
     torch.testing.assert_close(found.logprobs_N, expected.logprobs_N, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(found.entropy_N, expected.entropy_N, atol=1e-6, rtol=1e-6)
     for got, right in zip(gradients(found, leaf), of_full, strict=True):
         torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
-    just_logprobs = scorer(hidden, token_ids, entropy=False, **asked)
+    just_logprobs = scorer(hidden, token_ids, entropy=False, **options)
     assert just_logprobs.entropy_N is None and torch.equal(just_logprobs.logprobs_N, found.logprobs_N)
     leaf = hidden.clone().requires_grad_()
-    both = scorer(leaf, token_ids, entropy=True, collision=True, **asked)
+    both = scorer(leaf, token_ids, entropy=True, collision=True, **options)
     torch.testing.assert_close(both.collision_N, logprobs.detach().exp().square().sum(-1).log(), atol=1e-6, rtol=1e-6)
     assert not both.collision_N.requires_grad
     for got, right in zip(gradients(both, leaf), of_full, strict=True):
@@ -125,8 +125,8 @@ def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
 
 def test_a_head_that_is_not_trained_gets_no_gradient() -> None:
     head, hidden = nn.Linear(8, 30).requires_grad_(False), torch.randn(6, 8, requires_grad=True)
-    asked = {"head": head, "temperature": 1.0, "entropy": False, "logits_bytes": 2 * 30 * 4}
-    chunked_logprobs.Scorer()(hidden, torch.arange(6), **asked).logprobs_N.sum().backward()
+    options = {"head": head, "temperature": 1.0, "entropy": False, "logits_bytes": 2 * 30 * 4}
+    chunked_logprobs.Scorer()(hidden, torch.arange(6), **options).logprobs_N.sum().backward()
     assert head.weight.grad is None and hidden.grad is not None
 
 
@@ -140,8 +140,8 @@ def test_a_bfloat16_head_has_its_softmax_in_float32() -> None:
     found = []
     for logits_bytes in (WHOLE, 7 * 300 * 4):
         leaf = hidden.bfloat16().requires_grad_()
-        asked = {"head": low, "temperature": 1.0, "entropy": True, "logits_bytes": logits_bytes}
-        answer = chunked_logprobs.Scorer()(leaf, token_ids, **asked)
+        options = {"head": low, "temperature": 1.0, "entropy": True, "logits_bytes": logits_bytes}
+        answer = chunked_logprobs.Scorer()(leaf, token_ids, **options)
         assert answer.logprobs_N.dtype == answer.entropy_N.dtype == torch.float32
         torch.testing.assert_close(answer.logprobs_N, expected, atol=2e-2, rtol=0)
         (answer.logprobs_N + answer.entropy_N).sum().backward()
@@ -265,12 +265,12 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
         layers.checkpoint_layers(network)
 
 
-@pytest.mark.parametrize(("first", "device", "said"), [("2.99", "cpu", "use torch 2.99 or newer"), ("2.99", "cuda", None), ("2.9", "cpu", None)])  # fmt: skip
+@pytest.mark.parametrize(("first", "device", "message"), [("2.99", "cpu", "use torch 2.99 or newer"), ("2.99", "cuda", None), ("2.9", "cpu", None)])  # fmt: skip
 def test_a_torch_that_rounds_otherwise_on_a_cpu_is_refused(
-    monkeypatch: pytest.MonkeyPatch, first: str, device: str, said: str | None
+    monkeypatch: pytest.MonkeyPatch, first: str, device: str, message: str | None
 ) -> None:
     monkeypatch.setattr(layers, "ROUNDS_ON_CPU", first)
-    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         layers.check_rounding(torch.device(device))
 
 
@@ -302,16 +302,16 @@ def test_compiled_layers_keep_as_much_of_their_activations_as_asked(tokenizer: P
         trained.logprobs(packed).sum().backward()  # compiles
         trained.zero_grad()
         weights = {parameter.data_ptr() for parameter in trained.parameters()}
-        seen: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
-        def pack(tensor: Tensor, seen: dict[int, int] = seen) -> Tensor:
-            seen[tensor.data_ptr()] = tensor.nbytes
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             logprobs = trained.logprobs(packed)
         logprobs.sum().backward()
-        saved.append(sum(size for place, size in seen.items() if place not in weights))
+        saved.append(sum(size for place, size in sizes.items() if place not in weights))
         gradients.append([parameter.grad.clone() for parameter in trained.parameters()])
     assert saved[1] < 0.8 * saved[0], saved
     for one, other in zip(*gradients, strict=True):

@@ -73,11 +73,11 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = log(tmp_path, {"tensorboard": True}, capsys)
+    stderr = log(tmp_path, {"tensorboard": True}, capsys)
     found = scalars(tmp_path / "tensorboard")
     assert found["eval/sums/avg@4"] == [(0, 0.25)]
     assert found["loss"] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    assert len(found["grad_norm"]) == 3 and "logging" not in said
+    assert len(found["grad_norm"]) == 3 and "logging" not in stderr
     log(tmp_path, {"tensorboard": str(tmp_path / "elsewhere")}, capsys)
     assert len(scalars(tmp_path / "elsewhere")["loss"]) == 3
 
@@ -100,9 +100,9 @@ def test_a_folder_that_cannot_be_made_costs_its_entries_and_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("", "utf-8")
-    said = log(tmp_path, {"tensorboard": str(tmp_path / "file" / "below")}, capsys)
-    assert said.count("logging.tensorboard: entries are lost: NotADirectoryError") == 1
-    assert "4 of 4 entries were not written; metrics.jsonl has them" in said
+    stderr = log(tmp_path, {"tensorboard": str(tmp_path / "file" / "below")}, capsys)
+    assert stderr.count("logging.tensorboard: entries are lost: NotADirectoryError") == 1
+    assert "4 of 4 entries were not written; metrics.jsonl has them" in stderr
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
@@ -165,10 +165,10 @@ def test_a_sink_that_hangs_holds_nothing_up_and_its_losses_are_counted(
 ) -> None:
     stuck = Stuck()
     thread = sinks.SinkThread("stuck", stuck, waiting=5)
-    said = run(tmp_path, sinks.Sinks([thread], close_s=0.1), capsys, steps=300)
+    stderr = run(tmp_path, sinks.Sinks([thread], close_s=0.1), capsys, steps=300)
     assert stuck.begun.wait(60) and stuck.abandoned
-    assert said.count("logging.stuck: entries are lost: it accepted no entry while 5 arrived") == 1
-    assert "logging.stuck: 301 of 301 entries were not written; metrics.jsonl has them" in said
+    assert stderr.count("logging.stuck: entries are lost: it accepted no entry while 5 arrived") == 1
+    assert "logging.stuck: 301 of 301 entries were not written; metrics.jsonl has them" in stderr
     assert len(rows(tmp_path)) == 301
 
 
@@ -198,10 +198,10 @@ def test_a_sink_that_raises_gets_the_next_entry_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moody = Moody()
-    said = run(tmp_path, sinks.Sinks([sinks.SinkThread("moody", moody)], close_s=60), capsys, steps=6)
+    stderr = run(tmp_path, sinks.Sinks([sinks.SinkThread("moody", moody)], close_s=60), capsys, steps=6)
     assert moody.taken == [0, 2, 4, 6] and moody.closed
-    assert said.count("logging.moody: entries are lost: ConnectionError: server says 503; training continues") == 1
-    assert "logging.moody: 3 of 7 entries were not written" in said
+    assert stderr.count("logging.moody: entries are lost: ConnectionError: server says 503; training continues") == 1
+    assert "logging.moody: 3 of 7 entries were not written" in stderr
 
 
 def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
 def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remote = sinks.SubprocessSink("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
     remote.abandon()
-    said = run(tmp_path, sinks.Sinks([sinks.SinkThread("mlflow", remote)], close_s=60), capsys)
-    assert said.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in said
+    stderr = run(tmp_path, sinks.Sinks([sinks.SinkThread("mlflow", remote)], close_s=60), capsys)
+    assert stderr.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in stderr
 
 
 def test_what_goes_wrong_in_the_process_of_a_sink_is_said(
@@ -236,8 +236,10 @@ def test_what_goes_wrong_in_the_process_of_a_sink_is_said(
     (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     remote = sinks.SubprocessSink("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
-    said = run(tmp_path, sinks.Sinks([sinks.SinkThread("mlflow", remote)], close_s=60), capsys)
-    assert said.count("logging.mlflow: entries are lost: ModuleNotFoundError: No module named 'mlflow'; training") == 1
+    stderr = run(tmp_path, sinks.Sinks([sinks.SinkThread("mlflow", remote)], close_s=60), capsys)
+    assert (
+        stderr.count("logging.mlflow: entries are lost: ModuleNotFoundError: No module named 'mlflow'; training") == 1
+    )
     assert remote._process.returncode is not None, "the process is gone"
 
 
@@ -247,8 +249,8 @@ def test_wandb_keeps_an_offline_run(
 ) -> None:
     if by_variable:
         monkeypatch.setenv("WANDB_MODE", "offline")
-    said = log(tmp_path, {"wandb": {"project": "p"} | ({} if by_variable else {"mode": "offline"})}, capsys)
-    assert "logging" not in said
+    stderr = log(tmp_path, {"wandb": {"project": "p"} | ({} if by_variable else {"mode": "offline"})}, capsys)
+    assert "logging" not in stderr
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     content = kept.read_bytes()
     for word in (b"eval/sums/avg@4", b"grad_norm", b"optimizer", tmp_path.name.encode()):
@@ -316,8 +318,8 @@ def test_an_mlflow_server_that_is_down_holds_nothing_up(tmp_path: Path, capsys: 
     """Its client tries again for minutes; the run ends without it."""
     with reserved_port() as port:
         options = {"mlflow": {"uri": f"http://127.0.0.1:{port}", "experiment": "e"}}
-        said = log(tmp_path, options, capsys, close_s=0.1)
-    assert "logging.mlflow: 4 of 4 entries were not written; metrics.jsonl has them" in said
+        stderr = log(tmp_path, options, capsys, close_s=0.1)
+    assert "logging.mlflow: 4 of 4 entries were not written; metrics.jsonl has them" in stderr
     assert len(rows(tmp_path)) == 4
 
 
@@ -326,9 +328,9 @@ def test_a_database_that_mlflow_skinny_cannot_open_is_said_when_the_recipe_is_re
 ) -> None:
     monkeypatch.setattr(recipe, "find_spec", lambda package: None if package == "sqlalchemy" else object())
     database = "logging.mlflow={uri: 'sqlite:///mlflow.db', experiment: e}"
-    said = CliRunner().invoke(main, ["sft.yaml", "--dry-run", database])
-    assert said.exit_code == 2
-    assert "'sqlite:///mlflow.db' is a database, which the package mlflow-skinny cannot open" in said.stderr
+    result = CliRunner().invoke(main, ["sft.yaml", "--dry-run", database])
+    assert result.exit_code == 2
+    assert "'sqlite:///mlflow.db' is a database, which the package mlflow-skinny cannot open" in result.stderr
     server = recipe.MlflowOptions(uri="http://127.0.0.1:5000", experiment="e")
     assert recipe.LoggingOptions(mlflow=server).mlflow == server
 
@@ -345,6 +347,6 @@ def test_a_package_that_is_missing_is_said_when_the_recipe_is_read(
     package: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipe, "find_spec", lambda name: None if name == package else object())
-    said = CliRunner().invoke(main, ["sft.yaml", "--dry-run", option])
-    assert said.exit_code == 2
-    assert f"logging.{package}: the package {package} is not installed; `pip install {package}`" in said.stderr
+    result = CliRunner().invoke(main, ["sft.yaml", "--dry-run", option])
+    assert result.exit_code == 2
+    assert f"logging.{package}: the package {package} is not installed; `pip install {package}`" in result.stderr

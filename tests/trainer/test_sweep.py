@@ -180,18 +180,18 @@ def test_ctrl_c_ends_the_sweep_with_its_run_and_shows_what_was_done(root: Path, 
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert sweep.stdout is not None
-    said = ""
-    while "making\n" not in said:
+    output = ""
+    while "making\n" not in output:
         line = sweep.stdout.readline()
-        assert line, said
-        said += line
+        assert line, output
+        output += line
     started = psutil.Process(sweep.pid).children(recursive=True)
     assert len(started) == 2  # the run, and the script that it waits for
     sweep.send_signal(signal.SIGINT)
-    said += sweep.communicate(timeout=600)[0]
-    assert sweep.returncode == 130, said
+    output += sweep.communicate(timeout=600)[0]
+    assert sweep.returncode == 130, output
     wait_until(lambda: not running(started))
-    table = [line.split() for line in said.splitlines() if line.startswith("seed=")]
+    table = [line.split() for line in output.splitlines() if line.startswith("seed=")]
     assert [line[:2] for line in table] == [["seed=0", "interrupted"], ["seed=1", "not"]]
     assert [row["status"] for row in rows(here)] == ["interrupted"]
 
@@ -208,11 +208,13 @@ def test_a_schedulers_warning_saves_the_run_in_progress_and_starts_no_other(root
     metrics = here / "swept" / "seed=0" / "metrics.jsonl"
     wait_until(lambda: sweep.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1))
     sweep.send_signal(signal.SIGUSR1)
-    said = sweep.communicate(timeout=600)[0]
-    assert sweep.returncode == 130 and "interrupted by SIGUSR1, a scheduler's warning; --resume continues" in said, said
+    output = sweep.communicate(timeout=600)[0]
+    assert sweep.returncode == 130 and "interrupted by SIGUSR1, a scheduler's warning; --resume continues" in output, (
+        output
+    )
     last = metrics.read_bytes().count(b"\n")
     assert (here / "swept" / "seed=0" / "checkpoints" / f"step-{last:06}").is_dir()
-    table = [line.split() for line in said.splitlines() if line.startswith("seed=")]
+    table = [line.split() for line in output.splitlines() if line.startswith("seed=")]
     assert [line[:2] for line in table] == [["seed=0", "interrupted"], ["seed=1", "not"]]
     assert not (here / "swept" / "seed=1").exists()
 

@@ -102,15 +102,15 @@ def test_a_template_that_drops_old_reasoning_gives_a_segment_for_each_turn(
     turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     path = write(tmp_path / "two.jsonl", {"messages": turns})
     (sample,) = chat_dataset.read_demonstrations(path, forgetful)
-    said = [forgetful.decode(segment.token_ids) for segment in sample.segments]
+    texts = [forgetful.decode(segment.token_ids) for segment in sample.segments]
     first = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     second = first + "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-    assert said == [f"{first}<think>\n\n</think>\nb<|im_end|>", f"{second}<think>\n\n</think>\nd<|im_end|>"]
+    assert texts == [f"{first}<think>\n\n</think>\nb<|im_end|>", f"{second}<think>\n\n</think>\nd<|im_end|>"]
     assert len(chat_dataset.read_demonstrations(path, tokenizer)[0].segments) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         ('{"expression": "37+58", "n": [1, 2.5]}', '{"expression": "37+58", "n": [1, 2.5]}'),
         ({"expression": "é"}, '{"expression": "é"}'),
@@ -122,7 +122,7 @@ def test_a_template_that_drops_old_reasoning_gives_a_segment_for_each_turn(
 )
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_arguments_written_as_a_string_of_json_are_not_quoted_again(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, arguments: Any, said: str, wrapped: bool
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, arguments: Any, text: str, wrapped: bool
 ) -> None:
     quoting = copy.deepcopy(tokenizer)
     quoting.chat_template = (
@@ -135,7 +135,7 @@ def test_arguments_written_as_a_string_of_json_are_not_quoted_again(
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     (sample,) = chat_dataset.read_demonstrations(write(tmp_path / "call.jsonl", {"messages": turns}), quoting)
     (segment,) = sample.segments
-    assert quoting.decode(segment.token_ids[slice(*segment.spans[0])]) == f"{said}<|im_end|>"
+    assert quoting.decode(segment.token_ids[slice(*segment.spans[0])]) == f"{text}<|im_end|>"
 
 
 def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedToken
 def test_content_in_text_parts_is_one_text_and_other_parts_and_damaged_calls_are_named(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    def row(asked: Any, *calls: Any) -> dict[str, Any]:
+    def row(content: Any, *calls: Any) -> dict[str, Any]:
         answer = {"role": "assistant", "content": "b", **({"tool_calls": list(calls)} if calls else {})}
-        return {"messages": [{"role": "user", "content": asked}, answer]}
+        return {"messages": [{"role": "user", "content": content}, answer]}
 
     def text(said: str) -> dict[str, str]:
         return {"type": "text", "text": said}
@@ -249,7 +249,7 @@ def test_neither_padding_nor_a_beginning_that_is_there_already_is_computed() -> 
     batch = ragged(30)
     assert packing.pack(batch, CPU).token_ids_T.numel() == sum(sample.tokens for sample in batch)
     prompt, answers = list(range(100)), ([7, 8, 9], [7, 8], [5])
-    group = [samples.Sample((samples.Segment(prompt + said, [(100, 100 + len(said))]),)) for said in answers]
+    group = [samples.Sample((samples.Segment(prompt + ids, [(100, 100 + len(ids))]),)) for ids in answers]
     packed = packing.pack(group, CPU)
     # each has a last prompt token of its own, which predicts the first token of its answer
     assert packed.token_ids_T.numel() == 99 + 3 * 1 + 3 + 2 + 1
@@ -347,12 +347,12 @@ def test_an_overwrite_that_does_not_begin_to_train_leaves_the_earlier_run_as_it_
 
     before = files(run)
     words = ["sft.yaml", "data.path=few.jsonl", "output=run", "max_steps=1", *SMALL, "--overwrite"]
-    said, _ = (process := train(tmp_path, [*words, "data.max_tokens=1"])).communicate(timeout=600)
-    assert process.returncode == 2 and "no sample to train on" in said, said
+    output, _ = (process := train(tmp_path, [*words, "data.max_tokens=1"])).communicate(timeout=600)
+    assert process.returncode == 2 and "no sample to train on" in output, output
     assert files(run) == before | {".held": ""}
 
-    said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
-    assert process.returncode == 0, said
+    output, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+    assert process.returncode == 0, output
     assert files(run / ".old") == before
     assert (run / "policy" / "model.safetensors").exists() and json.loads((run / "metrics.jsonl").read_text())[
         "step"
@@ -393,8 +393,8 @@ def test_a_run_that_another_process_trains_is_left_alone(
         there = sorted(run.iterdir())
         result = CliRunner().invoke(main, ["sft.yaml", *words])
         assert sorted(run.iterdir()) == there
-    said = f"runs/sft is being written by process {os.getpid()}; wait for it, or choose another output=FOLDER\n"
-    assert (result.exit_code, result.stderr) == (1, said)
+    message = f"runs/sft is being written by process {os.getpid()}; wait for it, or choose another output=FOLDER\n"
+    assert (result.exit_code, result.stderr) == (1, message)
 
 
 def test_a_dry_run_prints_the_recipe_with_its_overrides_and_writes_nothing(

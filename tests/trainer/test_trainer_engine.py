@@ -290,9 +290,9 @@ def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits
         again = model.load_policy(recipe.ModelOptions(path=str(folder)), tokenizer, 0)
         assert torch.equal(ours, again.logprobs(packed))
         ids = torch.tensor([samples[0].segments[0].token_ids])
-        theirs = loaded(ids).logits
+        logits = loaded(ids).logits
         trained.policy.network.set_attn_implementation("sdpa")
-        assert torch.equal(theirs, trained.policy.network(ids).logits)
+        assert torch.equal(logits, trained.policy.network(ids).logits)
 
 
 @pytest.mark.parametrize(
@@ -309,19 +309,19 @@ def test_a_gradient_that_is_not_a_number_changes_nothing_and_its_batch_is_kept(
             loss = super().loss(scores, packed)
             return loss._replace(sum=loss.sum * float("inf")) if self.calls == 2 else loss
 
-    trained, seen = learner(tokenizer, stage, precision), []
+    trained, history = learner(tokenizer, stage, precision), []
     batches = [only_batch(samples[start : start + 4]) for start in (0, 4, 8)]
     weights: list[Weights] = []
 
     def report(step: int, values: dict[str, float]) -> None:
-        seen.append(values)
+        history.append(values)
         weights.append(weights_of(trained))
 
     loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, sanity_checks.NanGuard(tmp_path, 2), report)
-    assert [values["skipped_steps"] for values in seen] == [0, 1, 1]
+    assert [values["skipped_steps"] for values in history] == [0, 1, 1]
     assert largest_difference(weights[0], weights[1]) == 0 and largest_difference(weights[1], weights[2]) > 0
-    assert "loss" not in seen[1] and seen[2]["loss"] < 8 and seen[2]["grad_norm"] > 0
-    scales = [values.get("loss_scale") for values in seen]
+    assert "loss" not in history[1] and history[2]["loss"] < 8 and history[2]["grad_norm"] > 0
+    scales = [values.get("loss_scale") for values in history]
     assert scales == [2.0**16 if precision == "fp16" else None] * 3, "the loss is at fault, and not its scale"
     (kept,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
@@ -387,13 +387,13 @@ def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_what_to_change
 
 
 def test_a_gpu_that_runs_out_of_memory_is_reported_without_torchs_advice() -> None:
-    told = (
+    message = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.21 GiB is free. "
         "Including non-PyTorch memory, this process has 138.58 GiB memory in use. If reserved but unallocated memory is large "
         "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
     with pytest.raises(sanity_checks.OutOfMemory) as e, sanity_checks.memory_explained(lambda: "step 1", "Add some."):
-        raise torch.OutOfMemoryError(told)
+        raise torch.OutOfMemoryError(message)
     assert (
         "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.21 GiB is free. Add some."
         in str(e.value)
@@ -423,9 +423,9 @@ def test_two_ranks_learn_what_one_learns(
     lines = data.read_text("utf-8").splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(lines[:33]), "utf-8")
     ranks = on_two_ranks(tmp_path, ["train", "sft.yaml", *overrides])
-    said = [process.communicate(timeout=600)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], said
-    assert "33 samples" in said[0] and "step 3/3" in said[0] and "policy saved in run/policy" in said[0]
+    outputs = [process.communicate(timeout=600)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert "33 samples" in outputs[0] and "step 3/3" in outputs[0] and "policy saved in run/policy" in outputs[0]
 
     one = learner(tokenizer, stage=1, eps=1e-3)
     expected = steps(one, samples[:33], 3)

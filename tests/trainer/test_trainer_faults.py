@@ -106,9 +106,9 @@ def test_a_trainer_killed_a_hundred_times_while_it_saves_leaves_a_whole_checkpoi
 
 def killed_at_each_moment(folder: Path, kills: int) -> None:
     command = [sys.executable, "-c", SAVER, folder, str(kills)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.splitlines()
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.splitlines()
     committed = died = 0
-    for words in map(str.split, said):
+    for words in map(str.split, lines):
         if words[0] == "committed":
             committed = int(words[1])
             continue
@@ -151,10 +151,10 @@ def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory)
 def refused(run: Path) -> str:
     with pytest.raises(checkpoints.CheckpointUnusable) as caught:
         checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
-    said = str(caught.value)
-    assert "step-000004: damaged: " in said and "the one before is of step 2: remove this folder" in said
-    assert "\n" not in said
-    return said
+    message = str(caught.value)
+    assert "step-000004: damaged: " in message and "the one before is of step 2: remove this folder" in message
+    assert "\n" not in message
+    return message
 
 
 def test_every_file_of_a_checkpoint_may_be_damaged_in_any_way_and_it_is_noticed(saved: Path, tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def test_a_model_that_comes_with_a_pickle_or_with_code_is_refused_and_neither_ru
     for number, bomb in enumerate(pickled(canary)):
         folder = tmp_path / str(number)
         shutil.copytree(saved / "checkpoints" / "step-000004" / "policy", folder)
-        told = orjson.loads((folder / "config.json").read_bytes())
+        config = orjson.loads((folder / "config.json").read_bytes())
         if name.endswith(".py"):
             (folder / name).write_text(f"import os; os.mkdir({str(canary)!r})\nclass Model: pass\nclass Config: pass\n")
             stem = name.removesuffix(".py")
-            told |= {"model_type": "unheard_of", "auto_map": {"AutoModelForCausalLM": f"{stem}.Model"}}
-            told["auto_map"]["AutoConfig"] = f"{stem}.Config"
-            (folder / "config.json").write_bytes(orjson.dumps(told))
+            config |= {"model_type": "unheard_of", "auto_map": {"AutoModelForCausalLM": f"{stem}.Model"}}
+            config["auto_map"]["AutoConfig"] = f"{stem}.Config"
+            (folder / "config.json").write_bytes(orjson.dumps(config))
         else:
             (folder / "model.safetensors").unlink()
             (folder / name).write_bytes(bomb)
@@ -334,8 +334,8 @@ def test_a_checkpoint_with_incomplete_or_broken_weights_is_refused(
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    told = orjson.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_bytes(orjson.dumps(told | {"vocab_size": len(tensors[EMBEDDING])}))
+    config = orjson.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_bytes(orjson.dumps(config | {"vocab_size": len(tensors[EMBEDDING])}))
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     for load in (model.load_policy, model.load_reward_model):
         with pytest.raises(ConfigError, match=rf"^model\.path: no model can be loaded from {folder}: {reason}"):
@@ -369,13 +369,13 @@ def test_a_number_that_is_not_finite_on_one_rank_changes_no_weight_on_any_and_a_
     subprocess.run([sys.executable, script, "demonstrations", "--output", data, "--count", "64"], check=True)
     program = SUPPORT / "faults_on_ranks.py"
     ranks = on_two_ranks(tmp_path, [str(program), str(data), str(tmp_path), *ways])
-    said = [rank.communicate(timeout=600)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], said
-    assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends too" in said[0]
-    told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], outputs
+    assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends too" in outputs[0]
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for way in ways:
         for rank in range(2):
-            of_way = told[rank][way]
+            of_way = reports[rank][way]
             # none, logprob, none, loss, none, gradient, none; then gradients until the run ends
             changed = [before != after for before, after in pairwise(of_way["hashes"])]
             assert changed == [True, False, True, False, True, False, True, False], (way, rank)
@@ -384,7 +384,9 @@ def test_a_number_that_is_not_finite_on_one_rank_changes_no_weight_on_any_and_a_
             # a loss is at fault twice; the gradients, 4 times, at each of 17 scales
             right = {"loss_scale": 2.0**16, "overflow_retries": 4 * 16} if "fp16" in way else {}
             assert of_way["scaling"] == right
-        assert told[0][way]["hashes"] == told[1][way]["hashes"] or way[0] == "3"  # of ZeRO-3 each has its own part
+        assert (
+            reports[0][way]["hashes"] == reports[1][way]["hashes"] or way[0] == "3"
+        )  # of ZeRO-3 each has its own part
 
 
 # Weights that are garbage
@@ -399,14 +401,14 @@ def learned_from(root: Path, folder: Path, algorithm: str) -> list[str]:
     draw = random.Random(0)
     rows: list[Any] = []
     for n in range(8):
-        asked = [{"role": "user", "content": f"{n} + 1?"}]
-        said = [[{"role": "assistant", "content": text}] for text in (f"{n + 1}", "No.")]
+        prompt = [{"role": "user", "content": f"{n} + 1?"}]
+        answers = [[{"role": "assistant", "content": text}] for text in (f"{n + 1}", "No.")]
         ids = [draw.randrange(5, 900) for _ in range(8)]
         segment = {"token_ids": ids, "mask": [[3, 8]], "logprobs": [-7.0] * 5, "policy_version": [[3, 8, 0]]}
         rollout = {"task_id": f"{n // 4}", "status": "ok", "segments": [segment]}
         of_kind: dict[str, Any] = {
-            "sft": {"responses_create_params": {"input": asked + said[0]}, "messages": asked + said[0]},
-            "dpo": {"prompt": asked, "chosen": said[0], "rejected": said[1]},
+            "sft": {"responses_create_params": {"input": prompt + answers[0]}, "messages": prompt + answers[0]},
+            "dpo": {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]},
             "grpo": {"reward": float(n % 2), "_ng_task_index": n // 4, "_ng_rollout_index": n % 4, "ng": rollout},
         }
         rows.append(of_kind["grpo" if algorithm == "ppo" else algorithm])
@@ -428,9 +430,9 @@ def test_weights_that_a_too_large_step_left_behind_are_neither_a_checkpoint_nor_
 ) -> None:
     words = [*learned_from(root, tmp_path, algorithm), f"optimizer.lr={lr}", f"max_steps={steps}"]
     process = train(tmp_path, words)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 1 and "Traceback" not in said, said
-    assert re.search(reason, said) and "so they are not saved, and the last good checkpoint is kept" in said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert re.search(reason, output) and "so they are not saved, and the last good checkpoint is kept" in output
     assert not (tmp_path / "run" / "policy").exists()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
 
@@ -441,9 +443,9 @@ def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_pa
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     words.append("checkpoint.every=1")
     ranks = [train(tmp_path, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-    said = [rank.communicate(timeout=600)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], said
-    assert "not finite, or too large to compute with" in said[0] and not (tmp_path / "run" / "policy").exists()
+    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], outputs
+    assert "not finite, or too large to compute with" in outputs[0] and not (tmp_path / "run" / "policy").exists()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
 
 
@@ -551,10 +553,10 @@ def steps_of(folder: Path) -> int:
 
 
 def ends_naming(rank: ForkedCommand, other: int, how: str) -> None:
-    said, _ = rank.communicate(timeout=PATIENCE_S)
-    assert rank.returncode == 1, said[-3000:]
-    assert f"rank {other} has {how}" in said and "run the same command with --resume" in said
-    assert "Traceback" not in said
+    output, _ = rank.communicate(timeout=PATIENCE_S)
+    assert rank.returncode == 1, output[-3000:]
+    assert f"rank {other} has {how}" in output and "run the same command with --resume" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.soak
@@ -567,22 +569,22 @@ def test_a_killed_rank_ends_the_run_and_is_named(root: Path, tmp_path: Path) -> 
 @pytest.mark.soak
 def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path: Path) -> None:
     """As if it had been killed before the ranks have met; one run waits for rank 1, another for rank 0, a third finds a stranger there."""
-    came: list[tuple[int, ForkedCommand]] = []
+    ranks: list[tuple[int, ForkedCommand]] = []
     with socket.create_server(("127.0.0.1", 0)) as stranger:  # it says nothing
         ports = [(0, free_port()), (1, free_port()), (1, str(stranger.getsockname()[1]))]
         for number, (rank, port) in enumerate(ports):
             folder = tmp_path / str(number)
             folder.mkdir()
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-            came.append((rank, train(folder, sft_words(root), **meeting, RANK=str(rank), LOCAL_RANK=str(rank))))
-        _all_miss_the_other(came)
+            ranks.append((rank, train(folder, sft_words(root), **meeting, RANK=str(rank), LOCAL_RANK=str(rank))))
+        _all_miss_the_other(ranks)
 
 
-def _all_miss_the_other(came: list[tuple[int, ForkedCommand]]) -> None:
-    for rank, process in came:
-        said, _ = process.communicate(timeout=5 * PATIENCE_S)
-        assert process.returncode == 1, said[-3000:]
-        assert f"rank {1 - rank} did not arrive at 127.0.0.1:" in said and "Traceback" not in said
+def _all_miss_the_other(ranks: list[tuple[int, ForkedCommand]]) -> None:
+    for rank, process in ranks:
+        output, _ = process.communicate(timeout=5 * PATIENCE_S)
+        assert process.returncode == 1, output[-3000:]
+        assert f"rank {1 - rank} did not arrive at 127.0.0.1:" in output and "Traceback" not in output
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ from ngym.trainer.recipe import recipe
 
 @pytest.mark.usefixtures("only_rank")
 def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
-    told: list[dict[str, float]] = []
+    history: list[dict[str, float]] = []
     with receiver() as received:
         tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
         shape = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
@@ -38,7 +38,7 @@ def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
                 10_000,
                 lambda step: 1.0,
                 sanity_checks.NanGuard(None, 3),
-                lambda step, values: told.append(values),
+                lambda step, values: history.append(values),
             )
         finally:
             tracing.end()
@@ -46,5 +46,5 @@ def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
     steps = received.named("train step")
     assert [(span.service, span.parent, span.failed) for span in steps] == [("ng_train", "", False)] * 2
     assert [span.attributes["ngym.step"] for span in steps] == [1, 2]
-    assert [span.attributes["ngym.loss"] for span in steps] == pytest.approx([values["loss"] for values in told])
+    assert [span.attributes["ngym.loss"] for span in steps] == pytest.approx([values["loss"] for values in history])
     assert len({span.trace for span in steps}) == 2

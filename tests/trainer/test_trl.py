@@ -316,10 +316,10 @@ def test_transformers_reads_the_tools_of_every_shipped_server_as_they_are() -> N
         read = {tool["name"]: get_json_schema(getattr(episode, tool["name"]))["function"] for tool in offered}
     assert len(read) == 24
     for tool in offered:
-        got, wanted = read[tool["name"]], tool["parameters"]
+        got, expected = read[tool["name"]], tool["parameters"]
         assert got["description"] == tool["description"]
-        assert got["parameters"]["properties"].keys() == wanted["properties"].keys()
-        assert got["parameters"].get("required", []) == wanted.get("required", [])
+        assert got["parameters"]["properties"].keys() == expected["properties"].keys()
+        assert got["parameters"].get("required", []) == expected.get("required", [])
     attendees = read["create_event"]["parameters"]["properties"]["attendees"]
     assert attendees["items"] == {"type": "string"} and "maxItems: 50" in attendees["description"]
 

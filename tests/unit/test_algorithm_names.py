@@ -66,11 +66,11 @@ def recipe(*words: str, files: tuple[str, ...] = ("grpo.yaml",)) -> Any:
     ],
 )  # fmt: skip
 def test_a_name_is_a_published_setting_of_the_same_keys(name: str, keys: dict[str, Any]) -> None:
-    wanted = algorithms.GrpoOptions().model_dump() | {"name": name}
+    expected = algorithms.GrpoOptions().model_dump() | {"name": name}
     for key, value in keys.items():
         group, _, leaf = key.partition(".")
-        wanted = wanted | ({group: wanted[group] | {leaf: value}} if leaf else {key: value})
-    assert algorithms.ALGORITHMS[name]().model_dump() == wanted
+        expected = expected | ({group: expected[group] | {leaf: value}} if leaf else {key: value})
+    assert algorithms.ALGORITHMS[name]().model_dump() == expected
 
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
@@ -136,7 +136,7 @@ def test_an_algorithm_of_the_users_own_is_named_by_its_file(tmp_path: Path) -> N
     assert recipe(f"algorithm.name={file}:Mine").model_dump(mode="json")["algorithm"]["sharpness"] == 2.0
     broken = tmp_path / "broken.py"
     broken.write_text("class Mine(\n")
-    for name, said in [
+    for name, message in [
         (f"{broken}:Mine", "broken.py:1: '(' was never closed: class Mine("),
         (f"{file}:Other", "has no subclass of AlgorithmOptions called 'Other'"),
         (f"{tmp_path}/none.py:Mine", "cannot be imported"),
@@ -145,4 +145,4 @@ def test_an_algorithm_of_the_users_own_is_named_by_its_file(tmp_path: Path) -> N
     ]:
         with pytest.raises(ConfigError, match="command line: algorithm") as error:
             recipe(f"algorithm.name={name}")
-        assert said in str(error.value)
+        assert message in str(error.value)

@@ -91,17 +91,17 @@ def test_text_is_sent_in_whole_characters_and_completely(text: str, step: int):
 @given(st.text("abc"), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3), st.integers(1, 3))
 def test_nothing_is_sent_from_the_first_stop_string_on(text: str, stops: list[str], step: int):
     one = Stops(tuple(stops))
-    told = "".join(one.take(text[at : at + step]) for at in range(0, len(text), step)) + one.end()
+    text_sent = "".join(one.take(text[at : at + step]) for at in range(0, len(text), step)) + one.end()
     places = [text.find(stop) for stop in stops if stop in text]
     assert (one.met is not None) == bool(places)
-    assert text.startswith(told)
-    assert told == text if not places else not any(stop in told for stop in stops)
+    assert text.startswith(text_sent)
+    assert text_sent == text if not places else not any(stop in text_sent for stop in stops)
 
 
 def prompt(messages: list[dict[str, Any]], **more: Any) -> list[int]:
     messages = [dict(message) for message in messages]
-    seen = take_seen(messages)
-    return Template(TOKENS, turn_ends(TOKENS, 2)).prompt({"messages": messages} | more, seen)
+    prior = take_seen(messages)
+    return Template(TOKENS, turn_ends(TOKENS, 2)).prompt({"messages": messages} | more, prior)
 
 
 def test_a_prompt_continues_from_the_ids_that_were_seen_though_the_template_would_write_them_again():
@@ -124,14 +124,14 @@ def test_a_prompt_continues_from_the_ids_that_were_seen_though_the_template_woul
 
 
 @pytest.mark.parametrize(
-    ("request_", "told"),
+    ("request_", "message"),
     [
         ({"tool_choice": "required"}, "field 'tool_choice': this back end cannot force a call"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
     ],
 )
-def test_what_a_template_cannot_say_is_refused(request_: dict[str, Any], told: str):
-    with pytest.raises(BadRequest, match=told):
+def test_what_a_template_cannot_say_is_refused(request_: dict[str, Any], message: str):
+    with pytest.raises(BadRequest, match=message):
         prompt(request_.pop("messages", [{"role": "user", "content": "hi"}]), **request_)
 
 
@@ -146,22 +146,20 @@ def test_equal_conversations_are_rendered_once_and_others_are_not_mixed_up(monke
     """A group of rollouts asks with the same prompt."""
     mine, rendered = tokenizer(), []
     render = mine.apply_chat_template
-    monkeypatch.setattr(
-        mine, "apply_chat_template", lambda *given, **more: rendered.append(1) or render(*given, **more)
-    )
+    monkeypatch.setattr(mine, "apply_chat_template", lambda *args, **more: rendered.append(1) or render(*args, **more))
     template = Template(mine, turn_ends(mine, 2))
     monkeypatch.setattr(chat_codec.time, "time", lambda: 600.0)
     hi, bye = ({"messages": [{"role": "user", "content": word}]} for word in ("hi", "bye"))
     first = template.prompt(hi, None)
     assert first == prompt(hi["messages"])
-    wanted = list(first)
+    expected = list(first)
     first.append(7)  # a caller's list is its own
-    assert template.prompt(hi, None) == wanted and len(rendered) == 1
+    assert template.prompt(hi, None) == expected and len(rendered) == 1
     assert template.prompt(bye, None) == prompt(bye["messages"]) and len(rendered) == 2
-    assert template.prompt(hi | {"chat_template_kwargs": {"x": 1}}, None) == wanted and len(rendered) == 3
-    assert template.whole(hi) == wanted[: len(template.whole(hi))] and len(rendered) == 4
+    assert template.prompt(hi | {"chat_template_kwargs": {"x": 1}}, None) == expected and len(rendered) == 3
+    assert template.whole(hi) == expected[: len(template.whole(hi))] and len(rendered) == 4
     monkeypatch.setattr(chat_codec.time, "time", lambda: 660.0)  # a template may write the time
-    assert template.prompt(hi, None) == wanted and len(rendered) == 5
+    assert template.prompt(hi, None) == expected and len(rendered) == 5
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {2**70}}}'}}
     large = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
     assert template.prompt(large, None) == template.prompt(large, None) and len(rendered) == 7

@@ -69,7 +69,7 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "message"),
     [
         (
             "env:\n  kind: gym_sever\n  app: gym_servers/env\n",
@@ -103,10 +103,10 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
         ("- a\n", "a config is a mapping"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_place(project: Path, text: str, wanted: str):
+def test_a_mistake_is_one_line_with_its_place(project: Path, text: str, message: str):
     with pytest.raises(ConfigError) as caught:
         config_at(project, text)
-    assert wanted in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -147,8 +147,8 @@ def test_paths_of_options_are_relative_to_the_config_and_input_files_must_exist(
     assert (there.folder, there.file) == (tmp_path / "a", tmp_path / "replies.jsonl")
     with pytest.raises(ConfigError) as caught:
         parse_options(Options, {"file": "replys.jsonl"}, {"file": "c.yaml:6"}, "c.yaml:5", [], tmp_path)
-    wanted = f"c.yaml:6: file: there is no file {tmp_path}/replys.jsonl (did you mean '{tmp_path}/replies.jsonl'?); got 'replys.jsonl'"
-    assert str(caught.value) == wanted
+    expected = f"c.yaml:6: file: there is no file {tmp_path}/replys.jsonl (did you mean '{tmp_path}/replies.jsonl'?); got 'replys.jsonl'"
+    assert str(caught.value) == expected
 
 
 def test_a_services_own_options_are_checked_against_its_record():

@@ -246,10 +246,10 @@ def test_what_only_our_own_servers_understand_stays_home_unless_asked_for() -> N
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
     failed = {"type": "function_call_output", "call_id": "c", "output": [image], "ng": {"is_error": True}}
     items = [thought("hm") | {"encrypted_content": "sig"}, call("c"), failed]
-    asked, told = messages_from_items(items, tokens=True)
-    assert asked["thinking_blocks"] == [{"type": "thinking", "thinking": "hm", "signature": "sig"}]
-    assert told["is_error"]
-    assert items_from_messages([asked, told])[0]["encrypted_content"] == "sig"
+    answer, result = messages_from_items(items, tokens=True)
+    assert answer["thinking_blocks"] == [{"type": "thinking", "thinking": "hm", "signature": "sig"}]
+    assert result["is_error"]
+    assert items_from_messages([answer, result])[0]["encrypted_content"] == "sig"
     with pytest.raises(BadRequest, match="'input_image' is not supported here"):
         messages_from_items(items)
     foreign = messages_from_items([*items[:2], output("c") | {"ng": {"is_error": True}}])

@@ -49,10 +49,10 @@ def test_no_field_of_anthropics_messages_is_forgotten(name: str) -> None:
 def test_the_documentation_describes_each_field(path: str) -> None:
     page = (ROOT / "docs" / "model-apis.md").read_text()
     table = page.split(f"| `{path}` | |\n", 1)[1].split("\n\n", 1)[0]
-    told = {name for row in table.splitlines() for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
+    names = {name for row in table.splitlines() for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
     beyond = SAMPLING.keys() | {"thinking"}  # of vLLM and Anthropic; told below the tables
-    assert told - TABLES[path].keys() == set()
-    assert TABLES[path].keys() - beyond == told - beyond
+    assert names - TABLES[path].keys() == set()
+    assert TABLES[path].keys() - beyond == names - beyond
 
 
 @pytest.mark.parametrize(

@@ -78,16 +78,16 @@ def test_a_messages_request_says_the_same_as_a_chat_request() -> None:
         {"id": "b", "type": "function", "function": {"name": "add", "arguments": "{x"}},
     ]
     blocks = [{"type": "thinking", "thinking": "hm", "signature": "sig"}, {"type": "redacted_thinking", "data": "xyz"}]
-    said = {"role": "assistant", "content": "let me see", "reasoning_content": "hm", "thinking_blocks": blocks}
-    seen = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+    message = {"role": "assistant", "content": "let me see", "reasoning_content": "hm", "thinking_blocks": blocks}
+    content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
     format_ = {"name": "answer", "schema": {"type": "object"}, "strict": True}
     assert chat_from_messages_api(check_messages_request(WHOLE)) == {
         "model": "m",
         "max_completion_tokens": 9,
         "messages": [
             {"role": "system", "content": "be kind\n\nbe brief"},
-            {"role": "user", "content": seen},
-            said | {"tool_calls": calls},
+            {"role": "user", "content": content},
+            message | {"tool_calls": calls},
             {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "3"}]},
             {"role": "tool", "tool_call_id": "b", "content": "broken", "is_error": True},
             {"role": "user", "content": [{"type": "text", "text": "go on"}]},
@@ -109,19 +109,19 @@ def test_a_messages_request_says_the_same_as_a_chat_request() -> None:
 
 def test_a_messages_request_survives_the_way_through_chat() -> None:
     there = messages_api_request(check_chat_request(chat_from_messages_api(WHOLE)), max_tokens=1)
-    wanted = deepcopy(WHOLE)
-    wanted["system"] = "be kind\n\nbe brief"
-    results = wanted["messages"].pop()["content"]
+    expected_request = deepcopy(WHOLE)
+    expected_request["system"] = "be kind\n\nbe brief"
+    results = expected_request["messages"].pop()["content"]
     first, second = results[1], {k: v for k, v in results[0].items()}
-    wanted["messages"] += [
+    expected_request["messages"] += [
         {"role": "user", "content": [first, second]},
         {"role": "user", "content": [{"type": "text", "text": "go on"}]},
     ]
-    assert there == wanted
+    assert there == expected_request
 
 
 @pytest.mark.parametrize(
-    ("choice", "said"),
+    ("choice", "expected_fields"),
     [
         ({"type": "auto"}, {"tool_choice": "auto"}),
         ({"type": "any"}, {"tool_choice": "required"}),
@@ -130,10 +130,10 @@ def test_a_messages_request_survives_the_way_through_chat() -> None:
         ({"type": "auto", "disable_parallel_tool_use": True}, {"tool_choice": "auto", "parallel_tool_calls": False}),
     ],
 )
-def test_each_way_to_choose_a_tool_survives(choice: Json, said: Json) -> None:
+def test_each_way_to_choose_a_tool_survives(choice: Json, expected_fields: Json) -> None:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], "tools": [ADD], "tool_choice": choice}
     request = chat_from_messages_api(check_messages_request(body))
-    assert {k: request[k] for k in ("tool_choice", "parallel_tool_calls") if k in request} == said
+    assert {k: request[k] for k in ("tool_choice", "parallel_tool_calls") if k in request} == expected_fields
     assert messages_api_request(request, max_tokens=1) == body
 
 
@@ -155,8 +155,8 @@ OUTPUTS = SAID | st.lists(st.builds(lambda text: {"type": "text", "text": text},
 @st.composite
 def turns_of_anthropic(draw: st.DrawFn, number: int) -> list[Json]:
     """A user's message, the model's, and what its tools gave, as Anthropic's clients write them."""
-    said = [{"type": "text", "text": draw(SAID)}] if draw(st.booleans()) else []
-    blocks = draw(st.just([]) | THINKING) + said
+    text_blocks = [{"type": "text", "text": draw(SAID)}] if draw(st.booleans()) else []
+    blocks = draw(st.just([]) | THINKING) + text_blocks
     calls = draw(st.integers(0 if blocks else 1, 3))
     ids = [f"call_{number}_{index}" for index in range(calls)]
     blocks += [{"type": "tool_use", "id": one, "name": "add", "input": draw(INPUTS)} for one in ids]
@@ -197,8 +197,8 @@ def signed(messages: list[Json]) -> list[Json]:
 def test_a_conversation_survives_the_way_to_anthropic_and_back(messages: list[Json]) -> None:
     messages = [m for m in signed(messages) if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
     back = chat_from_messages_api(messages_api_request({"messages": messages}, max_tokens=1))["messages"]
-    wanted = messages_from_items(items_from_messages(messages))  # outputs in the order of their calls
-    assert [arguments_read(m | {"content": text_of(m)}) for m in back] == [arguments_read(m) for m in wanted]
+    expected_messages = messages_from_items(items_from_messages(messages))  # outputs in the order of their calls
+    assert [arguments_read(m | {"content": text_of(m)}) for m in back] == [arguments_read(m) for m in expected_messages]
 
 
 def text_of(message: Json) -> Any:
@@ -232,16 +232,16 @@ def test_an_answer_that_comes_back_is_the_answer_that_was_given(message: Json, b
 
 
 def _next(content: list[Json]) -> Json:
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
-    return {"max_tokens": 1, "messages": [*said, {"role": "user", "content": "go on"}]}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    return {"max_tokens": 1, "messages": [*messages, {"role": "user", "content": "go on"}]}
 
 
 def test_reasoning_in_tags_comes_back_byte_for_byte() -> None:
-    said = "\n<think> a </think>\n\n<think>b</think>\n4"
-    answer = messages_api_from_chat(completion({"content": said}), style="tags")
+    content = "\n<think> a </think>\n\n<think>b</think>\n4"
+    answer = messages_api_from_chat(completion({"content": content}), style="tags")
     assert [block["type"] for block in answer["content"]] == ["thinking", "thinking", "text"]
     request = chat_from_messages_api(check_messages_request(_next(answer["content"])), style="tags")
-    assert request["messages"][1] == {"role": "assistant", "content": said}
+    assert request["messages"][1] == {"role": "assistant", "content": content}
 
 
 def test_token_data_is_on_the_last_block_and_comes_back_with_it() -> None:
@@ -358,10 +358,10 @@ def test_anthropics_stream_as_chunks_adds_up_to_its_answer_as_a_completion(
     assert all(isinstance(began[name], int) for name in ("input_tokens", "output_tokens")), "clients require them"
     began |= {name: None for name in ("input_tokens", "output_tokens") if began[name] == 0}  # not known yet
     message = messages_api_from_chat({k: v for k, v in whole.items() if k != "ng"}, style=style)
-    told = completion_of(all_of(MessageChunks(), events))
-    wanted = expected(chat_from_message(message))
-    assert arguments_read(told["message"]) == arguments_read(wanted["message"])
-    assert {**told, "message": 0, "created": 0} == {**wanted, "message": 0, "created": 0}
+    streamed = completion_of(all_of(MessageChunks(), events))
+    whole_answer = expected(chat_from_message(message))
+    assert arguments_read(streamed["message"]) == arguments_read(whole_answer["message"])
+    assert {**streamed, "message": 0, "created": 0} == {**whole_answer, "message": 0, "created": 0}
 
 
 # ---------------------------------------------------------------- requests that are wrong

@@ -34,14 +34,14 @@ def untimed(response: Json) -> Json:
 
 def split_in_pieces(pieces: list[str]) -> Split:
     splitter = ThinkSplitter()
-    told = [one for piece in pieces for one in splitter.take(piece)] + list(splitter.end())
+    parts = [one for piece in pieces for one in splitter.take(piece)] + list(splitter.end())
     found: list[list[str]] = []
-    for kind, said in told:
+    for kind, text in parts:
         if kind == "think":
-            found.append(["", said, ""])
+            found.append(["", text, ""])
         elif kind != "text":
-            found[-1][0 if kind == "reasoning" else 2] += said
-    return Split([Block(*block) for block in found], "".join(said for kind, said in told if kind == "text"))
+            found[-1][0 if kind == "reasoning" else 2] += text
+    return Split([Block(*block) for block in found], "".join(text for kind, text in parts if kind == "text"))
 
 
 @given(TAGGED, st.data())
@@ -69,10 +69,10 @@ def test_think_tags_are_found_at_each_single_cut(content: str) -> None:
 
 def test_reasoning_streams_as_soon_as_it_is_certain() -> None:
     splitter = ThinkSplitter()
-    told = [
-        [said for _, said in splitter.take(piece)] for piece in ["<thi", "nk>a", "b</", "thin", "c</think>", "\n", "d"]
+    parts = [
+        [text for _, text in splitter.take(piece)] for piece in ["<thi", "nk>a", "b</", "thin", "c</think>", "\n", "d"]
     ]
-    assert told == [[], ["<think>", "a"], ["b"], [], ["</thinc", "</think>"], [], ["\nd"]]
+    assert parts == [[], ["<think>", "a"], ["b"], [], ["</thinc", "</think>"], [], ["\nd"]]
 
 
 # ---------------------------------------------------------------- chunks -> Responses events
@@ -243,24 +243,24 @@ def test_the_first_events_can_be_sent_before_the_back_end_says_anything() -> Non
 
 
 @pytest.mark.parametrize(
-    ("last", "told"),
+    ("last", "reason"),
     [
         ([], "ended its stream before"),
         ([{"error": {"message": "out of memory", "code": 500}}], "out of memory"),
         ([chunk({}, "abort")], "gave up (abort)"),
     ],
 )
-def test_an_answer_that_breaks_off_is_reported_as_an_error_by_every_api(last: list[Json], told: str) -> None:
+def test_an_answer_that_breaks_off_is_reported_as_an_error_by_every_api(last: list[Json], reason: str) -> None:
     chunks = [chunk({"content": "hal"}), *last]
     events = all_of(ResponseStream({}), chunks)
     assert events[-1]["type"] == "response.failed"
-    assert told in events[-1]["response"]["error"]["message"]
+    assert reason in events[-1]["response"]["error"]["message"]
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "hal"
     message = all_of(MessagesStream(), chunks)[-1]
     assert (message["type"], message["error"]["type"]) == ("error", "api_error")
-    assert told in message["error"]["message"]
+    assert reason in message["error"]["message"]
     (error,) = [one for one in all_of(ChunkStream(), events) if "error" in one]
-    assert told in error["error"]["message"]
+    assert reason in error["error"]["message"]
 
 
 def test_a_response_stream_without_an_end_is_an_error() -> None:
@@ -270,8 +270,8 @@ def test_a_response_stream_without_an_end_is_an_error() -> None:
 
 def test_an_error_of_anthropic_goes_through_to_every_client() -> None:
     error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
-    (told,) = MessageChunks().take(error)
-    assert all_of(ResponseStream({}), [told])[-1]["response"]["error"]["message"] == "Overloaded"
+    (error_chunk,) = MessageChunks().take(error)
+    assert all_of(ResponseStream({}), [error_chunk])[-1]["response"]["error"]["message"] == "Overloaded"
 
 
 @pytest.mark.parametrize("index", [{}, {"index": 0}])
@@ -358,5 +358,5 @@ def test_a_summary_of_reasoning_is_sent_once() -> None:
         {"type": "response.reasoning_text.delta", "delta": "at length", "output_index": 0, "content_index": 0}
     )
     stream = ChunkStream()
-    told = [one["choices"][0]["delta"] for event in events for one in stream.take(event)]
-    assert told[1:] == [{"reasoning_content": "in "}, {"reasoning_content": "short"}]
+    deltas = [one["choices"][0]["delta"] for event in events for one in stream.take(event)]
+    assert deltas[1:] == [{"reasoning_content": "in "}, {"reasoning_content": "short"}]

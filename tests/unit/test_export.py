@@ -129,11 +129,11 @@ async def test_a_rollout_of_real_services_becomes_the_conversation_that_the_mode
     async with house(options, **apps) as peers:
         row = await peers["agent"].post("/run", {"responses_create_params": params, "_ng_task_index": 0})
     (demonstration,), _ = exported(tmp_path, "demonstrations", row)
-    system, user, asked, first, second, answer = demonstration["messages"]
+    system, user, question, first, second, answer = demonstration["messages"]
     assert (system, user) == ({"role": "system", "content": "Sum."}, {"role": "user", "content": "2 + 3?"})
-    assert asked["reasoning_content"] == "A sum." and asked["content"] == ""
-    assert [call["function"]["arguments"] for call in asked["tool_calls"]] == [{"a": 2, "b": 3}] * 2
-    assert [first["tool_call_id"], second["tool_call_id"]] == [call["id"] for call in asked["tool_calls"]]
+    assert question["reasoning_content"] == "A sum." and question["content"] == ""
+    assert [call["function"]["arguments"] for call in question["tool_calls"]] == [{"a": 2, "b": 3}] * 2
+    assert [first["tool_call_id"], second["tool_call_id"]] == [call["id"] for call in question["tool_calls"]]
     assert (first["role"], first["content"], second["content"]) == ("tool", "5", "5")
     assert answer == {"role": "assistant", "content": "It is 5."}
     (tool,) = demonstration["tools"]  # the row declared none: they are the gym server's
@@ -506,9 +506,9 @@ def test_the_command_says_what_it_kept_and_why_not_the_rest(tmp_path: Path):
     assert "in 1 pairs; margin 0.8" in shown.stdout and shown.stdout.endswith(f"{output}: 1 rows\n")
     refused = command(*arguments)
     assert refused.exit_code == 2 and "add --overwrite" in refused.stderr
-    told = orjson.loads(command(*arguments, "--overwrite", "--json").stdout)
-    assert told.pop("seconds") > 0
-    assert told == {
+    report = orjson.loads(command(*arguments, "--overwrite", "--json").stdout)
+    assert report.pop("seconds") > 0
+    assert report == {
         "format": "preferences",
         "output": str(output),
         "rows": 1,
@@ -570,8 +570,8 @@ def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_read(arguments: list[str], message: str, tmp_path: Path):
     source = write(tmp_path / "in.jsonl", "not JSON")
-    given = [argument.format(input=source) for argument in arguments]
-    result = command("--input", source, "--output", tmp_path / "out.jsonl", *given)
+    words = [argument.format(input=source) for argument in arguments]
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", *words)
     assert result.exit_code == 2 and message in result.stderr
 
 

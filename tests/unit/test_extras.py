@@ -101,11 +101,11 @@ def test_the_doctor_shows_whose_scripts_come_first(tmp_path: Path, monkeypatch: 
         result = CliRunner().invoke(doctor.main, ["--json"])
         assert result.exit_code == 1, result.stderr
         assert result.stdout, result.stderr
-        told = {each["about"]: each for each in json.loads(result.stdout)["findings"]}
-        assert {name for name, each in told.items() if each["status"] == "wrong"} >= wrong.keys()
+        findings = {each["about"]: each for each in json.loads(result.stdout)["findings"]}
+        assert {name for name, each in findings.items() if each["status"] == "wrong"} >= wrong.keys()
         for name, owner in wrong.items():
-            assert f"belongs to {owner}" in told[name]["text"]
-        assert "type ngym run" in told["ng_run"]["text"] if "ng_run" in wrong else "ng_run" not in told
+            assert f"belongs to {owner}" in findings[name]["text"]
+        assert "type ngym run" in findings["ng_run"]["text"] if "ng_run" in wrong else "ng_run" not in findings
 
 
 @pytest.mark.process  # nvidia-smi
@@ -127,8 +127,8 @@ def test_the_doctor_shows_what_does_not_use_the_gpu(tmp_path: Path, monkeypatch:
     assert of_torch.endswith(" without CUDA; the GPU stays unused: uv sync --extra vllm --extra train (docs/gpus.md)")
     script(tmp_path, "python", "#!/bin/sh\necho 13.0 False; echo the NVIDIA driver is too old >&2\n")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    told = doctor._torch_for_gpu("2.13.0")
-    assert (told.status, told.text) == ("wrong", "2.13.0 cannot use the GPU: the NVIDIA driver is too old")
+    finding = doctor._torch_for_gpu("2.13.0")
+    assert (finding.status, finding.text) == ("wrong", "2.13.0 cannot use the GPU: the NVIDIA driver is too old")
 
 
 def test_the_quickstart_names_all_missing_packages_before_its_first_step(
@@ -150,9 +150,9 @@ def test_without_vllm_models_transformers_serves_the_quickstarts_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str | None
 ) -> None:
     monkeypatch.setattr(quickstart, "version", lambda name: "1" if name == build or "vllm" not in name else None)
-    said = CliRunner().invoke(quickstart.main, ["--dry-run"]).output
-    assert ("vLLM serves the policy" in said) == (build is not None)
-    assert ("models/transformers serves the policy" in said) == (build is None)
+    output = CliRunner().invoke(quickstart.main, ["--dry-run"]).output
+    assert ("vLLM serves the policy" in output) == (build is not None)
+    assert ("models/transformers serves the policy" in output) == (build is None)
     quickstart.QuickstartPaths(tmp_path, "vllm" if build else "transformers").prepare()
     stanza = load_config([tmp_path / "global_config.yaml"]).stanza("policy")
     assert stanza.app == ("models/vllm" if build else "models/transformers")

@@ -21,9 +21,9 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def options(out: Path, **more: Any) -> argparse.Namespace:
-    told = {"device": "cpu", "only": ["tests", "benchmark"], "seconds": 600.0, "k": "", "out": out}
-    told |= {"shapes": [], "parts": [], "sides": [], "steps": 5, "micro_batch": 8192, "profile": False}
-    return argparse.Namespace(**(told | more))
+    defaults = {"device": "cpu", "only": ["tests", "benchmark"], "seconds": 600.0, "k": "", "out": out}
+    defaults |= {"shapes": [], "parts": [], "sides": [], "steps": 5, "micro_batch": 8192, "profile": False}
+    return argparse.Namespace(**(defaults | more))
 
 
 def test_each_stage_has_a_row_whatever_the_others_did(

@@ -70,13 +70,13 @@ def row(task: int, index: int, reward: float | None, draw: random.Random, **fiel
     def logprobs(count: int) -> list[float]:
         return [-draw.random() for _ in range(count)]
 
-    said = (draw.randrange(1, 9), draw.randrange(1, 9))
-    start = 5 + said[0] + 3
+    digits = (draw.randrange(1, 9), draw.randrange(1, 9))
+    start = 5 + digits[0] + 3
     whole = {
-        "token_ids": ids(start + said[1]),
-        "mask": [[5, 5 + said[0]], [start, start + said[1]]],
-        "logprobs": logprobs(sum(said)),
-        "policy_version": [[5, 5 + said[0], 3], [start, start + said[1], 4]],
+        "token_ids": ids(start + digits[1]),
+        "mask": [[5, 5 + digits[0]], [start, start + digits[1]]],
+        "logprobs": logprobs(sum(digits)),
+        "policy_version": [[5, 5 + digits[0], 3], [start, start + digits[1], 4]],
     }
     first = {"token_ids": ids(9), "mask": [[6, 9]], "logprobs": logprobs(3), "policy_version": [[6, 9, 3]]}
     trace = {"task_id": f"t{task}", "status": "ok", "segments": [whole] if index % 3 else [first, whole], "turns": 2}
@@ -245,7 +245,7 @@ def test_rewards_without_the_components_that_a_recipe_needs_are_refused(tokenize
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         (
             [{"failure": {"service": "policy", "class": "model_error", "message": "gone"}}],
@@ -254,10 +254,10 @@ def test_rewards_without_the_components_that_a_recipe_needs_are_refused(tokenize
         ([{"reward": None, "ng": {"segments": []}}] * 2, "0 failed, 2 have the reward null"),
     ],
 )
-def test_a_file_without_a_rollout_to_train_on_says_why(tmp_path: Path, lines: list[Any], said: str) -> None:
+def test_a_file_without_a_rollout_to_train_on_says_why(tmp_path: Path, lines: list[Any], message: str) -> None:
     file = tmp_path / "rollouts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         samples.trainable_rollouts(file, 1.0, frozenset())
 
 
@@ -525,7 +525,7 @@ def test_truncated_rollouts_of_a_file_are_not_counted_as_without_a_learning_sign
     for number, line in enumerate(lines):
         line["reward"] = float(number % 2)
         line["ng"]["status"] = "truncated" if number < 3 else "ok"
-    said: list[str] = []
+    messages: list[str] = []
 
     def source(lines: list[Row]) -> loop.FileSource:
         path = write(tmp_path / "out.jsonl", lines)
@@ -533,11 +533,11 @@ def test_truncated_rollouts_of_a_file_are_not_counted_as_without_a_learning_sign
         words += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer"]
         recipe, _ = recipe_reader.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
         algorithm = policy_gradient.PolicyGradient(recipe.algorithm, None, None)
-        return loop.FileSource(loop.Parts(recipe, learner(tokenizer), algorithm, tokenizer), said.append)
+        return loop.FileSource(loop.Parts(recipe, learner(tokenizer), algorithm, tokenizer), messages.append)
 
     source(lines)
-    assert said[0] == "3 of 16 rollouts are truncated (algorithm.shaping.drop_truncated): left out"
-    assert "learning signal" not in " ".join(said)
+    assert messages[0] == "3 of 16 rollouts are truncated (algorithm.shaping.drop_truncated): left out"
+    assert "learning signal" not in " ".join(messages)
     with pytest.raises(UsageError, match="or the rollout is truncated"):
         source(lines[:3])
 
@@ -545,24 +545,24 @@ def test_truncated_rollouts_of_a_file_are_not_counted_as_without_a_learning_sign
 def test_samples_that_a_teacher_leaves_out_are_named(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, said = config.DataOptions(path=str(write(tmp_path / "out.jsonl", rows()))), list[str]()
+    data, messages = config.DataOptions(path=str(write(tmp_path / "out.jsonl", rows()))), list[str]()
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
     monkeypatch.setattr(algorithm, "prepare", lambda kept, *_: kept[3:])
-    file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, said.append, teachers=True)
-    assert said == ["3 of 30 samples are longer than a teacher's context (with its hint): left out"]
+    file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, messages.append, teachers=True)
+    assert messages == ["3 of 30 samples are longer than a teacher's context (with its hint): left out"]
     monkeypatch.setattr(algorithm, "prepare", lambda *_: [])
     with pytest.raises(UsageError, match="no sample to train on: 30 are longer than a teacher's context"):
-        file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, said.append, teachers=True)
+        file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, messages.append, teachers=True)
 
 
 def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
-    said: list[str] = []
+    messages: list[str] = []
     prepared = file_batches.prepared(
-        data, policy_gradient.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, said.append
+        data, policy_gradient.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, messages.append
     )
-    assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples have no learning signal: left out")
+    assert len(messages) == 1 and messages[0].endswith(f"of {len(lines)} samples have no learning signal: left out")
     recipe = config.Recipe.model_validate(
         {
             "algorithm": {"name": "grpo"},

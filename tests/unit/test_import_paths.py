@@ -78,8 +78,8 @@ def folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recipe(*words: str) -> Any:
-    given = ["model.path=data/letters/tokenizer", "evaluation=null", *words]
-    return recipe_reader.read_recipe(["grpo.yaml"], given)[0]
+    overrides = ["model.path=data/letters/tokenizer", "evaluation=null", *words]
+    return recipe_reader.read_recipe(["grpo.yaml"], overrides)[0]
 
 
 def refused(*words: str) -> str:
@@ -95,18 +95,18 @@ def test_an_estimator_of_the_users_gives_the_advantages(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("short", "mistakes.py:short returned 2 values for 3 rollouts; return a list with one number for each reward"),
         ("nothing", "mistakes.py:nothing returned NoneType for 3 rollouts; return a list"),
         ("infinite", "mistakes.py:infinite returned inf for rollout 0 of 3; return finite numbers"),
     ],
 )
-def test_what_an_estimator_returns_is_checked(folder: Path, name: str, said: str) -> None:
+def test_what_an_estimator_returns_is_checked(folder: Path, name: str, message: str) -> None:
     options = Advantage(estimator=f"mistakes.py:{name}")
     with pytest.raises(UsageError) as caught:
         advantages(options, [1.0, 0.0, 0.5], [0, 0, 0])
-    assert str(caught.value).startswith(f"algorithm.advantage.estimator: {said}")
+    assert str(caught.value).startswith(f"algorithm.advantage.estimator: {message}")
     assert "\n" not in str(caught.value)
 
 
@@ -118,7 +118,7 @@ def test_an_estimator_of_the_users_may_compare_across_groups_of_one(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["algorithm.advantage.estimator=group_sdt"], "Input should be 'group_std', 'group_mean'"),
         (["algorithm.advantage.estimator=none.py:f"], "none.py cannot be imported: there is no file"),
@@ -142,12 +142,12 @@ def test_an_estimator_of_the_users_may_compare_across_groups_of_one(folder: Path
         ),
     ],
 )  # fmt: skip
-def test_the_dry_run_reports_a_wrong_import_path_in_one_line(folder: Path, words: list[str], said: str) -> None:
-    given = ["grpo.yaml", "model.path=data/letters/tokenizer", "evaluation=null", *words, "--dry-run"]
-    result = CliRunner().invoke(main, given)
+def test_the_dry_run_reports_a_wrong_import_path_in_one_line(folder: Path, words: list[str], message: str) -> None:
+    arguments = ["grpo.yaml", "model.path=data/letters/tokenizer", "evaluation=null", *words, "--dry-run"]
+    result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"command line: {words[0].partition('=')[0]}") and said in line
+    assert line.startswith(f"command line: {words[0].partition('=')[0]}") and message in line
 
 
 def test_a_transport_of_the_users_hands_over_files_from_its_folder(folder: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_sandbox_of_the_users_is_found_next_to_the_config(
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"provider": "dokcer"}, "unknown provider; use local, docker, gvisor, remote, or the import path"),
         ({"provider": "none.py:Mine"}, "none.py cannot be imported: there is no file"),
@@ -209,9 +209,9 @@ def test_a_sandbox_of_the_users_is_found_next_to_the_config(
         ),
     ],
 )
-def test_a_wrong_sandbox_is_one_line_without_its_other_keys(folder: Path, keys: dict[str, Any], said: str) -> None:
+def test_a_wrong_sandbox_is_one_line_without_its_other_keys(folder: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         sandbox(folder, **keys)
     line = str(caught.value)
-    assert line.startswith(("c.yaml:3: sandbox", "c.yaml:4: sandbox")) and said in line and "\n" not in line
+    assert line.startswith(("c.yaml:3: sandbox", "c.yaml:4: sandbox")) and message in line and "\n" not in line
     assert "secret" not in line

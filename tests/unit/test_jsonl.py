@@ -365,13 +365,13 @@ def test_a_full_disk_is_waited_out_and_tears_no_row(tmp_path: Path, grows: bool)
     """A file size limit stands for the full disk: the kernel writes a part of the row, then refuses."""
     path = tmp_path / "out.jsonl"
     command = [sys.executable, "-c", FULL, str(path), "grows" if grows else "stays"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.splitlines()
-    acknowledged = [int(word) for word in told if word.isdigit()]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.splitlines()
+    acknowledged = [int(word) for word in lines if word.isdigit()]
     assert path.read_bytes().endswith(b"}\n"), "no torn row was left"
     assert numbers(path) == acknowledged == list(range(40 if grows else 19))
-    assert told[-1].startswith(f"{path}: File too large")
-    assert grows == told[-1].endswith(" None")
-    assert grows or any("File too large for 0 s; make room, then run again with --resume" in text for text in told)
+    assert lines[-1].startswith(f"{path}: File too large")
+    assert grows == lines[-1].endswith(" None")
+    assert grows or any("File too large for 0 s; make room, then run again with --resume" in text for text in lines)
 
 
 WRITER = """
@@ -404,8 +404,8 @@ def test_rows_that_were_acknowledged_survive_kill_9(tmp_path: Path) -> None:
             for _ in range(draw.randrange(1, 300)):
                 acknowledged.add(int(writer.stdout.readline()))
             writer.send_signal(signal.SIGKILL)
-            told = writer.stdout.read().split(b"\n")[:-1]
-        acknowledged |= {int(word) for word in told}
+            lines = writer.stdout.read().split(b"\n")[:-1]
+        acknowledged |= {int(word) for word in lines}
         log, found = opened(path)
         log.close()
         assert acknowledged <= set(found)

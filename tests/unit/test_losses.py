@@ -75,9 +75,9 @@ def step(
 
     first: it is the first update on the batch, so there are no old logprobs. shuffle: a seed to mix the tokens with.
     """
-    wanted = make(options)
+    spec = make(options)
     weights = policy_loss.loss_weights(
-        wanted.loss.aggregation, batch.lengths, fixed_length=wanted.loss.fixed_length, tasks_B=batch.tasks
+        spec.loss.aggregation, batch.lengths, fixed_length=spec.loss.fixed_length, tasks_B=batch.tasks
     )
     rollout_of = [index for index, length in enumerate(batch.lengths) for _ in range(length)]
     logprobs = torch.tensor(batch.logprobs, dtype=dtype, requires_grad=True)
@@ -108,7 +108,7 @@ def step(
             reference_N=flat(batch.reference),
             entropy_N=entropy[at],
         )
-        loss = policy_loss.policy_loss(wanted, tokens)
+        loss = policy_loss.policy_loss(spec, tokens)
         (loss.sum / weights.total).backward()
         value += float(loss.sum.detach()) / weights.total
         for name, mean in loss.metrics.items():
@@ -204,9 +204,9 @@ def by_side(flat: Tensor, pairs: list[Any]) -> list[list[list[float]]]:
 def test_preference_losses_and_gradients_are_those_of_other_libraries(case: dict[str, Any]) -> None:
     loss, grads = of_pairs(case["options"], PAIRS["logprobs"], PAIRS["reference"])
     assert loss.sum.item() / len(grads) == pytest.approx(case["loss"], abs=2e-6)
-    for ours, theirs in zip(grads, case["grad"], strict=True):
-        assert ours[0] == pytest.approx(theirs[0], abs=2e-6)
-        assert ours[1] == pytest.approx(theirs[1], abs=2e-6)
+    for ours, expected in zip(grads, case["grad"], strict=True):
+        assert ours[0] == pytest.approx(expected[0], abs=2e-6)
+        assert ours[1] == pytest.approx(expected[1], abs=2e-6)
     for name, value in case["metrics"].items():
         mean = loss.metrics[name]
         assert mean.total / mean.count == pytest.approx(value, abs=2e-6), name
@@ -224,8 +224,8 @@ def test_the_loss_of_reward_models_and_its_gradient_are_trls_to_1e_6(batch: Any,
     (loss.sum / pairs).backward()
     assert loss.sum.item() / pairs == pytest.approx(case["loss"], abs=1e-6)
     assert scores_R.grad is not None
-    for ours, theirs in zip(scores_R.grad.reshape(pairs, 2).tolist(), case["grad"], strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-6)
+    for ours, expected in zip(scores_R.grad.reshape(pairs, 2).tolist(), case["grad"], strict=True):
+        assert ours == pytest.approx(expected, abs=1e-6)
     for name, value in case["metrics"].items():
         assert loss.metrics[name].total / loss.metrics[name].count == pytest.approx(value, abs=1e-6), name
 
@@ -280,9 +280,9 @@ def test_named_preference_losses_and_their_gradients_are_trls_to_1e_6(batch: Any
         loss = preference_loss.preference_loss(options, flat, rows, reference_R, weight_P, collision_N)
     (loss.sum / divisor).backward()
     assert loss.sum.item() / divisor == pytest.approx(case["loss"], abs=1e-6)
-    for ours, theirs in zip(by_side(flat, batch["logprobs"]), case["grad"], strict=True):
-        assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
-        assert ours[1] == pytest.approx(theirs[1], abs=1e-6)
+    for ours, expected in zip(by_side(flat, batch["logprobs"]), case["grad"], strict=True):
+        assert ours[0] == pytest.approx(expected[0], abs=1e-6)
+        assert ours[1] == pytest.approx(expected[1], abs=1e-6)
     for name, value in case["metrics"].items():
         mean = loss.metrics[name]
         assert mean.total / mean.count == pytest.approx(value, abs=1e-6), name
@@ -365,10 +365,10 @@ def test_the_mismatch_is_one_when_sampler_and_trainer_agree_and_grows_with_their
 # --- the formulas, written out ---------------------------------------------------------------------------------------
 
 
-def written_out(wanted: Any, batch: Batch, first: bool) -> tuple[float, list[float]]:
+def written_out(spec: Any, batch: Batch, first: bool) -> tuple[float, list[float]]:
     """The objective token by token, in Python: its value and autograd's gradient, float64."""
     x = torch.tensor(batch.logprobs, dtype=torch.float64, requires_grad=True)
-    loss, by_task = wanted.loss, {task: 0 for task in batch.tasks}
+    loss, by_task = spec.loss, {task: 0 for task in batch.tasks}
     for task, length in zip(batch.tasks, batch.lengths, strict=True):
         by_task[task] += length
     present = sum(length > 0 for length in batch.lengths)
@@ -398,10 +398,10 @@ def written_out(wanted: Any, batch: Batch, first: bool) -> tuple[float, list[flo
                 term = -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
             else:
                 term = -advantage * x[i]
-            term = term * importance(wanted.correction, log_w, t)
-            if wanted.kl.coef:
+            term = term * importance(spec.correction, log_w, t)
+            if spec.kl.coef:
                 d = x[i] - batch.reference[i]
-                term = term + wanted.kl.coef * {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[wanted.kl.estimator]
+                term = term + spec.kl.coef * {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[spec.kl.estimator]
             term = term - loss.entropy_coef * batch.entropy[i]
             divisor = {
                 "token": sum(batch.lengths),
@@ -633,7 +633,7 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
 
 
 @pytest.mark.parametrize(
-    ("options", "key", "said"),
+    ("options", "key", "reason"),
     [
         ({"loss": {"ratio": "sequence"}}, "loss.aggregation", "use aggregation sequence"),
         ({"loss": {"ratio": "sequence", "aggregation": "sequence", "surrogate": "cispo"}}, "loss.ratio", "ratio token"),
@@ -685,11 +685,11 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
     ids=lambda value: value if isinstance(value, str) and "." in value and " " not in value else "",
 )
 def test_a_combination_that_makes_no_sense_is_refused_with_the_reason(
-    options: dict[str, Any], key: str, said: str
+    options: dict[str, Any], key: str, reason: str
 ) -> None:
     found = objective.invalid_settings(objective.Objective.model_validate(options))
     assert [refusal.key for refusal in found] == [key]
-    assert said in found[0].reason
+    assert reason in found[0].reason
 
 
 def test_label_smoothing_is_for_the_sigmoid_loss_alone() -> None:

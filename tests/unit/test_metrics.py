@@ -78,7 +78,7 @@ def test_the_running_interval_is_the_clustered_one() -> None:
     for task, reward in data:
         rewards.add(task, reward)
     mean = fmean(reward for _, reward in data)
-    deviations = [sum(reward - mean for task, reward in data if task == wanted) for wanted in range(7)]
+    deviations = [sum(reward - mean for task, reward in data if task == index) for index in range(7)]
     error = math.sqrt(7 / 6 * sum(value**2 for value in deviations)) / len(data)
     assert rewards.mean == pytest.approx(mean)
     assert rewards.interval is not None

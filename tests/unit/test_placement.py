@@ -38,14 +38,14 @@ def config(folder: Path, **services: dict) -> Config:
 
 
 def test_each_replica_gets_its_own_slice_and_the_first_gpus_are_left_for_a_trainer(tmp_path: Path):
-    wanted = config(
+    services = config(
         tmp_path,
         policy={"replicas": 2, "resources": {"gpus": 2}},
         judge={"resources": {"gpus": 1}},
         cpu_only={"resources": {"gpus": 0}},
         free={},
     )
-    slices = gpu_slices(wanted, Machine(tuple("012345"), 8, 16))
+    slices = gpu_slices(services, Machine(tuple("012345"), 8, 16))
     assert slices == {
         ("policy", 0): ("1", "2"),
         ("policy", 1): ("3", "4"),
@@ -55,18 +55,18 @@ def test_each_replica_gets_its_own_slice_and_the_first_gpus_are_left_for_a_train
 
 
 @pytest.mark.parametrize(
-    ("resources", "said"),
+    ("resources", "message"),
     [
         ({"gpus": 3}, "resources.gpus: this machine has 4, the services ask for 6 (policy 6)"),
         ({"cpus": 5}, "resources.cpus: this machine has 8, the services ask for 10 (policy 10)"),
         ({"memory_gb": 9}, "resources.memory_gb: this machine has 16, the services ask for 18 (policy 18)"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, resources: dict, said: str):
-    wanted = config(tmp_path, policy={"replicas": 2, "resources": resources})
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, resources: dict, message: str):
+    services = config(tmp_path, policy={"replicas": 2, "resources": resources})
     with pytest.raises(ConfigError) as refused:
-        gpu_slices(wanted, Machine(("0", "1", "2", "3"), 8, 16))
-    assert said in str(refused.value) and "\n" not in str(refused.value) and "c.yaml:" in str(refused.value)
+        gpu_slices(services, Machine(("0", "1", "2", "3"), 8, 16))
+    assert message in str(refused.value) and "\n" not in str(refused.value) and "c.yaml:" in str(refused.value)
 
 
 def test_a_config_without_resources_asks_for_nothing(tmp_path: Path):
@@ -116,15 +116,15 @@ async def test_replicas_that_are_added_get_the_gpus_that_neither_replicas_nor_ra
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(VISIBLE, "0,1,2")
-    wanted = config(tmp_path, policy={**FULL, "replicas": {"min": 1, "max": 8}})
+    services = config(tmp_path, policy={**FULL, "replicas": {"min": 1, "max": 8}})
     placer = LocalPlacer(SimpleNamespace(started=0.0, close=lambda: None), ranks=1)
     try:
-        [first] = (await placer.places(wanted))["policy"]
-        second = await placer.more(wanted, wanted.stanza("policy"))
+        [first] = (await placer.places(services))["policy"]
+        second = await placer.more(services, services.stanza("policy"))
         assert [place.environment[VISIBLE] for place in (first, second)] == ["2", "1"]
-        assert await placer.more(wanted, wanted.stanza("policy")) is None
+        assert await placer.more(services, services.stanza("policy")) is None
         await placer.release(first)
-        assert (await placer.more(wanted, wanted.stanza("policy"))).environment[VISIBLE] == "2"
+        assert (await placer.more(services, services.stanza("policy"))).environment[VISIBLE] == "2"
     finally:
         await placer.close()
 
@@ -158,12 +158,12 @@ def test_one_more_replica_gets_the_last_free_gpus_if_the_machine_has_room():
 
 
 def test_a_range_of_replicas_starts_with_the_least_and_per_node_with_one(tmp_path: Path):
-    wanted = config(
+    services = config(
         tmp_path,
         policy={"replicas": {"min": 2, "max": 9}, "resources": {"gpus": 1}},
         judge={"replicas": "per_node", "resources": {"gpus": 1}},
     )
-    slices = gpu_slices(wanted, Machine(tuple("0123"), 8, 16))
+    slices = gpu_slices(services, Machine(tuple("0123"), 8, 16))
     assert slices == {("policy", 0): ("1",), ("policy", 1): ("2",), ("judge", 0): ("3",)}
 
 
@@ -245,7 +245,7 @@ def test_a_wrong_number_of_cores_leaves_at_least_one(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("asked", "parameters", "processes", "threads"),
+    ("option", "parameters", "processes", "threads"),
     [
         (None, 500_000, 1, 1),
         (None, 38_000_000, 1, 4),
@@ -256,7 +256,7 @@ def test_a_wrong_number_of_cores_leaves_at_least_one(tmp_path: Path, monkeypatch
     ],
 )
 def test_a_larger_model_is_served_by_more_threads(
-    monkeypatch: pytest.MonkeyPatch, asked: int | None, parameters: int | None, processes: int, threads: int
+    monkeypatch: pytest.MonkeyPatch, option: int | None, parameters: int | None, processes: int, threads: int
 ):
     monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
-    assert cpu_threads.serving_threads(asked, parameters, processes) == threads
+    assert cpu_threads.serving_threads(option, parameters, processes) == threads

@@ -95,14 +95,14 @@ def test_a_line_that_is_still_being_written_is_not_read(written: Written) -> Non
 
 def test_a_damaged_line_is_named(written: Written) -> None:
     folder = written("run", steps(2), end='\n{"step": 3, "rew\n')
-    said = plot(folder)
-    assert said.exit_code == 2 and f"{folder}/metrics.jsonl:3: not JSON" in said.output
+    result = plot(folder)
+    assert result.exit_code == 2 and f"{folder}/metrics.jsonl:3: not JSON" in result.output
 
 
 def test_rollouts_are_not_metrics(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
-    said = plot(tmp_path / "out.jsonl")
-    assert said.exit_code == 2 and "out.jsonl:1: not an entry of a run's metrics: it has no 'step'" in said.output
+    result = plot(tmp_path / "out.jsonl")
+    assert result.exit_code == 2 and "out.jsonl:1: not an entry of a run's metrics: it has no 'step'" in result.output
 
 
 def test_what_is_not_a_number_is_not_drawn() -> None:
@@ -192,17 +192,17 @@ def test_a_run_is_called_by_as_much_of_its_folder_as_it_takes() -> None:
 
 def test_a_run_is_a_plot_of_characters_and_its_last_values(written: Written) -> None:
     rows = [*steps(8), {"step": 8, "eval/a/greedy": 0.25, "eval/a/greedy/count": 4}]
-    said = plot(written("run", rows))
-    assert said.exit_code == 0, said.output
-    lines = said.output.splitlines()
-    assert "· reward/mean: 0.100 -> 0.800" in said.output and "# eval/a/greedy: 0.250 -> 0.250" in said.output
-    assert ["loss", "0.125"] in [line.split() for line in lines] and "greedy/count" not in said.output
+    result = plot(written("run", rows))
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "· reward/mean: 0.100 -> 0.800" in result.output and "# eval/a/greedy: 0.250 -> 0.250" in result.output
+    assert ["loss", "0.125"] in [line.split() for line in lines] and "greedy/count" not in result.output
     assert "run" in next(line for line in lines if line.startswith("last value"))
 
 
 def test_several_runs_are_drawn_over_each_other(written: Written) -> None:
-    said = plot(written("a", steps(4)), written("b", steps(6, offset=0.3)), "--metric", "reward/*")
-    lines = [line.split() for line in said.output.splitlines()]
+    result = plot(written("a", steps(4)), written("b", steps(6, offset=0.3)), "--metric", "reward/*")
+    lines = [line.split() for line in result.output.splitlines()]
     assert ["·", "a:", "0.100", "->", "0.400"] in lines and ["#", "b:", "0.400", "->", "0.900"] in lines
     assert ["step", "4", "6"] in lines and ["reward/mean", "0.400", "0.900"] in lines
 
@@ -214,8 +214,8 @@ def test_json_holds_the_points_and_nothing_else(written: Written) -> None:
 
 
 def test_a_band_has_no_steps_in_time(written: Written) -> None:
-    said = plot(written("run", steps(3)), "--band", "--x", "time")
-    assert said.exit_code == 2 and "--band compares runs at the same steps" in said.output
+    result = plot(written("run", steps(3)), "--band", "--x", "time")
+    assert result.exit_code == 2 and "--band compares runs at the same steps" in result.output
 
 
 def test_the_folder_of_a_sweep_and_everything_in_it_opens_its_runs(written: Written) -> None:
@@ -224,28 +224,28 @@ def test_the_folder_of_a_sweep_and_everything_in_it_opens_its_runs(written: Writ
     (folder / "sweep.jsonl").write_text("{}\n")
     (folder / "lr=0.1.log").write_text("loading torch\n")
     (folder / "lr=9").mkdir()  # failed before its first step
-    wanted = plot(*folders, "--metric", "loss", "--json").output
+    expected = plot(*folders, "--metric", "loss", "--json").output
     for places in ([folder], sorted(folder.iterdir())):
         found = plot(*places, "--metric", "loss", "--json")
-        assert (found.exit_code, found.output) == (0, wanted)
+        assert (found.exit_code, found.output) == (0, expected)
     nothing = plot(folder / "lr=9")
     assert nothing.exit_code == 2 and "no run of the sweep has a metrics.jsonl" in nothing.output
 
 
 def test_a_folder_without_metrics_is_reported(tmp_path: Path) -> None:
-    said = plot(tmp_path)
-    assert said.exit_code == 2 and "no metrics.jsonl there; give a run's folder" in said.output
+    result = plot(tmp_path)
+    assert result.exit_code == 2 and "no metrics.jsonl there; give a run's folder" in result.output
 
 
 def test_a_run_that_has_logged_nothing_is_reported(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    said = plot(tmp_path)
-    assert said.exit_code == 2 and "no values to draw; nothing was logged yet" in said.output
+    result = plot(tmp_path)
+    assert result.exit_code == 2 and "no values to draw; nothing was logged yet" in result.output
 
 
 def test_a_hostile_name_does_not_reach_the_terminal(written: Written) -> None:
-    said = plot(written("run", [{"step": 1, "loss\x1b]0;x\x07": 1.0}]), "--metric", "loss*").output
-    assert "\x1b" not in said and "\x07" not in said and r"loss\x1b]0;x\x07" in said
+    output = plot(written("run", [{"step": 1, "loss\x1b]0;x\x07": 1.0}]), "--metric", "loss*").output
+    assert "\x1b" not in output and "\x07" not in output and r"loss\x1b]0;x\x07" in output
 
 
 def test_a_single_point_and_a_constant_are_drawn() -> None:
@@ -256,16 +256,16 @@ def test_a_single_point_and_a_constant_are_drawn() -> None:
 def test_a_picture_is_a_png_or_an_svg(written: Written, tmp_path: Path) -> None:
     folders = [written(f"lr3-seed{n}", steps(30, offset=n), f"seed: {n}\noptimizer: {{lr: 0.3}}\n") for n in range(3)]
     for name, begin in (("curve.png", PNG), ("curve.svg", b"<?xml")):
-        said = plot(*folders, "--band", "--smooth", 0.5, "--metric", "reward/mean,loss", "--output", tmp_path / name)
-        assert said.output == f"{tmp_path / name}: 2 curves of 3 runs\n"
+        result = plot(*folders, "--band", "--smooth", 0.5, "--metric", "reward/mean,loss", "--output", tmp_path / name)
+        assert result.output == f"{tmp_path / name}: 2 curves of 3 runs\n"
         assert (tmp_path / name).read_bytes().startswith(begin)
     words = "".join(ElementTree.parse(tmp_path / "curve.svg").getroot().itertext())
     assert "reward/mean" in words and "lr3 (3 seeds)" in words
 
 
 def test_another_kind_of_picture_is_refused(written: Written, tmp_path: Path) -> None:
-    said = plot(written("run", steps(3)), "--output", tmp_path / "curve.pdf")
-    assert said.exit_code == 2 and "a picture is a .png or an .svg file" in said.output
+    result = plot(written("run", steps(3)), "--output", tmp_path / "curve.pdf")
+    assert result.exit_code == 2 and "a picture is a .png or an .svg file" in result.output
 
 
 def test_the_words_of_a_picture_are_not_formulas_and_no_markup() -> None:
@@ -342,8 +342,10 @@ def test_the_calibration_of_a_reward_model_is_that_of_its_last_evaluation(writte
     assert [line.split() for line in table[1:]] == [
         ["confidence", "accuracy", "share"], ["0.650", "0.500", "25.0%"], ["0.950", "0.900", "75.0%"]
     ]  # fmt: skip
-    said = json.loads(plot(run, "--calibration", "--json").output)
-    assert said["bins"][0] == {"confidence": 0.65, "accuracy": 0.5, "share": 0.25} and len(said["bins"]) == 2
+    calibration = json.loads(plot(run, "--calibration", "--json").output)
+    assert (
+        calibration["bins"][0] == {"confidence": 0.65, "accuracy": 0.5, "share": 0.25} and len(calibration["bins"]) == 2
+    )
     picture_file = run / "calibration.svg"
     assert plot(run, "--calibration", "--output", picture_file).exit_code == 0
     words = "".join(ElementTree.fromstring(picture_file.read_bytes()).itertext())

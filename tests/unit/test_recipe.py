@@ -48,7 +48,7 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("recipe", "override", "said"),
+    ("recipe", "override", "message"),
     [
         ("sft.yaml", "algorithm=dapo", "algorithm: expected a mapping; for this algorithm with its defaults write algorithm.name=dapo"),
         ("sft.yaml", "schedule.warmup_ratio=0.1", "schedule.warmup_ratio: schedule.warmup_steps is 20; set one of the two to null"),
@@ -57,9 +57,9 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
         ("letters.yaml", "max_steps=0", "max_steps: Input should be greater than 0; got 0"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_that_says_what_to_write(recipe: str, override: str, said: str) -> None:
+def test_a_mistake_is_one_line_that_says_what_to_write(recipe: str, override: str, message: str) -> None:
     result = CliRunner().invoke(main, [recipe, override, "--dry-run"])
-    assert result.exit_code == 2 and result.stderr.startswith(f"command line: {said}"), result.stderr
+    assert result.exit_code == 2 and result.stderr.startswith(f"command line: {message}"), result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -154,13 +154,13 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None
 
 
 def test_the_sizes_of_a_run_on_a_file_are_reported() -> None:
-    said = recipe_reader.file_run_sizes(
+    lines = recipe_reader.file_run_sizes(
         recipe("sft.yaml", "batch_size=4", "epochs=2", "micro_batch_tokens=10", "schedule.warmup_steps=0"),
         lengths(5, 5, 5, 5, 5, 15),
         4,
         launch(2),
     )
-    assert said == [
+    assert lines == [
         "data         6 samples, 40 tokens: 7 each, at most 15",
         "step         4 samples, 2 on each of 2 ranks",
         "micro-batch  at most 10 tokens on a rank: about 2 in a step, of 7 tokens",
@@ -171,8 +171,8 @@ def test_the_sizes_of_a_run_on_a_file_are_reported() -> None:
 
 
 def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_reported() -> None:
-    said = recipe_reader.file_run_sizes(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
-    assert said[1:2] + said[3:] == [
+    lines = recipe_reader.file_run_sizes(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
+    assert lines[1:2] + lines[3:] == [
         "step         32 samples",
         "run          3 steps (max_steps, of 5): 96 samples, about 960 tokens",
         "rate         muon 0.02 for matrices, adamw 0.005 for the rest, up to it in 20 steps; cosine, down to 0.02 of it",
@@ -182,8 +182,8 @@ def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_reported() -
 
 def test_the_sizes_of_a_live_run_are_reported() -> None:
     words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
-    said = recipe_reader.live_run_sizes(recipe("grpo.yaml", POLICY, *words), launch(3))
-    assert said == [
+    lines = recipe_reader.live_run_sizes(recipe("grpo.yaml", POLICY, *words), launch(3))
+    assert lines == [
         "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimizer steps of 28, 9 or 10 on each of 3 ranks",
         "micro-batch  at most 4,096 tokens on a rank, as many as the rollouts need",
         "run          20 steps: 40 optimizer steps, 1,120 rollouts",

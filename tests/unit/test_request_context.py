@@ -88,10 +88,10 @@ async def test_a_timeout_in_time_is_freed_without_a_garbage_collection() -> None
     gc.disable()
     try:
         timer = Held(60)
-        gone = weakref.ref(timer)
+        reference = weakref.ref(timer)
         with timer:
             await asyncio.sleep(0)
         del timer
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()

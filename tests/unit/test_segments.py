@@ -71,10 +71,10 @@ def test_items_are_shown_to_verifiers_without_their_token_data():
 
 
 def test_of_a_conversation_only_the_last_token_data_are_sent_back():
-    told = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
     call, result = {"type": "function_call"}, {"type": "function_call_output"}
-    items = [{**call, **told}, result, {**call, **told, "prompt_token_ids": [1, 2, 3]}, result]
+    items = [{**call, **tokens}, result, {**call, **tokens, "prompt_token_ids": [1, 2, 3]}, result]
     assert with_latest_tokens(items) == [call, result, items[2], result]
-    assert items[0] == {**call, **told}, "what was sampled keeps its own"
+    assert items[0] == {**call, **tokens}, "what was sampled keeps its own"
     assert with_latest_tokens([result, call]) == [result, call]
     assert with_latest_tokens([]) == []

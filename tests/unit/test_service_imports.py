@@ -72,8 +72,8 @@ def test_no_modules_import_each_other_in_a_circle_not_even_within_functions_or_f
     for name, file in modules.items():
         package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
         found = (
-            _known(".".join([*package[: len(package) - level + 1], wanted]) if level else wanted, modules)
-            for level, wanted in imports_of(file)
+            _known(".".join([*package[: len(package) - level + 1], imported]) if level else imported, modules)
+            for level, imported in imports_of(file)
         )
         graph[name] = {each for each in found if each and each != name}
     assert len(graph) > 300 and graph["ngym.trainer.train"] > {"ngym.trainer.training_run"}

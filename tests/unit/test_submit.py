@@ -189,9 +189,9 @@ def test_commands_run_on_ray_unless_they_say_where() -> None:
 
 def test_another_program_is_not_run_to_ask_whether_it_continues() -> None:
     """It could ignore --resume and --dry-run, and do all its work twice."""
-    for command, asked in ((["bash", "run.sh"], False), (["ng_run"], True)):
+    for command, expected in ((["bash", "run.sh"], False), (["ng_run"], True)):
         for script in (slurm.render(SMALL, command, FOLDER, FOLDER), skypilot.render(SMALL, command)["run"]):
-            assert ('[@]}" --resume' in script) == asked
+            assert ('[@]}" --resume' in script) == expected
 
 
 def test_settings_are_checked_and_overridden(tmp_path: Path) -> None:

@@ -52,10 +52,10 @@ def test_what_is_given_wins_and_train_and_validation_files_are_used(here: Path) 
     for name in ("train", "validation"):
         (data / f"{name}.jsonl").write_text((data / "example.jsonl").read_text())
     (here / "mine.yaml").write_text("{}\n")
-    given = [MODEL, "output=runs/other", "optimizer.lr=1e-5"]
-    files, overrides = of_environment("my_env", ["mine.yaml"], given)
+    arguments = [MODEL, "output=runs/other", "optimizer.lr=1e-5"]
+    files, overrides = of_environment("my_env", ["mine.yaml"], arguments)
     assert files == ["mine.yaml"]
-    assert overrides[-3:] == given
+    assert overrides[-3:] == arguments
     assert "rollouts.tasks=gym_servers/my_env/data/train.jsonl" in overrides
     assert not {"evaluation=null", "output=runs/my_env", "schedule.warmup_steps=0"} & set(overrides)
 
@@ -120,21 +120,21 @@ def test_ng_init_names_the_files_that_it_wrote_or_would_write(tmp_path: Path, mo
 
 
 def test_vllm_leaves_memory_for_a_trainer_on_the_only_gpu(here: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     config = config_for(here / "global_config.yaml", "policy", "models/vllm", ["model=tiny"])
-    shared = place_beside_trainer(config, "policy", 1, said.append, Machine(("3",), 8, 64))
+    shared = place_beside_trainer(config, "policy", 1, messages.append, Machine(("3",), 8, 64))
     assert shared.stanza("policy").options == {"model": "tiny", "bundle_tokens": "auto", "engine": {MEMORY: 0.4}}
-    assert said == [SHARED.format(0.4)]
-    again = place_beside_trainer(config, "policy", 8, said.append, Machine(("3", "4"), 8, 64))
-    assert again == shared and len(said) == 2
+    assert messages == [SHARED.format(0.4)]
+    again = place_beside_trainer(config, "policy", 8, messages.append, Machine(("3", "4"), 8, 64))
+    assert again == shared and len(messages) == 2
     options = ["engine.weight_transfer_config.backend=ipc"]
     config = config_for(here / "global_config.yaml", "policy", "models/vllm", options)
-    within = place_beside_trainer(config, "policy", 1, said.append, Machine(("3", "4"), 8, 64)).stanza("policy")
+    within = place_beside_trainer(config, "policy", 1, messages.append, Machine(("3", "4"), 8, 64)).stanza("policy")
     assert within.resources is None and within.options["engine"][MEMORY] == 0.4
 
 
 @pytest.mark.parametrize(
-    ("replicas", "parallel", "ranks", "gpus", "told"),
+    ("replicas", "parallel", "ranks", "gpus", "message"),
     [
         (1, 1, 1, 1, "'policy' gets GPU 3, the trainer 0"),
         (2, 1, 2, 1, "'policy' gets GPU 2, 3, the trainer 0, 1"),
@@ -144,32 +144,34 @@ def test_vllm_leaves_memory_for_a_trainer_on_the_only_gpu(here: Path) -> None:
     ],
 )
 def test_vllm_gets_gpus_that_no_rank_uses_if_there_are_enough(
-    here: Path, replicas: int, parallel: int, ranks: int, gpus: int | None, told: str
+    here: Path, replicas: int, parallel: int, ranks: int, gpus: int | None, message: str
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     file = here / "policy.yaml"
     file.write_text(f"policy: {{kind: model, app: models/vllm, model: tiny, replicas: {replicas}}}\n")
     config = config_for(file, "policy", None, [f"engine.tensor_parallel_size={parallel}"])
-    placed = place_beside_trainer(config, "policy", ranks, said.append, Machine(tuple("0123"), 8, 64)).stanza("policy")
+    placed = place_beside_trainer(config, "policy", ranks, messages.append, Machine(tuple("0123"), 8, 64)).stanza(
+        "policy"
+    )
     assert (placed.resources.gpus if placed.resources else None) == gpus
     assert (MEMORY in placed.options["engine"]) == (gpus is None)
-    assert said == [told]
+    assert messages == [message]
 
 
 def test_a_judge_gets_the_gpu_that_does_not_suffice_for_the_policy_too(here: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     file = here / "policy.yaml"
     stanza = "{kind: model, app: models/vllm, model: tiny}"
     file.write_text(f"policy: {stanza}\njudge: {stanza}\n")
     config = config_for(file, "policy", None, [])
-    placed = place_beside_trainer(config, "policy", 1, said.append, Machine(("0", "1"), 8, 64))
+    placed = place_beside_trainer(config, "policy", 1, messages.append, Machine(("0", "1"), 8, 64))
     assert placed.stanza("policy").resources is None and placed.stanza("policy").options["engine"] == {MEMORY: 0.4}
     assert placed.stanza("judge").resources.gpus == 1 and "engine" not in placed.stanza("judge").options
-    assert said == [SHARED.format(0.4)]
+    assert messages == [SHARED.format(0.4)]
 
 
 def test_a_stanza_that_decides_or_needs_no_gpu_is_kept(here: Path) -> None:
-    machine, said = Machine(("0", "1"), 8, 64), list[str]()
+    machine, messages = Machine(("0", "1"), 8, 64), list[str]()
     file = here / "policy.yaml"
     for app, more, gpus in (
         ("models/vllm", "resources: {gpus: 1}", machine),
@@ -181,5 +183,5 @@ def test_a_stanza_that_decides_or_needs_no_gpu_is_kept(here: Path) -> None:
     ):
         file.write_text(f"policy: {{kind: model, app: {app}, model: tiny, {more}}}\n")
         config = config_for(file, "policy", None, [])
-        assert place_beside_trainer(config, "policy", 1, said.append, gpus) == config
-    assert not said
+        assert place_beside_trainer(config, "policy", 1, messages.append, gpus) == config
+    assert not messages

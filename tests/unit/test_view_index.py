@@ -43,7 +43,7 @@ def _with_segments(count: int) -> dict[str, Any]:
 
 LINES = st.one_of(
     st.builds(
-        lambda task, index, reward, said: orjson.dumps(rollout(task, index, reward, said)),
+        lambda task, index, reward, text: orjson.dumps(rollout(task, index, reward, text)),
         st.integers(0, 5),
         st.integers(0, 3),
         st.none() | st.floats(-2, 2),
@@ -369,16 +369,16 @@ def test_a_viewer_has_caught_up_when_the_one_that_writes_the_index_has(tmp_path:
             assert second.caught_up  # with what was there when it began
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("what", ["database", "folder"])
-def test_an_index_that_is_deleted_is_rebuilt(tmp_path: Path, cache: Path, what: str, asked: bool) -> None:
+def test_an_index_that_is_deleted_is_rebuilt(tmp_path: Path, cache: Path, what: str, deleted: bool) -> None:
     with indexed(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
         before = index.extent()
         if what == "folder":
             shutil.rmtree(cache)
         else:
             next(cache.glob("*.sqlite")).unlink()
-        if asked:
+        if deleted:
             assert index.extent().version == -1
         index.catch_up()
         after = index.extent()

@@ -180,7 +180,7 @@ def test_a_text_is_looked_for_in_what_a_row_says_but_not_in_its_keys(
 
 
 @pytest.mark.parametrize(
-    ("q", "said"),
+    ("q", "message"),
     [
         (
             "rewrd<1",
@@ -206,10 +206,10 @@ def test_a_text_is_looked_for_in_what_a_row_says_but_not_in_its_keys(
         ("x" * 5000, "the filter has 5,000 characters; at most 4,000 are read"),
     ],
 )
-def test_a_wrong_term_is_named_with_a_near_one(rows: RunRows, q: str, said: str) -> None:
+def test_a_wrong_term_is_named_with_a_near_one(rows: RunRows, q: str, message: str) -> None:
     with pytest.raises(WrongFilter) as error:
         rows.page(q, "", 0, 1)
-    assert error.value.detail == said
+    assert error.value.detail == message
 
 
 def test_a_wrong_sort_names_a_near_key() -> None:
@@ -245,8 +245,8 @@ def test_the_tasks_of_a_filter_follow_from_its_rows_alone(rows: RunRows) -> None
 def numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """More rows than a search looks at in one moment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said = [f"number {number}" + " prime" * (number % 50 == 7) for number in range(NUMBERED)]
-    write(tmp_path / "out.jsonl", [rollout(number, said=text) for number, text in enumerate(said)])
+    texts = [f"number {number}" + " prime" * (number % 50 == 7) for number in range(NUMBERED)]
+    write(tmp_path / "out.jsonl", [rollout(number, said=text) for number, text in enumerate(texts)])
     index = Index(tmp_path / "out.jsonl", tmp_path / "none.jsonl")
     index.catch_up()
     yield index

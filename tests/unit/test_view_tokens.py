@@ -45,8 +45,8 @@ def line_with(ids: list[int]) -> bytes:
 
 def test_a_character_in_pieces_is_in_the_piece_that_completes_it(byte_level: Path) -> None:
     ids = Tokenizer.from_file(str(byte_level)).encode(TEXT).ids
-    told = row_tokens(line_with([*ids, 0]), 0.25, byte_level)
-    (found,) = told["segments"]
+    tokens = row_tokens(line_with([*ids, 0]), 0.25, byte_level)
+    (found,) = tokens["segments"]
     texts = [token["text"] for token in found["tokens"]]
     assert "".join(texts) == TEXT + "<|end|>"
     assert texts[:4] == ["H", "i", ",", " "]
@@ -54,7 +54,7 @@ def test_a_character_in_pieces_is_in_the_piece_that_completes_it(byte_level: Pat
     assert texts[place : place + 3] == ["", "", "東"]
     assert [token["bytes"] for token in found["tokens"][place : place + 3]] == ["e6", "9d", "b1"]
     assert "bytes" not in found["tokens"][0]
-    assert (found["advantage"], told["note"]) == (0.25, None)
+    assert (found["advantage"], tokens["note"]) == (0.25, None)
 
 
 def test_bytes_that_make_no_character_are_replaced_and_named(byte_level: Path) -> None:
@@ -74,10 +74,10 @@ def test_sentencepiece_pieces_have_their_spaces_and_bytes(tmp_path: Path) -> Non
 
 
 def test_without_a_tokenizer_the_ids_are_shown_and_the_note_says_what_to_name(tmp_path: Path) -> None:
-    told = row_tokens(orjson.dumps(rollout()), None, None)
-    assert [token["id"] for token in told["segments"][0]["tokens"]] == segment()["token_ids"]
-    assert {token["text"] for token in told["segments"][0]["tokens"]} == {None}
-    assert "--tokenizer FOLDER" in told["note"]
+    tokens = row_tokens(orjson.dumps(rollout()), None, None)
+    assert [token["id"] for token in tokens["segments"][0]["tokens"]] == segment()["token_ids"]
+    assert {token["text"] for token in tokens["segments"][0]["tokens"]} == {None}
+    assert "--tokenizer FOLDER" in tokens["note"]
     bare = rollout()
     bare["ng"]["segments"] = []
     assert "no token ids" in row_tokens(orjson.dumps(bare), None, None)["note"]
@@ -96,9 +96,9 @@ def test_without_a_tokenizer_the_ids_are_shown_and_the_note_says_what_to_name(tm
 def test_segments_that_are_invalid_are_reported(byte_level: Path, damage: tuple[bytes, bytes]) -> None:
     line = orjson.dumps(rollout()).replace(*damage)
     assert line != orjson.dumps(rollout())
-    told = row_tokens(line, None, byte_level)
-    assert told["segments"] == []
-    assert "tokens of this row cannot be shown" in told["note"] or "have an unknown format" in told["note"]
+    tokens = row_tokens(line, None, byte_level)
+    assert tokens["segments"] == []
+    assert "tokens of this row cannot be shown" in tokens["note"] or "have an unknown format" in tokens["note"]
 
 
 def test_the_advantage_of_a_row_is_that_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
