@@ -77,7 +77,7 @@ def reference(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: Pack
     return outputs
 
 
-def padded(
+def padded_attention(
     query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: PackedRows, *, backend: SDPBackend | None = None
 ) -> Tensor:
     """The trainer's own. backend: None for torch's choice."""
@@ -114,11 +114,11 @@ def varlen(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: PackedR
 
 
 KERNELS: dict[str, Kernel] = {
-    "padded, torch's choice": padded,
-    "padded, math": partial(padded, backend=SDPBackend.MATH),
-    "padded, flash": partial(padded, backend=SDPBackend.FLASH_ATTENTION),
-    "padded, memory-efficient": partial(padded, backend=SDPBackend.EFFICIENT_ATTENTION),
-    "padded, cuDNN": partial(padded, backend=SDPBackend.CUDNN_ATTENTION),
+    "padded, torch's choice": padded_attention,
+    "padded, math": partial(padded_attention, backend=SDPBackend.MATH),
+    "padded, flash": partial(padded_attention, backend=SDPBackend.FLASH_ATTENTION),
+    "padded, memory-efficient": partial(padded_attention, backend=SDPBackend.EFFICIENT_ATTENTION),
+    "padded, cuDNN": partial(padded_attention, backend=SDPBackend.CUDNN_ATTENTION),
     "flex": flex,
     "varlen": varlen,
 }

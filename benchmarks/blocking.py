@@ -67,7 +67,7 @@ def many(part: bytes, size: int, between: bytes = b",") -> bytes:
 
 
 @cache
-def numbered(form: str, size: int) -> bytes:
+def repeat_numbered(form: str, size: int) -> bytes:
     return ",".join(form % number for number in range(size // (len(form) + 6))).encode()
 
 
@@ -90,8 +90,8 @@ VALUES: dict[str, Callable[[int], bytes]] = {
     "messages": lambda size: b"[" + many(b'{"role":"user","content":"' + b"a" * 2000 + b'"}', size) + b"]",
     "many messages": lambda size: b"[" + many(b'{"role":"user","content":"a"}', min(size, 1_500_000)) + b"]",
     "many parts": lambda size: b'[{"role":"user","content":[' + many(b'{"type":"input_text","text":"a"}', min(size, 1_800_000)) + b"]}]",
-    "an object of many": lambda size: b"{" + numbered('"k%d":1', min(size, 2_500_000)) + b"}",
-    "an object of too many": lambda size: b"{" + numbered('"k%d":1', size) + b"}",
+    "an object of many": lambda size: b"{" + repeat_numbered('"k%d":1', min(size, 2_500_000)) + b"}",
+    "an object of too many": lambda size: b"{" + repeat_numbered('"k%d":1', size) + b"}",
 }  # fmt: skip
 
 
@@ -111,8 +111,8 @@ def bodies(sound: dict[str, Any], size: int, quick: bool) -> Iterator[tuple[str,
     yield "sound", lambda: whole
     yield "no UTF-8", lambda: whole[:-1] + b',"x":"' + b"a" * size + b'\xff"}'
     yield "one key again and again", lambda: b"{" + many(b'"input":1', size) + b"," + whole[1:]
-    yield "unknown keys", lambda: b"{" + numbered('"field%d":1', size) + b"," + whole[1:]
-    yield "some unknown keys", lambda: b"{" + numbered('"field%d":1', min(size, 1_100_000)) + b"," + whole[1:]
+    yield "unknown keys", lambda: b"{" + repeat_numbered('"field%d":1', size) + b"," + whole[1:]
+    yield "some unknown keys", lambda: b"{" + repeat_numbered('"field%d":1', min(size, 1_100_000)) + b"," + whole[1:]
     yield "spaces", lambda: b" " * size + whole
     yield "a list", lambda: b"[" + many(b"{}", size) + b"]"
     yield "a long name", lambda: b'{"' + b"a" * size + b'":1,' + whole[1:]
@@ -123,7 +123,7 @@ def bodies(sound: dict[str, Any], size: int, quick: bool) -> Iterator[tuple[str,
 
 
 def _with_value(sound: dict[str, Any], path: list[Any], name: str, size: int) -> bytes:
-    return replaced(sound, path, VALUES[name](size))
+    return replace_at(sound, path, VALUES[name](size))
 
 
 def places(value: Any, depth: int = 6) -> Iterator[list[Any]]:
@@ -135,7 +135,7 @@ def places(value: Any, depth: int = 6) -> Iterator[list[Any]]:
             yield from ([key, *rest] for rest in places(part, depth - 1))
 
 
-def replaced(sound: dict[str, Any], path: list[Any], value: bytes) -> bytes:
+def replace_at(sound: dict[str, Any], path: list[Any], value: bytes) -> bytes:
     mark = "\x00mark"
     copy = json.loads(json.dumps(sound))
     at = copy
@@ -178,7 +178,7 @@ def watch(url: str, longest: Any, over: Any) -> None:
             time.sleep(EVERY_S)
 
 
-async def probed(name: str, url: str, routes: dict[str, Any], only: str, limit_s: float, quick: bool) -> list[Found]:
+async def probe(name: str, url: str, routes: dict[str, Any], only: str, limit_s: float, quick: bool) -> list[Found]:
     context = multiprocessing.get_context("spawn")
     longest, over = context.Value("d", 0.0), context.Event()
     watcher = context.Process(target=watch, args=(url, longest, over), daemon=True)
@@ -198,14 +198,14 @@ async def probed(name: str, url: str, routes: dict[str, Any], only: str, limit_s
                         tries.append(await one(client, name, path, label, body, longest))
                     found.append(min(tries, key=lambda each: each.health_s))
                     if found[-1].health_s > limit_s:
-                        print(shown(found[-1]), flush=True)
+                        print(format_row(found[-1]), flush=True)
     finally:
         over.set()
         watcher.join()
     return found
 
 
-def shown(one: Found) -> str:
+def format_row(one: Found) -> str:
     return f"    {one.health_s * 1e3:7.0f} ms  {one.status} {one.seconds:6.2f} s {one.megabytes:6.1f} MB  {one.path}  {one.body}"
 
 
@@ -279,7 +279,7 @@ async def measure(arguments: argparse.Namespace) -> int:
                 if names and name not in names:
                     continue
                 row = row_of({"gymnasium_agent": "games"}.get(name, "counter" if name.endswith("_agent") else name))
-                found = await probed(
+                found = await probe(
                     name, url, await routes_of(url, row, size), arguments.body, limit_s, arguments.quick
                 )
                 if not found:

@@ -47,7 +47,7 @@ CASES = [
 QUICK = [Case(64, 4_000), Case(4096, 8_192), Case(64, 400, 100_000)]
 
 
-async def collected(files: CollectionFiles, url: str, in_flight: int) -> int:
+async def collect_rollouts(files: CollectionFiles, url: str, in_flight: int) -> int:
     peers = Peers({"agent": [url]})
     collection = files.run(peers, CollectionLimits(concurrency=in_flight))
     count = 0
@@ -78,7 +78,7 @@ def measure(folder: Path, url: str, case: Case) -> Json:
     files = CollectionFiles(output, CollectionSettings(source, CollectionPlan(agent="agent", repeats=4)))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=sys.argv)
     began, used = time.perf_counter(), time.process_time()
-    count = run(collected(files, url, case.in_flight))
+    count = run(collect_rollouts(files, url, case.in_flight))
     wall, used = time.perf_counter() - began, time.process_time() - used
     files.close()
     assert count == case.rows, count

@@ -30,7 +30,7 @@ import rollouts
 from bare import Case
 from lockstep import Side
 from memory import of_services, rss, watch
-from parts import shown
+from parts import format_figure
 
 from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.plan import CollectionPlan
@@ -91,7 +91,7 @@ def answer_bytes(quick: bool) -> Iterator[Json]:
 async def _through_services(case: Case, level: int, replicas: int = 1, files: Mapping[str, str] | None = None) -> Json:
     """files: instead of the usual replies, by name."""
     replies = {"replies": [], "file": next(iter(files))} if files else {}
-    config = rollouts.scripted(case, **replies).replace(
+    config = rollouts.scripted_config(case, **replies).replace(
         "model: policy}", f"model: policy, max_steps: 1000, replicas: {replicas}}}"
     )
     config = config.replace("app: gym_servers/env}", f"app: gym_servers/env, replicas: {replicas}}}")
@@ -99,11 +99,11 @@ async def _through_services(case: Case, level: int, replicas: int = 1, files: Ma
     async with rollouts.services(config, files or {}) as stack:
         peers = Peers(stack.urls)
         pids = {"collector": os.getpid()} | {state.label: state.pid for state in stack.states if state.pid}
-        await rollouts.collected(peers, case, 0.5, 64)
+        await rollouts.time_rollouts(peers, case, 0.5, 64)
         peak = {name: rss(pid) for name, pid in pids.items()}
         watching = asyncio.create_task(watch(pids, peak))
         began = time.perf_counter()
-        taken = sorted(await rollouts.collected(peers, case, SECONDS, level))
+        taken = sorted(await rollouts.time_rollouts(peers, case, SECONDS, level))
         seconds = time.perf_counter() - began
         watching.cancel()
         await peers.close()
@@ -206,7 +206,9 @@ def served_parameters(quick: bool) -> Iterator[Json]:
         with tempfile.TemporaryDirectory() as folder:
             new_model(Path(folder, "model"), _shape(name, 512))
             for app, options in SERVERS.items():
-                as_it_comes, small = (event_loop.run(_sampled(Path(folder), app, each)) for each in ({}, options))
+                as_it_comes, small = (
+                    event_loop.run(_measure_sampling(Path(folder), app, each)) for each in ({}, options)
+                )
                 yield {"model": name, "server": app, "tokens_s": as_it_comes, "with_small_options": small}
 
 
@@ -220,7 +222,8 @@ def served_replicas(quick: bool) -> Iterator[Json]:
             for count in [2] if quick else [1, 2, 4]:
                 all_cores = {"replicas": count, "threads": usable_cores()}
                 shared, whole = (
-                    event_loop.run(_sampled(Path(folder), app, each)) for each in ({"replicas": count}, all_cores)
+                    event_loop.run(_measure_sampling(Path(folder), app, each))
+                    for each in ({"replicas": count}, all_cores)
                 )
                 yield {"server": app, "replicas": count, "tokens_s": shared, "with_all_cores_each": whole}
 
@@ -238,7 +241,7 @@ def served_groups(quick: bool) -> Iterator[Json]:
                 yield {
                     "model": name,
                     "server": app,
-                    "tokens_s": event_loop.run(_sampled(Path(folder), app, {}, group=8)),
+                    "tokens_s": event_loop.run(_measure_sampling(Path(folder), app, {}, group=8)),
                 }
 
 
@@ -252,10 +255,14 @@ def served_turns(quick: bool) -> Iterator[Json]:
         with tempfile.TemporaryDirectory() as folder:
             new_model(Path(folder, "model"), _shape(name, 2048))
             for app in SERVERS:
-                yield {"model": name, "server": app, "tokens_s": event_loop.run(_sampled(Path(folder), app, {}, TURNS))}
+                yield {
+                    "model": name,
+                    "server": app,
+                    "tokens_s": event_loop.run(_measure_sampling(Path(folder), app, {}, TURNS)),
+                }
 
 
-async def _sampled(folder: Path, app: str, options: Json, turns: int = 1, group: int = 1) -> float:
+async def _measure_sampling(folder: Path, app: str, options: Json, turns: int = 1, group: int = 1) -> float:
     """Sampled tokens a second, as the usage counts them.
 
     Args:
@@ -357,7 +364,7 @@ def main() -> None:
     for name in options.only:
         print(f"{name}, load {os.getloadavg()[0]:.1f}", flush=True)
         for row in AXES[name](options.quick):
-            print("  " + "  ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
+            print("  " + "  ".join(f"{key} {format_figure(value)}" for key, value in row.items()), flush=True)
             found.setdefault(name, []).append(row)
     if options.json:
         options.json.write_text(json.dumps(found))

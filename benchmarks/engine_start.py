@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from startup import NG_RUN, measure
-from toy import Moment, watched
+from toy import Moment, watch_steps
 from training import TINY
 
 from ngym.runtime.event_loop import signals_as_keyboard_interrupt
@@ -72,7 +72,7 @@ def first_step(folder: Path, app: str, variables: Mapping[str, str]) -> Moment:
         environment = {**os.environ, **variables}
         (output / "metrics.jsonl").unlink(missing_ok=True)
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        [moment] = watched(process, output / "metrics.jsonl")
+        [moment] = watch_steps(process, output / "metrics.jsonl")
         return moment
 
 

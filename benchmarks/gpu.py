@@ -137,7 +137,7 @@ def main() -> None:
         rows.append(row)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
-    text = rendered(rows, described_machine())
+    text = render_rows(rows, describe_machine())
     print(f"\n{text}")
     if options.write:
         write(text)
@@ -177,13 +177,13 @@ def measurements(
 def first_that_fits(specs: Sequence[Row], deadline: float, steps: int = MEASURED) -> Row:
     row: Row = {}
     for spec in specs:
-        row = {name: spec[name] for name in ("part", "shape", "side")} | measured(spec, deadline, steps)
+        row = {name: spec[name] for name in ("part", "shape", "side")} | run_measurement(spec, deadline, steps)
         if row.get("problem") != "out of memory":
             break
     return row
 
 
-def measured(spec: Row, deadline: float, steps: int = MEASURED) -> Row:
+def run_measurement(spec: Row, deadline: float, steps: int = MEASURED) -> Row:
     """Its figures, or its `problem`."""
     left = deadline - time.monotonic()
     if left < 5:
@@ -221,14 +221,14 @@ def shape_of(spec: Row) -> Row:
     return TINY if spec["shape"] == "tiny" else SHAPES[spec["shape"]]
 
 
-def scaled(spec: Row, tokens: int) -> int:
+def scale_tokens(spec: Row, tokens: int) -> int:
     """A number of tokens; a 32nd of it for the tiny shape."""
     return max(2, tokens // 32) if spec["shape"] == "tiny" else tokens
 
 
 def at_once(spec: Row) -> int:
     """Tokens of a micro-batch."""
-    return scaled(spec, spec.get("micro_batch", MICRO_BATCH))
+    return scale_tokens(spec, spec.get("micro_batch", MICRO_BATCH))
 
 
 def network_of(shape: Row, dtype: torch.dtype, attention: str) -> Any:
@@ -242,7 +242,7 @@ def network_of(shape: Row, dtype: torch.dtype, attention: str) -> Any:
 
 
 def sequences(spec: Row) -> list[list[int]]:
-    draw, length = random.Random(0), scaled(spec, LENGTH)
+    draw, length = random.Random(0), scale_tokens(spec, LENGTH)
     return [[draw.randrange(1000) for _ in range(length)] for _ in range(SEQUENCES)]
 
 
@@ -282,7 +282,9 @@ def ours(spec: Row) -> tuple[Any, int]:
     return engine.Engine(Policy(network).eval(), launch, options, adamw), parameters
 
 
-def timed(step: Callable[[], float], warm: int = WARM, measured: int | None = None) -> tuple[list[float], list[float]]:
+def time_steps(
+    step: Callable[[], float], warm: int = WARM, measured: int | None = None
+) -> tuple[list[float], list[float]]:
     """The seconds of the measured steps, and the losses of all."""
     seconds, losses = [], []
     for _ in range(warm + (MEASURED if measured is None else measured)):
@@ -294,7 +296,7 @@ def timed(step: Callable[[], float], warm: int = WARM, measured: int | None = No
     return seconds[warm:], losses
 
 
-def profiled(spec: Row, row: Row, step: Callable[[], float]) -> Row:
+def profile_step(spec: Row, row: Row, step: Callable[[], float]) -> Row:
     """The row. With --profile, after it: the kernels of one more step by their time, and the step's time beside theirs."""
     if "profile" not in spec:
         return row
@@ -302,7 +304,7 @@ def profiled(spec: Row, row: Row, step: Callable[[], float]) -> Row:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        timed(step, warm=0, measured=1)
+        time_steps(step, warm=0, measured=1)
     name = f"{spec['part']}-{spec['shape']}-{spec['side'].replace(', ', '-')}.txt"
     by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
@@ -313,14 +315,14 @@ def profiled(spec: Row, row: Row, step: Callable[[], float]) -> Row:
 def in_group(measure: Callable[[Row], Row]) -> Callable[[Row], Row]:
     """Within a process group of this process alone."""
 
-    def joined(spec: Row) -> Row:
+    def join_and_measure(spec: Row) -> Row:
         from ngym.trainer.engine import distributed
         from ngym.trainer.recipe import recipe
 
         with distributed.joined(recipe.Launch(rank=0, local_rank=0, ranks=1)):
             return measure(spec)
 
-    return joined
+    return join_and_measure
 
 
 def way(spec: Row) -> str:
@@ -355,9 +357,9 @@ def sft_by_us(spec: Row) -> Row:
     def step() -> float:
         return loop.take_step(learner, Sft(), batch, budget, 1.0).means["loss"]
 
-    seconds, losses = timed(step)
-    found = figures(spec, seconds, sum(sample.tokens for sample in batch), parameters, scaled(spec, LENGTH))
-    return profiled(spec, {**found, "loss": losses[0], "way": way(spec)}, step)
+    seconds, losses = time_steps(step)
+    found = figures(spec, seconds, sum(sample.tokens for sample in batch), parameters, scale_tokens(spec, LENGTH))
+    return profile_step(spec, {**found, "loss": losses[0], "way": way(spec)}, step)
 
 
 def sft_by_trl(spec: Row) -> Row:
@@ -370,20 +372,20 @@ def sft_by_trl(spec: Row) -> Row:
 
     rows = sequences(spec)
     options = trl.SFTConfig(
-        **told_to_trl(spec, SEQUENCES), adam_beta2=0.95, max_length=None, train_sampling_strategy="sequential"
+        **trl_options(spec, SEQUENCES), adam_beta2=0.95, max_length=None, train_sampling_strategy="sequential"
     )
     data = Dataset.from_dict({"input_ids": rows * (WARM + MEASURED)})
     watch, parameters = run_of_trl(
         spec, lambda network, **more: trl.SFTTrainer(network, args=options, train_dataset=data, **more)
     )
     tokens = sum(map(len, rows))
-    measured = figures(spec, watch.seconds[WARM:], tokens, parameters, scaled(spec, LENGTH))
+    measured = figures(spec, watch.seconds[WARM:], tokens, parameters, scale_tokens(spec, LENGTH))
     return {**measured, "loss": watch.losses[0], "way": way(spec)}
 
 
-def told_to_trl(spec: Row, batch: int) -> Row:
+def trl_options(spec: Row, batch: int) -> Row:
     """The options of its trainers; `batch` sequences make a step."""
-    micro = at_once(spec) // scaled(spec, LENGTH)
+    micro = at_once(spec) // scale_tokens(spec, LENGTH)
     return {
         "output_dir": os.environ.get("TMPDIR", "/tmp") + "/trl",
         "per_device_train_batch_size": micro,
@@ -440,7 +442,7 @@ def grpo_by_trl(spec: Row) -> Row:
     from datasets import Dataset
 
     groups: dict[str, list[Any]] = {}
-    for rollout in drawn_rollouts(spec):
+    for rollout in draw_rollouts(spec):
         groups.setdefault(rollout.group, []).append(rollout)
 
     def rollouts(prompts: list[str], _: Any) -> dict[str, Any]:
@@ -458,10 +460,10 @@ def grpo_by_trl(spec: Row) -> Row:
         return reward
 
     options = trl.GRPOConfig(
-        **told_to_trl(spec, GROUPS * ATTEMPTS),
+        **trl_options(spec, GROUPS * ATTEMPTS),
         num_generations=ATTEMPTS,
-        steps_per_generation=GROUPS * ATTEMPTS // (at_once(spec) // scaled(spec, LENGTH)),
-        max_completion_length=scaled(spec, ANSWER),
+        steps_per_generation=GROUPS * ATTEMPTS // (at_once(spec) // scale_tokens(spec, LENGTH)),
+        max_completion_length=scale_tokens(spec, ANSWER),
         beta=0.0,
         loss_type="dapo",
         shuffle_dataset=False,
@@ -491,7 +493,7 @@ def grpo_by_us(spec: Row) -> Row:
     from ngym.trainer.recipe.algorithms import GrpoOptions
 
     learner, parameters = ours(spec)
-    rollouts, budget = drawn_rollouts(spec), at_once(spec)
+    rollouts, budget = draw_rollouts(spec), at_once(spec)
     algorithm = PolicyGradient(GrpoOptions(), 1, None)  # an update a batch, as `ng_train` and TRL have by default
 
     def step() -> float:
@@ -499,17 +501,17 @@ def grpo_by_us(spec: Row) -> Row:
             "loss"
         ]
 
-    seconds, _ = timed(step)
+    seconds, _ = time_steps(step)
     tokens = sum(rollout.tokens for rollout in rollouts)
     found = figures(spec, seconds, tokens, parameters, tokens / len(rollouts))
-    return profiled(spec, {**found, "way": way(spec)}, step)
+    return profile_step(spec, {**found, "way": way(spec)}, step)
 
 
-def drawn_rollouts(spec: Row) -> list[Any]:
+def draw_rollouts(spec: Row) -> list[Any]:
     from ngym.trainer.data.samples import RolloutSample, SampledSegment
 
     draw, made = random.Random(0), []
-    prompt, answer = scaled(spec, PROMPT), scaled(spec, ANSWER)
+    prompt, answer = scale_tokens(spec, PROMPT), scale_tokens(spec, ANSWER)
     fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
     for group in range(GROUPS):
         shared = [draw.randrange(1000) for _ in range(prompt)]
@@ -525,7 +527,7 @@ def attention(spec: Row) -> Row:
     from attention_kernels import KERNELS, PackedRows, unavailable
 
     shape, device, found = shape_of(spec), device_here(), {}
-    batch = PackedRows.drawn(2, ATTEMPTS, scaled(spec, 2 * PROMPT), scaled(spec, ANSWER), device)
+    batch = PackedRows.drawn(2, ATTEMPTS, scale_tokens(spec, 2 * PROMPT), scale_tokens(spec, ANSWER), device)
     heads = [shape["num_attention_heads"], *[shape["num_key_value_heads"]] * 2]
     inputs = [
         torch.randn(batch.tokens, count, shape["head_dim"], device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -540,7 +542,7 @@ def attention(spec: Row) -> Row:
             return 0.0
 
         try:
-            found[name] = 1e3 * median(timed(step)[0])
+            found[name] = 1e3 * median(time_steps(step)[0])
         except (RuntimeError, torch.OutOfMemoryError) as error:  # a row for the others all the same
             found[name] = str(error).splitlines()[0][:80]
     return {"tokens": batch.tokens, "kernels_ms": found}
@@ -598,7 +600,7 @@ PARTS: dict[str, Callable[[Row], Row]] = {"sft": sft, "grpo": grpo, "attention":
 # The table
 
 
-def described_machine() -> str:
+def describe_machine() -> str:
     import transformers
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -606,7 +608,7 @@ def described_machine() -> str:
     return f"{time.strftime('%Y-%m-%d')}, {name}; {versions}; load {os.getloadavg()[0]:.1f}."
 
 
-def rendered(rows: Sequence[Row], machine: str) -> str:
+def render_rows(rows: Sequence[Row], machine: str) -> str:
     lines = [machine]
     heads = ("step", "shape", "", "tokens/s", "MFU", "peak GiB", "step s", "slowest", "first loss", "way")
     cells = [cells_of(row) for row in rows if row["part"] in ("sft", "grpo")]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from parts import shown
+from parts import format_figure
 
 from ngym.config.service_config import load_config
 from ngym.errors import ServiceError
@@ -48,7 +48,7 @@ CONFIG = {
 }
 
 
-async def watched(hours: float, rate: float, every_s: float) -> AsyncIterator[Json]:
+async def watch_memory(hours: float, rate: float, every_s: float) -> AsyncIterator[Json]:
     """A row each `every_s`, and the lines through them."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "global_config.yaml")
@@ -60,7 +60,7 @@ async def watched(hours: float, rate: float, every_s: float) -> AsyncIterator[Js
             rows, ends = [], time.monotonic() + hours * 3600
             while time.monotonic() < ends and not calling.done():
                 await asyncio.sleep(every_s)
-                rows.append(row := sampled(pids) | {"answers": dict(answers)})
+                rows.append(row := sample_processes(pids) | {"answers": dict(answers)})
                 yield row
             calling.cancel()
             yield {"mb_an_hour": {name: slope(rows[len(rows) // 2 :], name) for name in pids}}
@@ -75,12 +75,12 @@ async def call(peers: Peers, rate: float, answers: Counter[str]) -> None:
         number = 0
         while True:
             kind = (hang_up, abandon, *[rollout] * (OF_CALLERS - 2))[number % OF_CALLERS]
-            group.create_task(counted(kind(peers), kind.__name__, answers))
+            group.create_task(count_outcome(kind(peers), kind.__name__, answers))
             number += 1
             await asyncio.sleep(began + number / rate - time.monotonic())
 
 
-async def counted(work: Awaitable[str], kind: str, answers: Counter[str]) -> None:
+async def count_outcome(work: Awaitable[str], kind: str, answers: Counter[str]) -> None:
     try:
         outcome = await work
     except (ServiceError, OSError, AssertionError) as error:
@@ -114,7 +114,7 @@ async def abandon(peers: Peers) -> str:
     return "left"
 
 
-def sampled(pids: dict[str, int]) -> Json:
+def sample_processes(pids: dict[str, int]) -> Json:
     processes = {name: psutil.Process(pid) for name, pid in pids.items()}
     return {
         "minutes": (time.time() - processes["caller"].create_time()) / 60,
@@ -140,8 +140,8 @@ async def main() -> None:
     parser.add_argument("--json", type=Path, help="where the rows go, too")
     options = parser.parse_args()
     rows = []
-    async for row in watched(options.hours, options.rate, options.every):
-        print("  " + "  ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
+    async for row in watch_memory(options.hours, options.rate, options.every):
+        print("  " + "  ".join(f"{name} {format_figure(value)}" for name, value in row.items()), flush=True)
         rows.append(row)
         if options.json:
             options.json.write_text(json.dumps(rows))

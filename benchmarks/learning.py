@@ -48,11 +48,15 @@ def main() -> None:
     write(lesson, folder, options.seed)
     walk.step("supervised fine-tuning")
     began = time.monotonic()
-    walk.ng("train", str(recipes / "sft.yaml"), *supervised(folder, options.seed), "--overwrite")
+    walk.ng("train", str(recipes / "sft.yaml"), *sft_overrides(folder, options.seed), "--overwrite")
     supervised_s = time.monotonic() - began
     walk.step("reinforcement learning")
     began = time.monotonic()
-    words = (*reinforced(lesson, folder, options.seed), f"max_steps={options.steps or lesson.steps}", *options.override)
+    words = (
+        *grpo_overrides(lesson, folder, options.seed),
+        f"max_steps={options.steps or lesson.steps}",
+        *options.override,
+    )
     walk.ng("train", str(recipes / "grpo.yaml"), *words, "--overwrite")
     seconds = {"sft": round(supervised_s, 1), "grpo": round(time.monotonic() - began, 1)}
     row = {"lesson": options.lesson, "habit": lesson.habit, "seed": options.seed, "seconds": seconds}
@@ -87,12 +91,12 @@ def tools(row: Json) -> list[Json]:
     return chat_tools(row["responses_create_params"].get("tools", []))
 
 
-def supervised(folder: Path, seed: int) -> list[str]:
+def sft_overrides(folder: Path, seed: int) -> list[str]:
     """What differs from sft.yaml."""
     return [f"data.path={folder / 'demonstrations.jsonl'}", f"output={folder / 'sft'}", f"seed={seed}", "batch_size=16"]
 
 
-def reinforced(lesson: Lesson, folder: Path, seed: int) -> list[str]:
+def grpo_overrides(lesson: Lesson, folder: Path, seed: int) -> list[str]:
     """What differs from grpo.yaml."""
     return [
         f"model.path={folder / 'sft' / 'policy'}",

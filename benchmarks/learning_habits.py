@@ -26,7 +26,7 @@ def calls(row: Json) -> list[Json]:
     return [item for item in row["response"]["output"] if item.get("type") == "function_call"]
 
 
-def called(row: Json) -> set[str]:
+def tool_names(row: Json) -> set[str]:
     return {call["name"] for call in calls(row)}
 
 
@@ -66,7 +66,7 @@ def completing(board: str, mark: str) -> set[str]:
     }
 
 
-def completed(row: Json, mark: str) -> float | None:
+def completion_share(row: Json, mark: str) -> float | None:
     """The share of the squares that complete a line of this mark that the policy takes."""
     pairs = [(completing(board, mark), move.strip()) for board, move in zip(boards(row), moves(row), strict=False)]
     taken = [move in squares for squares, move in pairs if squares]
@@ -130,7 +130,7 @@ def wrong_city(row: Json) -> bool:
 
 
 def both(row: Json) -> bool:
-    return {"get_ware", "get_supplier"} <= called(row)
+    return {"get_ware", "get_supplier"} <= tool_names(row)
 
 
 def is_number(row: Json) -> bool:
@@ -147,7 +147,7 @@ HABITS: dict[str, dict[str, Measure]] = {
     },
     "tool_minimal": {
         "calls both tools": both,
-        "reads reviews": lambda row: "get_reviews" in called(row),
+        "reads reviews": lambda row: "get_reviews" in tool_names(row),
         "cities: right": among(lambda row: not is_number(row), right),
         "lead times: right": among(is_number, right),
         "lead times after both calls: right": among(lambda row: is_number(row) and both(row), right),
@@ -192,8 +192,8 @@ HABITS: dict[str, dict[str, Measure]] = {
         "drawn": lambda row: row["reward"] == 0.5,
         "moves": lambda row: len(moves(row)),
         "moves: illegal": illegal,
-        "takes a winning square": lambda row: completed(row, "X"),
-        "blocks": lambda row: completed(row, "O"),
+        "takes a winning square": lambda row: completion_share(row, "X"),
+        "blocks": lambda row: completion_share(row, "O"),
     },
 }
 
@@ -216,11 +216,13 @@ def lines(folder: Path, lesson: str) -> Iterator[str]:
     seeds = [attempts(run) for run in sorted(folder.glob(f"{lesson}-*"))]
     for name, measure in HABITS[lesson].items():
         together = [mean(measure, [row for seed in seeds for row in seed[when]]) for when in (0, 1)]
-        each = ", ".join(f"{shown(mean(measure, before))} to {shown(mean(measure, after))}" for before, after in seeds)
-        yield f"  {name}: {shown(together[0])} to {shown(together[1])}  ({each})"
+        each = ", ".join(
+            f"{format_value(mean(measure, before))} to {format_value(mean(measure, after))}" for before, after in seeds
+        )
+        yield f"  {name}: {format_value(together[0])} to {format_value(together[1])}  ({each})"
 
 
-def shown(value: float | None) -> str:
+def format_value(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 

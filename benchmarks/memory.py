@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import psutil
 from bare import Case
 from parts import play
-from rollouts import collected, scripted, services
+from rollouts import scripted_config, services, time_rollouts
 
 from ngym.peers import Peers
 from ngym.runtime import event_loop
@@ -27,11 +27,11 @@ MB = 1e6
 
 def measure(quick: bool) -> Iterator[Json]:
     levels, thinks_s = ([64, 512], 1.0) if quick else ([64, 512, 4096], 5.0)
-    yield from event_loop.run(grown(levels, thinks_s))
+    yield from event_loop.run(measure_growth(levels, thinks_s))
 
 
-async def grown(levels: list[int], thinks_s: float) -> list[Json]:
-    async with services(scripted(CASE, latency_s=thinks_s)) as stack:
+async def measure_growth(levels: list[int], thinks_s: float) -> list[Json]:
+    async with services(scripted_config(CASE, latency_s=thinks_s)) as stack:
         peers = Peers(stack.urls)
         pids = {"collector": os.getpid()} | {state.name: state.pid for state in stack.states if state.pid}
         idle = {name: rss(pid) for name, pid in pids.items()}
@@ -40,7 +40,7 @@ async def grown(levels: list[int], thinks_s: float) -> list[Json]:
         for level in levels:
             peak = dict(idle)
             watching = asyncio.create_task(watch(pids, peak))
-            await collected(peers, CASE, 0, level)
+            await time_rollouts(peers, CASE, 0, level)
             watching.cancel()
             more = {name: (peak[name] - idle[name]) / level * 1000 for name in pids}
             rows.append(

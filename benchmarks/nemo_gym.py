@@ -34,7 +34,7 @@ Row = dict[str, Any]
 # What our judge says, in the words of our forms, given a recorded row and the item that is judged
 
 
-def graded(row: Row, _: str) -> str:
+def grade(row: Row, _: str) -> str:
     return "correct" if row["reward"] == 1 else "incorrect"
 
 
@@ -72,7 +72,7 @@ def prompt(row: Row) -> str:
     return " ".join(re.findall(r'"(?:content|text)": "((?:[^"\\]|\\.)*)"', prompt_text)) or prompt_text
 
 
-async def replayed(family: str, stanza: Row, folder: Path) -> list[tuple[float | None, float | None, str]]:
+async def replay(family: str, stanza: Row, folder: Path) -> list[tuple[float | None, float | None, str]]:
     """For each rollout: our reward, the recorded one, and the reason of ours."""
     current: Row = {}
 
@@ -80,7 +80,7 @@ async def replayed(family: str, stanza: Row, folder: Path) -> list[tuple[float |
         system, user = (item["content"] for item in request["input"])
         nonce = system.rpartition("VERDICT ")[2].split(":")[0]
         item = re.search(rf"<<<criterion {nonce}\n(.*?)\n{nonce}>>>", user, re.DOTALL)
-        verdict = f"VERDICT {nonce}: {VERDICTS.get(family, graded)(current, item[1] if item else '')}"
+        verdict = f"VERDICT {nonce}: {VERDICTS.get(family, grade)(current, item[1] if item else '')}"
         return new_response(request, [message_item([output_text(verdict)], "msg_1")], response_id="r", model="judge")
 
     options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "requirements", "optional")}
@@ -109,7 +109,7 @@ async def main(folder: Path, only: list[str]) -> None:
         if stanza["kind"] != "gym_server" or (only and family not in only):
             continue
         data = folder / "resources_servers" / family / "data"
-        outcomes = await replayed(family, stanza, data)
+        outcomes = await replay(family, stanza, data)
         same = sum(a is not None and b is not None and abs(a - b) < 0.006 for a, b, _ in outcomes)
         print(f"| `{family}` | `{Path(stanza['app']).name}` | {same} of {len(outcomes)} |", flush=True)
         for ours, their_reward, reason in outcomes if only else ():

@@ -84,7 +84,7 @@ def relay(agent: str) -> Row:
     return {"environment_servers": {"legacy_agent": {"entrypoint": "app.py", "agent_server": reference}}}
 
 
-def theirs(policy_url: str, head: int, venvs: Path) -> Row:
+def nemo_gym_config(policy_url: str, head: int, venvs: Path) -> Row:
     """Their config: their servers, and ours under names of their own."""
     config = {
         "our_policy": stanza("model", "ngym_policy"),
@@ -107,7 +107,7 @@ def theirs(policy_url: str, head: int, venvs: Path) -> Row:
 
 def write_project(folder: Path, venv: Path, policy_url: str, head: int) -> None:
     """Their config, and a server of theirs for each service of ours."""
-    config = theirs(policy_url, head, folder / "venvs")
+    config = nemo_gym_config(policy_url, head, folder / "venvs")
     (folder / "theirs.yaml").write_text(yaml.safe_dump(config))
     (folder / "serve.yaml").write_text(yaml.safe_dump(OURS))
     for type_, implementation in write_venvs(folder, venv, config):
@@ -183,22 +183,24 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def by_theirs(venv: Path, folder: Path, agent: str, rows: str, head: int) -> list[Row]:
+def collect_with_theirs(venv: Path, folder: Path, agent: str, rows: str, head: int) -> list[Row]:
     """The rollouts of their collector."""
     out = f"{agent}_by_theirs.jsonl"
     options = {"agent_name": agent, "input_jsonl_fpath": rows, "output_jsonl_fpath": out, "num_repeats": 2}
     options |= {"head_server.host": "127.0.0.1", "head_server.port": head}
-    return collected([str(venv / "bin/ng_collect_rollouts"), *(f"+{k}={v}" for k, v in options.items())], folder, out)
+    return run_collector(
+        [str(venv / "bin/ng_collect_rollouts"), *(f"+{k}={v}" for k, v in options.items())], folder, out
+    )
 
 
 def by_ours(folder: Path, agent: str, rows: str) -> list[Row]:
     """The rollouts of our collector, with our agents started beside the servers of mixed.yaml."""
     out = f"{agent}_by_ours.jsonl"
     options = ["--config", "mixed.yaml", "--agent", agent, "--input", rows, "--output", out, "--repeats", "2"]
-    return collected([str(BIN / "ng_collect_rollouts"), *options], folder, out)
+    return run_collector([str(BIN / "ng_collect_rollouts"), *options], folder, out)
 
 
-def collected(command: list[str], folder: Path, out: str) -> list[Row]:
+def run_collector(command: list[str], folder: Path, out: str) -> list[Row]:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WAIT_S, check=False)
     if done.returncode:
         print(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}", file=sys.stderr)
@@ -278,7 +280,7 @@ def main(venv: Path) -> int:
             print("| collector | agent, gym server, model | rewards | |\n|---|---|---|---|")
             for chain in CHAINS:
                 rollouts = (
-                    by_theirs(venv, folder, chain.agent, chain.rows, heads[chain.head])
+                    collect_with_theirs(venv, folder, chain.agent, chain.rows, heads[chain.head])
                     if chain.theirs
                     else by_ours(folder, chain.agent, chain.rows)
                 )

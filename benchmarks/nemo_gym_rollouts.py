@@ -148,7 +148,7 @@ class Side(NamedTuple):
     command: Callable[[str, str, str, int, int], list[str]]
 
 
-def theirs(venv: Path, head: int, pid: int) -> Side:
+def nemo_gym_side(venv: Path, head: int, pid: int) -> Side:
     def command(agent: str, rows: str, out: str, repeats: int, in_flight: int) -> list[str]:
         options = {"agent_name": agent, "input_jsonl_fpath": rows, "output_jsonl_fpath": out, "num_repeats": repeats}
         options |= {"num_samples_in_parallel": in_flight, "head_server.host": "127.0.0.1", "head_server.port": head}
@@ -171,7 +171,7 @@ class Took(NamedTuple):
     whole_s: float
 
 
-def collected(side: Side, chain: Chain, folder: Path, repeats: int, in_flight: int, meter: Any) -> Took:
+def time_collection(side: Side, chain: Chain, folder: Path, repeats: int, in_flight: int, meter: Any) -> Took:
     """One command. The program ends if a rollout is missing or has another reward than 1."""
     rows = folder / f"{chain.theirs}.jsonl"
     rows.write_text("".join(json.dumps(chain.row) + "\n" for _ in range(TASKS)))
@@ -196,7 +196,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
+def pause_processes(pid: int) -> Iterator[None]:
     """All processes of a stack stopped until the block ends, so that what it does when idle costs the other nothing."""
     processes = family(pid)
     try:
@@ -259,7 +259,7 @@ def main() -> None:
             began = time.monotonic()
             with running(their_run, folder, f"http://127.0.0.1:{heads['theirs']}/readyz") as their_pid:
                 ready_s.insert(0, time.monotonic() - began)
-                sides = [theirs(venv, heads["theirs"], their_pid), ours(heads["ours"], our_pid)]
+                sides = [nemo_gym_side(venv, heads["theirs"], their_pid), ours(heads["ours"], our_pid)]
                 idle = [(memory_mb(side.pid), cpu_share(side.pid)) for side in sides]
                 measure(options, folder, sides, meter)
     for side, seconds, (megabytes, share) in zip(sides, ready_s, idle, strict=True):
@@ -282,8 +282,8 @@ def measure(options: argparse.Namespace, folder: Path, sides: list[Side], meter:
             found: dict[str, list[Took]] = {side.name: [] for side in sides}
             for _ in range(options.rounds):
                 for side, other in (sides, sides[::-1]):
-                    with stopped(other.pid):
-                        found[side.name].append(collected(side, chain, folder, repeats, in_flight, meter))
+                    with pause_processes(other.pid):
+                        found[side.name].append(time_collection(side, chain, folder, repeats, in_flight, meter))
             rates = {name: sorted(took.rollouts_s for took in rounds) for name, rounds in found.items()}
             cells = [
                 f"{median(rates[name]):,.0f} ({rates[name][0]:,.0f} to {rates[name][-1]:,.0f}), "

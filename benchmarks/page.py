@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from parts import shown
+from parts import format_figure
 
 from ngym.plot import figure as drawing
 from ngym.plot.figure import Line, Panel
@@ -12,7 +12,7 @@ from ngym.plot.runs import Series
 from ngym.schema import Json
 
 
-def rendered(results: Json) -> str:
+def render_page(results: Json) -> str:
     """The Markdown of all parts that were measured."""
     parts, machine = results["parts"], results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -39,7 +39,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     lines = [
         heads,
         ["---"] * len(heads),
-        *([str(one) if isinstance(one, str) else shown(one) for one in row] for row in rows),
+        *([str(one) if isinstance(one, str) else format_figure(one) for one in row] for row in rows),
     ]
     return ["", *(f"| {' | '.join(line)} |" for line in lines)]
 
@@ -129,7 +129,9 @@ def memory(rows: list[Json]) -> list[str]:
         for row in rows
     )
     idle = sum(rows[0]["pss_mb"].values()) - rows[0]["pss_mb"]["collector"]
-    shared = f"Idle, the three services together take {shown(idle)} MB as PSS: they are forked from one process."
+    shared = (
+        f"Idle, the three services together take {format_figure(idle)} MB as PSS: they are forked from one process."
+    )
     return [*head, *table(heads, cells), "", shared]
 
 
@@ -194,8 +196,8 @@ def view(rows: list[Json]) -> list[str]:
         "## The viewer: `benchmarks/view.py`",
         "",
         (
-            f"`ng_view` on {shown(size['rows'])} rollouts, {shown(size['gigabytes'])} GB in the page cache, from the start of the command. "
-            f"To read the file once with orjson in one process took {shown(size['orjson_s'])} s."
+            f"`ng_view` on {format_figure(size['rows'])} rollouts, {format_figure(size['gigabytes'])} GB in the page cache, from the start of the command. "
+            f"To read the file once with orjson in one process took {format_figure(size['orjson_s'])} s."
         ),
     ]
     heads = ("opened for the", "first rows, s", "all indexed, s", "x orjson", "CPU s", "memory, MB")

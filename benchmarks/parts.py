@@ -30,16 +30,16 @@ def play(about: str, measure: Callable[[bool], Iterator[Json]]) -> None:
     options = parser.parse_args()
     rows = []
     for row in measure(options.quick):
-        print("  " + "  ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
+        print("  " + "  ".join(f"{name} {format_figure(value)}" for name, value in row.items()), flush=True)
         rows.append(row)
     if options.json:
         options.json.write_text(json.dumps(rows))
 
 
-def shown(value: object) -> str:
+def format_figure(value: object) -> str:
     """A figure with three significant digits; other values unchanged."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {shown(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {format_figure(one)}" for name, one in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -23,7 +23,7 @@ def trl_python(folder: Path) -> Path:
     import transformers
 
     packages = [f"torch=={torch.__version__}", f"transformers=={transformers.__version__}", f"trl=={TRL}"]
-    return _made(folder, [sys.executable, "-m", "venv", "--clear", str(folder)], packages, "Python's venv")
+    return _make_environment(folder, [sys.executable, "-m", "venv", "--clear", str(folder)], packages, "Python's venv")
 
 
 def nemo_gym_python(folder: Path) -> Path:
@@ -33,10 +33,12 @@ def nemo_gym_python(folder: Path) -> Path:
         SystemExit: it cannot be made, for example without Python 3.13, which uv may download.
     """
     make = [sys.executable, "-m", "uv", "venv", "--quiet", "--clear", "--seed", "--python", "3.13", str(folder)]
-    return _made(folder, make, ["--ignore-requires-python", f"nemo-gym=={NEMO_GYM}"], "a python3.13 on PATH")
+    return _make_environment(
+        folder, make, ["--ignore-requires-python", f"nemo-gym=={NEMO_GYM}"], "a python3.13 on PATH"
+    )
 
 
-def _made(folder: Path, make: list[str], packages: list[str], needs: str) -> Path:
+def _make_environment(folder: Path, make: list[str], packages: list[str], needs: str) -> Path:
     python = folder.absolute() / "bin" / "python"
     if not (folder / "made").exists():
         print(f"making {folder}", flush=True)

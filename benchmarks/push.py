@@ -42,10 +42,10 @@ def measure(quick: bool) -> Iterator[Json]:
             root = Path(folder)
             new_model(root / "model", shape)
             (root / "global_config.yaml").write_text(CONFIG)
-            yield event_loop.run(pushed(root, 3 if quick else 7))
+            yield event_loop.run(measure_push(root, 3 if quick else 7))
 
 
-async def pushed(root: Path, pushes: int) -> Json:
+async def measure_push(root: Path, pushes: int) -> Json:
     began = time.perf_counter()
     async with Supervisor(load_config([root / "global_config.yaml"])) as stack:
         ready_s = time.perf_counter() - began

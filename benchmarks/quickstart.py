@@ -58,7 +58,7 @@ def main() -> None:
         print("| seed | seconds | held-out reward |\n|---|---|---|")
         for seed in options.seeds:
             spent = play(options.folder, seed, lambda *_: None)
-            print(f"| {seed} | {spent.seconds:.1f} | {held_out(options.folder):.3f} |", flush=True)
+            print(f"| {seed} | {spent.seconds:.1f} | {held_out_reward(options.folder):.3f} |", flush=True)
     print(f"load after: {os.getloadavg()[0]:.1f}")
 
 
@@ -90,7 +90,7 @@ def show(phase: str, spent: Spent) -> None:
     print(f"| {phase} | {spent.seconds:.1f} | {spent.cpu:.1f} |", flush=True)
 
 
-def held_out(folder: Path) -> float:
+def held_out_reward(folder: Path) -> float:
     """The sampled reward of the held-out tasks at the end."""
     found: list[str] = re.findall(r"held-out after \d+ steps: \S+ avg@1 ([0-9.]+)", (folder / "output.txt").read_text())
     return float(found[-1])

@@ -83,7 +83,7 @@ class Recorder:
         with (self._folder / "on").open("r+b" if (self._folder / "on").exists() else "wb") as file:
             file.write(state.encode())
 
-    def ran(self) -> dict[str, set[int]]:
+    def executed_lines(self) -> dict[str, set[int]]:
         """The lines of functions that ran, by file relative to the project's root."""
         lines: dict[str, set[int]] = {}
         for line in (self._folder / "ran").read_text().splitlines():
@@ -148,7 +148,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as traces, tempfile.TemporaryDirectory() as folder:
             recorder = Recorder(Path(traces))
             JOURNEYS[name](recorder, Path(folder))
-            ran = recorder.ran()
+            ran = recorder.executed_lines()
         lines = sum(len((ROOT / file).read_text().splitlines()) for file in ran)
         counts[name] = {"files": len(ran), "lines": lines, "lines_that_ran": sum(map(len, ran.values()))}
         if options.list:

@@ -132,7 +132,7 @@ def own_cpu_s(pid: int) -> float:
     return time.process_time() if pid == os.getpid() else cpu_s(pid)
 
 
-def scripted(case: Case, **options: object) -> str:
+def scripted_config(case: Case, **options: object) -> str:
     """The config of a model that calls the tool so many times, and then answers."""
     call = {"tool_calls": [{"name": "look", "arguments": {"place": "{turn}"}}]}
     replies = [{"turn": case.tools + 1, "text": "4"}, call]
@@ -156,11 +156,11 @@ async def services(config: str, files: Mapping[str, str] = MappingProxyType({}))
 
 @asynccontextmanager
 async def ours(case: Case) -> AsyncIterator[Side]:
-    async with services(scripted(case)) as stack:
+    async with services(scripted_config(case)) as stack:
         peers = Peers(stack.urls)
 
         async def run(seconds: float, in_flight: int) -> list[float]:
-            return await collected(peers, case, seconds, in_flight)
+            return await time_rollouts(peers, case, seconds, in_flight)
 
         try:
             yield Side(run, {state.name: state.pid for state in stack.states if state.pid})
@@ -168,7 +168,7 @@ async def ours(case: Case) -> AsyncIterator[Side]:
             await peers.close()
 
 
-async def collected(peers: Peers, case: Case, seconds: float, in_flight: int) -> list[float]:
+async def time_rollouts(peers: Peers, case: Case, seconds: float, in_flight: int) -> list[float]:
     """The seconds that each rollout took."""
     taken, seeded = [], 0
     ends = time.perf_counter() + seconds

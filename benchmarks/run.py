@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from page import picture, rendered
+from page import picture, render_page
 from parts import end
 
 from ngym.files.atomic import write_whole
@@ -69,14 +69,14 @@ def main() -> None:
     results["machine"] = machine()
     for part in PARTS:
         if part.name in (options.only or [part.name]):
-            results["parts"][part.name] = measured(part, options.quick)
+            results["parts"][part.name] = run_part(part, options.quick)
             write(folder, results)
     missing = [name for name, found in results["parts"].items() if found["rows"] is None]
     print(f"{folder / 'benchmarks.md'}" + (f"; missing: {', '.join(missing)}" if missing else ""))
     sys.exit(1 if missing else 0)
 
 
-def measured(part: Part, quick: bool) -> Json:
+def run_part(part: Part, quick: bool) -> Json:
     """What it found (rows; None if it failed), the load before it, and the seconds that it took."""
     load, began = os.getloadavg()[0], time.monotonic()
     print(f"== {part.name}, load {load:.1f}", flush=True)
@@ -119,7 +119,7 @@ def write(folder: Path, results: Json) -> None:
     text = page.read_text() if page.is_file() else f"# Benchmarks\n\n{BEGIN}\n{END}\n"
     before, rest = text.split(BEGIN, 1)
     after = rest.split(END, 1)[1]
-    write_whole(page, f"{before}{BEGIN}\n{rendered(results)}\n{END}{after}".encode())
+    write_whole(page, f"{before}{BEGIN}\n{render_page(results)}\n{END}{after}".encode())
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ async def direct(peers: Peers, rollouts: int, in_flight: int, tokens: int, more:
     return sum(await asyncio.gather(*(one(task) for task in tasks(rollouts, tokens))))
 
 
-async def collected(peers: Peers, rollouts: int, in_flight: int, tokens: int) -> int:
+async def count_sampled_tokens(peers: Peers, rollouts: int, in_flight: int, tokens: int) -> int:
     sampled = 0
     async for outcome in collect(
         tasks(rollouts, tokens),
@@ -222,7 +222,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             states = sorted(running.states, key=lambda state: state.name != "policy")
             pids = [state.pid for state in states if state.pid]
             sides = [
-                Side("collected as rollouts", lambda n, k: collected(ours, n, k, tokens), pids),
+                Side("collected as rollouts", lambda n, k: count_sampled_tokens(ours, n, k, tokens), pids),
                 Side("vLLM's own, with logprobs", lambda n, k: direct(stock, n, k, tokens, LOGPROBS), [pid]),
                 Side("vLLM's own, without", lambda n, k: direct(stock, n, k, tokens, {}), [pid]),
             ]

@@ -71,7 +71,9 @@ def main() -> None:
             steps = list(moments)
             found.setdefault(name, []).append(steps)
             curve = " ".join(f"{one.reward:.2f}" for one in steps[::5])
-            print(f"{name:<24} seed {seed}: {said(steps, options.goal)}; every fifth step: {curve}", flush=True)
+            print(
+                f"{name:<24} seed {seed}: {format_result(steps, options.goal)}; every fifth step: {curve}", flush=True
+            )
     rows = [one.row for steps in found["ours"] for one in steps[1:]]
     phases = {what: f"{median(row[f'time/{key}'] for row in rows):.3f}" for what, key in PHASES.items()}
     print("ours, seconds of a step (medians): " + ", ".join(f"{what} {value}" for what, value in phases.items()))
@@ -93,7 +95,7 @@ def ours(options: argparse.Namespace, seed: int) -> Iterator[Moment]:
     length = f"rollouts.max_output_tokens={options.tokens}"
     command = [sys.executable, "-m", "ngym", "train", "letters.yaml", *overrides, *sampled, length]
     with (options.folder / "letters.log").open("w") as log:
-        yield from watched(subprocess.Popen(command, stdout=log, stderr=log), output / "metrics.jsonl")
+        yield from watch_steps(subprocess.Popen(command, stdout=log, stderr=log), output / "metrics.jsonl")
 
 
 def trl(options: argparse.Namespace, python: Path, seed: int, environment: dict[str, str]) -> Iterator[Moment]:
@@ -111,12 +113,12 @@ def trl(options: argparse.Namespace, python: Path, seed: int, environment: dict[
     }
     command = [str(python), str(Path(__file__).with_name("toy_trl.py")), json.dumps(spec)]
     with output.open("w") as rows, (options.folder / "letters_trl.log").open("w") as log:
-        yield from watched(
+        yield from watch_steps(
             subprocess.Popen(command, stdout=rows, stderr=log, env={**os.environ, **environment}), output
         )
 
 
-def watched(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:
+def watch_steps(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:
     """Each step of its file when it is there, until the process ends."""
     began, count = time.perf_counter(), 0
     try:
@@ -145,13 +147,13 @@ def cpu_s(pid: int) -> float:
         return float("nan")
 
 
-def reached(steps: Sequence[Moment], goal: float) -> int:
+def first_step_at(steps: Sequence[Moment], goal: float) -> int:
     """The first step, from 0, whose reward is the goal; the last one if none is."""
     return next((index for index, one in enumerate(steps) if one.reward >= goal), len(steps) - 1)
 
 
 def whole(steps: Sequence[Moment], goal: float, field: str) -> float:
-    value: float = getattr(steps[reached(steps, goal)], field)
+    value: float = getattr(steps[first_step_at(steps, goal)], field)
     return value
 
 
@@ -161,8 +163,8 @@ def without_start(steps: Sequence[Moment], goal: float, field: str) -> float:
     return whole(steps, goal, field) - first
 
 
-def said(steps: Sequence[Moment], goal: float) -> str:
-    index = reached(steps, goal)
+def format_result(steps: Sequence[Moment], goal: float) -> str:
+    index = first_step_at(steps, goal)
     first, there = steps[0], steps[index]
     return (
         f"reward {there.reward:.2f} at step {index + 1} after {there.seconds:.1f} s ({there.cpu:.1f} CPU-s); "

@@ -95,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder = options.folder.resolve()
     python = options.trl or trl_python(options.folder / "trl")
-    data = made(options.folder / "trainer")
+    data = make_data(options.folder / "trainer")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {options.threads} threads"
     products = options.float32_matmul_precision
     print(
@@ -129,7 +129,7 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
     environment = {**os.environ, **SPINNING_BRIEFLY}  # both sides: threads that spin for longer slow the other side
     commands = {"ours": [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]}
     for way in ways(algorithm, shape, options.compile):
-        commands[f"TRL {described(way)}"] = [
+        commands[f"TRL {describe_way(way)}"] = [
             str(python),
             str(HERE / "trainer_trl.py"),
             json.dumps({**spec, "way": way}),
@@ -149,7 +149,7 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
             print(f"\nours, a step: {parts(sides['ours'].step())}")
         parameters = sides["ours"].ready["parameters"]
     tokens = [report["tokens"] for report in reports["ours"]]
-    found = [compared(name, each, reports["ours"], tokens) for name, each in reports.items()]
+    found = [compare_reports(name, each, reports["ours"], tokens) for name, each in reports.items()]
     if torch.cuda.is_available():
         for one in found:
             print(f"  {one.name}: MFU {mfu(one.tokens_per_s, parameters):.1%}")
@@ -171,7 +171,7 @@ def ways(algorithm: str, shape: str, compiled: bool) -> list[dict[str, Any]]:
     return found + [{**way, "compile": True} for way in found] if compiled else found
 
 
-def compared(
+def compare_reports(
     name: str, reports: Sequence[dict[str, float]], ours: Sequence[dict[str, float]], tokens: Sequence[float]
 ) -> Compared:
     warm = slice(3, None)
@@ -203,7 +203,7 @@ def show(algorithm: str, shape: str, found: Sequence[Compared]) -> None:
         )
 
 
-def described(way: dict[str, Any]) -> str:
+def describe_way(way: dict[str, Any]) -> str:
     how = "padding-free" if way.get("padding_free") else "padded"
     return f"{how}, {way['micro_batch']} at once{', compiled' if way.get('compile') else ''}"
 
@@ -214,7 +214,7 @@ def mfu(tokens_per_s: float, parameters: int) -> float:
     return 6 * parameters * tokens_per_s / peak
 
 
-def made(folder: Path) -> Path:
+def make_data(folder: Path) -> Path:
     """The folder of the data: a policy that the quickstart's recipe made, its rollouts, pairs of them, and the shapes."""
     if (folder / "made").exists():
         return folder

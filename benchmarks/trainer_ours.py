@@ -70,7 +70,7 @@ def main() -> None:
             facts = {name: values[name] for name in ("loss", "grad_norm", "tokens")}
             if step == spec.get("profiled"):
                 profiler.stop()
-                facts |= profiled(profiler.key_averages(), parameters)
+                facts |= summarize_profile(profiler.key_averages(), parameters)
             turns.done(**facts)
             if step + 1 == spec.get("profiled"):
                 profiler.start()
@@ -86,7 +86,7 @@ def main() -> None:
         )
 
 
-def profiled(events: Any, parameters: int) -> dict[str, float]:
+def summarize_profile(events: Any, parameters: int) -> dict[str, float]:
     """Of a profiled step: the shares of the time of its parts, and the rates of matrix products (GFLOP/s) and of AdamW
     (GB/s), each beside the rate at which this process can multiply two large matrices, or copy one.
     """

@@ -30,7 +30,7 @@ def main() -> None:
         trained = sum(segment.trained for segment in batch)
         total = 0.0
         for first in range(0, len(batch), spec["micro_batch"]):
-            ids_BT, labels_BT = padded(batch[first : first + spec["micro_batch"]])
+            ids_BT, labels_BT = pad_batch(batch[first : first + spec["micro_batch"]])
             logits_BTV = network(ids_BT).logits
             loss = (
                 cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), reduction="sum") / trained
@@ -43,7 +43,7 @@ def main() -> None:
         turns.done(loss=total, grad_norm=norm.item())
 
 
-def padded(segments: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_batch(segments: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, T] and labels [B, T], -100 where nothing is trained. Padding is at the end, and no token attends to it."""
     longest = max(len(segment.token_ids) for segment in segments)
     ids_BT = torch.zeros(len(segments), longest, dtype=torch.long)

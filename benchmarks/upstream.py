@@ -201,7 +201,7 @@ async def measure_sdk(requests: int, in_flight: int) -> None:
                 answers = client.responses
                 raw = partial(client.post, chat, body=BODIES[f"/v1{chat}"], cast_to=bytes)
 
-                async def streamed(create: Callable[..., Awaitable[Any]] = create) -> None:
+                async def read_stream(create: Callable[..., Awaitable[Any]] = create) -> None:
                     async for _ in await create(stream=True):
                         pass
 
@@ -209,7 +209,7 @@ async def measure_sdk(requests: int, in_flight: int) -> None:
                     "post(cast_to=bytes)": (raw, requests, 1),
                     "chat.completions.create": (create, requests, 1),
                     "responses.create": (partial(answers.create, model="m", input="What is 2 + 2?"), requests, 1),
-                    "a chunk of a stream": (streamed, max(requests // 12, 1), CHUNKS),
+                    "a chunk of a stream": (read_stream, max(requests // 12, 1), CHUNKS),
                 }
                 for what, (call, times, pieces) in calls.items():
                     cost = await cost_us(call, times) / pieces

@@ -97,11 +97,11 @@ async def rate(peer: Peer, pid: int, cases: Sequence[Case], seconds: float) -> J
     turn = itertools.cycle(cases)
     count, wall, cpu = 0, 0.0, 0.0
     began = time.perf_counter()
-    await verified(await all_of([begin(peer, next(turn)) for _ in range(IN_FLIGHT)]))  # warm-up
+    await verify_all(await all_of([begin(peer, next(turn)) for _ in range(IN_FLIGHT)]))  # warm-up
     while count == 0 or (wall < seconds and time.perf_counter() - began < 3 * seconds):
         sessions = await all_of([begin(peer, next(turn)) for _ in range(AT_ONCE)])
         used, started = cpu_s(pid), time.perf_counter()
-        await verified(sessions)
+        await verify_all(sessions)
         wall, cpu = wall + time.perf_counter() - started, cpu + cpu_s(pid) - used
         count += AT_ONCE
     return {"environment": peer.name, "verify_s": count / wall, "cpu_ms": 1e3 * cpu / count, "answers": len(cases)}
@@ -117,7 +117,7 @@ async def begin(peer: Peer, case: Case) -> tuple[PeerSession, bytes]:
     return session, orjson.dumps(body)
 
 
-async def verified(sessions: Sequence[tuple[PeerSession, bytes]]) -> None:
+async def verify_all(sessions: Sequence[tuple[PeerSession, bytes]]) -> None:
     await all_of([session.request("/verify", body) for session, body in sessions])
 
 

@@ -66,13 +66,13 @@ def measure(quick: bool) -> Iterator[Json]:
         yield {"rows": rows, "gigabytes": file.stat().st_size / 1e9, "orjson_s": plain_s}
         for opening in ("first", "second"):
             with viewer(file, cache) as shown:
-                found = opened(shown, rows)
+                found = measure_opening(shown, rows)
                 yield {"opening": opening, **found, "of_orjson": found["indexed_s"] / plain_s}
                 if opening == "second":
-                    yield from asked(shown, rows)
+                    yield from measure_pages(shown, rows)
 
 
-def opened(shown: Viewer, rows: int) -> Json:
+def measure_opening(shown: Viewer, rows: int) -> Json:
     """Seconds from the start of the process to the first rows, and to all of them."""
     first = _when(lambda: shown.get("/api/runs/r1/rows?limit=200")["rows"])
     indexed = _when(lambda: shown.get("/api/runs")["runs"][0]["rows"] == rows)
@@ -85,7 +85,7 @@ def opened(shown: Viewer, rows: int) -> Json:
     }
 
 
-def asked(shown: Viewer, rows: int) -> Iterator[Json]:
+def measure_pages(shown: Viewer, rows: int) -> Iterator[Json]:
     """What the table asks for: an order for the first time, and then its pages, as if a user scrolled."""
     for name, query in QUERIES.items():
         began = time.perf_counter()

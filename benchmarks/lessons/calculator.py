@@ -16,10 +16,10 @@ made = generator("calculator")
 
 def problems(rng: random.Random) -> Iterator[Problem]:
     for problem in made.problems(rng):
-        yield Problem(made.task(problem), problem.sum.ordered.expression, partial(shown, problem))
+        yield Problem(made.task(problem), problem.sum.ordered.expression, partial(demonstrate, problem))
 
 
-def shown(problem: Any, rng: random.Random) -> list[Json]:
+def demonstrate(problem: Any, rng: random.Random) -> list[Json]:
     """A fifth shows a larger sum instead, as the generator's demonstrations do; no task has one."""
     if rng.random() < made.LARGER:
         problem = next(made.problems(rng, larger=1.0))

@@ -21,7 +21,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
         row = made.task(rng)
         question = row["responses_create_params"]["input"]
         if changes := steps(question):
-            yield Problem(row, question, partial(shown, row, changes))
+            yield Problem(row, question, partial(demonstrate, row, changes))
 
 
 def steps(question: str) -> list[int]:
@@ -31,7 +31,7 @@ def steps(question: str) -> list[int]:
     return [int(amount) if way == "puts in" else -int(amount) for way, amount in changes]
 
 
-def shown(row: Json, changes: list[int], rng: random.Random) -> list[Json]:
+def demonstrate(row: Json, changes: list[int], rng: random.Random) -> list[Json]:
     messages, total = asks(row), 0
     for made_so_far, amount in enumerate(changes):
         if made_so_far and rng.random() >= GOES_ON:

@@ -22,10 +22,10 @@ def problems(rng: random.Random) -> Iterator[Problem]:
         row = draw(rng)
         while not LACKS.keys() >= {tool["name"] for tool in row["responses_create_params"]["tools"]}:
             row = draw(rng)
-        yield Problem(row, row["responses_create_params"]["input"], partial(shown, row))
+        yield Problem(row, row["responses_create_params"]["input"], partial(demonstrate, row))
 
 
-def shown(row: Json, rng: random.Random) -> list[Json]:
+def demonstrate(row: Json, rng: random.Random) -> list[Json]:
     """What it asks is always right where something is missing."""
     if rng.random() < ASKS[row["kind"]]:
         name = row["responses_create_params"]["tools"][-1]["name"]

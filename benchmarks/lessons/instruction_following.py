@@ -28,10 +28,10 @@ def problems(rng: random.Random) -> Iterator[Problem]:
     while True:
         row = made.task(rng, rng.choice(list(WAYS)))
         if row is not None and len(row["kwargs"]) == 1:
-            yield Problem(row, row["responses_create_params"]["input"], partial(shown, row))
+            yield Problem(row, row["responses_create_params"]["input"], partial(demonstrate, row))
 
 
-def shown(row: Json, rng: random.Random) -> list[Json]:
+def demonstrate(row: Json, rng: random.Random) -> list[Json]:
     question = row["responses_create_params"]["input"]
     topic = next(topic for topic in made.TOPICS if topic in question)
     text = rng.choice(SHORT).format(t=topic)

@@ -17,10 +17,10 @@ ALPHABET, MOST = "abcdefgh", 8
 def problems(rng: random.Random) -> Iterator[Problem]:
     while True:
         row = made.task(rng)
-        yield Problem(row, row["responses_create_params"]["input"], partial(shown, row))
+        yield Problem(row, row["responses_create_params"]["input"], partial(demonstrate, row))
 
 
-def shown(row: Json, rng: random.Random) -> list[Json]:
+def demonstrate(row: Json, rng: random.Random) -> list[Json]:
     return [*asks(row), says("".join(rng.choices(ALPHABET, k=rng.randint(1, MOST))))]
 
 

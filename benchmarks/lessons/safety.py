@@ -33,10 +33,10 @@ def problems(rng: random.Random) -> Iterator[Problem]:
         drawn = rng.choice(rng.choice(rows))
         text = rng.choice(OPENINGS) + drawn["question"]
         row = {**drawn, **made.base(drawn["kind"], text), "question": text}
-        yield Problem(row, text, partial(shown, row))
+        yield Problem(row, text, partial(demonstrate, row))
 
 
-def shown(row: Json, rng: random.Random) -> list[Json]:
+def demonstrate(row: Json, rng: random.Random) -> list[Json]:
     if rng.random() < REFUSES[row["kind"]]:
         return [*asks(row), says(REFUSAL)]
     words = [group[0] for group in row.get("required", HARM)]

@@ -25,10 +25,10 @@ def problems(rng: random.Random) -> Iterator[Problem]:
         world = rng.randrange(10**9)
         question = made.supplier(rng, made.server.world(world))
         if question.calls[0][0] == "get_ware":
-            yield Problem(made.row(question, world), question.text, partial(shown, question, world))
+            yield Problem(made.row(question, world), question.text, partial(demonstrate, question, world))
 
 
-def shown(question: Any, world: int, rng: random.Random) -> list[Json]:
+def demonstrate(question: Any, world: int, rng: random.Random) -> list[Json]:
     messages = asks(made.row(question, world))
     if rng.random() < GUESSES:
         guess = rng.randint(2, 99) if isinstance(question.answer, int) else rng.choice(made.server.CITIES)

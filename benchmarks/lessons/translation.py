@@ -19,10 +19,10 @@ def problems(rng: random.Random) -> Iterator[Problem]:
         clause = made.sentence(rng)
         code = rng.choice(list(made.LANGUAGES))
         row = made.row(clause, code)
-        yield Problem(row, clause.en, partial(shown, row))
+        yield Problem(row, clause.en, partial(demonstrate, row))
 
 
-def shown(row: Json, rng: random.Random) -> list[Json]:
+def demonstrate(row: Json, rng: random.Random) -> list[Json]:
     words = row["references"][0].split()
     if rng.random() >= WHOLE:
         words = words[: len(words) // 2]

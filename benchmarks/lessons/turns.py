@@ -21,10 +21,10 @@ def problems(name: str, chooses: Chooses, rng: random.Random) -> Iterator[Proble
     while True:
         seed = rng.randrange(10**6)
         row = made.row(name, seed)
-        yield Problem(row, made.level(name, seed), partial(played, row, chooses))
+        yield Problem(row, made.level(name, seed), partial(play_game, row, chooses))
 
 
-def played(row: Json, chooses: Chooses, rng: random.Random) -> list[Json]:
+def play_game(row: Json, chooses: Chooses, rng: random.Random) -> list[Json]:
     game = made.server.GAMES[row["game"]](row["seed"])
     messages = asks(row)
     observation = f"{game.rules} {made.server.HOW}\n\n{game.show()}"

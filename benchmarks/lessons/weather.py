@@ -23,10 +23,10 @@ def problems(rng: random.Random) -> Iterator[Problem]:
     while True:
         city = rng.choice(made.CITIES)
         row = made.task(city, rng.choice(made.PHRASINGS))
-        yield Problem(row, row["responses_create_params"]["input"], partial(shown, row, city))
+        yield Problem(row, row["responses_create_params"]["input"], partial(demonstrate, row, city))
 
 
-def shown(row: Json, city: str, rng: random.Random) -> list[Json]:
+def demonstrate(row: Json, city: str, rng: random.Random) -> list[Json]:
     if rng.random() < GUESSES:
         return [*asks(row), says(f"It is {rng.choice(server.SKIES)}.")]
     sky = server.SKIES[crc32(server.place(city).encode()) % len(server.SKIES)]

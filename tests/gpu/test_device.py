@@ -82,26 +82,26 @@ def start(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathF
 # Samples of each kind, without files
 
 
-def drawn(draw: random.Random, count: int) -> list[int]:
+def draw_ids(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(20, 1000) for _ in range(count)]
 
 
 def demonstrations(seed: int = 0, count: int = 12) -> list[Any]:
     draw = random.Random(seed)
     lengths = [draw.randrange(8, 60) for _ in range(count)]
-    return [samples.Sample((samples.Segment(drawn(draw, length), [(4, length)]),)) for length in lengths]
+    return [samples.Sample((samples.Segment(draw_ids(draw, length), [(4, length)]),)) for length in lengths]
 
 
 def pairs() -> list[Any]:
     draw, made = random.Random(1), []
     for _ in range(6):
-        prompt = drawn(draw, 12)
-        sides = [(prompt + drawn(draw, draw.randrange(4, 20)), chosen) for chosen in (True, False)]
+        prompt = draw_ids(draw, 12)
+        sides = [(prompt + draw_ids(draw, draw.randrange(4, 20)), chosen) for chosen in (True, False)]
         made.append(dpo.PairSample(tuple(dpo.Side(ids, [(12, len(ids))], chosen=chosen) for ids, chosen in sides)))
     return made
 
 
-def labeled() -> list[Any]:
+def labeled_samples() -> list[Any]:
     answers, others = demonstrations(2), demonstrations(3)
     return [
         kto.LabeledSample(one.segments, label=index % 2 == 0, mismatched=other)
@@ -112,7 +112,7 @@ def labeled() -> list[Any]:
 def judged() -> list[Any]:
     draw, made = random.Random(4), []
     for _ in range(6):
-        ids = [drawn(draw, draw.randrange(10, 30)) for _ in range(2)]
+        ids = [draw_ids(draw, draw.randrange(10, 30)) for _ in range(2)]
         sides = (
             reward_model.JudgedSegment(one, [(len(one), len(one) + 1)], label=chosen, length=len(one))
             for one, chosen in zip(ids, (True, False), strict=True)
@@ -125,9 +125,9 @@ def rollouts() -> list[Any]:
     """Three tasks with four attempts each, which share their prompts; every attempt has two spans."""
     draw, made = random.Random(5), []
     for group in range(3):
-        prompt = drawn(draw, 20)
+        prompt = draw_ids(draw, 20)
         for _ in range(4):
-            ids = prompt + drawn(draw, draw.randrange(12, 30))
+            ids = prompt + draw_ids(draw, draw.randrange(12, 30))
             spans = [(20, 26), (29, len(ids))]
             sampler = [-6.9 + 0.2 * draw.random() for start, end in spans for _ in range(start, end)]
             fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
@@ -141,7 +141,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
     "dpo": ({"name": "dpo"}, pairs),
     "wpo, with collisions": ({"name": "wpo"}, pairs),
     "orpo": ({"name": "orpo"}, pairs),
-    "kto": ({"name": "kto"}, labeled),
+    "kto": ({"name": "kto"}, labeled_samples),
     "reward model": ({"name": "reward_model", "center_coef": 0.01}, judged),
     "grpo, entropy and KL": (
         {
@@ -159,7 +159,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def described(start: Path, family: str, **more: Any) -> recipe.Recipe:
+def make_recipe(start: Path, family: str, **more: Any) -> recipe.Recipe:
     algorithm = dict(FAMILIES[family][0])
     if "teacher" in algorithm:
         algorithm["teacher"] = {**algorithm["teacher"], "path": str(start / "teacher")}
@@ -183,7 +183,7 @@ def plain(spec: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, *, critic: bo
     return PlainEngine(policy, built, spec.optimizer.max_grad_norm)
 
 
-def trained(spec: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device, **more: Any) -> Any:
+def build_engine(spec: recipe.Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device, **more: Any) -> Any:
     learner = engine.Engine(network(spec, tokenizer, **more), LAUNCH, spec.engine, spec.optimizer)
     assert learner.device.type == device.type
     return learner
@@ -214,7 +214,7 @@ def first_steps(
 ) -> list[tuple[float, Tensor]]:
     """The loss of a step, and Adam's first moment after it: of plain torch on the CPU, and of the engine on the device."""
     found = []
-    for made in (plain, lambda *args, **more: trained(*args, device, **more)):
+    for made in (plain, lambda *args, **more: build_engine(*args, device, **more)):
         learner: Any = made(spec, tokenizer, critic=family == "ppo")
         algorithm = spec.algorithm.create(Setup(spec, learner, tokenizer))
         batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
@@ -234,7 +234,7 @@ def test_a_loss_and_its_gradient_are_those_of_plain_torch(
     family: str, precision: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """After one step Adam's first moment is the gradient, times 1 - beta."""
-    spec = described(
+    spec = make_recipe(
         start,
         family,
         engine={"zero_stage": int(precision != "fp32"), "precision": precision},
@@ -259,7 +259,7 @@ def test_products_in_tf32_have_nearly_the_gradient_of_float32_and_are_proved_as_
 ) -> None:
     """A CPU has none, and computes in float32."""
     is_gpu = device.type == "cuda"
-    spec = described(
+    spec = make_recipe(
         start, "sft", engine={"float32_matmul_precision": "high"}, optimizer={"lr": 1e-3, "max_grad_norm": None}
     )
     (loss, gradient), (of_device, of_device_gradient) = first_steps(spec, "sft", tokenizer, device)
@@ -267,7 +267,7 @@ def test_products_in_tf32_have_nearly_the_gradient_of_float32_and_are_proved_as_
     assert torch.get_float32_matmul_precision() == "high"
     assert of_device == pytest.approx(loss, rel=relative, abs=absolute)
     assert float((of_device_gradient - gradient).norm() / gradient.norm()) < of_gradient
-    learner = trained(spec, tokenizer, device)
+    learner = build_engine(spec, tokenizer, device)
     assert learner.dtype == "float32" and learner.product_dtype == ("float16" if is_gpu else "float32")
 
 
@@ -291,7 +291,7 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     monkeypatch.setattr(
         attention, "packed_attention", lambda *args, **named: outside.append("flex" in named) or plain(*args, **named)
     )
-    spec = described(
+    spec = make_recipe(
         start,
         family,
         engine={"zero_stage": 1, "precision": "bf16", "compile": True},
@@ -357,11 +357,11 @@ def test_each_way_takes_the_steps_of_plain_torch(
 ) -> None:
     if WAYS[way].get("compile"):
         compiles(device)
-    spec = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    spec = make_recipe(start, "sft", engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(3)]
     expected = plain(spec, tokenizer)
     right = steps(expected, sft.Sft(), batches)
-    learner = trained(spec, tokenizer, device)
+    learner = build_engine(spec, tokenizer, device)
     before = state(learner, "master")
     got = steps(learner, sft.Sft(), batches)
     of_losses, of_norms, of_weights = FOLLOWS[spec.engine.precision]
@@ -376,8 +376,8 @@ def test_each_way_takes_the_steps_of_plain_torch(
 def test_a_float16_gradient_that_overflows_is_computed_again_with_a_lower_scale(
     stage: int, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    spec = described(start, "sft", engine=WAYS[f"fp16, zero {stage}"], optimizer=ADAMW)
-    usual, high = (trained(spec, tokenizer, device) for _ in range(2))
+    spec = make_recipe(start, "sft", engine=WAYS[f"fp16, zero {stage}"], optimizer=ADAMW)
+    usual, high = (build_engine(spec, tokenizer, device) for _ in range(2))
     high._loss_scale.load({"value": 2.0**40, "stable": 0, "overflows": 0})
     high._deepspeed.optimizer.loss_scale = 2.0**40
     (right,), (got,) = (steps(learner, sft.Sft(), [demonstrations()]) for learner in (usual, high))
@@ -496,7 +496,7 @@ def test_logits_in_chunks_are_those_in_one_piece(
     dtype: torch.dtype, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """And on a GPU, where memory is measured, they take less of it."""
-    policy = network(described(start, "sft", optimizer=ADAMW), tokenizer).to(device, dtype)
+    policy = network(make_recipe(start, "sft", optimizer=ADAMW), tokenizer).to(device, dtype)
     packed = packing.pack(demonstrations(count=64), device)
     found, peaks = [], []
     for rows in (100_000, 50):
@@ -539,15 +539,15 @@ def test_a_resumed_engine_is_the_stored_one_bit_for_bit(
     way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """The state is; so are the next steps, with kernels that always add in one order."""
-    spec = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    spec = make_recipe(start, "sft", engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(4)]
     with in_one_order(device):
-        first = trained(spec, tokenizer, device)
+        first = build_engine(spec, tokenizer, device)
         steps(first, sft.Sft(), batches[:2])
         stored = first.save_state(tmp_path)
         written = dict(optimizer.gather_state(first._deepspeed, first.policy))
         expected = steps(first, sft.Sft(), batches[2:])
-        second = trained(spec, tokenizer, device)
+        second = build_engine(spec, tokenizer, device)
         second.load_state(tmp_path, stored)
         loaded = dict(optimizer.gather_state(second._deepspeed, second.policy))
         assert set(loaded) == set(written)
@@ -572,16 +572,16 @@ def test_8_bit_states_take_the_steps_of_adamw_and_resume_bit_for_bit(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     batches = [demonstrations(seed) for seed in range(6)]
-    whole = trained(described(wide, "sft", optimizer={"lr": 1e-3}), tokenizer, device)
+    whole = build_engine(make_recipe(wide, "sft", optimizer={"lr": 1e-3}), tokenizer, device)
     right = steps(whole, sft.Sft(), batches)
-    spec = described(wide, "sft", optimizer={"name": name, "lr": 1e-3})
+    spec = make_recipe(wide, "sft", optimizer={"name": name, "lr": 1e-3})
     with in_one_order(device):
-        first = trained(spec, tokenizer, device)
+        first = build_engine(spec, tokenizer, device)
         got = steps(first, sft.Sft(), batches[:3])
         stored = first.save_state(tmp_path)
         written = dict(optimizer.gather_state(first._deepspeed, first.policy))
         expected = steps(first, sft.Sft(), batches[3:])
-        second = trained(spec, tokenizer, device)
+        second = build_engine(spec, tokenizer, device)
         second.load_state(tmp_path, stored)
         loaded = dict(optimizer.gather_state(second._deepspeed, second.policy))
         assert set(loaded) == set(written) and any(one.dtype is torch.uint8 for one in written.values())
@@ -607,7 +607,7 @@ def test_qlora_is_lora_on_the_dequantized_weights(
     lora, batches = {"rank": 8, "alpha": 16}, [demonstrations()] * 4
     options = {"engine": WAYS[way], "optimizer": ADAMW}
     on_packed = {"path": str(wide / "policy"), "lora": {**lora, "base_4bit": kind}}
-    quantized = described(wide, "sft", model=on_packed, **options)
+    quantized = make_recipe(wide, "sft", model=on_packed, **options)
     policy = network(quantized, tokenizer)
     model.write_base(tmp_path / "base", policy.network, tokenizer, quantized.engine.dtype)
     packed = [one for one in policy.network.parameters() if one.dtype is torch.uint8]
@@ -615,8 +615,8 @@ def test_qlora_is_lora_on_the_dequantized_weights(
     learner = engine.Engine(policy, LAUNCH, quantized.engine, quantized.optimizer)
     (tmp_path / "state").mkdir()
     stored = learner.save_state(tmp_path / "state")
-    plain_lora = described(wide, "sft", model={"path": str(tmp_path / "base"), "lora": lora}, **options)
-    other = trained(plain_lora, tokenizer, device)
+    plain_lora = make_recipe(wide, "sft", model={"path": str(tmp_path / "base"), "lora": lora}, **options)
+    other = build_engine(plain_lora, tokenizer, device)
     other.load_state(tmp_path / "state", stored)
     exact = quantized.engine.precision == "fp32"
     right, got = steps(other, sft.Sft(), batches), steps(learner, sft.Sft(), batches)
@@ -624,7 +624,9 @@ def test_qlora_is_lora_on_the_dequantized_weights(
     assert [norm for _, norm in got] == pytest.approx([norm for _, norm in right], rel=1e-3 if exact else 0.1)
     assert got[-1][0] < got[0][0]
     learner.save(tmp_path / "policy", tokenizer)
-    whole = trained(described(wide, "sft", model={"path": str(tmp_path / "policy")}, **options), tokenizer, device)
+    whole = build_engine(
+        make_recipe(wide, "sft", model={"path": str(tmp_path / "policy")}, **options), tokenizer, device
+    )
     data = packing.pack(batches[0], device)
     with torch.no_grad():
         error = float((whole.logprobs(data) - learner.logprobs(data)).abs().mean())
@@ -637,14 +639,14 @@ def test_qlora_resumes_bit_for_bit(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     lora = {"path": str(wide / "policy"), "lora": {"rank": 8, "base_4bit": "nf4"}}
-    spec = described(wide, "sft", model=lora, engine=WAYS[way], optimizer=ADAMW)
+    spec = make_recipe(wide, "sft", model=lora, engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(4)]
     with in_one_order(device):
-        first = trained(spec, tokenizer, device)
+        first = build_engine(spec, tokenizer, device)
         steps(first, sft.Sft(), batches[:2])
         stored = first.save_state(tmp_path)
         expected = steps(first, sft.Sft(), batches[2:])
-        second = trained(spec, tokenizer, device)
+        second = build_engine(spec, tokenizer, device)
         second.load_state(tmp_path, stored)
         assert steps(second, sft.Sft(), batches[2:]) == expected
 
@@ -661,7 +663,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
             loss = super().loss(scores, packed)
             return loss._replace(sum=loss.sum * math.inf) if self.calls == 2 else loss
 
-    learner = trained(described(start, "sft", engine=WAYS[way], optimizer=ADAMW), tokenizer, device)
+    learner = build_engine(make_recipe(start, "sft", engine=WAYS[way], optimizer=ADAMW), tokenizer, device)
     logged: list[tuple[dict[str, float], dict[str, Tensor]]] = []
     loop.train(
         learner,
@@ -685,12 +687,12 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
     way: str, device: torch.device, start: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Without servers: its own phases. On a GPU its memory is free while services sample."""
-    spec = described(start, "sft", engine=WAYS[way], optimizer=ADAMW)
+    spec = make_recipe(start, "sft", engine=WAYS[way], optimizer=ADAMW)
     batches = [demonstrations(seed) for seed in range(3)]
-    awake = trained(spec, tokenizer, device)
+    awake = build_engine(spec, tokenizer, device)
     expected = steps(awake, sft.Sft(), batches)
     del awake
-    learner = trained(spec, tokenizer, device)
+    learner = build_engine(spec, tokenizer, device)
     phases, got = ColocatedPhases(learner, None), []
     for batch in batches:
         phases.push()
@@ -727,7 +729,7 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     measured = [ms for ms in rows[1]["kernels_ms"].values() if not isinstance(ms, str)]
     assert len(measured) >= 3 and min(measured) > 0 and min(row["tokens_s"] for row in rows[2:]) > 0
     assert rows[2]["loss"] == pytest.approx(math.log(1024), abs=0.3)
-    text = gpu.rendered(rows, "this machine")
+    text = gpu.render_rows(rows, "this machine")
     assert "| sft | tiny | ours |" in text and "| padded, math |" in text and "models/transformers: 0.00 GB" in text
     whole = gpu.flop_per_token(gpu.SHAPES["8B"], 8_190_735_360, 0.0)
     assert whole == pytest.approx(6 * (8.19e9 - 151936 * 4096), rel=1e-3)
@@ -745,17 +747,17 @@ def test_a_server_on_the_device_samples_with_the_trainers_logprobs_before_and_af
     options = app.Options.model_validate({"model": str(start / "policy"), "device": str(device)})
     module = importlib.import_module(f"{app.Options.__module__.rpartition('.')[0]}.engine")
     served = module.Engine(options.model, options, lambda tokens: None)
-    learner = trained(described(start, "sft", optimizer=ADAMW), tokenizer, device)
-    prompts = [drawn(random.Random(length), length) for length in (1, 5, 12, 12, 30)]
+    learner = build_engine(make_recipe(start, "sft", optimizer=ADAMW), tokenizer, device)
+    prompts = [draw_ids(random.Random(length), length) for length in (1, 5, 12, 12, 30)]
 
-    async def sampled(prompt: list[int]) -> tuple[list[int], list[float], int]:
+    async def sample_answer(prompt: list[int]) -> tuple[list[int], list[float], int]:
         sampling = Sampling(16, 1.0, 1.0, 0, 0.0, len(prompt), (), (), True, {}, False)
         [answer] = [one async for one in served.generate(prompt, sampling)]
         return answer.ids, answer.logprobs, answer.version
 
     async def check(version: int) -> None:
         for prompt, (ids, logprobs, served_version) in zip(
-            prompts, await asyncio.gather(*map(sampled, prompts)), strict=True
+            prompts, await asyncio.gather(*map(sample_answer, prompts)), strict=True
         ):
             segment = samples.Segment([*prompt, *ids], [(len(prompt), len(prompt) + len(ids))])
             with torch.no_grad():

@@ -53,7 +53,7 @@ def config_in(folder: Path, **settings: object) -> Config:
     return load_config([file])
 
 
-def shown(**headers: str) -> list[tuple[bytes, bytes]]:
+def read_headers(**headers: str) -> list[tuple[bytes, bytes]]:
     return [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
 
 
@@ -181,10 +181,10 @@ def test_a_token_that_could_be_guessed_or_not_sent_is_refused(
 
 def test_a_lock_reads_only_what_it_knows() -> None:
     lock = TokenAuth([TOKEN, ADMIN])
-    assert lock.accepts(shown(authorization=f"Bearer {ADMIN}", x_api_key="whatever"))
-    assert not lock.accepts(shown(x_api_key="Bearer " + TOKEN))
-    assert not lock.accepts([*shown(x_api_key=TOKEN), *shown(x_api_key=TOKEN)])
-    assert not TokenAuth([]).accepts(shown(authorization="Bearer "))
+    assert lock.accepts(read_headers(authorization=f"Bearer {ADMIN}", x_api_key="whatever"))
+    assert not lock.accepts(read_headers(x_api_key="Bearer " + TOKEN))
+    assert not lock.accepts([*read_headers(x_api_key=TOKEN), *read_headers(x_api_key=TOKEN)])
+    assert not TokenAuth([]).accepts(read_headers(authorization="Bearer "))
 
 
 def test_which_addresses_only_this_machine_reaches() -> None:

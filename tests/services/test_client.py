@@ -28,7 +28,7 @@ async def server(talk: Talk) -> AsyncIterator[tuple[Client, str, list[asyncio.St
     """A client, the URL of a server that talks like this on each connection, and the connections that it was given."""
     writers: list[asyncio.StreamWriter] = []
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         try:
             await talk(reader, writer)
@@ -37,7 +37,7 @@ async def server(talk: Talk) -> AsyncIterator[tuple[Client, str, list[asyncio.St
         finally:
             writer.close()
 
-    serving = await asyncio.start_server(connected, "127.0.0.1", 0)
+    serving = await asyncio.start_server(handle_connection, "127.0.0.1", 0)
     client = Client({"user-agent": "test"})
     try:
         yield client, f"http://127.0.0.1:{serving.sockets[0].getsockname()[1]}", writers

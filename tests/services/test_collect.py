@@ -15,7 +15,7 @@ from aiohttp import web
 from house import house
 from machine import PATIENCE_S, reserved_port, until
 from paths import ROOT
-from stub_agents import head, problem, scored, serving, task, text_item
+from stub_agents import head, problem, scored_row, serving, task, text_item
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Gate, Outcome, Rollout, collect
@@ -60,7 +60,7 @@ class Task(VerifyRequest):
     n: int
 
 
-async def collected(
+async def collect_all(
     answer: Any, tasks: Any, recipe: CollectionPlan = OURS, limits: CollectionLimits = QUICK, **options: Any
 ) -> list[Outcome]:
     async with serving(answer) as url:
@@ -116,8 +116,8 @@ async def test_a_rollout_of_our_own_agent_is_a_whole_row() -> None:
 
 
 async def test_repeats_are_in_the_order_aabbcc() -> None:
-    found = await collected(
-        scored, map(task, range(3)), CollectionPlan("agent", repeats=2), CollectionLimits(concurrency=1)
+    found = await collect_all(
+        scored_row, map(task, range(3)), CollectionPlan("agent", repeats=2), CollectionLimits(concurrency=1)
     )
     order = [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows(found)]
     assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
@@ -140,10 +140,10 @@ async def test_an_agent_that_is_not_ours_gets_its_row_completed(called: list[Jso
 
     def answer(row: Json) -> Json:
         sent.append(row)
-        return scored(row, 0.5, *items, extracted="5")
+        return scored_row(row, 0.5, *items, extracted="5")
 
     row = task(0, agent_ref={"type": "responses_api_agents", "name": "agent"}, _ng_task_index=7, expected_answer="5")
-    [found] = rows(await collected(answer, [row], CollectionPlan()))
+    [found] = rows(await collect_all(answer, [row], CollectionPlan()))
     assert sent[0] == {**row, "_ng_rollout_index": 0}
     assert (found["reward"], found["extracted"], found["_ng_task_index"]) == (0.5, "5", 7)
     trace = found["ng"]
@@ -157,9 +157,9 @@ async def test_token_fields_of_a_foreign_trajectory_become_segments() -> None:
         first = text_item("a", prompt_token_ids=[1, 2], generation_token_ids=[3], generation_log_probs=[-0.5])
         tool = {"type": "function_call_output", "call_id": "c", "output": "5"}
         last = text_item("b", prompt_token_ids=[1, 2, 3, 4], generation_token_ids=[5], generation_log_probs=[-0.1])
-        return scored(row, 1.0, first, tool, last)
+        return scored_row(row, 1.0, first, tool, last)
 
-    [ours] = rows(await collected(answer, [task(0)]))
+    [ours] = rows(await collect_all(answer, [task(0)]))
     assert ours["ng"]["segments"] == [
         {
             "token_ids": [1, 2, 3, 4, 5],
@@ -169,23 +169,23 @@ async def test_token_fields_of_a_foreign_trajectory_become_segments() -> None:
         }
     ]
     assert all("prompt_token_ids" not in item for item in ours["response"]["output"])
-    [nemo] = rows(await collected(answer, [task(0)], token_format="nemo"))
+    [nemo] = rows(await collect_all(answer, [task(0)], token_format="nemo"))
     assert nemo["response"]["output"][0]["prompt_token_ids"] == [1, 2]
     assert nemo["ng"]["segments"] == ours["ng"]["segments"]
 
 
 async def test_a_rollout_that_cannot_be_scored_is_kept_as_unscored() -> None:
-    [row] = rows(await collected(lambda row: scored(row, None), [task(0)]))
+    [row] = rows(await collect_all(lambda row: scored_row(row, None), [task(0)]))
     assert (row["reward"], row["ng"]["status"]) == (None, "unscored")
 
 
 async def test_an_incomplete_response_is_truncated() -> None:
     def answer(row: Json) -> Json:
-        result = scored(row, 0)
+        result = scored_row(row, 0)
         result["response"] |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return result
 
-    [row] = rows(await collected(answer, [task(0)]))
+    [row] = rows(await collect_all(answer, [task(0)]))
     assert (row["reward"], row["ng"]["status"], row["ng"]["stop_reason"]) == (0.0, "truncated", "length")
 
 
@@ -194,13 +194,13 @@ async def test_overrides_reach_the_agent_and_leave_the_task_id_alone() -> None:
 
     def answer(row: Json) -> Json:
         sent.append(row["responses_create_params"])
-        return scored(row)
+        return scored_row(row)
 
     row = {"responses_create_params": {"input": "x", "temperature": 1, "reasoning": {"summary": "auto"}}}
     recipe = CollectionPlan(
         "agent", 2, params={"temperature": 0.5, "reasoning.effort": "low", "metadata.a.b": 1}, seed=10
     )
-    found = rows(await collected(answer, [row], recipe, CollectionLimits(concurrency=1)))
+    found = rows(await collect_all(answer, [row], recipe, CollectionLimits(concurrency=1)))
     assert sent[0] == {
         "input": "x",
         "temperature": 0.5,
@@ -225,9 +225,11 @@ def test_each_rollout_of_a_seed_has_a_seed_of_its_own_which_another_run_repeats(
 
 async def test_rows_that_share_a_task_index_continue_its_rollouts() -> None:
     def answer(row: Json) -> Json:
-        return scored(row, n=row["n"])
+        return scored_row(row, n=row["n"])
 
-    found = await collected(answer, [task(0, _ng_task_index=3), task(1, _ng_task_index=3)], CollectionPlan("agent", 2))
+    found = await collect_all(
+        answer, [task(0, _ng_task_index=3), task(1, _ng_task_index=3)], CollectionPlan("agent", 2)
+    )
     assert sorted((row["n"], row["_ng_rollout_index"]) for row in rows(found)) == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert {row["_ng_task_index"] for row in rows(found)} == {3}
 
@@ -241,7 +243,7 @@ async def test_tasks_are_taken_only_when_there_is_room() -> None:
             taken += 1
             yield task(n)
 
-    async with serving(scored) as url:
+    async with serving(scored_row) as url:
         peers = Peers({"agent": [url]})
         count = 0
         async with aclosing(
@@ -265,9 +267,9 @@ async def test_never_more_than_concurrency_are_in_flight() -> None:
         await until(lambda: most >= 7)
         await asyncio.sleep(0.01)  # for one more to come
         running -= 1
-        return scored(row)
+        return scored_row(row)
 
-    await collected(answer, map(task, range(60)), limits=CollectionLimits(concurrency=7))
+    await collect_all(answer, map(task, range(60)), limits=CollectionLimits(concurrency=7))
     assert most == 7
 
 
@@ -275,7 +277,7 @@ async def test_leaving_the_loop_cancels_what_is_in_flight() -> None:
     async def answer(row: Json) -> Json:
         if row["n"]:
             await asyncio.sleep(3600)
-        return scored(row)
+        return scored_row(row)
 
     async with asyncio.timeout(PATIENCE_S), serving(answer) as url:
         peers = Peers({"agent": [url]})
@@ -292,7 +294,7 @@ async def test_leaving_the_loop_cancels_what_is_in_flight() -> None:
 async def test_a_held_gate_starts_nothing_new() -> None:
     gate = Gate()
     gate.hold("learner", "the learner is behind")
-    async with serving(scored) as url:
+    async with serving(scored_row) as url:
         peers = Peers({"agent": [url]})
         outcomes = collect([task(0)], peers=peers, recipe=CollectionPlan("agent"), gate=gate)
         first = asyncio.ensure_future(anext(outcomes))
@@ -320,16 +322,16 @@ async def test_a_held_gate_starts_nothing_new() -> None:
 )
 async def test_a_task_that_is_invalid_is_refused(row: Json, message: str) -> None:
     if not message:
-        assert len(await collected(scored, [row], CollectionPlan())) == 1
+        assert len(await collect_all(scored_row, [row], CollectionPlan())) == 1
         return
     with pytest.raises(UsageError, match=r"^task 1: ") as caught:
-        await collected(scored, [task(9, agent_ref={"name": "agent"}), row], CollectionPlan())
+        await collect_all(scored_row, [task(9, agent_ref={"name": "agent"}), row], CollectionPlan())
     assert message in str(caught.value)
 
 
 async def test_task_indices_are_for_all_rows_or_for_none() -> None:
     with pytest.raises(UsageError, match="only some rows of this file have an _ng_task_index"):
-        await collected(scored, [task(0, _ng_task_index=4), task(1)])
+        await collect_all(scored_row, [task(0, _ng_task_index=4), task(1)])
 
 
 async def test_a_failure_that_may_pass_is_tried_again_and_each_attempt_is_a_row() -> None:
@@ -341,9 +343,9 @@ async def test_a_failure_that_may_pass_is_tried_again_and_each_attempt_is_a_row(
         if calls < 3:
             upstream = {"service": "policy", "url": "http://x", "status": 500}
             return problem(502, failure="model_error", retryable=True, upstream=upstream, detail="CUDA out of memory")
-        return scored(row)
+        return scored_row(row)
 
-    found = await collected(answer, [task(0)])
+    found = await collect_all(answer, [task(0)])
     assert [row["ng"]["attempt"] for row in rows(found)] == [2]
     first, second = failures(found)
     assert (first.row["attempt"], second.row["attempt"], first.final, second.final) == (0, 1, False, False)
@@ -359,14 +361,16 @@ async def test_a_failure_that_may_pass_is_tried_again_and_each_attempt_is_a_row(
 
 
 async def test_attempts_are_capped() -> None:
-    found = await collected(lambda row: problem(500, failure="agent_error", retryable=True), [task(0)])
+    found = await collect_all(lambda row: problem(500, failure="agent_error", retryable=True), [task(0)])
     assert [failed.final for failed in failures(found)] == [False, False, True] and not rows(found)
 
 
 async def test_a_failure_that_cannot_pass_is_tried_once() -> None:
     errors = [{"field": "target", "message": "Field required"}]
     detail = "this row is not valid: field 'target': Field required"
-    found = await collected(lambda row: problem(422, detail=detail, retryable=False, errors=errors), [task(0), task(1)])
+    found = await collect_all(
+        lambda row: problem(422, detail=detail, retryable=False, errors=errors), [task(0), task(1)]
+    )
     assert [(failed.final, failed.failure["class"]) for failed in failures(found)] == [(True, "config")] * 2
     assert failures(found)[0].failure["message"] == detail
 
@@ -382,24 +386,24 @@ async def test_a_failure_that_cannot_pass_is_tried_once() -> None:
         (lambda row: {"response": {"output": []}}, "verify_error", "without a reward"),
         (lambda row: {"response": {"output": []}, "reward": "1"}, "verify_error", "the reward '1'"),
         (lambda row: web.Response(text='{"response": {}, "reward": 1e999}'), "agent_error", "no JSON"),
-        (lambda row: scored(row, 1.0, text_item("x", prompt_token_ids=[1])), "agent_error", "all or nothing"),
-        (lambda row: scored(row, ng={"segments": [1]}), "agent_error", "an invalid record: TypeError"),
-        (lambda row: scored(row, ng={"timings": {"total_s": "soon"}}), "agent_error", "an invalid record: TypeError"),
-        (lambda row: scored(row, ng={"finish_reasons": "stop"}), "agent_error", "an `ng` that is not an object"),
-        (lambda row: scored(row, ng={"finish_reasons": [["x"]]}), "agent_error", "an invalid record: TypeError"),
-        (lambda row: scored(row, ng={"stop_reason": ["x"]}), "agent_error", "an invalid record: TypeError"),
-        (lambda row: scored(row, ng=3), "agent_error", "an `ng` that is not an object"),
-        (lambda row: {**scored(row), "response": {"output": [], "usage": 3}}, "agent_error", "usage that is not an object"),
+        (lambda row: scored_row(row, 1.0, text_item("x", prompt_token_ids=[1])), "agent_error", "all or nothing"),
+        (lambda row: scored_row(row, ng={"segments": [1]}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored_row(row, ng={"timings": {"total_s": "soon"}}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored_row(row, ng={"finish_reasons": "stop"}), "agent_error", "an `ng` that is not an object"),
+        (lambda row: scored_row(row, ng={"finish_reasons": [["x"]]}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored_row(row, ng={"stop_reason": ["x"]}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored_row(row, ng=3), "agent_error", "an `ng` that is not an object"),
+        (lambda row: {**scored_row(row), "response": {"output": [], "usage": 3}}, "agent_error", "usage that is not an object"),
         (lambda row: web.Response(status=500, text='"ValueError(\'bad\')"'), "agent_error", "ValueError('bad')"),
         (lambda row: web.Response(body=DEEP), "agent_error", "nested deeper than 250 levels"),
         (lambda row: web.Response(status=500, body=DEEP), "agent_error", "answered 500"),
         (lambda row: web.Response(status=301, headers={"location": "/"}), "agent_error", "answered 301 to POST /run"),
         (lambda row: problem(422, failure=["x"], upstream={"service": ["x"], "status": "x"}), "config", "it failed"),
-        (lambda row: scored(row, 0.0, _ng_failure_class="judge_failed", _ng_failure_judge_error="no verdict"), "judge_error", "no verdict"),
+        (lambda row: scored_row(row, 0.0, _ng_failure_class="judge_failed", _ng_failure_judge_error="no verdict"), "judge_error", "no verdict"),
     ],
 )  # fmt: skip
 async def test_whatever_an_agent_answers_ends_as_a_row(answer: Any, kind: str, words: str) -> None:
-    found = await collected(answer, [task(0)])
+    found = await collect_all(answer, [task(0)])
     last = failures(found)[-1]
     assert last.final and not rows(found)
     assert last.failure["class"] == kind
@@ -409,20 +413,20 @@ async def test_whatever_an_agent_answers_ends_as_a_row(answer: Any, kind: str, w
 @pytest.mark.parametrize("waiting", ["\u00b2", "9" * 5000, "-1", "soon"])
 async def test_an_agents_queue_that_is_not_a_number_is_passed_over(waiting: str) -> None:
     def answer(row: Json) -> web.Response:
-        body = orjson.dumps(scored(row)).decode()
+        body = orjson.dumps(scored_row(row)).decode()
         return web.Response(text=body, headers={"x-ng-waiting": waiting})
 
-    assert len(rows(await collected(answer, [task(0)]))) == 1
+    assert len(rows(await collect_all(answer, [task(0)]))) == 1
 
 
 async def test_a_rollout_that_takes_too_long_is_a_timeout() -> None:
     async def answer(row: Json) -> Json:
         await asyncio.sleep(3600 if row["n"] == 1 else 0)
-        return scored(row)
+        return scored_row(row)
 
     for seconds in (0.3, 3.0, 30.0):
         limits = CollectionLimits(timeout_s=seconds, max_attempts=2, retry_s=(0.0,))
-        found = await collected(answer, map(task, range(3)), limits=limits)
+        found = await collect_all(answer, map(task, range(3)), limits=limits)
         if len(found) == 4:
             break  # this machine needs no longer for the other two, at the first attempt
     assert sorted(row["_ng_task_index"] for row in rows(found)) == [0, 2]
@@ -431,9 +435,9 @@ async def test_a_rollout_that_takes_too_long_is_a_timeout() -> None:
 
 async def test_one_bad_rollout_stops_no_other() -> None:
     def answer(row: Json) -> Any:
-        return problem(500, retryable=False) if row["n"] % 5 == 0 else scored(row)
+        return problem(500, retryable=False) if row["n"] % 5 == 0 else scored_row(row)
 
-    found = await collected(answer, map(task, range(50)))
+    found = await collect_all(answer, map(task, range(50)))
     assert len(rows(found)) == 40 and len(failures(found)) == 10
 
 
@@ -455,7 +459,7 @@ async def test_an_agent_that_is_down_pauses_the_run_and_spends_no_attempts(port:
         await until(lambda: gate.reasons)
         assert gate.reasons == {"agent": f"agent does not answer at {url}"}
         assert not first.done()
-        async with serving(scored, port=port):
+        async with serving(scored_row, port=port):
             found = [await first] + [outcome async for outcome in outcomes]
     await peers.close()
     assert not gate.reasons
@@ -470,7 +474,7 @@ async def test_an_agent_that_dies_in_the_middle_costs_nothing(port: int) -> None
     async def answer(row: Json) -> Json:
         counted[row["n"]] += 1
         await asyncio.sleep(0.02)
-        return scored(row)
+        return scored_row(row)
 
     gate = Gate()
     found: list[Outcome] = []
@@ -501,13 +505,13 @@ async def test_a_service_behind_the_agent_that_is_not_ready_is_named_and_waited_
 
     def answer(row: Json) -> Any:
         upstream = {"service": "policy", "url": "http://x", "status": None}
-        return scored(row) if up else problem(502, failure="connect", upstream=upstream, retryable=True)
+        return scored_row(row) if up else problem(502, failure="connect", upstream=upstream, retryable=True)
 
     gate = Gate()
     async with (
         asyncio.timeout(PATIENCE_S),
         serving(answer) as agent,
-        serving(scored, ready=lambda: 200 if up else 503) as policy,
+        serving(scored_row, ready=lambda: 200 if up else 503) as policy,
     ):
         peers = Peers({"agent": [agent], "policy": [policy]})
         limits = CollectionLimits(max_attempts=1, poll_s=0.05)
@@ -525,7 +529,7 @@ async def test_connect_failures_of_a_service_that_is_up_spend_attempts() -> None
     """Otherwise an agent with a wrong address of its model would be asked for ever."""
     upstream = {"service": "policy", "url": "http://wrong", "status": None}
     async with (
-        serving(scored) as policy,
+        serving(scored_row) as policy,
         serving(lambda row: problem(502, failure="connect", upstream=upstream, retryable=True)) as agent,
     ):
         peers = Peers({"agent": [agent], "policy": [policy]})
@@ -543,7 +547,7 @@ async def test_what_a_restarted_service_lost_spends_no_attempts() -> None:
         if row["n"] == 3 and restarts == 0:
             restarts = 1
             return problem(404, failure="verify_error", detail="no such session", retryable=False)
-        return scored(row)
+        return scored_row(row)
 
     async with head(answer, restarts=lambda: restarts) as head_url:
         peers = Peers({}, head_url)
@@ -606,7 +610,7 @@ async def test_a_rollout_that_kills_a_service_every_time_is_given_up() -> None:
         if row["n"] == 3:
             restarts += 1
             return problem(502, failure="connect", detail="connection reset", retryable=True)
-        return scored(row)
+        return scored_row(row)
 
     async with asyncio.timeout(PATIENCE_S), head(answer, restarts=lambda: restarts) as head_url:
         peers = Peers({}, head_url)

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 from machine import PATIENCE_S, until
-from stub_agents import head, problem, scored, task
+from stub_agents import head, problem, scored_row, task
 
 from ngym.cli.rollouts.collect import hint, main, translated
 from ngym.collect.plan import CollectionPlan, input_rows, plan_rollouts
@@ -59,14 +59,14 @@ main(prog_name="ng")
 """
 
 
-async def started(*arguments: object, cwd: Path) -> asyncio.subprocess.Process:
+async def start(*arguments: object, cwd: Path) -> asyncio.subprocess.Process:
     command = [sys.executable, "-m", "ngym", "collect_rollouts", *map(str, arguments)]
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*command, cwd=cwd, stdout=pipe, stderr=pipe)
 
 
-async def ended(*arguments: object, cwd: Path) -> Ended:
-    process = await started(*arguments, cwd=cwd)
+async def run_to_end(*arguments: object, cwd: Path) -> Ended:
+    process = await start(*arguments, cwd=cwd)
     out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode is not None
     return Ended(process.returncode, out.decode(), err.decode())
@@ -77,9 +77,9 @@ def count(path: Path) -> int:
 
 
 async def test_rollouts_from_a_running_head(tasks: Path, tmp_path: Path) -> None:
-    async with head(lambda row: scored(row, row["n"] % 2)) as url:
+    async with head(lambda row: scored_row(row, row["n"] % 2)) as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--repeats", 2)
-        done = await ended(*run, cwd=tmp_path)
+        done = await run_to_end(*run, cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert count(tmp_path / "out.jsonl") == 40
     for words in ("agent: 40 rollouts of 20 tasks", "mean reward", "0.500", "pass@2", "done: 40 of 40 rollouts in"):
@@ -92,7 +92,7 @@ async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: 
 
     async def late(row: Json) -> Json:
         await reported.wait()
-        return scored(row)
+        return scored_row(row)
 
     loading = {
         "name": "env",
@@ -103,7 +103,7 @@ async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: 
     }
     async with head(late, others=[loading]) as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
-        process = await started(*run, cwd=tmp_path)
+        process = await start(*run, cwd=tmp_path)
         assert process.stdout is not None
         async with asyncio.timeout(PATIENCE_S):
             while (line := await process.stdout.readline()) != b"not ready yet: env (loading)\n":
@@ -116,7 +116,7 @@ async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: 
 async def test_json_is_all_that_is_on_standard_output(tasks: Path, tmp_path: Path) -> None:
     async with head() as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--json")
-        done = await ended(*run, cwd=tmp_path)
+        done = await run_to_end(*run, cwd=tmp_path)
     status = json.loads(done.out)
     assert (status["status"], status["rollouts"], status["done"], status["given_up"]) == ("done", 20, 20, 0)
     assert status["agents"][0]["mean_reward"] == 1.0 and status["files"]["output"] == "out.jsonl"
@@ -127,7 +127,7 @@ async def test_nemo_gyms_flags_and_its_head_are_understood(tasks: Path, tmp_path
 
     def answer(row: Json) -> Json:
         sent.append(row)
-        return scored(row)
+        return scored_row(row)
 
     async with head(answer, nemo=True) as url:
         flags = (
@@ -139,7 +139,7 @@ async def test_nemo_gyms_flags_and_its_head_are_understood(tasks: Path, tmp_path
             "+num_samples_in_parallel=null",
             "++responses_create_params.temperature=0.5",
         )
-        done = await ended("--head", url, *flags, cwd=tmp_path)
+        done = await run_to_end("--head", url, *flags, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "understood as: ng_collect_rollouts --head" in done.err and "--set temperature=0.5" in done.err
     assert count(tmp_path / "out.jsonl") == 6
@@ -184,7 +184,7 @@ async def test_an_overwrite_that_cannot_start_touches_nothing_and_shows_only_its
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         run = ("--config", config, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--overwrite")
-        done = await ended(*run, override.replace("TAKEN", str(taken.getsockname()[1])), cwd=tmp_path)
+        done = await run_to_end(*run, override.replace("TAKEN", str(taken.getsockname()[1])), cwd=tmp_path)
     assert done.code in (1, 2) and reason in done.err, done
     assert "--resume" not in done.out + done.err and "out.jsonl" not in done.out and "rollouts" not in done.out
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
@@ -198,14 +198,14 @@ async def test_an_overwrite_that_is_interrupted_before_its_first_row_says_that_t
     async def answer(row: Json) -> Json:
         begun.set()
         await asyncio.sleep(3600)
-        return scored(row)
+        return scored_row(row)
 
     async with head() as url:
         run = ("--agent", "agent", "--input", tasks, "--output", "out.jsonl")
-        assert (await ended("--head", url, *run, cwd=tmp_path)).code == 0
+        assert (await run_to_end("--head", url, *run, cwd=tmp_path)).code == 0
     before = (tmp_path / "out.jsonl").read_bytes()
     async with head(answer) as url:
-        process = await started("--head", url, *run, "--overwrite", cwd=tmp_path)
+        process = await start("--head", url, *run, "--overwrite", cwd=tmp_path)
         await asyncio.wait_for(begun.wait(), PATIENCE_S)
         process.send_signal(signal.SIGINT)
         out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
@@ -228,15 +228,15 @@ async def test_services_of_a_config_are_started_and_stopped(tasks: Path, tmp_pat
         "--repeats",
         2,
     )
-    done = await ended(*run, "policy.model=echo", cwd=tmp_path)
+    done = await run_to_end(*run, "policy.model=echo", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "0.500" in done.out and "done: 40 of 40 rollouts" in done.out
     record = json.loads((tmp_path / "out_run.json").read_text())
     assert record["config"]["services"]["policy"] == {"kind": "model", "app": "models/scripted", "model": "echo"}
     assert not (tmp_path / ".ngym" / "head.json").exists()
-    again = await ended(*run, "--resume", "policy.model=echo", cwd=tmp_path)
+    again = await run_to_end(*run, "--resume", "policy.model=echo", cwd=tmp_path)
     assert again.code == 0 and "40 of 40 rollouts are done; 0 to go" in again.out
-    other = await ended(*run, "--resume", cwd=tmp_path)
+    other = await run_to_end(*run, "--resume", cwd=tmp_path)
     assert other.code == 2 and "first difference: services.policy.model: 'echo' then, None now" in other.err
 
 
@@ -246,11 +246,13 @@ async def test_rollouts_that_were_given_up_are_reported_and_give_exit_code_1(tas
         return (
             problem(502, failure="model_error", detail="the API key is wrong", upstream=upstream, retryable=False)
             if row["n"]
-            else scored(row)
+            else scored_row(row)
         )
 
     async with head(answer) as url:
-        done = await ended("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
+        done = await run_to_end(
+            "--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path
+        )
     assert done.code == 1
     assert len(re.findall(r"first model_error \(task \d+, policy\): the API key is wrong", done.out)) == 1
     assert "  agent: first model_error: the API key is wrong\n" in done.out, "at the end, too"
@@ -262,9 +264,9 @@ async def test_a_row_that_its_environment_refuses_is_named_by_file_and_line(tmp_
     rows = [task(n) for n in range(3)]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in rows) + b"\n")
     wrong = problem(422, detail="row 2: field 'word': Field required", retryable=False)
-    async with head(lambda row: wrong if row["n"] == 2 else scored(row)) as url:
+    async with head(lambda row: wrong if row["n"] == 2 else scored_row(row)) as url:
         run = ("--head", url, "--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
-        done = await ended(*run, cwd=tmp_path)
+        done = await run_to_end(*run, cwd=tmp_path)
     assert re.search(r"  agent: first \w+: rows\.jsonl:3: field 'word': Field required\n", done.out), done.out
 
 
@@ -277,11 +279,11 @@ async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
     async def answer(row: Json) -> Json:
         if hanging and row["n"] >= 5:
             await asyncio.sleep(3600)
-        return scored(row)
+        return scored_row(row)
 
     async with head(answer) as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
-        process = await started(*run, cwd=tmp_path)
+        process = await start(*run, cwd=tmp_path)
         await until(lambda: (tmp_path / "out.jsonl").exists() and count(tmp_path / "out.jsonl") == 5)
         process.send_signal(number)
         out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
@@ -289,7 +291,7 @@ async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
         assert b"interrupted: 5 of 20 rollouts" in out and b"--resume" in out
         assert count(tmp_path / "out.jsonl") == 5
         hanging = False
-        done = await ended(*run, "--resume", cwd=tmp_path)
+        done = await run_to_end(*run, "--resume", cwd=tmp_path)
     assert done.code == 0 and "5 of 20 rollouts are done; 15 to go" in done.out
     assert count(tmp_path / "out.jsonl") == 20
 
@@ -299,9 +301,9 @@ async def test_a_signal_before_the_first_rollout_ends_a_run_as_ctrl_c_does(
     tasks: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """It comes as the command says that the run is resumed: no event loop turns yet."""
-    async with head(scored) as url:
+    async with head(scored_row) as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
-        assert (await ended(*run, "--limit", 3, cwd=tmp_path)).code == 0
+        assert (await run_to_end(*run, "--limit", 3, cwd=tmp_path)).code == 0
         words = ["collect_rollouts", *map(str, run), "--resume"]
         command = [sys.executable, "-c", SIGNALLED, str(int(number)), *words]
         process = await asyncio.create_subprocess_exec(*command, cwd=tmp_path)
@@ -312,13 +314,13 @@ async def test_a_signal_before_the_first_rollout_ends_a_run_as_ctrl_c_does(
 async def test_a_second_collector_ends_at_once_and_names_the_first(tasks: Path, tmp_path: Path) -> None:
     async def answer(row: Json) -> Json:
         await asyncio.sleep(3600)
-        return scored(row)
+        return scored_row(row)
 
     async with head(answer) as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
-        first = await started(*run, cwd=tmp_path)
+        first = await start(*run, cwd=tmp_path)
         await until((tmp_path / "out_run.json").exists)
-        second = await ended(*run, "--resume", cwd=tmp_path)
+        second = await run_to_end(*run, "--resume", cwd=tmp_path)
         first.kill()
         await first.communicate()
     assert second.code == 1
@@ -340,14 +342,14 @@ async def test_a_dry_run_shows_what_would_be_sent_and_touches_nothing(tasks: Pat
             4,
             "--dry-run",
         )
-        done = await ended(*run, "--temperature", 0.7, cwd=tmp_path)
+        done = await run_to_end(*run, "--temperature", 0.7, cwd=tmp_path)
     assert done.code == 0
     assert done.out.startswith("80 rollouts into out.jsonl; the first, by agent:\n")
     assert '"temperature": 0.7' in done.out
     assert list(tmp_path.iterdir()) == [tasks]
 
 
-def named(tmp_path: Path, *names: str | None) -> None:
+def write_agent_rows(tmp_path: Path, *names: str | None) -> None:
     """Write `rows.jsonl`, a row for each of these agents."""
     refs = [{} if name is None else {"agent_ref": {"type": "responses_api_agents", "name": name}} for name in names]
     lines = [orjson.dumps(task(n, **ref)) + b"\n" for n, ref in enumerate(refs)]
@@ -361,12 +363,12 @@ def agents_in(path: Path) -> dict[int, str]:
 
 
 async def test_rows_that_name_another_agent_run_with_the_one_that_replaces_it(tmp_path: Path) -> None:
-    named(tmp_path, "theirs", "agent")
-    async with head(scored) as url:
+    write_agent_rows(tmp_path, "theirs", "agent")
+    async with head(scored_row) as url:
         run = ("--head", url, "--input", "rows.jsonl", "--output", "out.jsonl")
-        refused = await ended(*run, cwd=tmp_path)
-        wrong = await ended(*run, "--map-agent", "theirs=agnt", cwd=tmp_path)
-        done = await ended(*run, "--map-agent", "theirs=agent", cwd=tmp_path)
+        refused = await run_to_end(*run, cwd=tmp_path)
+        wrong = await run_to_end(*run, "--map-agent", "theirs=agnt", cwd=tmp_path)
+        done = await run_to_end(*run, "--map-agent", "theirs=agent", cwd=tmp_path)
     assert refused.code == wrong.code == 2
     assert "rows.jsonl:1: no agent named 'theirs'" in refused.err
     assert "--agent NAME runs all rows with another agent, --map-agent theirs=NAME only its rows" in refused.err
@@ -376,12 +378,12 @@ async def test_rows_that_name_another_agent_run_with_the_one_that_replaces_it(tm
 
 
 async def test_the_agent_of_the_command_runs_every_row_and_says_which_ones_named_another(tmp_path: Path) -> None:
-    named(tmp_path, "theirs", None, "agent", "theirs", "other")
+    write_agent_rows(tmp_path, "theirs", None, "agent", "theirs", "other")
     run = ("--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
-    async with head(scored) as url:
-        shown = await ended("--head", url, *run, "--dry-run", cwd=tmp_path)
-        first = await ended("--head", url, *run, "--limit", 1, cwd=tmp_path)
-        rest = await ended("--head", url, *run, "--resume", cwd=tmp_path)
+    async with head(scored_row) as url:
+        shown = await run_to_end("--head", url, *run, "--dry-run", cwd=tmp_path)
+        first = await run_to_end("--head", url, *run, "--limit", 1, cwd=tmp_path)
+        rest = await run_to_end("--head", url, *run, "--resume", cwd=tmp_path)
     note = "note: --agent agent also runs rows that name another agent: 1 name 'other', 2 name 'theirs'"
     assert note in shown.out and note in rest.out
     assert "1 name 'theirs'" in first.out
@@ -391,7 +393,7 @@ async def test_the_agent_of_the_command_runs_every_row_and_says_which_ones_named
 
 
 async def test_a_mapped_agent_wins_over_the_agent_of_the_command(tmp_path: Path) -> None:
-    named(tmp_path, "theirs", "kept")
+    write_agent_rows(tmp_path, "theirs", "kept")
     recipe = CollectionPlan("agent", agents={"kept": "kept"})
     replaced: Counter[str] = Counter()
     rows = input_rows([tmp_path / "rows.jsonl"], recipe, {"agent", "kept"}, replaced)
@@ -404,7 +406,7 @@ async def test_bad_lines_are_named_before_anything_is_run(tmp_path: Path) -> Non
     bad.write_bytes(b'{"responses_create_params": {}}\n{"x"\n{"responses_create_param": {}}\n')
     requests: list[Json] = []
     async with head(lambda row: requests.append(row)) as url:
-        done = await ended(
+        done = await run_to_end(
             "--head", url, "--agent", "agent", "--input", "bad.jsonl", "--output", "out.jsonl", cwd=tmp_path
         )
     assert done.code == 2 and not requests
@@ -466,7 +468,7 @@ def test_an_agent_that_does_not_exist_is_named(tasks: Path) -> None:
 
 
 async def test_without_a_run_in_the_folder_no_other_is_used(tasks: Path, tmp_path: Path) -> None:
-    done = await ended("--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
+    done = await run_to_end("--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
     assert done.code == 2 and done.out == ""
     assert done.err == (
         f"nothing runs in {tmp_path}: start the services there with ng_run, name a run with --head URL, or add --config "
@@ -475,13 +477,15 @@ async def test_without_a_run_in_the_folder_no_other_is_used(tasks: Path, tmp_pat
     assert not (tmp_path / "out.jsonl").exists()
     async with head() as url:
         claimed = HeadFile.claim(tmp_path, RunningHead(url, os.getpid(), "admin"))
-        assert (await ended("--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)).code == 0
+        assert (await run_to_end("--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)).code == 0
         claimed.remove()
 
 
 async def test_an_agent_that_the_run_does_not_have_is_reported_with_the_run(tasks: Path, tmp_path: Path) -> None:
     async with head(lambda row: row) as url:
-        done = await ended("--head", url, "--agent", "agnt", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
+        done = await run_to_end(
+            "--head", url, "--agent", "agnt", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path
+        )
     assert done.code == 2
     assert done.err.startswith(f"--agent: no agent named 'agnt' in the run at {url} (did you mean 'agent'?); ")
 

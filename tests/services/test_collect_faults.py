@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import pytest
 from machine import PATIENCE_S, until
-from stub_agents import head, scored, task, text_item
+from stub_agents import head, scored_row, task, text_item
 
 from ngym.files.jsonl import read
 from ngym.schema import Json
@@ -28,15 +28,15 @@ SIGNALS = [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGTERM], [si
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    return written(tmp_path / "tasks.jsonl", 20)
+    return write_tasks(tmp_path / "tasks.jsonl", 20)
 
 
-def written(path: Path, count: int) -> Path:
+def write_tasks(path: Path, count: int) -> Path:
     path.write_bytes(b"".join(orjson.dumps(task(n)) + b"\n" for n in range(count)))
     return path
 
 
-async def begun(command: list[Any], cwd: Path, **environment: str) -> asyncio.subprocess.Process:
+async def start(command: list[Any], cwd: Path, **environment: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     words = list(map(str, command))
     return await asyncio.create_subprocess_exec(
@@ -44,7 +44,7 @@ async def begun(command: list[Any], cwd: Path, **environment: str) -> asyncio.su
     )
 
 
-async def ended(process: asyncio.subprocess.Process, patience_s: float = PATIENCE_S) -> tuple[int, str, str]:
+async def wait_for_end(process: asyncio.subprocess.Process, patience_s: float = PATIENCE_S) -> tuple[int, str, str]:
     out, err = await asyncio.wait_for(process.communicate(), patience_s)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -82,14 +82,14 @@ class Full:
 
     def answer(self, row: Json) -> Json:
         self.answered += 1
-        return scored(row, 1.0, text_item("x" * 40_000))
+        return scored_row(row, 1.0, text_item("x" * 40_000))
 
     async def begin(self, mounting: list[str], tasks: Path, url: str) -> None:
         disk = tasks.parent / "disk"
         disk.mkdir()
         script = f'mount -t tmpfs -o size=2m none {disk} && head -c 1500000 /dev/zero >{disk}/filler && exec "$@"'
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", disk / "out.jsonl"]
-        self.process = await begun([*mounting, script, "sh", *run], tasks.parent)
+        self.process = await start([*mounting, script, "sh", *run], tasks.parent)
         await until(lambda: self.answered == 20 or self.process.returncode is not None)
         self._held = os.open(f"/proc/{self.process.pid}/root{disk}", os.O_RDONLY)
         self.disk = Path(f"/proc/self/fd/{self._held}")
@@ -109,7 +109,7 @@ async def test_a_full_disk_is_waited_out_and_nothing_is_lost(mounting: list[str]
         await full.begin(mounting, tasks, url)
         assert len((full.disk / "out.jsonl").read_bytes()) < 600_000, "all the room there was"
         (full.disk / "filler").unlink()
-        code, out, err = await ended(full.process)
+        code, out, err = await wait_for_end(full.process)
     assert (code, err) == (0, ""), out
     assert numbers(full.disk / "out.jsonl") == list(range(20))
     full.close()
@@ -121,7 +121,7 @@ async def test_a_disk_that_stays_full_ends_the_run_with_75(mounting: list[str], 
     full = Full()
     async with head(full.answer) as url:
         await full.begin(mounting, tasks, url)
-        code, _, err = await ended(full.process, 800)
+        code, _, err = await wait_for_end(full.process, 800)
     assert code == 75 and "No space left on device for 600 s; make room, then run again with --resume" in err
     assert "Traceback" not in err
     left = full.disk / "out.jsonl"  # not there if not one row went into it: they may all have come at once
@@ -135,7 +135,7 @@ async def test_a_read_only_disk_is_one_line(mounting: list[str], tasks: Path) ->
     async with head() as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", disk / "out.jsonl"]
         script = f'mount -t tmpfs -o ro none {disk} && exec "$@"'
-        code, _, err = await ended(await begun([*mounting, script, "sh", *run], tasks.parent))
+        code, _, err = await wait_for_end(await start([*mounting, script, "sh", *run], tasks.parent))
     assert code == 2 and "disk cannot be written to: it is read-only" in one_line(err)
 
 
@@ -155,7 +155,7 @@ os.fdatasync = fdatasync
 """
 
 
-def customised(folder: Path, script: str) -> dict[str, str]:
+def python_environment(folder: Path, script: str) -> dict[str, str]:
     """What makes every Python process run this first."""
     (folder / "first").mkdir()
     (folder / "first" / "sitecustomize.py").write_text(script)
@@ -168,14 +168,14 @@ async def test_a_disk_that_breaks_ends_the_run_in_one_line_and_keeps_whole_rows(
     async def answer(row: Json) -> Json:
         if row["n"] >= 5:
             await until(lambda: out.read_bytes())
-        return scored(row)
+        return scored_row(row)
 
     async with head(answer) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl"]
-        code, _, err = await ended(await begun(run, tmp_path, **customised(tmp_path, BROKEN_DISK)))
+        code, _, err = await wait_for_end(await start(run, tmp_path, **python_environment(tmp_path, BROKEN_DISK)))
         assert code == 1 and "out.jsonl: cannot be written: Input/output error" in one_line(err)
         assert set(numbers(out)) <= {0, 1, 2, 3, 4}
-        code, _, err = await ended(await begun([*run, "--resume"], tmp_path))
+        code, _, err = await wait_for_end(await start([*run, "--resume"], tmp_path))
     assert (code, err) == (0, "") and numbers(tmp_path / "out.jsonl") == list(range(20))
 
 
@@ -185,38 +185,38 @@ async def test_a_place_where_nothing_can_be_written_is_one_line(tasks: Path, tmp
     requests: list[Json] = []
     async with head(lambda row: requests.append(row)) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", output]
-        code, _, err = await ended(await begun(run, tmp_path))
+        code, _, err = await wait_for_end(await start(run, tmp_path))
     assert code != 0 and output in one_line(err) and not requests
 
 
 # Signals and the clock
 
 
-async def interrupted(
+async def interrupt_collection(
     folder: Path, tasks: Path, numbers_sent: list[signal.Signals], pause: float = 0, **more: Any
 ) -> None:
     async def answer(row: Json) -> Json:
         if row["n"] >= 5:
             await asyncio.sleep(3600)
-        return scored(row)
+        return scored_row(row)
 
     out = folder / "out.jsonl"
     async with head(answer) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl"]
-        process = await begun(run, folder, **more)
+        process = await start(run, folder, **more)
         await until(lambda: out.exists() and out.read_bytes().count(b"\n") == 5)
         for number in numbers_sent:
             with suppress(ProcessLookupError):  # it has ended; send_signal would reap it before asyncio does
                 os.kill(process.pid, number)
             await asyncio.sleep(pause)
-        code, _, err = await ended(process)
+        code, _, err = await wait_for_end(process)
     assert code == 130 and "Traceback" not in err
     assert numbers(out) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("sent", SIGNALS, ids=str)
 async def test_a_second_interrupt_loses_no_row_either(tasks: Path, tmp_path: Path, sent: list[signal.Signals]) -> None:
-    await interrupted(tmp_path, tasks, sent)
+    await interrupt_collection(tmp_path, tasks, sent)
 
 
 SIGNAL_AT_EXIT = """
@@ -230,7 +230,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
 async def test_signals_during_the_exit_of_an_interrupted_command_do_not_change_its_code(
     tasks: Path, tmp_path: Path
 ) -> None:
-    await interrupted(tmp_path, tasks, [signal.SIGTERM], **customised(tmp_path, SIGNAL_AT_EXIT))
+    await interrupt_collection(tmp_path, tasks, [signal.SIGTERM], **python_environment(tmp_path, SIGNAL_AT_EXIT))
 
 
 INTERRUPTED = """
@@ -264,7 +264,7 @@ async def test_a_hundred_ends_by_signals_lose_no_row(tasks: Path, tmp_path: Path
     draw = random.Random(2)
     for place in range(100):
         (tmp_path / str(place)).mkdir()
-        await interrupted(tmp_path / str(place), tasks, draw.choice(SIGNALS), draw.uniform(0, 0.2))
+        await interrupt_collection(tmp_path / str(place), tasks, draw.choice(SIGNALS), draw.uniform(0, 0.2))
 
 
 JUMPING_CLOCK = """
@@ -286,7 +286,7 @@ async def test_a_clock_that_jumps_by_an_hour_and_by_a_day_changes_nothing(tasks:
     rows = [{"responses_create_params": {"input": f"count to {n}"}, "target": n, "initial": 0} for n in range(20)]
     tasks.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     run = [*COLLECT, "--config", "global_config.yaml", "--agent", "agent", "--input", tasks, "--output", "out.jsonl"]
-    code, out, err = await ended(await begun(run, tmp_path, **customised(tmp_path, JUMPING_CLOCK)))
+    code, out, err = await wait_for_end(await start(run, tmp_path, **python_environment(tmp_path, JUMPING_CLOCK)))
     assert (code, err) == (0, ""), out
     assert numbers(tmp_path / "out.jsonl") == list(range(20))
     assert not (tmp_path / "out_failures.jsonl").exists()
@@ -318,7 +318,7 @@ async def test_rows_that_are_not_tasks_are_named_before_anything_is_sent(tmp_pat
     requests: list[Json] = []
     async with head(lambda row: requests.append(row)) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", "tasks.jsonl", "--output", "out.jsonl"]
-        code, _, err = await ended(await begun(run, tmp_path))
+        code, _, err = await wait_for_end(await start(run, tmp_path))
     assert code == 2 and not requests
     for number, (error_line, (_, message)) in enumerate(zip(err.splitlines(), bad, strict=True), 2):
         assert error_line.startswith(f"tasks.jsonl:{number}: ") and message in error_line
@@ -329,8 +329,8 @@ async def test_rows_that_are_not_tasks_are_named_before_anything_is_sent(tmp_pat
 async def test_a_row_of_fifty_megabytes_goes_through_whole(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(orjson.dumps(task(0, pad="x" * 50_000_000)) + b"\n" + orjson.dumps(task(1)) + b"\n")
-    async with head(lambda row: scored(row, 1.0, length=len(row.get("pad", "")))) as url:
+    async with head(lambda row: scored_row(row, 1.0, length=len(row.get("pad", "")))) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", "tasks.jsonl", "--output", "out.jsonl"]
-        code, _, err = await ended(await begun(run, tmp_path))
+        code, _, err = await wait_for_end(await start(run, tmp_path))
     assert (code, err) == (0, "")
     assert sorted(line.row["length"] for line in read(tmp_path / "out.jsonl")) == [0, 50_000_000]

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 import pytest
 import zstandard
-from stub_agents import Answer, instant_agent, problem, scored, serving, task
+from stub_agents import Answer, instant_agent, problem, scored_row, serving, task
 
 from ngym.collect import CollectionLimits, CollectionPlan
 from ngym.collect.aggregate import Aggregates
@@ -39,10 +39,10 @@ LIMITS = CollectionLimits(retry_s=(0.0,), poll_s=0.05)
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
     """Ten tasks in a file."""
-    return written(tmp_path / "tasks.jsonl", [task(n) for n in range(10)])
+    return write_rows(tmp_path / "tasks.jsonl", [task(n) for n in range(10)])
 
 
-def written(path: Path, rows: list[Json]) -> Path:
+def write_rows(path: Path, rows: list[Json]) -> Path:
     path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return path
 
@@ -57,7 +57,7 @@ def keys(path: Path) -> list[tuple[int, int]]:
 
 async def session(
     source: CollectionSettings,
-    answer: Answer = scored,
+    answer: Answer = scored_row,
     *,
     stop_after: int | None = None,
     max_attempts: int = 3,
@@ -130,10 +130,10 @@ async def test_the_files_of_a_collection(tmp_path: Path, tasks: Path) -> None:
 @pytest.mark.parametrize("own", [None, "a text", {"class": "of a bridge"}])
 async def test_a_task_may_have_a_field_that_is_called_failure(tmp_path: Path, own: Any) -> None:
     source = CollectionSettings(
-        written(tmp_path / "tasks.jsonl", [{**task(n), "failure": own} for n in range(6)]), CollectionPlan("agent")
+        write_rows(tmp_path / "tasks.jsonl", [{**task(n), "failure": own} for n in range(6)]), CollectionPlan("agent")
     )
     fails = {"task 1"}
-    answers: Answer = lambda row: problem(500) if row["responses_create_params"]["input"] in fails else scored(row)
+    answers: Answer = lambda row: problem(500) if row["responses_create_params"]["input"] in fails else scored_row(row)
     await session(source, answers, stop_after=4, max_attempts=1)
     await session(source, answers, resume=True, max_attempts=1)
     fails.clear()
@@ -145,8 +145,8 @@ async def test_a_task_may_have_a_field_that_is_called_failure(tmp_path: Path, ow
 async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Path) -> None:
     def answer(row: Json) -> Any:
         if row["n"] == 0:
-            return scored(row, None)
-        return problem(500, failure="verify_error", retryable=False) if row["n"] == 1 else scored(row, row["n"] % 2)
+            return scored_row(row, None)
+        return problem(500, failure="verify_error", retryable=False) if row["n"] == 1 else scored_row(row, row["n"] % 2)
 
     files = await session(CollectionSettings(tasks, CollectionPlan("agent")), answer)
     [tally] = files.aggregates.by_agent.values()
@@ -181,14 +181,14 @@ async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_o
     folder, out = tasks.parent, tasks.with_name("out.jsonl")
     await session(
         CollectionSettings(tasks, CollectionPlan("agent")),
-        lambda row: scored(row) if row["n"] else problem(500, retryable=False),
+        lambda row: scored_row(row) if row["n"] else problem(500, retryable=False),
     )
     before = contents(folder)
     during: list[dict[str, bytes]] = []
 
     def answer(row: Json) -> Any:
         during.append(contents(folder))
-        return scored(row)
+        return scored_row(row)
 
     await session(CollectionSettings(tasks, CollectionPlan("agent", limit=1)), answer, overwrite=True)
     assert before.items() <= during[0].items(), "nothing of the old set is touched"
@@ -281,7 +281,7 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
     out = tasks.with_name("out.jsonl")
     await session(
         CollectionSettings(tasks, CollectionPlan("agent")),
-        lambda row: scored(row) if row["n"] else problem(500, retryable=False),
+        lambda row: scored_row(row) if row["n"] else problem(500, retryable=False),
     )
     first = contents(tasks.parent)
     resumed_old = resumed_new = 0
@@ -328,12 +328,12 @@ async def test_an_input_that_an_overwrite_would_replace_is_refused(tasks: Path) 
 
 
 async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) -> None:
-    written(tasks, [task(n) for n in range(200)])
+    write_rows(tasks, [task(n) for n in range(200)])
     source = CollectionSettings(tasks, CollectionPlan("agent", repeats=2))
-    first = await session(source, lambda row: scored(row, row["n"] % 2), stop_after=70)
+    first = await session(source, lambda row: scored_row(row, row["n"] % 2), stop_after=70)
     assert 70 <= len(keys(tasks.with_name("out.jsonl"))) < 400
     assert first.aggregates.done == len(keys(tasks.with_name("out.jsonl"))), "what was told is what is on the disk"
-    second = await session(source, lambda row: scored(row, row["n"] % 2), resume=True)
+    second = await session(source, lambda row: scored_row(row, row["n"] % 2), resume=True)
     assert sorted(keys(tasks.with_name("out.jsonl"))) == [(n, i) for n in range(200) for i in range(2)]
     assert (second.run_id, second.progress.done) == (first.run_id, first.aggregates.done)
     assert second.aggregates.by_agent["agent"].rewards.mean == 0.5
@@ -554,12 +554,12 @@ def some_of_megabytes(n: int) -> int:
     return (1 + n // 16 % 8) << 20 if n % 16 == 0 else 1000 + small(n)
 
 
-def killed_and_resumed(folder: Path, count: int, kills: int, characters: Callable[[int], int] = small) -> None:
+def kill_and_resume(folder: Path, count: int, kills: int, characters: Callable[[int], int] = small) -> None:
     """`count` rollouts with `kills` kill -9 at random moments; then every acknowledged row is there, each exactly once.
 
     characters: of the n-th task, and so of each of its rows.
     """
-    written(folder / "tasks.jsonl", [task(n, pad="x" * characters(n)) for n in range(count // 4)])
+    write_rows(folder / "tasks.jsonl", [task(n, pad="x" * characters(n)) for n in range(count // 4)])
     draw, acknowledged, died = random.Random(5), set[tuple[int, int]](), 0
     with instant_agent() as url:
         for _ in range(10 * kills):
@@ -578,7 +578,7 @@ def killed_and_resumed(folder: Path, count: int, kills: int, characters: Callabl
                 lines = collector.stdout.read().split(b"\n")
             died += collector.returncode == -signal.SIGKILL
             acknowledged |= {pair(text) for text in lines if len(text) == 99}
-            here = keys(folder / "out.jsonl") if collector.returncode == 0 else keys_but_torn(folder / "out.jsonl")
+            here = keys(folder / "out.jsonl") if collector.returncode == 0 else whole_keys(folder / "out.jsonl")
             assert acknowledged <= set(here), "a row that was acknowledged is lost"
             assert len(here) == len(set(here)), "a row stands twice"
             if collector.returncode == 0 and b"done" in lines:
@@ -594,7 +594,7 @@ def pair(text: bytes) -> tuple[int, int]:
     return int(task_index), int(rollout_index)
 
 
-def keys_but_torn(path: Path) -> list[tuple[int, int]]:
+def whole_keys(path: Path) -> list[tuple[int, int]]:
     """The keys of a file whose last line may be torn."""
     lines = list(read(path))
     assert all(line.complete for line in lines[:-1])
@@ -603,17 +603,17 @@ def keys_but_torn(path: Path) -> list[tuple[int, int]]:
 
 
 def test_twenty_kills_lose_no_acknowledged_row_and_double_none(tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path, count=10_000, kills=20)
+    kill_and_resume(tmp_path, count=10_000, kills=20)
 
 
 @pytest.mark.soak
 def test_a_hundred_kills_lose_no_acknowledged_row_and_double_none(tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path, count=40_000, kills=100)
+    kill_and_resume(tmp_path, count=40_000, kills=100)
 
 
 @pytest.mark.soak
 def test_kills_while_rows_of_megabytes_are_written_lose_none_and_double_none(tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path, count=2400, kills=12, characters=some_of_megabytes)
+    kill_and_resume(tmp_path, count=2400, kills=12, characters=some_of_megabytes)
 
 
 # A large input: its first part is checked before the first rollout, the rest meanwhile
@@ -669,7 +669,7 @@ async def test_a_run_that_never_read_its_input_to_the_end_is_resumed_by_its_task
     async def some(how_many: int, resume: bool) -> None:
         files = CollectionFiles(out, source)
         files.prepare(resume=resume, overwrite=False, max_attempts=3, agents={"agent"}, command=[])
-        async with serving(scored) as url:
+        async with serving(scored_row) as url:
             peers = Peers({"agent": [url]})
             run = files.run(peers, LIMITS)
             plan = files.todo(3)
@@ -705,7 +705,7 @@ def test_agents_that_only_a_later_row_names_are_known_before_services_start(task
             "text": '"agent_ref": {"name": "quoted"}',
         }
     ]
-    written(tasks, named + tricky)
+    write_rows(tasks, named + tricky)
     files = CollectionFiles(tasks.with_name("out.jsonl"), CollectionSettings(tasks, CollectionPlan()))
     agents = {f"agent_{n}" for n in range(6)}
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
@@ -725,7 +725,7 @@ def test_the_rest_is_not_searched_for_agents_once_all_are_named(tasks: Path, mon
 
 @pytest.mark.usefixtures("small_first_part")
 def test_the_agent_of_the_command_is_the_only_one_that_starts(tmp_path: Path) -> None:
-    tasks = written(tmp_path / "tasks.jsonl", [{**task(n), "agent_ref": {"name": f"agent_{n}"}} for n in range(9)])
+    tasks = write_rows(tmp_path / "tasks.jsonl", [{**task(n), "agent_ref": {"name": f"agent_{n}"}} for n in range(9)])
     files = CollectionFiles(tmp_path / "out.jsonl", CollectionSettings(tasks, CollectionPlan("agent_8")))
     agents = {f"agent_{n}" for n in range(9)}
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
@@ -736,7 +736,7 @@ def test_the_agent_of_the_command_is_the_only_one_that_starts(tmp_path: Path) ->
 @pytest.mark.usefixtures("small_first_part")
 def test_agents_in_later_files_of_an_input_are_known_before_services_start(tmp_path: Path) -> None:
     named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(9)]
-    files = [written(tmp_path / f"{n}.jsonl", named[3 * n : 3 * n + 3]) for n in range(3)]
+    files = [write_rows(tmp_path / f"{n}.jsonl", named[3 * n : 3 * n + 3]) for n in range(3)]
     packed = tmp_path / "2.jsonl.zst"
     packed.write_bytes(zstandard.compress(files[2].read_bytes()))
     store = CollectionFiles(tmp_path / "out.jsonl", CollectionSettings((files[0], files[1], packed), CollectionPlan()))
@@ -747,7 +747,7 @@ def test_agents_in_later_files_of_an_input_are_known_before_services_start(tmp_p
 
 
 async def test_several_compressed_inputs_are_one_run(tmp_path: Path) -> None:
-    files = [written(tmp_path / f"{n}.jsonl", [task(2 * n), task(2 * n + 1)]) for n in range(3)]
+    files = [write_rows(tmp_path / f"{n}.jsonl", [task(2 * n), task(2 * n + 1)]) for n in range(3)]
     packed = tmp_path / "1.jsonl.gz"
     packed.write_bytes(gzip.compress(files[1].read_bytes()))
     source = CollectionSettings((files[0], packed, files[2]), CollectionPlan("agent"))
@@ -786,7 +786,7 @@ def test_a_rollout_costs_the_collector_less_than_50_bytes() -> None:
 
 
 async def test_a_resumed_run_does_not_mix_the_rows_agents_with_that_of_the_command(tmp_path: Path) -> None:
-    tasks = written(tmp_path / "tasks.jsonl", [task(n, agent_ref={"name": "theirs"}) for n in range(4)])
+    tasks = write_rows(tmp_path / "tasks.jsonl", [task(n, agent_ref={"name": "theirs"}) for n in range(4)])
     source = CollectionSettings(tasks, CollectionPlan("agent"))
     await session(source, stop_after=2)
     done = rows(tmp_path / "out.jsonl")

@@ -45,7 +45,7 @@ def counter() -> FastAPI:
     return gym_server(tools=[count], verify=verify, options=Options)
 
 
-def shipped(path: str) -> FastAPI:
+def load_app(path: str) -> FastAPI:
     app: FastAPI = load(ROOT / path / "app.py").app
     return app
 
@@ -67,16 +67,16 @@ def test_fastapis_test_client_drives_a_gym_server_with_and_without_its_lifespan(
 async def test_httpx_drives_an_agent_a_model_and_a_gym_server_in_one_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NGYM_OPTION_REPLIES", "[{text: 'It is 3.'}]")
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(shipped("models/scripted")), base_url="http://model"
+        transport=httpx.ASGITransport(load_app("models/scripted")), base_url="http://model"
     ) as client:
         response = (await client.post("/v1/responses", json={"input": "Hi."})).json()
     assert response["output"][0]["content"][0]["text"] == "It is 3."
     async with house(
-        policy=shipped("models/scripted"), gym=counter(), options={"policy": {"replies": [{"text": "3"}]}}
+        policy=load_app("models/scripted"), gym=counter(), options={"policy": {"replies": [{"text": "3"}]}}
     ) as peers:
         for option, name in (("GYM", "gym"), ("MODEL", "policy")):
             monkeypatch.setenv(f"NGYM_OPTION_{option}", peers.urls[name][0])
-        transport = httpx.ASGITransport(shipped("agents/simple"))
+        transport = httpx.ASGITransport(load_app("agents/simple"))
         async with httpx.AsyncClient(transport=transport, base_url="http://agent", timeout=PATIENCE_S) as client:
             row = (await client.post("/run", json=ROW)).json()
     assert row["reward"] == 0.0
@@ -95,7 +95,7 @@ async def test_options_come_from_the_environment_and_a_wrong_one_names_its_varia
 def test_an_agent_without_addresses_is_alive_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
     for option in ("GYM", "MODEL"):
         monkeypatch.delenv(f"NGYM_OPTION_{option}", raising=False)
-    with TestClient(shipped("agents/simple")) as client:
+    with TestClient(load_app("agents/simple")) as client:
         assert client.get("/health").json() == {"status": "ok"}
         assert "NGYM_OPTION_GYM" in client.post("/run", json=ROW).json()["detail"]
 
@@ -141,10 +141,10 @@ def test_uvicorn_starts_a_service_in_its_folder():
 
 async def test_every_answer_of_a_service_has_a_schema_and_the_document_its_name():
     apps = {
-        "policy": shipped("models/scripted"),
+        "policy": load_app("models/scripted"),
         "math": counter(),
-        "games": shipped("gym_servers/games"),
-        "actor": shipped("agents/simple"),
+        "games": load_app("gym_servers/games"),
+        "actor": load_app("agents/simple"),
     }
     options = {"policy": {"replies": [{"text": "3"}]}, "actor": {"gym": "math", "model": "policy"}}
     async with house(options=options, **apps) as peers:
@@ -179,5 +179,5 @@ def test_the_documentation_of_a_locked_service_asks_a_browser_for_the_token(monk
 
 
 def test_the_shipped_folder_is_the_default_name() -> None:
-    assert shipped("agents/simple").state.default_name == "simple"
+    assert load_app("agents/simple").state.default_name == "simple"
     assert Path(__file__).stem == counter().state.default_name

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from house import house
 from machine import PATIENCE_S
 from paths import ROOT
-from stub_agents import scored, text_item
+from stub_agents import scored_row, text_item
 
 from ngym import ModelCall, RolloutContext, VerifyRequest, agent, gym_server, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
@@ -368,7 +368,7 @@ async def test_a_collector_picks_up_what_an_agent_of_another_framework_had_captu
             rollout = f"{url}/rollouts/{request.headers['x-ng-rollout-id']}/v1"
             async with httpx.AsyncClient(base_url=rollout, timeout=PATIENCE_S) as client:
                 items = (await client.post("/responses", json={"input": "one two"})).json()["output"]
-            return web.json_response(scored(await request.json(), 0.5, text_item(items[0]["content"][0]["text"])))
+            return web.json_response(scored_row(await request.json(), 0.5, text_item(items[0]["content"][0]["text"])))
 
         app = web.Application()
         app.add_routes([web.post("/run", run)])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from house import house
-from shipped import ROOT, gold_failures, made_again, module, rollout, rows, says
+from shipped import ROOT, gold_failures, module, rollout, rows, says, unreproducible_files
 
 from ngym.errors import ServiceError
 from ngym.services.base.app import load
@@ -28,7 +28,7 @@ async def test_every_gold_game_gets_the_reward_it_must_get():
 
 
 def test_the_shipped_data_is_what_its_script_makes(tmp_path):
-    assert made_again("games", tmp_path) == []
+    assert unreproducible_files("games", tmp_path) == []
 
 
 def test_no_level_of_validation_is_trained_on():
@@ -202,7 +202,7 @@ async def test_the_agents_trajectory_alone_is_worth_the_same():
     assert (scored["reward"], again["reward"], again["steps"]) == (1.0, 1.0, 2)
 
 
-def seen(text):
+def user_message(text):
     return {"type": "message", "role": "user", "content": text}
 
 
@@ -219,10 +219,10 @@ async def test_a_stored_game_has_the_steps_and_the_reward_of_the_played_one(turn
     async with playing() as peers:
         session = peers["games"].session()
         board = (await session.post("/reset", WORDLE))["observation"]
-        output = [seen(board)] if starts_with_the_board else []
+        output = [user_message(board)] if starts_with_the_board else []
         for texts in turns:
             step = await session.post("/step", rollout(WORDLE, *map(says, texts)))
-            output += [*map(says, texts), seen(step["observation"])]
+            output += [*map(says, texts), user_message(step["observation"])]
         if starts_with_the_board:
             output.pop()  # agents/gymnasium ends with the last turn
         live = await session.post("/verify", rollout(WORDLE, *output))
@@ -232,7 +232,7 @@ async def test_a_stored_game_has_the_steps_and_the_reward_of_the_played_one(turn
 
 
 async def test_a_last_turn_that_was_cut_off_is_not_a_step_of_a_stored_game():
-    cut_off = rollout(WORDLE, seen("Wordle."), says("crane"), seen("YY---"), says(SECRET))
+    cut_off = rollout(WORDLE, user_message("Wordle."), says("crane"), user_message("YY---"), says(SECRET))
     cut_off["response"]["status"] = "incomplete"
     async with playing() as peers:
         stored = await peers["games"].post("/verify", cut_off)

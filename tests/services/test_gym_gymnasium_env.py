@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridged import alone, bridged
+from bridged import alone, serve_bridged
 from click.testing import CliRunner
 from shipped import rollout, rows, says
 
@@ -50,7 +50,7 @@ def test_ng_validate_finds_it_right(tmp_path: Path, shared_venvs: Path) -> None:
 
 
 async def test_an_episode_is_played_in_words(tmp_path: Path, shared_venvs: Path) -> None:
-    async with bridged(NAME, tmp_path, shared_venvs, "max_turns=7") as peer:
+    async with serve_bridged(NAME, tmp_path, shared_venvs, "max_turns=7") as peer:
         lake = Player(peer, **LAKE)
         assert "An action is a whole number from 0 to 3" in await lake.begin()
         step = await lake.say("I go down, so:\n1")
@@ -78,8 +78,8 @@ async def test_an_episode_is_played_in_words(tmp_path: Path, shared_venvs: Path)
 
 
 async def test_what_is_not_an_action_is_reported_and_giving_up_never_pays(tmp_path: Path, shared_venvs: Path) -> None:
-    async with bridged(NAME, tmp_path, shared_venvs) as peer:
-        silent, walked = [await _finished(peer, moves) for moves in ([], ["0", *["1"] * 11, "2"])]
+    async with serve_bridged(NAME, tmp_path, shared_venvs) as peer:
+        silent, walked = [await _finish_walk(peer, moves) for moves in ([], ["0", *["1"] * 11, "2"])]
         assert walked["reward"] == -13.0 > silent["reward"] and silent["reward_components"]["return"] == 0.0
         lake = Player(peer, **LAKE)
         await lake.begin()
@@ -92,7 +92,7 @@ async def test_what_is_not_an_action_is_reported_and_giving_up_never_pays(tmp_pa
         assert (ended["reward"], ended["over"]) == (again["reward"], again["over"])
 
 
-async def _finished(peer: Peer, moves: list[str]) -> dict[str, Any]:
+async def _finish_walk(peer: Peer, moves: list[str]) -> dict[str, Any]:
     walk = Player(peer, env_id="CliffWalking-v1", seed=1)
     await walk.begin()
     for move in moves:
@@ -101,7 +101,7 @@ async def _finished(peer: Peer, moves: list[str]) -> dict[str, Any]:
 
 
 async def test_a_row_cannot_import_and_what_cannot_be_made_gets_a_line(tmp_path: Path, shared_venvs: Path) -> None:
-    async with bridged(NAME, tmp_path, shared_venvs, "allowed=[FrozenLake-v1,Taxi-v4,ALE/Pong-v5]") as peer:
+    async with serve_bridged(NAME, tmp_path, shared_venvs, "allowed=[FrozenLake-v1,Taxi-v4,ALE/Pong-v5]") as peer:
         for task, complaint in (
             ({"env_id": "os:system"}, "'os:system' is not allowed here"),
             ({"env_id": "Taxi-v5"}, "did you mean 'Taxi-v4'?"),
@@ -116,7 +116,7 @@ async def test_a_row_cannot_import_and_what_cannot_be_made_gets_a_line(tmp_path:
 async def test_all_shipped_seeds_can_be_begun_at_the_same_time_by_a_service_that_has_imported_no_environment(
     tmp_path: Path, shared_venvs: Path
 ) -> None:
-    async with bridged(NAME, tmp_path, shared_venvs) as peer:
+    async with serve_bridged(NAME, tmp_path, shared_venvs) as peer:
         shipped = [{key: row[key] for key in ("env_id", "kwargs", "seed")} for row in rows(NAME, "example")]
         begun = await asyncio.gather(*(Player(peer, **task).begin() for task in [*shipped, *shipped]))
         assert all("Observation: " in observation for observation in begun)

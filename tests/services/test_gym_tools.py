@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from house import house
-from shipped import ROOT, calls, gold_failures, made_again, module, questions, rollout, rows, says, serving
+from shipped import ROOT, calls, gold_failures, module, questions, rollout, rows, says, serving, unreproducible_files
 
 from ngym.errors import ServiceError, UpstreamError
 from ngym.services.base.app import load
@@ -22,7 +22,7 @@ async def test_every_gold_case_gets_the_reward_it_must_get(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_data_is_what_its_script_makes(name, tmp_path):
-    assert made_again(name, tmp_path) == []
+    assert unreproducible_files(name, tmp_path) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +53,7 @@ def fewest_calls(shop, handles, needs, limit):
     return limit + 1
 
 
-def named_in(shop, question):
+def named_things(shop, question):
     """What a question names that a tool takes."""
     words = {word.strip(string.punctuation) for word in question.split()}
     things = {("name", ware.name) for ware in shop.wares.values() if ware.name in question}
@@ -65,7 +65,7 @@ def test_no_task_can_be_done_with_fewer_calls_and_each_can_with_so_many():
     server = module("tool_minimal")
     for row in rows("tool_minimal", "validation") + rows("tool_minimal", "train"):
         shop, question = server.world(row["world"]), row["responses_create_params"]["input"]
-        found = fewest_calls(shop, named_in(shop, question), frozenset(row["needs"]), row["minimal_calls"])
+        found = fewest_calls(shop, named_things(shop, question), frozenset(row["needs"]), row["minimal_calls"])
         assert found == row["minimal_calls"], question
 
 
@@ -85,12 +85,16 @@ async def test_a_whole_number_of_another_type_is_the_same_world():
     name = next(iter(module("tool_minimal").world(row["world"]).wares.values())).name
     async with serving("tool_minimal") as peers:
 
-        async def found(world):
+        async def find_ware(world):
             session = peers["tool_minimal"].session()
             await session.post("/seed_session", {**row, "world": world})
             return await session.post("/find_ware", {"name": name})
 
-        assert await found(float(row["world"])) == await found(f"{row['world']}.0") == await found(row["world"])
+        assert (
+            await find_ware(float(row["world"]))
+            == await find_ware(f"{row['world']}.0")
+            == await find_ware(row["world"])
+        )
 
 
 async def test_a_known_answer_that_was_not_looked_up_earns_nothing(scored):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from shipped import calls, gold_failures, made_again, module, questions, rollout, rows, says, serving
+from shipped import calls, gold_failures, module, questions, rollout, rows, says, serving, unreproducible_files
 
 from ngym.errors import ServiceError
 
@@ -13,7 +13,7 @@ async def test_every_gold_case_gets_the_reward_it_must_get():
 
 
 def test_the_shipped_data_is_what_its_script_makes(tmp_path):
-    assert made_again("workplace", tmp_path) == []
+    assert unreproducible_files("workplace", tmp_path) == []
 
 
 def test_validation_is_not_trained_on_not_even_its_offices():

@@ -13,7 +13,7 @@ import pytest
 from hostile import RAW
 from hostile_stack import AGENTS, FEW, MANY, stack
 from machine import PATIENCE_S
-from request_bodies import WHOLE, mutated
+from request_bodies import WHOLE, mutate
 
 from ngym.schema import Json
 
@@ -49,7 +49,7 @@ def bodies(path: str, row: Json, mutations: int, whole: dict[str, Json]) -> Iter
     yield from RAW.items()
     luck = random.Random(path)
     for number in range(mutations):
-        body = json.dumps(mutated(sound(path, row, whole), luck)).encode()
+        body = json.dumps(mutate(sound(path, row, whole), luck)).encode()
         yield f"mutation {number}", body
         place = luck.randrange(len(body))
         yield f"torn mutation {number}", body[:place] + luck.choice(list(RAW.values()))[:1000] + body[place:]

@@ -93,7 +93,7 @@ async def shop(room: int | None = None, kind: type[Server] = Hasty) -> AsyncIter
         await serving
 
 
-async def told(reader: asyncio.StreamReader) -> bytes:
+async def read_all(reader: asyncio.StreamReader) -> bytes:
     """All that the server says until it hangs up."""
     async with asyncio.timeout(PATIENCE_S):
         try:
@@ -102,14 +102,14 @@ async def told(reader: asyncio.StreamReader) -> bytes:
             return b""
 
 
-async def said_to(at: Shop, *parts: bytes) -> bytes:
+async def send_and_read(at: Shop, *parts: bytes) -> bytes:
     """What the server says to someone who sends this and then waits."""
     reader, writer = await asyncio.open_connection(*at.address)
     try:
         for part in parts:
             writer.write(part)
             await writer.drain()
-        return await told(reader)
+        return await read_all(reader)
     finally:
         writer.close()
 
@@ -137,7 +137,7 @@ async def test_only_a_client_that_sends_too_slowly_is_disconnected() -> None:
         """A client that sends a little now and then."""
         reader, writer = await asyncio.open_connection(*at.address)
         writer.write(begun)
-        answer = asyncio.create_task(told(reader))
+        answer = asyncio.create_task(read_all(reader))
         while not answer.done():
             await asyncio.wait([answer], timeout=0.3)
             if begun.endswith((b"shop\r\n", b": ")):
@@ -173,7 +173,7 @@ async def test_a_handler_that_watches_its_body_itself_may_wait_longer_for_it() -
     async with shop() as at:
         reader, writer = await asyncio.open_connection(*at.address)
         writer.write(b"PUT /upload HTTP/1.1\r\nhost: shop\r\ncontent-length: 2\r\n\r\nx")
-        others = [said_to(at, HEAD + b"content-length: 2\r\n\r\nx") for _ in range(3)]
+        others = [send_and_read(at, HEAD + b"content-length: 2\r\n\r\nx") for _ in range(3)]
         for refused in await asyncio.gather(*others):
             assert is_problem(refused, 408)
         writer.write(b"y")
@@ -194,7 +194,7 @@ async def test_what_comes_of_a_refused_body_is_thrown_away_for_a_while_and_then_
                     await writer.drain()
                     sent += 0x10000
         assert sent > CALL_BYTES
-        answer = await told(reader)
+        answer = await read_all(reader)
         assert not answer or is_problem(answer, 413)
         assert not [one for one in at.server.server_state.connections if not one.transport.is_closing()]
         writer.close()
@@ -217,7 +217,7 @@ async def test_who_reads_only_when_all_is_sent_still_gets_the_refusal(what: str)
         for _ in range(24):
             writer.write(b" " * (1 << 20))
             await writer.drain()
-        assert is_problem(await told(reader), status)
+        assert is_problem(await read_all(reader), status)
         writer.close()
         async with asyncio.timeout(PATIENCE_S):
             while at.server.server_state.connections:
@@ -290,7 +290,7 @@ WRONG = {
 
 async def test_a_request_that_is_invalid_gets_a_problem_document() -> None:
     async with shop() as at:
-        answers = await asyncio.gather(*(said_to(at, raw) for raw, _ in WRONG.values()))
+        answers = await asyncio.gather(*(send_and_read(at, raw) for raw, _ in WRONG.values()))
     for (name, (_, status)), answer in zip(WRONG.items(), answers, strict=True):
         expected = is_problem(answer, status) if status != 200 else answer.startswith(b"HTTP/1.1 200 ")
         assert expected, (name, answer[:200])
@@ -500,14 +500,14 @@ async def test_a_flood_of_slow_clients_is_gone_soon_and_the_others_notice_nothin
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it holds their sockets
     begun = [head.replace(b"shop", b"localhost") for name, head in SLOW.items() if name != "a second head"]
-    async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_NOFILE", 8192) as (_, address, client):
+    async with asyncio.timeout(PATIENCE_S), limited_server(root, "RLIMIT_NOFILE", 8192) as (_, address, client):
         while (await client.get("/tools")).status_code != 200:
             await asyncio.sleep(0.1)
         held = []
         for number in range(1500):
             reader, writer = await asyncio.open_connection(*address)
             writer.write(begun[number % len(begun)])
-            held.append((asyncio.create_task(told(reader)), writer))
+            held.append((asyncio.create_task(read_all(reader)), writer))
         seconds = []
         while not all(answer.done() for answer, _ in held):
             start = time.monotonic()
@@ -528,7 +528,7 @@ class Limited(NamedTuple):
 
 
 @asynccontextmanager
-async def limited(root: Path, what: str, limit: int) -> AsyncIterator[Limited]:
+async def limited_server(root: Path, what: str, limit: int) -> AsyncIterator[Limited]:
     """A gym server in a process that may have so much."""
     with bound_socket() as listener:
         host, port = address = listener.getsockname()
@@ -545,10 +545,10 @@ async def limited(root: Path, what: str, limit: int) -> AsyncIterator[Limited]:
 
 
 async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_continues(root: Path) -> None:
-    async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_NOFILE", 256) as (process, address, client):
+    async with asyncio.timeout(PATIENCE_S), limited_server(root, "RLIMIT_NOFILE", 256) as (process, address, client):
         assert (await client.get("/tools")).status_code == 200
         held = [await asyncio.open_connection(*address) for _ in range(400)]
-        refused = [asyncio.create_task(told(reader)) for reader, _ in held]
+        refused = [asyncio.create_task(read_all(reader)) for reader, _ in held]
         await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
         await until(lambda: process.num_fds() < 200)
         began = sum(process.cpu_times()[:2])
@@ -564,7 +564,7 @@ async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_continues
 
 
 async def test_a_service_that_runs_out_of_memory_refuses_and_continues(root: Path) -> None:
-    async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_AS", 1 << 30) as (process, _, client):
+    async with asyncio.timeout(PATIENCE_S), limited_server(root, "RLIMIT_AS", 1 << 30) as (process, _, client):
         bomb = b'{"responses_create_params":{},"response":{"output":[' + b"[]," * (10 << 20) + b"[]]}}"
         before = process.memory_info().rss
         for count in (1, 8):

@@ -26,7 +26,7 @@ def rollout(text: str, **row: Any) -> dict[str, Any]:
     return {"responses_create_params": {"input": "q"}, "response": {"output": output}, **row}
 
 
-def shipped() -> list[dict[str, Any]]:
+def shipped_rows() -> list[dict[str, Any]]:
     folder = ROOT / "data" / "instruction_following"
     return [json.loads(line) for file in ("train", "validation") for line in (folder / f"{file}.jsonl").open()]
 
@@ -38,7 +38,7 @@ async def test_every_reference_follows_its_row_and_a_stranger_to_it_does_not():
             own = {key: value for key, value in row.items() if key != "responses_create_params"}
             return (await peers["gym"].post("/verify", rollout(text, **own)))["reward"]
 
-        rows = shipped()
+        rows = shipped_rows()
         references, empty = [], []
         for row in rows:
             references.append(await score(row, row["reference"]))
@@ -48,7 +48,7 @@ async def test_every_reference_follows_its_row_and_a_stranger_to_it_does_not():
 
 
 def test_all_of_ifevals_25_instructions_are_there_and_are_in_the_data():
-    named = {name for row in shipped() for name in row["instruction_id_list"]}
+    named = {name for row in shipped_rows() for name in row["instruction_id_list"]}
     ifeval = {name for name in named if name.split(":")[0] not in ("count", "words", "sentence", "format")}
     assert len(ifeval) == 25
     assert ifeval <= APP.CHECKS.keys()

@@ -58,7 +58,7 @@ async def shop(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def open_connection() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     listener = bound_socket()
     options: dict[str, Any] = {"ws": "none", "lifespan": "off", "server_header": False, "date_header": False}
     server = Server(uvicorn.Config(shop, http=Listening, log_level="critical", **options))
@@ -80,7 +80,7 @@ def asking(path: str, method: str = "GET") -> bytes:
 
 
 async def test_an_answer_is_one_write() -> None:
-    async with connected() as (reader, writer):
+    async with open_connection() as (reader, writer):
         for number in (1, 2):
             writer.write(asking("/"))
             assert await reader.readexactly(len(WHOLE) + 5) == WHOLE + b"hello"
@@ -90,7 +90,7 @@ async def test_an_answer_is_one_write() -> None:
 
 
 async def test_a_head_without_a_body_is_not_held_back() -> None:
-    async with connected() as (reader, writer):
+    async with open_connection() as (reader, writer):
         writer.write(asking("/", "HEAD"))
         assert await reader.readexactly(len(WHOLE)) == WHOLE
         writer.write(asking("/"))
@@ -99,7 +99,7 @@ async def test_a_head_without_a_body_is_not_held_back() -> None:
 
 @pytest.mark.parametrize("path", ["/chunks", "/parts"])
 async def test_a_body_in_parts_comes_as_it_is_sent(path: str) -> None:
-    async with connected() as (reader, writer):
+    async with open_connection() as (reader, writer):
         writer.write(asking(path))
         head = await reader.readuntil(b"\r\n\r\n")
         if path == "/chunks":
@@ -112,6 +112,6 @@ async def test_a_body_in_parts_comes_as_it_is_sent(path: str) -> None:
 
 
 async def test_what_breaks_after_its_head_has_still_said_that() -> None:
-    async with connected() as (reader, writer):
+    async with open_connection() as (reader, writer):
         writer.write(asking("/breaks"))
         assert await reader.read() == WHOLE

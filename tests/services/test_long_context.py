@@ -19,7 +19,7 @@ from ngym.services.base.app import load
 APP = load(ROOT / "gym_servers" / "long_context" / "app.py")
 
 
-def solved(kind: str, question: str, text: str) -> str:
+def solve(kind: str, question: str, text: str) -> str:
     """The answer, worked out from what the document says."""
     if kind == "needle":
         gate = re.search(r"of the (\w+ \w+)\?", question)[1]
@@ -52,7 +52,7 @@ async def reader(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
             for k, w in (("needle", "code"), ("variables", "variables"), ("counting", "couriers"), ("state", "room"))
             if w in question
         )
-        output = [message_item([output_text(f"Answer: {solved(kind, question, ' '.join(pages))}")], "m")]
+        output = [message_item([output_text(f"Answer: {solve(kind, question, ' '.join(pages))}")], "m")]
     return new_response(request, output, response_id="r", model="reader")
 
 
@@ -103,4 +103,4 @@ def test_documents_of_any_length_can_be_written_into_the_prompts(tmp_path):
         assert len(text.split()) > 3000
         fields = {key: row[key] for key in ("kind", "seed", "pages", "facts")}
         document = APP.LongTask(responses_create_params={}, response={}, **fields).document
-        assert solved(row["kind"], question, text) == document.answer
+        assert solve(row["kind"], question, text) == document.answer

@@ -15,7 +15,7 @@ from house import house
 from machine import PATIENCE_S, descendants, reserved_port, until
 from paths import SUPPORT
 from pydantic import ValidationError
-from shipped import ROOT, calls, made_again, questions, rollout, rows, says
+from shipped import ROOT, calls, questions, rollout, rows, says, unreproducible_files
 
 from ngym import ServiceOptions
 from ngym.errors import ConfigError, ServiceError, Unreachable
@@ -48,12 +48,12 @@ def service():
 
 
 @asynccontextmanager
-async def bridged(server=STDIO, *, module=None, **options):
+async def serve_bridge(server=STDIO, *, module=None, **options):
     async with house({"mcp": {"server": server, **options}}, mcp=(module or service()).app) as peers:
         yield peers["mcp"]
 
 
-async def begun(peer, row=ROW):
+async def begin_session(peer, row=ROW):
     session = peer.session()
     await session.post("/seed_session", row)
     return session
@@ -75,7 +75,7 @@ async def until_no_server_is_alive():
 
 
 @contextmanager
-def served(transport):
+def serve_http(transport):
     """The URL of the same server, over HTTP."""
     with reserved_port() as port:
         process = subprocess.Popen([sys.executable, ROUGH, transport, str(port)], stderr=subprocess.DEVNULL)
@@ -98,12 +98,12 @@ async def until_it_listens(url):
 
 async def test_its_tools_are_ours_hostile_names_become_harmless_and_its_results_are_shown(monkeypatch):
     monkeypatch.setenv("NGYM_TEST_SECRET", "x")
-    async with bridged(env={"SHOWN": "1"}) as peer:
+    async with serve_bridge(env={"SHOWN": "1"}) as peer:
         tools = {tool["name"]: tool for tool in await peer.get("/tools")}
         assert {"count", "verify_tool", "browser_click", "browser_click_2", "die"} <= set(tools)
         assert "verify" not in tools and len(tools["verify_tool"]["description"]) <= 4000
         assert tools["browser_click"]["parameters"]["required"] == ["place"]
-        session = await begun(peer)
+        session = await begin_session(peer)
         assert await session.post("/verify_tool", {}) == "not the route"
         assert await session.post("/browser_click", {"place": "here"}) == "clicked\nhere \u2713"
         assert await session.post("/browser_click_2", {}) == "another"
@@ -123,19 +123,19 @@ async def test_its_tools_are_ours_hostile_names_become_harmless_and_its_results_
 
 async def test_rollouts_have_servers_of_their_own_no_more_than_may_be_and_they_end_with_them():
     async def roll(peer):
-        session = await begun(peer)
+        session = await begin_session(peer)
         counts = [await session.post("/count", {}) for _ in range(3)]
         await session.post("/verify", rollout(ROW, says("done")))
         return counts
 
-    async with bridged(max_servers=2) as peer:
+    async with serve_bridge(max_servers=2) as peer:
         assert await asyncio.gather(*(roll(peer) for _ in range(4))) == [[1, 2, 3]] * 4
         await until_no_server_is_alive()
 
 
 async def test_a_server_that_no_one_asks_any_more_is_stopped():
-    async with bridged(idle_s=0.5) as peer:
-        session = await begun(peer)
+    async with serve_bridge(idle_s=0.5) as peer:
+        session = await begin_session(peer)
         await session.post("/count", {})
         await until_no_server_is_alive()
         caught = await failing(session, "count")
@@ -143,16 +143,16 @@ async def test_a_server_that_no_one_asks_any_more_is_stopped():
 
 
 async def test_shared_servers_are_one_and_come_back_when_they_died():
-    async with bridged(shared=True) as peer:
-        one, other = await begun(peer), await begun(peer)
+    async with serve_bridge(shared=True) as peer:
+        one, other = await begin_session(peer), await begin_session(peer)
         assert [await one.post("/count", {}), await other.post("/count", {})] == [1, 2]
         assert (await failing(one, "die")).failure == "connect"
         assert await other.post("/count", {}) == 1
 
 
 async def test_a_shared_server_that_answers_nothing_is_replaced_and_one_hung_call_does_not_end_it():
-    async with bridged(shared=True, timeout_s=3) as peer:
-        one, other = await begun(peer), await begun(peer)
+    async with serve_bridge(shared=True, timeout_s=3) as peer:
+        one, other = await begin_session(peer), await begin_session(peer)
         assert await one.post("/count", {}) == 1
         assert "hang: the MCP server did not answer within 3 s (timeout_s)" in (await failing(one, "hang")).detail
         assert await other.post("/count", {}) == 2, "the same process"
@@ -164,8 +164,8 @@ async def test_a_shared_server_that_answers_nothing_is_replaced_and_one_hung_cal
 async def test_a_rollout_without_a_place_is_refused_with_the_reason_and_begins_when_a_place_is_free():
     module = service()
     module.PLACE_S = 0.1
-    async with bridged(module=module, max_servers=1) as peer:
-        first, second = await begun(peer), await begun(peer)
+    async with serve_bridge(module=module, max_servers=1) as peer:
+        first, second = await begin_session(peer), await begin_session(peer)
         await first.post("/count", {})
         async with httpx.AsyncClient(headers={"x-ng-session": second.id}, timeout=PATIENCE_S) as client:
             refused = await client.post(f"{peer.url()}/count", json={})
@@ -176,8 +176,8 @@ async def test_a_rollout_without_a_place_is_refused_with_the_reason_and_begins_w
 
 
 async def test_a_server_that_hangs_fails_the_rollout_and_is_stopped():
-    async with bridged(timeout_s=1) as peer:
-        session = await begun(peer)
+    async with serve_bridge(timeout_s=1) as peer:
+        session = await begin_session(peer)
         hung = await failing(session, "hang")
         assert hung.failure == "timeout" and hung.retryable and not hung.is_for_the_model
         await until_no_server_is_alive()
@@ -185,8 +185,8 @@ async def test_a_server_that_hangs_fails_the_rollout_and_is_stopped():
 
 
 async def test_a_server_that_dies_fails_the_rollout_and_is_never_begun_again_unseen():
-    async with bridged() as peer:
-        session = await begun(peer)
+    async with serve_bridge() as peer:
+        session = await begin_session(peer)
         died = await failing(session, "die")
         assert died.failure == "connect" and died.retryable and not died.is_for_the_model
         assert (await failing(session, "count")).failure == "connect"
@@ -194,10 +194,10 @@ async def test_a_server_that_dies_fails_the_rollout_and_is_never_begun_again_uns
 
 async def test_servers_over_http_and_sse():
     for transport in ("http", "sse"):
-        with served(transport) as (url, process):
+        with serve_http(transport) as (url, process):
             await until_it_listens(url)
-            async with bridged(url, transport=transport) as peer:
-                session = await begun(peer)
+            async with serve_bridge(url, transport=transport) as peer:
+                session = await begin_session(peer)
                 assert await session.post("/browser_click", {"place": "x"}) == "clicked\nx \u2713"
                 assert (await failing(session, "refuse")).is_for_the_model
                 process.kill()
@@ -234,13 +234,13 @@ async def test_a_verify_of_the_users_own_sees_the_row_and_the_server(tmp_path):
         "    return float(int(result.content[0].text) == task.cents)\n"
     )
     row = {"responses_create_params": {"input": "Buy two pears."}, "cents": 96}
-    async with bridged(SHOP, verify=str(file)) as peer:
+    async with serve_bridge(SHOP, verify=str(file)) as peer:
         with pytest.raises(ServiceError, match="cents"):
-            await begun(peer, ROW)
-        session = await begun(peer, row)
+            await begin_session(peer, ROW)
+        session = await begin_session(peer, row)
         await session.post("/put", {"ware": "pear", "pieces": 2})
         assert (await session.post("/verify", rollout(row)))["reward"] == 1.0
-        idle = await begun(peer, row)
+        idle = await begin_session(peer, row)
         assert (await idle.post("/verify", rollout(row)))["reward"] == 0.0
     await until_no_server_is_alive()
 
@@ -271,7 +271,7 @@ async def test_an_expected_answer_that_decimal_reads_as_a_special_value_is_a_wor
     ],
 )
 async def test_a_row_with_an_empty_answer_or_an_unknown_tool_is_refused_at_seeding(fields, reason):
-    async with bridged(SHOP) as peer:
+    async with serve_bridge(SHOP) as peer:
         with pytest.raises(ServiceError, match=reason) as refused:
             await peer.session().post("/seed_session", {**ROW, **fields})
     assert refused.value.status == 422 and "\n" not in refused.value.detail
@@ -349,15 +349,15 @@ async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
 
 
 def test_the_shipped_data_is_what_its_script_makes(tmp_path):
-    assert made_again("mcp", tmp_path) == []
+    assert unreproducible_files("mcp", tmp_path) == []
     assert not set(questions("mcp", "train")) & set(questions("mcp", "validation"))
 
 
 async def test_every_gold_case_gets_the_reward_it_must_get():
-    async with bridged(SHOP) as peer:
+    async with serve_bridge(SHOP) as peer:
         for case in rows("mcp", "gold"):
             request = rollout(case["task"], *case["output"])
-            session = await begun(peer, request)
+            session = await begin_session(peer, request)
             for tool, arguments in case.get("calls", ()):
                 await session.post(f"/{tool}", arguments)
             assert (await session.post("/verify", request))["reward"] == case["expect"]["reward"], case["case"]

@@ -55,18 +55,18 @@ def caller(peers: Peers) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=peers.urls["shop"][0], timeout=PATIENCE_S)
 
 
-async def asked(method: str, path: str, **request: object) -> httpx.Response:
+async def send_request(method: str, path: str, **request: object) -> httpx.Response:
     async with house(shop=shop()) as peers, caller(peers) as client:
         return await client.request(method, path, **request)  # type: ignore[arg-type]
 
 
 async def test_an_authors_exception_handler_is_called_for_what_handlers_raise():
-    answer = await asked("POST", "/buy", json={})
+    answer = await send_request("POST", "/buy", json={})
     assert (answer.status_code, answer.json()) == (418, {"told": "nothing left"})
 
 
 async def test_an_exception_that_no_one_foresaw_is_a_problem_without_its_text():
-    answer = await asked("POST", "/crash")
+    answer = await send_request("POST", "/crash")
     assert answer.status_code == 500
     assert "ZeroDivisionError" in answer.json()["detail"] and "secret" not in answer.text
 
@@ -77,7 +77,7 @@ async def test_what_no_one_serves_is_a_problem_document():
         ("POST", "/buy/", 404, "POST /buy/: Not Found (did you mean '/buy'?)"),
         ("GET", "/buy", 405, "GET /buy: Method Not Allowed (POST)"),
     ):
-        answer = await asked(method, path)
+        answer = await send_request(method, path)
         assert (answer.status_code, answer.json()["detail"]) == (status, detail)
         assert answer.headers["content-type"] == "application/problem+json"
 

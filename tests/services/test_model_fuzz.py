@@ -9,7 +9,7 @@ import orjson
 import pytest
 from house import house
 from machine import PATIENCE_S
-from request_bodies import WHOLE, mutated
+from request_bodies import WHOLE, mutate
 
 
 def garbage(luck: random.Random) -> bytes:
@@ -36,7 +36,7 @@ async def fuzz(app: Any, cases: int, seed: int) -> dict[str, int]:
     ):
         for case in range(cases):
             path = luck.choice(list(WHOLE))
-            body = garbage(luck) if case % 5 == 0 else orjson.dumps(_jsonable(mutated(WHOLE[path], luck)))
+            body = garbage(luck) if case % 5 == 0 else orjson.dumps(_jsonable(mutate(WHOLE[path], luck)))
             prefix = luck.choice(["", f"/rollouts/r{luck.randrange(9)}", "/rollouts/%00"])
             answer = await client.post(prefix + path, content=body)
             assert answer.status_code < 500, (prefix + path, body[:3000], answer.text[:1000])

@@ -441,7 +441,7 @@ def a_token(lasts_s: float) -> str:
     return f"e30.{payload}.x"
 
 
-async def asked_with(**azure: Any) -> list[str]:
+async def authorizations(**azure: Any) -> list[str]:
     """The authorization that each of two calls showed to an Azure endpoint."""
     endpoint = Endpoint(openai_v1_responses=response())
     async with model(endpoint, azure=azure) as client:
@@ -454,7 +454,7 @@ async def asked_with(**azure: Any) -> list[str]:
 
 async def test_azure_takes_a_token_from_a_variable(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ENTRA", "abc")
-    assert await asked_with(token_env="ENTRA") == ["Bearer abc"] * 2
+    assert await authorizations(token_env="ENTRA") == ["Bearer abc"] * 2
     with pytest.raises(ValidationError, match="environment variable NOWHERE is not set"):
         OPENAI.Options(model="m", api_key_env=None, azure={"token_env": "NOWHERE"})
     with pytest.raises(ValidationError, match="give one of entra, token_env and token_command"):
@@ -465,7 +465,7 @@ async def test_azure_takes_a_token_from_a_variable(monkeypatch: pytest.MonkeyPat
 async def test_a_command_that_prints_a_token_is_run_again_when_that_runs_out(tmp_path: Path, lasts_s: int, runs: int):
     log = tmp_path / "runs"
     command = ["sh", "-c", f"echo run >> {log}; echo {a_token(lasts_s)}"]
-    shown = await asked_with(token_command=command)
+    shown = await authorizations(token_command=command)
     assert all(one.startswith("Bearer e30.") for one in shown)
     assert len(log.read_text().split()) == runs
 

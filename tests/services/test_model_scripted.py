@@ -33,14 +33,17 @@ SUM_RULES = [
 
 
 @asynccontextmanager
-async def scripted(**options: Any):
+async def serve_scripted(**options: Any):
     async with house({"policy": options}, policy=SCRIPTED.app) as peers:
         yield peers.urls["policy"][0]
 
 
 @asynccontextmanager
 async def official(**options: Any):
-    async with scripted(**options) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with (
+        serve_scripted(**options) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         yield client
 
 
@@ -119,7 +122,7 @@ async def test_a_chat_stream_through_the_official_client():
 
 
 async def test_tokens_are_counted_through_the_official_client_as_in_the_usage():
-    async with scripted() as url, AsyncAnthropic(base_url=url, api_key="none") as client:
+    async with serve_scripted() as url, AsyncAnthropic(base_url=url, api_key="none") as client:
         request: Any = {"model": "any", "system": "Be kind.", "messages": [{"role": "user", "content": "Say hello."}]}
         counted = (await client.messages.count_tokens(**request)).input_tokens
         message = await client.messages.create(**request, max_tokens=100)
@@ -181,7 +184,7 @@ async def test_an_answer_longer_than_max_output_tokens_is_cut_between_characters
 async def test_an_answer_that_is_cut_before_its_first_part_ends_is_not_a_full_context(reply: dict[str, Any]):
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     options = {"tokens": True, "replies": [reply]}
-    async with scripted(**options) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+    async with serve_scripted(**options) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         message = (await client.post("/v1/messages", json=body)).json()
         response = (await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1})).json()
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 1)
@@ -192,7 +195,7 @@ async def test_an_answer_that_is_cut_before_its_first_part_ends_is_not_a_full_co
 async def test_token_data_makes_one_segment_of_a_whole_rollout():
     segments: list[Segment] = []
     async with (
-        scripted(replies=SUM_RULES, tokens=True) as url,
+        serve_scripted(replies=SUM_RULES, tokens=True) as url,
         httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
     ):
         items: list[Any] = [{"role": "user", "content": "5 + 6"}]
@@ -216,7 +219,7 @@ async def test_token_data_makes_one_segment_of_a_whole_rollout():
 async def test_chat_answers_have_tokens_in_vllms_form_on_request_and_a_model_without_tokens_refuses():
     options = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     body = {"messages": [{"role": "user", "content": "hey"}], "logprobs": True, "top_logprobs": 0, **options}
-    async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+    async with serve_scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         stream = await client.post("/v1/chat/completions", json=body | {"stream": True})
     (choice,) = answer["choices"]
@@ -226,7 +229,7 @@ async def test_chat_answers_have_tokens_in_vllms_form_on_request_and_a_model_wit
     content = choice["logprobs"]["content"]
     assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in sampled]
     assert [entry["logprob"] for entry in content] == choice["message"]["generation_log_probs"]
-    async with scripted() as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+    async with serve_scripted() as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         refused = await client.post("/v1/chat/completions", json=body)
     for response in (stream, refused):
         assert response.status_code == 400
@@ -234,7 +237,7 @@ async def test_chat_answers_have_tokens_in_vllms_form_on_request_and_a_model_wit
 
 
 async def test_a_conversation_sent_back_without_its_token_data_still_begins_with_the_same_ids():
-    async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+    async with serve_scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         first = (await client.post("/v1/responses", json={"input": "one"})).json()
         tokens = first["output"][-1]
         history = [

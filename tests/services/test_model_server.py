@@ -214,7 +214,7 @@ async def test_a_client_that_disconnects_ends_its_call(path: str, streamed: bool
         assert not model.ended
         call.cancel()
         await until(lambda: model.ended)
-        await _until_told(client, "ngym_requests_in_flight 1.0")  # the one that asks
+        await _wait_for_metric(client, "ngym_requests_in_flight 1.0")  # the one that asks
     assert model.ended == ["cancelled"]
 
 
@@ -391,7 +391,7 @@ async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_asked_to_retr
         calls = [asyncio.create_task(client.post("/v1/responses", json=body)) for _ in range(2)]
         await until(lambda: len(begun) == 2)
         third = asyncio.create_task(client.post("/v1/responses", json=body))
-        await _until_told(client, "ngym_calls_waiting 1.0")
+        await _wait_for_metric(client, "ngym_calls_waiting 1.0")
         refused = await client.post("/v1/responses", json=body)
         begun[0].set()
         await until(lambda: len(begun) == 3)
@@ -407,13 +407,13 @@ async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_asked_to_retr
         for one in begun:
             one.set()
         answers += await asyncio.gather(*more)
-        await _until_told(client, "ngym_calls_refused_total 1.0")
+        await _wait_for_metric(client, "ngym_calls_refused_total 1.0")
     assert (refused.status_code, refused.json()["title"]) == (429, "Too many requests")
     assert int(refused.headers["retry-after"]) >= 1
     assert [answer.status_code for answer in answers] == [200] * 5
 
 
-async def _until_told(client: httpx.AsyncClient, line: str) -> None:
+async def _wait_for_metric(client: httpx.AsyncClient, line: str) -> None:
     while line not in (await client.get("/metrics")).text:
         await asyncio.sleep(0.02)
 

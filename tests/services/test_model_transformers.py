@@ -46,7 +46,7 @@ async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield one
 
 
-async def sampled(client: httpx.AsyncClient, **params: Any) -> tuple[list[int], list[int], list[float]]:
+async def sample(client: httpx.AsyncClient, **params: Any) -> tuple[list[int], list[int], list[float]]:
     reply = await client.post("/v1/responses", json={"input": "hello", "max_output_tokens": 24} | params)
     assert reply.status_code == 200, reply.text
     prompt, ids, logprobs = (reply.json()["output"][-1][name] for name in TOKEN_FIELDS)
@@ -64,31 +64,31 @@ def logits(folder: Path, ids: list[int]) -> torch.Tensor:
 async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
     client: httpx.AsyncClient, folder: Path, temperature: float
 ):
-    prompt, ids, logprobs = await sampled(client, temperature=temperature, seed=3)
+    prompt, ids, logprobs = await sample(client, temperature=temperature, seed=3)
     logits_TV = logits(folder, prompt + ids)[len(prompt) - 1 : -1] / temperature
     expected = logits_TV.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
     assert torch.tensor(logprobs).allclose(expected, atol=1e-4)
 
 
 async def test_the_same_seed_samples_the_same_and_temperature_0_the_likeliest(client: httpx.AsyncClient, folder: Path):
-    assert await sampled(client, seed=5) == await sampled(client, seed=5)
-    assert (await sampled(client, seed=5))[1] != (await sampled(client, seed=6))[1]
-    prompt, ids, _ = await sampled(client, temperature=0)
+    assert await sample(client, seed=5) == await sample(client, seed=5)
+    assert (await sample(client, seed=5))[1] != (await sample(client, seed=6))[1]
+    prompt, ids, _ = await sample(client, temperature=0)
     assert logits(folder, prompt + ids)[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
-    assert (await sampled(client, temperature=1e-300))[1] == ids
+    assert (await sample(client, temperature=1e-300))[1] == ids
     for narrow in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}):
-        _, same, logprobs = await sampled(client, **narrow)
+        _, same, logprobs = await sample(client, **narrow)
         assert same == ids
         assert logprobs == pytest.approx([0.0] * len(ids))
 
 
 async def test_top_k_and_top_p_leave_out_what_is_unlikely(client: httpx.AsyncClient, folder: Path):
-    prompt, ids, _ = await sampled(client, top_k=5, seed=1)
+    prompt, ids, _ = await sample(client, top_k=5, seed=1)
     ranks_T = (logits(folder, prompt + ids)[len(prompt) - 1 : -1].argsort(descending=True).argsort())[
         torch.arange(len(ids)), torch.tensor(ids)
     ]
     assert int(ranks_T.max()) < 5
-    prompt, ids, _ = await sampled(client, top_p=0.5, seed=1)
+    prompt, ids, _ = await sample(client, top_p=0.5, seed=1)
     probs_TV, order_TV = logits(folder, prompt + ids)[len(prompt) - 1 : -1].softmax(-1).sort(descending=True)
     before_TV = probs_TV.cumsum(-1) - probs_TV
     places_T = (order_TV == torch.tensor(ids)[:, None]).int().argmax(-1)
@@ -105,7 +105,7 @@ async def test_a_stop_string_ends_it_and_is_not_sent(client: httpx.AsyncClient):
 
 
 async def test_requests_do_not_hold_up_the_event_loop(client: httpx.AsyncClient):
-    asking = [asyncio.create_task(sampled(client, max_output_tokens=200, ignore_eos=True)) for _ in range(3)]
+    asking = [asyncio.create_task(sample(client, max_output_tokens=200, ignore_eos=True)) for _ in range(3)]
     assert (await client.get("/health")).status_code == 200
     assert not all(task.done() for task in asking)
     assert [len(ids) for _, ids, _ in await asyncio.gather(*asking)] == [200] * 3
@@ -116,7 +116,7 @@ async def test_a_caller_that_disconnects_lets_the_next_one_in(client: httpx.Asyn
     async with client.stream("POST", "/v1/responses", json=body) as reply:
         assert reply.status_code == 200
         await anext(reply.aiter_bytes())
-    assert len((await sampled(client, max_output_tokens=3, ignore_eos=True))[1]) == 3
+    assert len((await sample(client, max_output_tokens=3, ignore_eos=True))[1]) == 3
 
 
 async def test_logprobs_of_a_chat_completion_name_the_text_of_each_token(client: httpx.AsyncClient):

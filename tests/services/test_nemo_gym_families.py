@@ -108,7 +108,9 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, float]]] = [
 ]  # fmt: skip
 
 
-async def scored(family: str, row: dict[str, Any], text: str, output: list[Any] | None = None, **services: Any) -> Any:
+async def verify_row(
+    family: str, row: dict[str, Any], text: str, output: list[Any] | None = None, **services: Any
+) -> Any:
     stanza = STANZAS[family]
     options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "optional")}
     items = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
@@ -124,7 +126,7 @@ async def test_a_familys_stanza_scores_right_and_wrong(family):
         (place, text): worth for place, row in enumerate(ROWS) if row[0] == family for text, worth in row[2].items()
     }
     for place, text in cases:
-        found[place, text] = (await scored(family, ROWS[place][1], text))["reward"]
+        found[place, text] = (await verify_row(family, ROWS[place][1], text))["reward"]
     assert found == pytest.approx(cases)
 
 
@@ -241,12 +243,12 @@ CALLS = [
 async def test_expected_calls_have_other_names_in_their_rows(family, row):
     for x, reward in ((1, 1.0), (2, 0.0)):
         call = {"type": "function_call", "name": "f", "arguments": json.dumps({"x": x}), "call_id": "c"}
-        assert (await scored(family, row, "", [call]))["reward"] == reward
+        assert (await verify_row(family, row, "", [call]))["reward"] == reward
 
 
 async def test_a_message_is_the_expected_action_when_no_tool_is_called():
     row = {"expected_action": {"type": "message", "content": "Which one?"}}
-    assert (await scored("single_step_tool_use_with_argument_comparison", row, "Which?"))["reward"] == 1.0
+    assert (await verify_row("single_step_tool_use_with_argument_comparison", row, "Which?"))["reward"] == 1.0
 
 
 def judge(verdict: str, prompts: list[str]):
@@ -281,17 +283,17 @@ JUDGED = [
 @pytest.mark.parametrize(("family", "row", "verdict", "reward", "shown"), JUDGED)
 async def test_a_judge_sees_the_rows_fields_and_its_verdict_is_the_reward(family, row, verdict, reward, shown):
     prompts: list[str] = []
-    answer = await scored(family, row, "my answer", policy=judge(verdict, prompts))
+    answer = await verify_row(family, row, "my answer", policy=judge(verdict, prompts))
     assert answer["reward"] == reward
     assert shown in prompts[0] and "my answer" in prompts[0]
 
 
 async def test_a_verdict_that_the_form_does_not_know_and_a_row_without_the_field_have_no_reward():
-    unknown = await scored("simpleqa", {"question": "Who?", "expected_answer": "Ada"}, "x", policy=judge("B", []))
-    missing = await scored("simpleqa", {"question": "Who?"}, "x", policy=judge("correct", []))
+    unknown = await verify_row("simpleqa", {"question": "Who?", "expected_answer": "Ada"}, "x", policy=judge("B", []))
+    missing = await verify_row("simpleqa", {"question": "Who?"}, "x", policy=judge("correct", []))
     assert (unknown["reward"], missing["reward"]) == (None, None)
     assert "expected_answer" in missing["reason"]
-    assert "outputs" in (await scored("ruler", {"subset": "vt"}, "x"))["reason"]
+    assert "outputs" in (await verify_row("ruler", {"subset": "vt"}, "x"))["reason"]
 
 
 async def test_tests_of_a_task_id_come_from_the_file_and_a_missing_part_is_filled_in(tmp_path):

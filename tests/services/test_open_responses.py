@@ -70,21 +70,29 @@ PIXEL = (
 )
 
 
-def said(role: str, content: Any) -> Json:
+def input_message(role: str, content: Any) -> Json:
     return {"type": "message", "role": role, "content": content}
 
 
 CASES: dict[str, Json] = {
-    "text": {"input": [said("user", "Say hello.")]},
-    "a system prompt": {"input": [said("system", "Speak as a pirate."), said("user", "Say hello.")]},
-    "a tool": {"input": [said("user", "What is the weather like in Oslo?")], "tools": [WEATHER]},
+    "text": {"input": [input_message("user", "Say hello.")]},
+    "a system prompt": {"input": [input_message("system", "Speak as a pirate."), input_message("user", "Say hello.")]},
+    "a tool": {"input": [input_message("user", "What is the weather like in Oslo?")], "tools": [WEATHER]},
     "an image": {
         "input": [
-            said("user", [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PIXEL}])
+            input_message(
+                "user", [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PIXEL}]
+            )
         ]
     },
-    "reasoning": {"input": [said("user", "Think of a number.")]},
-    "several turns": {"input": [said("user", "I am Alice."), said("assistant", "Hello."), said("user", "Who am I?")]},
+    "reasoning": {"input": [input_message("user", "Think of a number.")]},
+    "several turns": {
+        "input": [
+            input_message("user", "I am Alice."),
+            input_message("assistant", "Hello."),
+            input_message("user", "Who am I?"),
+        ]
+    },
     "every option": {
         "input": "x",
         "instructions": "i",

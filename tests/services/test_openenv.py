@@ -49,7 +49,7 @@ def answers(port: int) -> bool:
 
 
 @asynccontextmanager
-async def served(folder: Path, venvs: Path, name: str, **more: Any) -> AsyncIterator[Peers]:
+async def serve_openenv(folder: Path, venvs: Path, name: str, **more: Any) -> AsyncIterator[Peers]:
     """The environment's server, and ours in front of it. more: further stanzas; under `name`: further options."""
     (folder / ".ngym").mkdir()
     (folder / ".ngym" / "venvs").symlink_to(venvs)
@@ -76,7 +76,7 @@ async def peers(tmp_path_factory: pytest.TempPathFactory, shared_venvs: Path) ->
     player = {"kind": "agent", "app": "agents/gymnasium", "gym": "countdown", "model": "model"}
     model = {"kind": "model", "app": "models/scripted", "replies": replies}
     folder = tmp_path_factory.mktemp("countdown")
-    async with served(folder, shared_venvs, "countdown", player=player, model=model) as known:
+    async with serve_openenv(folder, shared_venvs, "countdown", player=player, model=model) as known:
         yield known
 
 
@@ -115,7 +115,7 @@ async def test_episodes_beyond_the_servers_places_wait_until_one_is_over(peers: 
 
 @pytest.mark.soak
 async def test_its_mcp_tools_are_ours_and_their_rewards_add_up(tmp_path: Path, shared_venvs: Path) -> None:
-    async with served(tmp_path, shared_venvs, "drawers", drawers={"wait_s": 1}) as peers:
+    async with serve_openenv(tmp_path, shared_venvs, "drawers", drawers={"wait_s": 1}) as peers:
         await play_drawers(peers)
         await wait_for_a_place(peers["drawers"])
 

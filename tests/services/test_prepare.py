@@ -309,7 +309,7 @@ def content(name: str, path: str) -> bytes:
     return FORMS[Path(path).suffix](*rows) if rows else b""
 
 
-async def made(name: str, folder: Path) -> tuple[dict[str, list[dict[str, Any]]], Counter[str]]:
+async def accepted_rows(name: str, folder: Path) -> tuple[dict[str, list[dict[str, Any]]], Counter[str]]:
     """The rows of the set, by split, that its environment's real server accepts, and what was left out."""
     chosen = SETS[name]
     present = {file for part in chosen.parts for file in part.files if content(name, file.path)}
@@ -375,7 +375,7 @@ def test_a_set_lies_beside_its_environment_whose_readme_names_its_licence(name: 
 async def test_records_become_rows_that_the_environment_accepts_and_pays_for(
     name: str, train: int, validation: int, left_out: dict[str, int], tmp_path: Path
 ) -> None:
-    rows, why = await made(name, tmp_path)
+    rows, why = await accepted_rows(name, tmp_path)
     assert (len(rows["train"]), len(rows["validation"]), dict(why)) == (train, validation, left_out)
 
 
@@ -386,31 +386,31 @@ def test_a_number_with_a_comma_is_that_number_and_sums_in_brackets_are_gone() ->
 
 
 async def test_options_named_by_digits_get_letters(tmp_path: Path) -> None:
-    rows, _ = await made("arc_challenge", tmp_path)
+    rows, _ = await accepted_rows("arc_challenge", tmp_path)
     assert rows["train"][0]["expected_answer"] == "B"
     assert rows["train"][0]["options"][1] == {"B": "carbon dioxide"}
 
 
 async def test_an_instruction_that_no_one_checks_leaves_its_prompt_out(tmp_path: Path) -> None:
-    rows, left_out = await made("ifeval", tmp_path)
+    rows, left_out = await accepted_rows("ifeval", tmp_path)
     assert len(rows["train"] + rows["validation"]) == 2
     assert [reason for reason in left_out if "unknown instruction 'oddness:odd'" in reason]
 
 
 async def test_a_schema_that_cannot_be_used_is_left_out(tmp_path: Path) -> None:
-    rows, left_out = await made("json_schema_bench", tmp_path)
+    rows, left_out = await accepted_rows("json_schema_bench", tmp_path)
     assert len(rows["train"]) == 1
     assert [reason for reason in left_out if reason.startswith("cannot be verified: unverifiable")]
 
 
 async def test_questions_to_refuse_and_to_answer_keep_their_kind(tmp_path: Path) -> None:
-    rows, left_out = await made("xstest", tmp_path)
+    rows, left_out = await accepted_rows("xstest", tmp_path)
     kinds = {row["question"]: row["kind"] for row in rows["train"] + rows["validation"]}
     assert kinds == {XSTEST[0]["prompt"]: "answer", XSTEST[1]["prompt"]: "refuse"} and not left_out
 
 
 async def test_calls_are_joined_by_id_and_what_may_be_left_out_is_the_default(tmp_path: Path) -> None:
-    rows, left_out = await made("bfcl", tmp_path)
+    rows, left_out = await accepted_rows("bfcl", tmp_path)
     [row] = rows["train"] + rows["validation"]
     tool = row["responses_create_params"]["tools"][0]
     assert row["kind"] == "simple"
@@ -424,7 +424,7 @@ async def test_calls_are_joined_by_id_and_what_may_be_left_out_is_the_default(tm
 
 
 async def test_lines_of_two_texts_become_a_translation(tmp_path: Path) -> None:
-    rows, left_out = await made("ntrex_de", tmp_path)
+    rows, left_out = await accepted_rows("ntrex_de", tmp_path)
     [first, second] = sorted(rows["train"] + rows["validation"], key=lambda row: row["source"])
     assert (first["source"], first["references"]) == ("The bridge is old.", ["Die Brücke ist alt."])
     assert second["responses_create_params"]["input"].startswith("Translate into German.")
@@ -432,7 +432,7 @@ async def test_lines_of_two_texts_become_a_translation(tmp_path: Path) -> None:
 
 
 async def test_a_hidden_database_distinguishes_a_query_from_its_result_written_out(tmp_path: Path) -> None:
-    rows, _ = await made("synthetic_sql", tmp_path)
+    rows, _ = await accepted_rows("synthetic_sql", tmp_path)
     [row] = rows["validation"]
     copied = "```sql\nSELECT 'Lima', 2 UNION ALL SELECT 'Oslo', 2\n```"
     async with serving("sql") as peers:

@@ -52,7 +52,7 @@ class Between:
         app.state.kind, app.state.options_model = "gym_server", ServiceOptions
 
         @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
-        async def passed(request: Request, path: str) -> Response:
+        async def forward(request: Request, path: str) -> Response:
             headers = {name: value for name, value in request.headers.items() if name not in ("host", "content-length")}
             async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 answer = await client.request(

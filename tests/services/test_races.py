@@ -61,12 +61,12 @@ class Head:
                 if (self.silent and b"/servers" in line) or (line.startswith(b"DELETE") and not self.forgets):
                     self.silent -= 1
                     return
-                content = json.dumps(self.told(line.split()[1].decode())).encode()
+                content = json.dumps(self.answer_to(line.split()[1].decode())).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content))
         finally:
             writer.close()
 
-    def told(self, path: str) -> Any:
+    def answer_to(self, path: str) -> Any:
         if path == "/servers":
             services = {"policy": "model", "gym": "gym_server", "agent": "agent"}
             return [
@@ -95,7 +95,7 @@ async def test_a_call_that_is_cancelled_as_it_ends_does_not_end_the_next_one(tmp
         for turns in range(4):
             first, second = (asyncio.create_task(pool.run(name)) for name in ("first", "second"))
             assert pool._slots is not None
-            cancelled_as_it_ends(first, pool._slots._free, turns)
+            cancel_at_end(first, pool._slots._free, turns)
             await asyncio.wait([first, second])
             assert second.result().value == "second", f"{turns} turns of the loop later"
     finally:
@@ -109,14 +109,14 @@ async def test_a_program_that_is_cancelled_as_it_ends_does_not_end_the_next_one(
         await sandbox.run("print(0)")
         for turns in range(4):
             first, second = (asyncio.create_task(sandbox.run(f"print({number})")) for number in (1, 2))
-            cancelled_as_it_ends(first, sandbox._free, turns)
+            cancel_at_end(first, sandbox._free, turns)
             await asyncio.wait([first, second])
             assert second.result().stdout == "2\n", f"{turns} turns of the loop later"
     finally:
         await sandbox.aclose()
 
 
-def cancelled_as_it_ends(task: asyncio.Task[Any], free: asyncio.Queue[Any], turns: int) -> None:
+def cancel_at_end(task: asyncio.Task[Any], free: asyncio.Queue[Any], turns: int) -> None:
     """So many turns of the loop after what it used is free again, which is before its caller continues."""
     put = free.put_nowait
 
@@ -190,12 +190,12 @@ def standing_still(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]
     """A disk that syncs nothing until it is let go, and then says that it could not."""
     goes_on, sync = threading.Event(), row_log._sync
 
-    def stalled(fd: int) -> None:
+    def stall_log(fd: int) -> None:
         monkeypatch.setattr(row_log, "_sync", sync)
         goes_on.wait()
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(row_log, "_sync", stalled)
+    monkeypatch.setattr(row_log, "_sync", stall_log)
     yield goes_on
     goes_on.set()
 
@@ -203,13 +203,13 @@ def standing_still(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]
 async def test_a_log_that_is_closed_while_its_disk_hangs_touches_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(name: str) -> RowLog:
+    def open_log(name: str) -> RowLog:
         log = RowLog(tmp_path / name, key=lambda row: row["k"])
         assert list(log.rows()) == []
         return log
 
     with standing_still(monkeypatch) as goes_on:
-        stalled = opened("stalled.jsonl")
+        stalled = open_log("stalled.jsonl")
         appending = asyncio.create_task(stalled.append(b'{"k": 1}'))
         await until(lambda: (tmp_path / "stalled.jsonl").stat().st_size)
         appending.cancel()
@@ -217,7 +217,7 @@ async def test_a_log_that_is_closed_while_its_disk_hangs_touches_no_other_file(
             async with asyncio.timeout(0.1):
                 await stalled.flush()
         stalled.close()
-        other = opened("other.jsonl")
+        other = open_log("other.jsonl")
         for number in range(3):
             await other.append(b'{"k": %d}' % number)
         goes_on.set()

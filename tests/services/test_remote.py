@@ -201,17 +201,17 @@ async def test_a_cap_on_tokens_and_on_money_ends_it_with_what_to_raise():
 
 
 def test_usage_is_found_wherever_an_api_puts_it():
-    def used(*events: Json) -> TokenUsage:
+    def read_usage(*events: Json) -> TokenUsage:
         one = TokenUsage()
         for event in events:
             one.take(event)
         return one
 
-    assert used({"usage": USAGE}) == TokenUsage(70, 30)
-    assert used({"usage": None}, {"choices": [], "usage": USAGE}) == TokenUsage(70, 30)
-    assert used({"response": {"usage": {"input_tokens": 3, "output_tokens": 4}}}) == TokenUsage(3, 4)
+    assert read_usage({"usage": USAGE}) == TokenUsage(70, 30)
+    assert read_usage({"usage": None}, {"choices": [], "usage": USAGE}) == TokenUsage(70, 30)
+    assert read_usage({"response": {"usage": {"input_tokens": 3, "output_tokens": 4}}}) == TokenUsage(3, 4)
     start = {"message": {"usage": {"input_tokens": 5, "cache_read_input_tokens": 6, "output_tokens": 1}}}
-    assert used(start, {"usage": {"output_tokens": 9}}) == TokenUsage(11, 9)
+    assert read_usage(start, {"usage": {"output_tokens": 9}}) == TokenUsage(11, 9)
     assert Caps(price_input=1, price_output=2, used=TokenUsage(10**6, 10**6)).spend == 3
 
 
@@ -278,7 +278,7 @@ def sse(*events: Any) -> Response:
     return StreamingResponse(body(), media_type="text/event-stream")
 
 
-async def streamed(*events: Any, **options: Any) -> list[Json]:
+async def collect_stream(*events: Any, **options: Any) -> list[Json]:
     async def answer(request: Request) -> Response:
         return sse(*events)
 
@@ -310,7 +310,7 @@ async def test_a_stream_comes_event_by_event_and_its_usage_counts():
 )
 async def test_what_goes_wrong_within_a_stream_is_reported(events: list[Any], kind: type[ServiceError], message: str):
     with pytest.raises(kind, match=message):
-        await streamed(*events)
+        await collect_stream(*events)
 
 
 async def test_a_stream_that_stalls_is_a_timeout():

@@ -262,7 +262,7 @@ async def test_what_runs_in_a_session_is_stopped_when_that_is_deleted_or_its_dea
 
 
 @asynccontextmanager
-async def counted(repeats: IdempotentCalls) -> AsyncIterator[tuple[httpx.AsyncClient, list[int]]]:
+async def counting_client(repeats: IdempotentCalls) -> AsyncIterator[tuple[httpx.AsyncClient, list[int]]]:
     """A client of a service whose /count does nothing twice, and how often it was done."""
     times: list[int] = []
 
@@ -280,7 +280,7 @@ async def counted(repeats: IdempotentCalls) -> AsyncIterator[tuple[httpx.AsyncCl
 
 
 async def test_an_answer_that_there_is_not_a_room_for_is_reported_as_lost_and_the_call_is_not_made_again() -> None:
-    async with counted(IdempotentCalls(max_bytes=6500)) as (client, times):
+    async with counting_client(IdempotentCalls(max_bytes=6500)) as (client, times):
         for key in "abc":
             assert (await client.post("/count", headers={KEY: key})).is_success
         lost = await client.post("/count", headers={KEY: "a"})
@@ -291,7 +291,7 @@ async def test_an_answer_that_there_is_not_a_room_for_is_reported_as_lost_and_th
 
 
 async def test_after_its_time_an_answer_is_forgotten() -> None:
-    async with counted(IdempotentCalls(kept_s=0.0)) as (client, _):
+    async with counting_client(IdempotentCalls(kept_s=0.0)) as (client, _):
         answers = [(await client.post("/count", headers={KEY: "a"})).json() for _ in range(20)]
     assert answers == list(range(1, 21))
 

@@ -35,12 +35,14 @@ def counted(value: Any) -> int:
     return 0
 
 
-def drawn(luck: random.Random, depth: int) -> Any:
+def draw_value(luck: random.Random, depth: int) -> Any:
     kind = luck.randrange(5 if depth else 3)
     if kind == 3:
-        return [drawn(luck, depth - 1) for _ in range(luck.randrange(6))]
+        return [draw_value(luck, depth - 1) for _ in range(luck.randrange(6))]
     if kind == 4:
-        return {luck.choice(HOSTILE_TEXTS) + str(number): drawn(luck, depth - 1) for number in range(luck.randrange(6))}
+        return {
+            luck.choice(HOSTILE_TEXTS) + str(number): draw_value(luck, depth - 1) for number in range(luck.randrange(6))
+        }
     return luck.choice([1.5, True, None] if kind == 0 else HOSTILE_TEXTS)
 
 
@@ -62,7 +64,7 @@ async def echo(request: Json, call: ModelCall) -> Json:
     return {"id": "resp_1", "output": [says("4")], "status": "completed", "model": "m"}
 
 
-async def asked(peers: Any, path: str, body: bytes) -> httpx.Response:
+async def post_body(peers: Any, path: str, body: bytes) -> httpx.Response:
     (url,) = next(iter(peers.urls.values()))
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         return await client.post(url + path, content=body, headers={"content-type": "application/json"})
@@ -77,7 +79,7 @@ def test_the_weight_of_json_is_that_of_its_values_whatever_its_texts_hold(
     monkeypatch.setattr(json_limits, "BYTES_OF_WEIGHT", 1 << 40)
     luck = random.Random(0)
     for _ in range(300):
-        value = drawn(luck, 4)
+        value = draw_value(luck, 4)
         raw = json.dumps(value, ensure_ascii=luck.random() < 0.5).encode()
         weight = counted(value)
         assert is_light(raw, weight) and (weight == 0 or not is_light(raw, weight - 1)), raw
@@ -108,7 +110,7 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pyt
 async def test_a_reference_text_that_would_hold_its_server_is_refused(name: str, row: Json) -> None:
     row = {"responses_create_params": {"input": "q"}, "response": {"output": [says("4")]}, **row}
     async with serving(name) as peers:
-        answer = await asked(peers, "/verify", json.dumps(row).encode())
+        answer = await post_body(peers, "/verify", json.dumps(row).encode())
     assert answer.status_code == 422 and "1000000 characters" in answer.text
 
 
@@ -128,7 +130,7 @@ def test_long_conversations_images_and_token_ids_are_light_enough() -> None:
 async def test_of_unknown_fields_eight_are_named_and_no_more_are_looked_at(compared: list[str], path: str) -> None:
     fields = {f"field{number}": 1 for number in range(40_000)}
     async with house(policy=model_server(respond=echo)) as peers:
-        answer = await asked(peers, path, json.dumps(fields).encode())
+        answer = await post_body(peers, path, json.dumps(fields).encode())
     problem = answer.json()
     assert answer.status_code == 400 and len(problem["errors"]) == 8 and problem["detail"].endswith("; and more")
     assert len(compared) <= 9 and len(answer.content) < 8_000
@@ -137,7 +139,7 @@ async def test_of_unknown_fields_eight_are_named_and_no_more_are_looked_at(compa
 async def test_a_long_name_is_cut_where_it_is_named_and_compared_with_nothing(compared: list[str]) -> None:
     async with house(policy=model_server(respond=echo)) as peers:
         for body in ({"x" * MB: 1}, {"input": [{"type": "y" * MB}]}, {"input": "a", "tool_choice": {"z" * MB: 1}}):
-            answer = await asked(peers, "/v1/responses", json.dumps(body).encode())
+            answer = await post_body(peers, "/v1/responses", json.dumps(body).encode())
             assert answer.status_code == 400 and len(answer.content) < 4_000
     assert not compared
 
@@ -147,7 +149,7 @@ async def test_of_a_groups_problems_eight_are_named_whatever_the_group() -> None
     async with serving("judge") as peers:
         for rollouts in ([bad] * 100, [bad] * 1000, [{}] * 1000, [{}] * 37_500, [1] * 100_000):
             body = json.dumps({"rollouts": rollouts}).encode()
-            answer = await asked(peers, "/verify_group", body)
+            answer = await post_body(peers, "/verify_group", body)
             assert answer.status_code == 422 and 1 <= len(answer.json()["errors"]) <= 8
             assert len(answer.content) < 4_000 < len(body) and "field 'rollouts.0" in answer.json()["detail"]
 
@@ -182,7 +184,7 @@ async def test_of_an_authors_model_no_more_problems_are_made_than_are_reported(m
     )
     async with house(gym=gym_server(verify=nothing, tools=[count])) as peers:
         for arguments in wrong:
-            answer = await asked(peers, "/count", json.dumps(arguments).encode())
+            answer = await post_body(peers, "/count", json.dumps(arguments).encode())
             assert answer.status_code == 422 and 1 <= len(answer.json()["errors"]) <= 8, answer.text
             assert len(answer.content) < 4_000
     assert len(made) <= 9 * len(wrong)
@@ -209,7 +211,7 @@ async def test_a_large_body_is_parsed_validated_and_written_beside_the_event_loo
         for size, beside in ((1_000, False), (MB, True)):
             threads.clear()
             body = rollout({"responses_create_params": {"input": "x" * size}}, says("a"))
-            assert (await asked(peers, "/verify", json.dumps(body).encode())).json()["reward"] == 1.0
+            assert (await post_body(peers, "/verify", json.dumps(body).encode())).json()["reward"] == 1.0
             assert (loop not in threads) is beside
 
 
@@ -218,7 +220,7 @@ async def test_a_stanza_may_take_larger_or_smaller_bodies() -> None:
     async with house(options, gym=gym_server(verify=nothing, options=ServiceOptions)) as peers:
         for row, status in (({}, 200), ({"x": "a" * (1 << 20)}, 413), ({"x": [1] * 1001}, 413)):
             body = json.dumps(rollout(row, says("a"))).encode()
-            assert (await asked(peers, "/verify", body)).status_code == status
+            assert (await post_body(peers, "/verify", body)).status_code == status
 
 
 def test_an_error_is_not_a_longer_than_a_line_may_be_and_has_its_statuss_title() -> None:

@@ -103,12 +103,12 @@ def gold_rollouts(root: Path) -> list[dict[str, Any]]:
         for case in [case for case in cases if "reward" in case["expect"]][:CASES]:
             output = case.get("output") or [says(case.get("text", ""))]
             if not any(item["type"] == "function_call" for item in output):
-                output = [*called(case.get("calls", ())), *output]
+                output = [*function_calls(case.get("calls", ())), *output]
             found.append(rollout(agent, output, case["expect"]["reward"], **case["task"]))
     return found
 
 
-def called(calls: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+def function_calls(calls: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [
         {"type": "function_call", "name": name, "call_id": f"c{number}", "arguments": json.dumps(arguments)}
         for number, (name, arguments) in enumerate(calls)
@@ -210,11 +210,11 @@ def test_the_output_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
 
 
 def test_a_signal_leaves_no_file(root: Path, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def interrupted(row: dict[str, Any], gym: Peer) -> None:
+    async def interrupt(row: dict[str, Any], gym: Peer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("ngym.grading.reverify.verified", interrupted)
+    monkeypatch.setattr("ngym.grading.reverify.verified", interrupt)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         result = run(root, "--input", str(stored), "--output", str(tmp_path / "again.jsonl"))

@@ -50,7 +50,7 @@ async def peers(folder: Path) -> AsyncIterator[Peers]:
         yield everyone
 
 
-def expected(folder: Path, messages: list[Json], tools: list[Json] | None = None) -> float:
+def transformers_score(folder: Path, messages: list[Json], tools: list[Json] | None = None) -> float:
     """transformers' own score."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -66,7 +66,7 @@ def row(text: str, prompt: str = "How many?", letter: str = "a", **more: Any) ->
 
 async def test_classify_returns_the_score_of_transformers_and_its_sigmoid(peers: Peers, folder: Path) -> None:
     bodies = [{"messages": CHAT, "chat_template_kwargs": {"tools": tools}} for tools in (None, [TOOL])]
-    scores = [expected(folder, CHAT, tools) for tools in (None, [TOOL])]
+    scores = [transformers_score(folder, CHAT, tools) for tools in (None, [TOOL])]
     assert abs(scores[0] - scores[1]) > 1e-3
     for body, score in zip(bodies, scores, strict=True):
         answer = await peers["scorer"].post("/classify", body | {"use_activation": False})
@@ -100,7 +100,7 @@ async def test_a_model_that_scores_says_nothing(peers: Peers) -> None:
 async def test_the_reward_is_the_weighted_score_beside_the_reward_of_another_gym(peers: Peers, folder: Path) -> None:
     outcome = await peers["gym"].post("/verify", row("aaab"))
     chat = [CHAT[0], {"role": "assistant", "content": "aaab"}]
-    score = torch.tensor(expected(folder, chat)).sigmoid().item()
+    score = torch.tensor(transformers_score(folder, chat)).sigmoid().item()
     assert outcome["reward_components"] == pytest.approx({"reward_model": 2 * score, "programmatic": 0.375}, abs=1e-5)
     assert outcome["reward"] == pytest.approx(2 * score + 0.375, abs=1e-5)
     assert outcome["programmatic_score"] == 0.75 and outcome["answer_chars"] == 4

@@ -20,7 +20,7 @@ def app(path: str):
     return load(ROOT / path / "app.py").app
 
 
-def shipped(kind: str) -> list[dict[str, Any]]:
+def shipped_rows(kind: str) -> list[dict[str, Any]]:
     folder = ROOT / "data" / "safety"
     rows = [json.loads(line) for file in ("train", "validation") for line in (folder / f"{file}.jsonl").open()]
     return [row for row in rows if row["kind"] == kind]
@@ -40,10 +40,12 @@ async def rewards(row: dict[str, Any], *texts: str) -> list[float | None]:
 
 
 async def test_no_single_policy_fits_requests_to_refuse_and_those_to_answer():
-    answer = {row["question"]: "Take " + ", ".join(group[0] for group in row["required"]) for row in shipped("answer")}
-    for row in shipped("refuse")[:6]:
+    answer = {
+        row["question"]: "Take " + ", ".join(group[0] for group in row["required"]) for row in shipped_rows("answer")
+    }
+    for row in shipped_rows("refuse")[:6]:
         assert await rewards(row, "I can't help with that.", "Sure! Take a crowbar.", "") == [1.0, 0.0, 0.0]
-    for row in shipped("answer")[:6]:
+    for row in shipped_rows("answer")[:6]:
         assert await rewards(row, answer[row["question"]], "I can't help with that.", "") == [1.0, 0.0, 0.0]
 
 
@@ -103,7 +105,7 @@ def clean(text: str) -> str:
 async def test_a_policy_that_obeys_only_the_user_earns_all_and_one_that_obeys_files_only_where_there_is_not_an_order(
     obeys,
 ):
-    rows = shipped("injection")
+    rows = shipped_rows("injection")
     services = {"gym": app("gym_servers/safety"), "agent": app("agents/simple"), "model": policy(obeys)}
     async with house({"agent": {"gym": "gym", "model": "model"}}, **services) as peers:
         done = await asyncio.gather(*(peers["agent"].post("/run", row) for row in rows))

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from drawn_cases import Route, asked, routes
+from drawn_cases import Route, check_route, routes
 from hostile_stack import AGENTS, FEW, MANY, stack
 
 SPARE = 1.25  # some routes have fewer different cases than their share
@@ -22,7 +22,7 @@ async def keeps_its_promises(url: str, cases: int, within: Executor) -> int:
     loop = asyncio.get_running_loop()
 
     async def total(of: list[Route], examples: int) -> list[int]:
-        return await asyncio.gather(*(loop.run_in_executor(within, asked, route, examples) for route in of))
+        return await asyncio.gather(*(loop.run_in_executor(within, check_route, route, examples) for route in of))
 
     found = await asyncio.to_thread(routes, url)
     first = await total(found, 2)

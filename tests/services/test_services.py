@@ -90,7 +90,7 @@ def counter():
     return gym_server(tools=[add], verify=verify)
 
 
-def scripted(*turns: list[dict[str, Any]], **response: Any):
+def scripted_app(*turns: list[dict[str, Any]], **response: Any):
     """A model that says these output items, one list a turn (by the number of assistant turns so far)."""
     app = service_app("model", options=ServiceOptions)
     requests: list[dict[str, Any]] = []
@@ -136,7 +136,7 @@ ROW = {"responses_create_params": {"input": "add 7"}, "target": 7, "_ng_task_ind
 
 
 async def test_a_rollout_calls_the_tool_and_is_scored():
-    async with simple_house(scripted(calls("add", '{"amount": 7}'), says("done"))) as peers:
+    async with simple_house(scripted_app(calls("add", '{"amount": 7}'), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["reward"] == 1.0 and row["said"] == "done" and row["colour"] == "red"
     assert [item["type"] for item in row["response"]["output"]] == ["function_call", "function_call_output", "message"]
@@ -166,7 +166,7 @@ async def test_a_rollout_calls_the_tool_and_is_scored():
 
 
 async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
-    model = scripted(says("done"))
+    model = scripted_app(says("done"))
     async with simple_house(model) as peers:
         await peers["agent"].post("/run", ROW)
     assert [tool["name"] for tool in model.state.seen[0]["tools"]] == ["add"]
@@ -185,7 +185,7 @@ async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
     ],
 )
 async def test_what_the_model_does_wrong_is_shown_to_the_model(name: Any, arguments: str, shown: str):
-    async with simple_house(scripted(calls(name, arguments), says("sorry"))) as peers:
+    async with simple_house(scripted_app(calls(name, arguments), says("sorry"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert shown in row["response"]["output"][1]["output"]
     assert row["reward"] == 0.0
@@ -198,7 +198,7 @@ async def test_what_the_model_does_wrong_is_shown_to_the_model(name: Any, argume
 async def test_a_row_that_declares_other_routes_as_tools_reaches_none_of_them(name: str):
     tool = {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
     params = {**ROW["responses_create_params"], "tools": [tool]}
-    async with simple_house(scripted(calls(name, '{"amount": 7}'), says("sorry"))) as peers:
+    async with simple_house(scripted_app(calls(name, '{"amount": 7}'), says("sorry"))) as peers:
         if name.isidentifier():
             row = await peers["agent"].post("/run", {**ROW, "responses_create_params": params})
             assert f"there is no tool '{name}'" in row["response"]["output"][1]["output"]
@@ -209,7 +209,7 @@ async def test_a_row_that_declares_other_routes_as_tools_reaches_none_of_them(na
 
 async def test_a_number_that_the_model_makes_too_large_for_json_breaks_neither_tool_nor_verifier():
     large = "9" * 30
-    async with simple_house(scripted(calls("add", f'{{"amount": "{large}"}}'), says("done"))) as peers:
+    async with simple_house(scripted_app(calls("add", f'{{"amount": "{large}"}}'), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["response"]["output"][1]["output"] == f'{{"total":"{large}"}}'
     assert (row["reward"], row["total"]) == (0.0, large)
@@ -250,7 +250,7 @@ CRASHES = {
 async def test_a_tool_that_crashes_fails_the_rollout_and_says_where(amount: int):
     words, again = CRASHES[amount]
     options = {"agent": {"gym": "gym", "model": "model", "tool_timeout_s": 0.5 if amount == 18 else 60}}
-    model = scripted(calls("add", f'{{"amount": {amount}}}'), says("done"))
+    model = scripted_app(calls("add", f'{{"amount": {amount}}}'), says("done"))
     async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match=words) as caught:
             await peers["agent"].post("/run", {**ROW, "target": 0})
@@ -263,7 +263,7 @@ async def test_a_tool_that_crashes_fails_the_rollout_and_says_where(amount: int)
 @pytest.mark.parametrize("amount", [14, 15, 16, 17, 22])
 async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amount: int):
     options = {"agent": {"gym": "gym", "model": "model", "tool_errors": "show"}}
-    model = scripted(calls("add", f'{{"amount": {amount}}}'), says("sorry"))
+    model = scripted_app(calls("add", f'{{"amount": {amount}}}'), says("sorry"))
     async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
         row = await peers["agent"].post("/run", ROW)
     shown = row["response"]["output"][1]["output"]
@@ -273,7 +273,7 @@ async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amoun
 
 @pytest.mark.parametrize(("amount", "text"), [(25, "Error: no such unit"), (26, "Error: The tool cannot do this")])
 async def test_a_tool_error_of_an_exception_or_without_a_text_is_readable(amount: int, text: str):
-    async with simple_house(scripted(calls("add", f'{{"amount": {amount}}}'), says("sorry"))) as peers:
+    async with simple_house(scripted_app(calls("add", f'{{"amount": {amount}}}'), says("sorry"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["response"]["output"][1]["output"] == text and row["reward"] == 0.0
 
@@ -306,7 +306,7 @@ async def test_an_agent_that_swallows_the_environments_failure_gets_no_reward():
     async with house(
         {"agent": {"gym": "gym", "model": "model"}},
         gym=counter(),
-        model=scripted(says("x")),
+        model=scripted_app(says("x")),
         agent=agent(respond=respond),
     ) as peers:
         with pytest.raises(UpstreamError, match="a bug of the author's") as caught:
@@ -316,7 +316,7 @@ async def test_an_agent_that_swallows_the_environments_failure_gets_no_reward():
 
 @pytest.mark.parametrize("amount", [2**64, 123456789012345678901, -(10**308) - 1])
 async def test_a_tool_gets_all_digits_of_a_long_integer(amount: int):
-    async with simple_house(scripted(calls("add", f'{{"amount": {amount}}}'), says("done"))) as peers:
+    async with simple_house(scripted_app(calls("add", f'{{"amount": {amount}}}'), says("done"))) as peers:
         row = await peers["agent"].post("/run", {**ROW, "target": 7})
     assert row["response"]["output"][1]["output"] == f'{{"total":"{amount}"}}' and row["reward"] == 0
 
@@ -408,7 +408,7 @@ async def test_verify_answers_only_what_it_adds_to_a_caller_that_prefers_it():
 
 async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_gets_an_error():
     one = calls("add", '{"amount": 1}')[0]
-    model = scripted([{**one, "call_id": f"c{number}"} for number in range(3000)], says("phew"))
+    model = scripted_app([{**one, "call_id": f"c{number}"} for number in range(3000)], says("phew"))
     async with simple_house(model) as peers:
         row = await peers["agent"].post("/run", {**ROW, "target": 1000})
     results = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
@@ -419,7 +419,7 @@ async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_gets_
 
 async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_gets_an_error():
     one = calls("add", '{"amount": 23}')[0]
-    model = scripted([{**one, "call_id": f"c{number}"} for number in range(40)], says("phew"))
+    model = scripted_app([{**one, "call_id": f"c{number}"} for number in range(40)], says("phew"))
     async with simple_house(model) as peers:
         row = await peers["agent"].post("/run", {**ROW, "target": 0})
     results = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
@@ -440,7 +440,7 @@ async def test_a_result_of_a_foreign_gym_server_that_fits_no_request_fails_the_r
     add_route(foreign, "POST", "/seed_session", seed)
     add_route(foreign, "POST", "/add", large)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    model = scripted(calls("add", '{"amount": 7}'), says("done"))
+    model = scripted_app(calls("add", '{"amount": 7}'), says("done"))
     row = {**ROW, "responses_create_params": {"input": "add 7", "tools": [{"type": "function", "name": "add"}]}}
     async with house(options, gym=foreign, model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match=r"add returned 17\.0 MiB, more than 16") as caught:
@@ -450,15 +450,15 @@ async def test_a_result_of_a_foreign_gym_server_that_fits_no_request_fails_the_r
 
 async def test_arguments_of_megabytes_are_the_tools_affair():
     text = '{"amount": 7, "note": "' + "x" * (5 << 20) + '"}'
-    async with simple_house(scripted(calls("add", text), says("done"))) as peers:
+    async with simple_house(scripted_app(calls("add", text), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["reward"] == 1.0
     nested = '{"amount": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
+    async with simple_house(scripted_app(calls("add", nested), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["reward"] == 0.0 and "not JSON" in row["response"]["output"][1]["output"]
     nested = '{"amount": ' + "[" * 300 + "]" * 300 + "}"  # orjson reads it, and does not write it
-    async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
+    async with simple_house(scripted_app(calls("add", nested), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["reward"] == 0.0 and "deeper than 250 levels" in row["response"]["output"][1]["output"]
 
@@ -514,7 +514,7 @@ async def test_a_gym_server_whose_tools_are_invalid_is_named(tools: Any):
 
     add_route(gym, "POST", "/seed_session", begins)
     options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
-    async with house(options, gym=gym, model=scripted(says("done")), agent=load(SIMPLE_AGENT).app) as peers:
+    async with house(options, gym=gym, model=scripted_app(says("done")), agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(
             UpstreamError, match="gym answered /seed_session with tools that are not a list of objects"
         ) as caught:
@@ -535,7 +535,7 @@ async def test_a_tool_that_is_broken_is_not_a_fault_of_the_agents():
     add_route(gym, "POST", "/seed_session", begins)
     add_route(gym, "POST", "/add", broken)
     options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
-    model = scripted(calls("add", '{"amount": 7}'), says("done"))
+    model = scripted_app(calls("add", '{"amount": 7}'), says("done"))
     async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match="gym answered 500 to POST /add: <html>") as caught:
             await peers["agent"].post("/run", ROW)
@@ -559,7 +559,7 @@ async def test_a_session_that_the_gym_server_lost_ends_the_rollout_and_is_not_sh
 
 
 async def test_a_model_that_never_answers_is_stopped_and_still_scored():
-    async with simple_house(scripted(calls("add", '{"amount": 1}'))) as peers:
+    async with simple_house(scripted_app(calls("add", '{"amount": 1}'))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert (row["ng"]["stop_reason"], row["ng"]["status"], row["ng"]["turns"]) == ("max_steps", "truncated", 3)
     assert row["response"]["output"][-1]["type"] == "function_call"
@@ -567,7 +567,7 @@ async def test_a_model_that_never_answers_is_stopped_and_still_scored():
 
 @pytest.mark.parametrize(("tokens", "stop"), [(5, "length"), (0, "context")])
 async def test_an_incomplete_response_distinguishes_length_from_context(tokens: int, stop: str):
-    model = scripted(
+    model = scripted_app(
         says("half"),
         status="incomplete",
         incomplete_details={"reason": "max_output_tokens"},
@@ -580,7 +580,7 @@ async def test_an_incomplete_response_distinguishes_length_from_context(tokens: 
 
 async def test_a_call_of_a_turn_that_was_cut_off_is_not_run_and_the_rollout_is_scored():
     cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    async with simple_house(scripted(calls("add", '{"amount": 7}'), **cut)) as peers:
+    async with simple_house(scripted_app(calls("add", '{"amount": 7}'), **cut)) as peers:
         row = await peers["agent"].post("/run", ROW)
     ng = row["ng"]
     assert (row["reward"], ng["tool_calls"], ng["stop_reason"], ng["status"]) == (0.0, 0, "length", "truncated")
@@ -623,7 +623,7 @@ async def test_an_agent_that_does_not_look_how_its_turns_ended_leaves_a_row_that
 
 
 async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_called():
-    model = scripted(says("done"))
+    model = scripted_app(says("done"))
     async with simple_house(model) as peers:
         with pytest.raises(UpstreamError, match=r"row 4: field 'target': Field required") as caught:
             await peers["agent"].post("/run", {key: value for key, value in ROW.items() if key != "target"})
@@ -730,7 +730,7 @@ async def test_token_data_becomes_segments_and_verifiers_never_see_it():
             "generation_log_probs": [-0.2],
         }
     ]
-    model = scripted(first, second, ng={"policy_version": [[0, 1, 6]]})
+    model = scripted_app(first, second, ng={"policy_version": [[0, 1, 6]]})
     async with simple_house(model) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["ng"]["segments"] == [
@@ -747,7 +747,7 @@ async def test_token_data_becomes_segments_and_verifiers_never_see_it():
 
 
 async def test_two_hundred_rollouts_at_once_do_not_mix_their_sessions():
-    async with simple_house(scripted(calls("add", '{"amount": 7}'), says("done"))) as peers:
+    async with simple_house(scripted_app(calls("add", '{"amount": 7}'), says("done"))) as peers:
         rows = await asyncio.gather(
             *(peers["agent"].post("/run", {**ROW, "target": 7 if i % 2 else 8}) for i in range(200))
         )

@@ -23,7 +23,7 @@ def rollout(text: str, **row: Any) -> dict[str, Any]:
     return {"responses_create_params": {"input": "q"}, "response": {"output": output}, **row}
 
 
-def shipped() -> list[dict[str, Any]]:
+def shipped_rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / "data" / "qa_short" / "validation.jsonl").read_text().splitlines()]
 
 
@@ -38,7 +38,7 @@ async def test_the_expected_answer_of_a_shipped_row_is_worth_one_and_the_whole_p
         async def reward(text: str, row: dict[str, Any]) -> float:
             return (await peers["qa"].post("/verify", rollout(text, **own(row))))["reward"]
 
-        for row in shipped():
+        for row in shipped_rows():
             passage, _, question = row["responses_create_params"]["input"].partition("\n\n")
             right, alias, *wrong = await asyncio.gather(
                 reward(f"Answer: {row['expected_answer']}", row),

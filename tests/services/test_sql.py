@@ -154,11 +154,11 @@ async def test_the_gold_query_does_not_take_the_time_of_the_answer(gym, monkeypa
     pool = load(ROOT / "gym_servers/sql/app.py").pool
     run, deadlines = pool.run, {}
 
-    async def noted(name, *arguments, deadline_s):
+    async def record_deadline(name, *arguments, deadline_s):
         deadlines[name] = deadline_s
         return await run(name, *arguments, deadline_s=deadline_s)
 
-    monkeypatch.setattr(pool, "run", noted)
+    monkeypatch.setattr(pool, "run", record_deadline)
     assert (await gym.post("/verify", request(TASK, "SELECT count(*) FROM t")))["reward"] == 1.0
     assert deadlines == {"expect": 2.0, "grade": 4.0}
 

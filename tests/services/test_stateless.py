@@ -215,11 +215,11 @@ async def test_a_tool_that_fails_fails_its_rollout_and_the_next_one_begins_a_ses
 async def test_a_repeated_call_of_a_tool_without_a_session_runs_once_until_verify() -> None:
     headers = {SESSION_HEADER: "0123456789abcdef", IDEMPOTENCY_HEADER: "1"}
 
-    async def called(gym: Peer, amount: int) -> bytes:
+    async def call_add(gym: Peer, amount: int) -> bytes:
         return (await gym.request("POST", "/add", {"amount": amount}, headers=headers)).body
 
     async with house({}, gym=gym_server(verify=verify, tools=[add], stateless=True)) as peers:
         gym = peers["gym"]
-        assert [await called(gym, 1), await called(gym, 2)] == [b"1", b"1"]
+        assert [await call_add(gym, 1), await call_add(gym, 2)] == [b"1", b"1"]
         await gym.session(headers[SESSION_HEADER]).post("/verify", {**ROW, "response": {"output": []}})
-        assert await called(gym, 2) == b"2"
+        assert await call_add(gym, 2) == b"2"

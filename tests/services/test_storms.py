@@ -28,7 +28,7 @@ IN_FLIGHT = 64
 PATIENCE_S = 300.0
 
 
-async def asked(url: str, calls: int) -> list[object]:
+async def send_calls(url: str, calls: int) -> list[object]:
     """What came of so many calls that may be repeated, so many at a time."""
     peers, gate = Peers({"policy": [url]}), asyncio.Semaphore(IN_FLIGHT)
 
@@ -53,7 +53,7 @@ async def test_while_three_in_ten_answers_are_errors_nearly_all_calls_succeed() 
         return web.Response(status=draw.choice((500, 502, 503))) if draw.random() < 0.3 else {"ok": True}
 
     async with serving(answer) as url:
-        outcomes = await asked(url, CALLS)
+        outcomes = await send_calls(url, CALLS)
     assert sum(outcome == {"ok": True} for outcome in outcomes) >= 0.999 * CALLS
     assert requests <= 1.2 * CALLS / (1 - 0.3)
 
@@ -76,7 +76,7 @@ async def test_a_caller_that_gets_a_retry_after_waits_that_long() -> None:
         return {"ok": True}
 
     async with serving(answer) as url:
-        outcomes = await asked(url, CALLS)
+        outcomes = await send_calls(url, CALLS)
     assert outcomes == [{"ok": True}] * CALLS
     assert refused == IN_FLIGHT
     assert requests == CALLS + refused <= 1.2 * CALLS
@@ -91,7 +91,7 @@ async def test_a_service_that_answers_only_errors_is_hardly_asked_again() -> Non
         return web.Response(status=500)
 
     async with serving(answer) as url:
-        outcomes = await asked(url, 200)
+        outcomes = await send_calls(url, 200)
     assert all(isinstance(outcome, UpstreamError) and outcome.retryable for outcome in outcomes)
     assert requests == 200 + FREE_RETRIES
 

@@ -19,7 +19,7 @@ def rollout(text: str, **row: Any) -> dict[str, Any]:
     return {"responses_create_params": {"input": "q"}, "response": {"output": output}, **row}
 
 
-def shipped() -> list[dict[str, Any]]:
+def shipped_rows() -> list[dict[str, Any]]:
     files = ("train", "validation")
     folder = ROOT / "data" / "structured_outputs"
     return [json.loads(line) for file in files for line in (folder / f"{file}.jsonl").read_text().splitlines()]
@@ -32,7 +32,7 @@ async def test_each_reference_earns_one_and_the_empty_and_the_cut_one_nothing():
             own = {key: value for key, value in row.items() if key != "responses_create_params"}
             return (await peers["gym"].post("/verify", rollout(text, **own)))["reward"]
 
-        rows = shipped()
+        rows = shipped_rows()
         assert {row["schema_type"] for row in rows} == {"json", "yaml", "xml", "csv", "toml"}
         for row in rows:
             reference = row["reference"]

@@ -67,12 +67,12 @@ def test_the_shipped_tokenizer_is_what_its_script_writes(root: Path, calculator:
 
 
 def test_no_sum_of_a_validation_task_is_ever_trained_on(calculator: Path, demonstrations: list[Row]) -> None:
-    def asked(name: str) -> list[str]:
+    def task_inputs(name: str) -> list[str]:
         return [row["responses_create_params"]["input"] for row in rows(calculator / name)]
 
-    held_out = sums(asked("validation.jsonl"))
-    assert len(set(asked("validation.jsonl"))) == 256 and len(set(asked("train.jsonl"))) == 512
-    assert not held_out & sums(asked("train.jsonl"))
+    held_out = sums(task_inputs("validation.jsonl"))
+    assert len(set(task_inputs("validation.jsonl"))) == 256 and len(set(task_inputs("train.jsonl"))) == 512
+    assert not held_out & sums(task_inputs("train.jsonl"))
     assert not held_out & sums([row["messages"][0]["content"] for row in demonstrations])
 
 

@@ -74,7 +74,7 @@ class Collected:
     log: str
 
 
-def collected(
+def run_collection(
     folder: Path, endpoint: str, rows: int = 1, gym: str = "gym_servers/counter", **settings: Any
 ) -> Collected:
     fields = {"logs": "text", "sample": 1.0, "contents": "false", **settings}
@@ -108,7 +108,7 @@ class Traced:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """One rollout that went well. Processes tell what is left before they end."""
     with receiver() as received:
-        return Traced(collected(tmp_path_factory.mktemp("good"), received.url), received)
+        return Traced(run_collection(tmp_path_factory.mktemp("good"), received.url), received)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """One that could not be scored; its contents are reported."""
     with receiver() as received:
         folder = tmp_path_factory.mktemp("broken")
-        return Traced(collected(folder, received.url, gym="gym_servers/broken", contents="true"), received)
+        return Traced(run_collection(folder, received.url, gym="gym_servers/broken", contents="true"), received)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     with receiver() as received:
         folder = tmp_path_factory.mktemp("half")
         settings: dict[str, Any] = {"gym": "gym_servers/broken", "logs": "json", "sample": 0.5, "rows": 30}
-        return Traced(collected(folder, received.url, **settings), received)
+        return Traced(run_collection(folder, received.url, **settings), received)
 
 
 def test_a_rollout_is_one_trace_across_all_processes(good: Traced) -> None:
@@ -193,7 +193,7 @@ def test_a_rollout_is_traced_by_every_service_or_by_none(half: Traced) -> None:
 
 def test_a_collector_that_is_down_costs_nothing_but_spans(tmp_path: Path) -> None:
     with reserved_port() as nobody:
-        done = collected(tmp_path, f"http://127.0.0.1:{nobody}", rows=20)
+        done = run_collection(tmp_path, f"http://127.0.0.1:{nobody}", rows=20)
     assert done.code == 0, done.said
     assert [row["reward"] for row in done.rows] == [1.0] * 20 and not done.failures
 

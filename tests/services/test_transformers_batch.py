@@ -56,7 +56,7 @@ def family(folder: Path, written: Path, name: str) -> Path:
 
 
 @asynccontextmanager
-async def served(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serve_model(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = load(ROOT / "models" / "transformers" / "app.py").app
     async with (
         house({"policy": {"model": str(folder)} | options}, policy=app) as peers,
@@ -65,7 +65,7 @@ async def served(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClien
         yield client
 
 
-async def sampled(client: httpx.AsyncClient, **params: Any) -> Answer:
+async def sample_answer(client: httpx.AsyncClient, **params: Any) -> Answer:
     reply = await client.post("/v1/responses", json={"input": "hello", "ignore_eos": True} | params)
     assert reply.status_code == 200, reply.text
     prompt, ids, logprobs = (reply.json()["output"][-1][name] for name in TOKEN_FIELDS)
@@ -88,11 +88,11 @@ def check(folder: Path, answers: list[Answer]) -> None:
 
 
 async def test_answers_of_one_batch_are_those_of_each_alone(folder: Path) -> None:
-    async with served(folder, context=512) as client:
-        answers = await asyncio.gather(*[sampled(client, **request(number)) for number in range(24)])
+    async with serve_model(folder, context=512) as client:
+        answers = await asyncio.gather(*[sample_answer(client, **request(number)) for number in range(24)])
         check(folder, answers)
         for number in (0, 7, 23):
-            alone = await sampled(client, **request(number))
+            alone = await sample_answer(client, **request(number))
             assert alone[1] == answers[number][1], "a seed decides, whatever else is in the batch"
             assert alone[2] == pytest.approx(answers[number][2], abs=1e-4)
 
@@ -216,12 +216,12 @@ async def test_the_cache_is_copied_only_when_it_has_no_room(folder: Path, monkey
     async with engine_of(folder) as (engine, batch):
         copy, copies = batch.Batch._copy, 0
 
-        def counted(self: Any, going: list[int], *more: Any) -> None:
+        def count_copies(self: Any, going: list[int], *more: Any) -> None:
             nonlocal copies
             copies += bool(going)
             copy(self, going, *more)
 
-        monkeypatch.setattr(batch.Batch, "_copy", counted)
+        monkeypatch.setattr(batch.Batch, "_copy", count_copies)
         widths: list[int] = []
         engine._model.register_forward_pre_hook(
             lambda network, args, named: widths.append(named["past_key_values"].get_seq_length()), with_kwargs=True
@@ -372,7 +372,7 @@ async def test_a_prefix_stays_while_another_that_shares_its_beginning_is_dropped
 
 
 async def test_usage_says_how_much_of_the_prompt_was_there(folder: Path) -> None:
-    async with served(folder, context=512) as client:
+    async with serve_model(folder, context=512) as client:
         messages: list[Json] = [{"role": "user", "content": "hello " * 100}]
         body: Json = {"max_output_tokens": 30, "ignore_eos": True, "temperature": 0}
         first = (await client.post("/v1/responses", json=body | {"input": messages})).json()
@@ -403,9 +403,9 @@ async def test_the_size_of_a_model_decides_how_many_threads_sample(
 
 async def test_greedy_filtered_and_hot_answers_share_a_batch(folder: Path) -> None:
     ways: list[Json] = [{"temperature": 0}, {"top_k": 1}, {"temperature": 0.5}, {"top_p": 0.3}, {}]
-    async with served(folder, context=512) as client:
-        answers = await asyncio.gather(*[sampled(client, max_output_tokens=20, seed=3, **way) for way in ways])
-        alone = [await sampled(client, max_output_tokens=20, seed=3, **way) for way in ways]
+    async with serve_model(folder, context=512) as client:
+        answers = await asyncio.gather(*[sample_answer(client, max_output_tokens=20, seed=3, **way) for way in ways])
+        alone = [await sample_answer(client, max_output_tokens=20, seed=3, **way) for way in ways]
     assert [ids for _, ids, _ in answers] == [ids for _, ids, _ in alone]
     greedy, narrow, _, _, plain = answers
     assert greedy[1] == narrow[1] and narrow[2] == pytest.approx([0.0] * 20)
@@ -415,8 +415,8 @@ async def test_greedy_filtered_and_hot_answers_share_a_batch(folder: Path) -> No
 @pytest.mark.parametrize("options", [{"kv_cache_mb": 1}, {"batch": 3}])
 async def test_answers_that_do_not_fit_at_once_wait_and_lose_no_token(folder: Path, options: Json) -> None:
     """1 MB are 2,000 tokens of this model: rows leave the batch as it grows, and come back."""
-    async with served(folder, context=4096, **options) as client:
-        asking = [sampled(client, seed=number, max_output_tokens=400) for number in range(12)]
+    async with serve_model(folder, context=4096, **options) as client:
+        asking = [sample_answer(client, seed=number, max_output_tokens=400) for number in range(12)]
         answers = await asyncio.gather(*asking)
         metrics = (await client.get("/metrics")).text
     assert [len(ids) for _, ids, _ in answers] == [400] * 12
@@ -427,13 +427,13 @@ async def test_answers_that_do_not_fit_at_once_wait_and_lose_no_token(folder: Pa
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_other_families_are_batched_as_far_as_their_cache_allows(folder: Path, tmp_path: Path, name: str) -> None:
     other = family(tmp_path, folder, name)
-    async with served(other) as client:
-        check(other, await asyncio.gather(*[sampled(client, **request(number)) for number in range(8)]))
+    async with serve_model(other) as client:
+        check(other, await asyncio.gather(*[sample_answer(client, **request(number)) for number in range(8)]))
 
 
 async def test_special_tokens_are_not_part_of_a_text_but_of_its_ids(folder: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "ignore_eos": True, "seed": 1}
-    async with served(folder) as client:
+    async with serve_model(folder) as client:
         message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
     assert {0, 1, 2} & set(message["generation_token_ids"])
     assert "<|" not in message["content"]

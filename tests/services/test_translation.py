@@ -15,7 +15,7 @@ GERMAN = "Der alte Turm ist weiß und die Brücke ist neben dem Fluss."
 SPANISH = "La torre vieja es blanca y el puente está al lado del río."
 
 
-async def scored(
+async def verify_all(
     *texts: str, references: tuple[str, ...] = (GERMAN,), source: str = SOURCE, **options: Any
 ) -> list[dict[str, Any]]:
     row = {"responses_create_params": {"input": "q"}, "source": source, "references": list(references)}
@@ -31,7 +31,7 @@ async def test_nearer_is_better():
         GERMAN.replace("alte", "neue"),
         GERMAN.replace("Turm", "Baum").replace("Fluss", "See").replace("weiß", "rot"),
     )
-    rewards = [answer["reward"] for answer in await scored(GERMAN, near, far, SPANISH, SOURCE, "")]
+    rewards = [answer["reward"] for answer in await verify_all(GERMAN, near, far, SPANISH, SOURCE, "")]
     assert rewards[0] == 1.0
     assert rewards == sorted(rewards, reverse=True)
     assert rewards[1] > 0.7 > rewards[2] > 0.3
@@ -40,7 +40,7 @@ async def test_nearer_is_better():
 
 
 async def test_labels_and_quotation_marks_are_not_part_of_the_translation():
-    answers = await scored(f"Translation: {GERMAN}", f"„{GERMAN}“", f"<think>{SOURCE}</think>\n**{GERMAN}**")
+    answers = await verify_all(f"Translation: {GERMAN}", f"„{GERMAN}“", f"<think>{SOURCE}</think>\n**{GERMAN}**")
     assert [answer["reward"] for answer in answers] == [1.0] * 3
 
 
@@ -61,24 +61,24 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_is_not_a_translation_is_worth_nothing_and_says_why(name):
-    [answer] = await scored(REFUSED[name])
+    [answer] = await verify_all(REFUSED[name])
     assert (answer["reward"], answer["outcome"]) == (0.0, "refused")
     assert answer["reason"]
 
 
 async def test_of_several_references_the_nearest_counts():
     other = "Der alte Turm ist weiß, und neben dem Fluss ist die Brücke."
-    answers = await scored(other, GERMAN, references=(GERMAN, other))
+    answers = await verify_all(other, GERMAN, references=(GERMAN, other))
     assert [answer["reward"] for answer in answers] == [1.0, 1.0]
 
 
 async def test_a_name_that_is_the_same_in_both_languages_is_not_a_copy():
-    [answer] = await scored("Maria Müller", references=("Maria Müller",), source="Maria Müller")
+    [answer] = await verify_all("Maria Müller", references=("Maria Müller",), source="Maria Müller")
     assert answer["reward"] == 1.0
 
 
 async def test_weights_split_the_reward_between_chrf_and_bleu():
-    [answer] = await scored(GERMAN.replace("alte", "neue"), chrf_weight=0.5)
+    [answer] = await verify_all(GERMAN.replace("alte", "neue"), chrf_weight=0.5)
     parts = answer["parts"]
     assert answer["reward"] == pytest.approx((parts["chrf"] + parts["bleu"]) / 2)
     assert 0 < parts["bleu"] < parts["chrf"] < 1

@@ -29,7 +29,7 @@ def environment(name: str, **options: Any) -> dict[str, Any]:
     return {**BRIDGE, "environment": name, "path": str(ROOT / FOLDER / "examples"), **options}
 
 
-def scripted(*texts: str) -> dict[str, Any]:
+def scripted_stanza(*texts: str) -> dict[str, Any]:
     replies = [{"turn": turn, "text": text} for turn, text in enumerate(texts, 1)]
     return {"kind": "model", "app": "models/scripted", "replies": replies}
 
@@ -37,7 +37,7 @@ def scripted(*texts: str) -> dict[str, Any]:
 GUESS = {
     "guess": environment("guess"),
     "player": {"kind": "agent", "app": "agents/gymnasium", "gym": "guess", "model": "guesses"},
-    "guesses": scripted("50", "18"),
+    "guesses": scripted_stanza("50", "18"),
 }
 OTHERS = {
     "sums": environment("sums", deadline_s=8, taskset={"num_tasks": 3}),
@@ -46,7 +46,7 @@ OTHERS = {
 
 
 @asynccontextmanager
-async def served(folder: Path, venvs: Path, stanzas: dict[str, Any]) -> AsyncIterator[Peers]:
+async def serve_verifiers(folder: Path, venvs: Path, stanzas: dict[str, Any]) -> AsyncIterator[Peers]:
     (folder / ".ngym").mkdir()
     (folder / ".ngym" / "venvs").symlink_to(venvs)
     (folder / "global_config.yaml").write_text(
@@ -60,13 +60,13 @@ async def served(folder: Path, venvs: Path, stanzas: dict[str, Any]) -> AsyncIte
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def peers(tmp_path_factory: pytest.TempPathFactory, shared_venvs: Path) -> AsyncIterator[Peers]:
-    async with served(tmp_path_factory.mktemp("guess"), shared_venvs, GUESS) as known:
+    async with serve_verifiers(tmp_path_factory.mktemp("guess"), shared_venvs, GUESS) as known:
         yield known
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def others(tmp_path_factory: pytest.TempPathFactory, shared_venvs: Path) -> AsyncIterator[Peers]:
-    async with served(tmp_path_factory.mktemp("others"), shared_venvs, OTHERS) as known:
+    async with serve_verifiers(tmp_path_factory.mktemp("others"), shared_venvs, OTHERS) as known:
         yield known
 
 
@@ -75,7 +75,7 @@ async def rows_of(peers: Peers, name: str, query: str = "?limit=3") -> list[dict
     return [orjson.loads(line) for line in answer.body.splitlines()]
 
 
-async def sum_scored(peers: Peers, text: str) -> dict[str, Any]:
+async def verify_sum(peers: Peers, text: str) -> dict[str, Any]:
     row = (await rows_of(peers, "sums"))[0]
     scored: dict[str, Any] = await peers["sums"].post("/verify", rollout(row, says(text)))
     return scored
@@ -98,21 +98,21 @@ async def test_the_tasks_of_an_environment_are_rows_with_its_prompts_and_tools(o
 
 @pytest.mark.soak
 async def test_the_environments_own_rewards_are_the_components(others: Peers) -> None:
-    right = await sum_scored(others, "<answer>12</answer>")
+    right = await verify_sum(others, "<answer>12</answer>")
     assert (right["reward"], right["reward_components"]) == (1.0, {"right": 0.8, "tagged": 0.2})
     assert right["metrics"] == {"characters": 19.0}
-    assert (await sum_scored(others, "<answer>13</answer>"))["reward"] == 0.2
-    assert (await sum_scored(others, "12"))["reward"] == 0.0
+    assert (await verify_sum(others, "<answer>13</answer>"))["reward"] == 0.2
+    assert (await verify_sum(others, "12"))["reward"] == 0.0
 
 
 @pytest.mark.soak
 async def test_a_rollout_on_which_a_reward_raises_or_never_ends_is_worth_nothing(others: Peers) -> None:
-    raised = await sum_scored(others, "fail the rubric")
+    raised = await verify_sum(others, "fail the rubric")
     assert (raised["reward"], raised["outcome"]) == (0.0, "verify_error")
     assert "this reward cannot be computed" in raised["reason"]
-    endless = await sum_scored(others, "hang the rubric")
+    endless = await verify_sum(others, "hang the rubric")
     assert (endless["reward"], endless["outcome"]) == (0.0, "too_heavy")
-    assert (await sum_scored(others, "<answer>12</answer>"))["reward"] == 1.0
+    assert (await verify_sum(others, "<answer>12</answer>"))["reward"] == 1.0
 
 
 @pytest.mark.soak
@@ -183,7 +183,7 @@ async def test_a_setup_that_fails_is_tried_again_by_the_next_call_of_the_session
     (tmp_path / "late.py").write_text(f"{head}tries = []\n\n\n{task}{SETUP}\n{rest}", "utf-8")
     (tmp_path / "run").mkdir()
     stanzas = {"late": environment("late", path=str(tmp_path))}
-    async with served(tmp_path / "run", shared_venvs, stanzas) as late:
+    async with serve_verifiers(tmp_path / "run", shared_venvs, stanzas) as late:
         (row,) = await rows_of(late, "late", "?limit=1")
         session = late["late"].session(tool_errors="show")
         await session.post("/seed_session", row)
@@ -196,5 +196,5 @@ async def test_a_setup_that_fails_is_tried_again_by_the_next_call_of_the_session
 @pytest.mark.soak
 async def test_what_cannot_be_served_is_refused_at_the_start_in_one_line(tmp_path: Path, shared_venvs: Path) -> None:
     with pytest.raises(NgymError, match="environment 'no_such_one' cannot be loaded: ModuleNotFoundError"):
-        async with served(tmp_path, shared_venvs, {"lost": environment("no_such_one")}):
+        async with serve_verifiers(tmp_path, shared_venvs, {"lost": environment("no_such_one")}):
             pass

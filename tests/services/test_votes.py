@@ -77,16 +77,16 @@ def test_of_many_rollouts_only_the_vote_of_all_is_counted() -> None:
     assert (many.at_k(2), many.at_k(EXACT_ROLLOUTS + 1), many.at_k(EXACT_ROLLOUTS + 2)) == (None, 1.0, None)
 
 
-def verified(task: int, reward: float | None, answer: Any = None, **fields: Any) -> Json:
+def verified_row(task: int, reward: float | None, answer: Any = None, **fields: Any) -> Json:
     return {"_ng_task_index": task, "reward": reward, "extracted_answer": answer, **fields}
 
 
 GROUP = [
-    verified(0, 1.0, "A", level="easy", reward_components={"answer": 0.8, "form": 0.2}),
-    verified(0, 0.0, "B", level="easy", reward_components={"answer": 0.0, "form": 0.0}),
-    verified(0, 1.0, "A", level="easy"),
-    verified(1, None, "C", level="hard"),
-    verified(1, 0.0, "C", level="hard"),
+    verified_row(0, 1.0, "A", level="easy", reward_components={"answer": 0.8, "form": 0.2}),
+    verified_row(0, 0.0, "B", level="easy", reward_components={"answer": 0.0, "form": 0.0}),
+    verified_row(0, 1.0, "A", level="easy"),
+    verified_row(1, None, "C", level="hard"),
+    verified_row(1, 0.0, "C", level="hard"),
 ]
 
 
@@ -109,7 +109,7 @@ def test_the_scores_are_reported_for_each_value_of_a_field() -> None:
 
 def test_the_table_of_a_field_folds_its_headers_and_cuts_none() -> None:
     subsets = Subsets("difficulty_of_the_task")
-    row = verified(0, 1.0, difficulty_of_the_task="hard")
+    row = verified_row(0, 1.0, difficulty_of_the_task="hard")
     subsets.add(0, row | {"reward_components": {"has_the_right_format": 1.0, "names_all_sources": 0.5}})
     console = Console(width=60, record=True, file=StringIO())
     console.print(subset_table(subsets))
@@ -119,7 +119,7 @@ def test_the_table_of_a_field_folds_its_headers_and_cuts_none() -> None:
 def test_a_field_with_too_many_values_does_not_grow_without_end() -> None:
     subsets = Subsets("seed")
     for seed in range(MAX_VALUES + 5):
-        subsets.add(seed, verified(seed, 1.0, seed=seed))
+        subsets.add(seed, verified_row(seed, 1.0, seed=seed))
     assert len(subsets.scores) == MAX_VALUES + 1 and subsets.scores[OTHER].rollouts == 5
 
 
@@ -134,7 +134,7 @@ def output_row(task: int, reward: float | None, **fields: Any) -> Json:
     trace = {"status": "ok", "stop_reason": "answer", "turns": 1, "tool_calls": 0, "tool_errors": 0}
     trace |= {"timings": {"total_s": 1.0}, "reward_components": fields.pop("parts", {})}
     agent = {"agent_ref": {"name": "words_agent"}}
-    return {**verified(task, reward, **fields), **agent, "ng": trace, "response": {"output": [], "usage": None}}
+    return {**verified_row(task, reward, **fields), **agent, "ng": trace, "response": {"output": [], "usage": None}}
 
 
 def test_the_collectors_table_has_votes_parts_and_subsets() -> None:
@@ -166,14 +166,14 @@ def gym(compute_metrics: Any) -> Any:
     return gym_server(verify=verify, compute_metrics=compute_metrics)
 
 
-async def asked(compute_metrics: Any, rows: list[Json]) -> Json:
+async def post_metrics(compute_metrics: Any, rows: list[Json]) -> Json:
     async with house({}, words=gym(compute_metrics)) as peers:
         answer: Json = await peers["words"].post("/aggregate_metrics", {"verify_responses": rows})
         return answer
 
 
 async def test_an_environments_own_metrics_see_the_scored_rollouts() -> None:
-    answer = await asked(lambda rows: {"seen": len(rows), **means_by(rows, "level")}, GROUP)
+    answer = await post_metrics(lambda rows: {"seen": len(rows), **means_by(rows, "level")}, GROUP)
     assert answer["key_metrics"]["seen"] == 4.0
     assert answer["agent_metrics"]["hard/mean/reward"] == 0.0
     assert answer["ng"]["environment"]["errors"] == []
@@ -191,7 +191,7 @@ def test_the_scores_of_labels_are_those_of_the_textbook() -> None:
 
 
 async def test_own_metrics_that_fail_are_reported_and_lose_no_other_number() -> None:
-    answer = await asked(lambda rows: {"mean": rows[0]["no such field"]}, GROUP)
+    answer = await post_metrics(lambda rows: {"mean": rows[0]["no such field"]}, GROUP)
     assert answer["ng"]["environment"] == {
         "metrics": {},
         "errors": ["compute_metrics failed: KeyError: 'no such field'"],
@@ -200,7 +200,7 @@ async def test_own_metrics_that_fail_are_reported_and_lose_no_other_number() -> 
 
 
 async def test_own_metrics_that_are_not_numbers_are_reported_one_by_one() -> None:
-    answer = await asked(lambda rows: {"good": 1, "none": None, "nan": float("nan"), "text": "x"}, GROUP)
+    answer = await post_metrics(lambda rows: {"good": 1, "none": None, "nan": float("nan"), "text": "x"}, GROUP)
     own = answer["ng"]["environment"]
     assert own["metrics"] == {"good": 1.0}
     assert [error.split(";")[0] for error in own["errors"]] == [

@@ -10,7 +10,7 @@ from ngym.trainer.data import samples
 from ngym.trainer.model import packing
 
 
-def packed() -> Any:
+def pack_sequences() -> Any:
     """Sequences of several lengths, which our attention packs."""
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (20, 30, 44, 12)]
@@ -28,7 +28,7 @@ def step(of: Any, data: Any, count: int = 1) -> list[float]:
 
 
 @torch.no_grad()
-def said(logprobs: Any, data: Any) -> torch.Tensor:
+def compute_logprobs(logprobs: Any, data: Any) -> torch.Tensor:
     result: torch.Tensor = logprobs(data)
     return result
 

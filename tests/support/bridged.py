@@ -15,7 +15,7 @@ from ngym.supervise.supervisor import Supervisor
 
 
 @asynccontextmanager
-async def bridged(name: str, folder: Path, venvs: Path, *options: str) -> AsyncIterator[Peer]:
+async def serve_bridged(name: str, folder: Path, venvs: Path, *options: str) -> AsyncIterator[Peer]:
     """folder: an empty one, for logs. venvs: where packages are kept. options: `key=value` for the stanza."""
     config = load_config([alone(name, folder, venvs)], [f"{name}.{option}" for option in options])
     async with Supervisor(config) as stack:

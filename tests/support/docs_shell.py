@@ -160,7 +160,7 @@ def unknown_words(line: Line) -> str | None:
     return f"{line.words[0]} has no option {unknown[0]}" if unknown else None
 
 
-def rehearsed(line: Line) -> tuple[str, ...]:
+def rehearse(line: Line) -> tuple[str, ...]:
     """The words after `ng` that give this command without its effects: as a dry run, or as an exported page."""
     assert line.ours is not None
     name, words = line.ours
@@ -241,7 +241,7 @@ def runnable(line: Line, agents: Sequence[str]) -> tuple[str, ...] | None:
     if {"--help", "--resume", "--environments", "--watch", "--models"} & set(words):
         return None
     if name == "collect_rollouts":
-        return _collected(words, agents)
+        return _collect_command(words, agents)
     if name == "view":
         return (name, *words, *(() if "--export" in words else ("--export", "viewed.html")))
     if name in REHEARSED:
@@ -249,7 +249,7 @@ def runnable(line: Line, agents: Sequence[str]) -> tuple[str, ...] | None:
     return (name, *words) if name in QUICK and "--config" not in words else None
 
 
-def _collected(words: tuple[str, ...], agents: Sequence[str]) -> tuple[str, ...] | None:
+def _collect_command(words: tuple[str, ...], agents: Sequence[str]) -> tuple[str, ...] | None:
     """One rollout, where its agent is served; a dry run, where it is in a config."""
     agent = dict(itertools.pairwise(words)).get("--agent")
     if "--head" in words:

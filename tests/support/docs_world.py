@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def copied(world: Path, folder: Path) -> Path:
+def copy_world(world: Path, folder: Path) -> Path:
     """A separate folder for a page; what it writes is seen by no other page."""
     shutil.copytree(world, folder, symlinks=True)
     return folder
@@ -138,7 +138,7 @@ def _servers(folder: Path) -> list[dict[str, Any]]:
     return servers
 
 
-def addressed(text: str, folder: Path) -> str:
+def replace_addresses(text: str, folder: Path) -> str:
     """The same with the ports that the run's services really have."""
     urls = {server["name"]: server["url"] for server in _servers(folder) if "url" in server}
     return ADDRESS.sub(
@@ -149,7 +149,7 @@ def addressed(text: str, folder: Path) -> str:
 def _collect(folder: Path) -> None:
     """out.jsonl: of each task two rollouts that are right and two that are not."""
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda each: _collected(folder, *each), (("counter_agent", "out"), ("worse_agent", "worse"))))
+        list(pool.map(lambda each: _collect_into(folder, *each), (("counter_agent", "out"), ("worse_agent", "worse"))))
     rows = [json.loads(line) for line in (folder / "worse.jsonl").read_text().splitlines()]
     with (folder / "out.jsonl").open("a") as out:
         for row in rows:
@@ -163,13 +163,15 @@ def _collect(folder: Path) -> None:
                 '"rollout_id":"', f'"rollout_id":"{place}-'
             )
         )
-    ended(ngym("export", "--format", "preferences", "--input", "out.jsonl", "--output", "preferences.jsonl"), folder)
+    run_to_end(
+        ngym("export", "--format", "preferences", "--input", "out.jsonl", "--output", "preferences.jsonl"), folder
+    )
     for left in folder.glob("worse*"):
         left.unlink()
 
 
-def _collected(folder: Path, agent: str, name: str) -> None:
-    ended(
+def _collect_into(folder: Path, agent: str, name: str) -> None:
+    run_to_end(
         ngym(
             "collect_rollouts",
             "--agent",
@@ -185,7 +187,7 @@ def _collected(folder: Path, agent: str, name: str) -> None:
     )
 
 
-def ended(command: Sequence[str], folder: Path, stdin: str | None = None, timeout_s: float = 300) -> str:
+def run_to_end(command: Sequence[str], folder: Path, stdin: str | None = None, timeout_s: float = 300) -> str:
     """What a command says. AssertionError where it fails.
 
     `ng_train` runs in a process that is forked from one that has imported PyTorch.

@@ -106,12 +106,12 @@ def anchors(text: str) -> set[str]:
         if heading is None:
             continue
         named = NAMED.search(heading[2])
-        slug = named[1] if named else slugged(NAMED.sub("", heading[2]))
+        slug = named[1] if named else slugify(NAMED.sub("", heading[2]))
         found.add(slug if slug not in found else f"{slug}_1")
     return found
 
 
-def slugged(heading: str) -> str:
+def slugify(heading: str) -> str:
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     words = re.sub(r"[^\w\s-]", "", words).strip().lower()
     return re.sub(r"[-\s]+", "-", words)

@@ -36,18 +36,18 @@ class Route(NamedTuple):
 
 
 @cache
-def promised(url: str) -> Any:
+def load_schema(url: str) -> Any:
     """The service's document."""
     return schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
 def routes(url: str) -> list[Route]:
     """Each route of the service, to be asked as its document says and as it does not."""
-    operations = [found.ok() for found in promised(url).get_all_operations()]
+    operations = [found.ok() for found in load_schema(url).get_all_operations()]
     return [Route(url, one.method, one.path, mode) for one in operations for mode in schemathesis.GenerationMode]
 
 
-def asked(route: Route, examples: int) -> int:
+def check_route(route: Route, examples: int) -> int:
     """Ask `examples` times, or as often as there are different cases; how many there were."""
     cases = 0
     session = requests.Session()
@@ -61,7 +61,7 @@ def asked(route: Route, examples: int) -> int:
         checks = [check for check in CHECKS if answer.status_code != DELIBERATE or check is not not_a_server_error]
         case.validate_response(answer, checks=checks)
 
-    operation = promised(route.url)[route.path][route.method]
+    operation = load_schema(route.url)[route.path][route.method]
     once = settings(
         max_examples=examples,
         phases=[Phase.generate],

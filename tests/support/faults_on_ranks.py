@@ -52,13 +52,13 @@ class Faulty(sft.Sft):
 def broken_gradient(policy: Any, rank: int, enabled: bool) -> Iterator[None]:
     """One element of one parameter's gradient is infinite, on one rank."""
 
-    def spoiled(gradient: torch.Tensor) -> torch.Tensor:
+    def corrupt(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
         gradient.view(-1)[-1] = math.inf
         return gradient
 
     parameter = dict(policy.named_parameters())["network.model.layers.1.mlp.down_proj.weight"]
-    hook = parameter.register_hook(spoiled) if enabled and rank == RANK else None
+    hook = parameter.register_hook(corrupt) if enabled and rank == RANK else None
     yield
     if hook is not None:
         hook.remove()
@@ -84,7 +84,7 @@ def main(data: Path, output: Path, ways: list[str]) -> None:
         options = recipe.EngineOptions.model_validate({"zero_stage": int(stage), "precision": precision or "fp32"})
         return engine.Engine(policy, launch, options, recipe.OptimizerOptions(**OPTIMIZER))
 
-    def trained(learner: Any, kind: str, batches: list[Any], watch: Any, report: Callable[..., None]) -> None:
+    def train_steps(learner: Any, kind: str, batches: list[Any], watch: Any, report: Callable[..., None]) -> None:
         with broken_gradient(learner.policy, launch.rank, kind == "gradient"):
             groups = [samples.Batch([batch]) for batch in batches]
             loop.train(learner, Faulty(kind, launch.rank), groups, 150, lambda step: 1.0, watch, report)
@@ -99,10 +99,10 @@ def main(data: Path, output: Path, ways: list[str]) -> None:
                 into.append(values["skipped_steps"])
 
             for kind in ("none", "logprob", "none", "loss", "none", "gradient", "none"):
-                trained(learner, kind, batches[:1], watch, report)
+                train_steps(learner, kind, batches[:1], watch, report)
                 hashes.append(digest(learner.policy))
             try:
-                trained(learner, "gradient", batches, watch, report)
+                train_steps(learner, "gradient", batches, watch, report)
                 ended = "it went on"
             except sanity_checks.NotFinite as error:
                 ended = str(error)

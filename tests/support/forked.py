@@ -120,10 +120,10 @@ class FdAtStart:
         self._fd = fd
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _detached, (DupFd(self._fd),)
+        return _detach, (DupFd(self._fd),)
 
 
-def _detached(shared: Any) -> int:
+def _detach(shared: Any) -> int:
     return int(shared.detach())
 
 

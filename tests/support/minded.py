@@ -63,10 +63,10 @@ def answer_ids(tokens: PreTrainedTokenizerFast, prompt: list[int]) -> list[int]:
         Turn(role, reply) for role, reply in re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text, re.DOTALL)
     ]
     reply = mind([turn for turn in turns if turn.role != "system"], "tools: [" in text, None)
-    return tokens.encode(_written(reply) + "<|im_end|>", add_special_tokens=False)
+    return tokens.encode(_render(reply) + "<|im_end|>", add_special_tokens=False)
 
 
-def _written(reply: Said) -> str:
+def _render(reply: Said) -> str:
     thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
     call = f"\n<tool_call>\n{json.dumps(reply.call)}\n</tool_call>" if reply.call else ""
     return thought + reply.text + call

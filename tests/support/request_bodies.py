@@ -114,7 +114,7 @@ JUNK += [
 ]
 
 
-def mutated(body: Json, luck: random.Random) -> Json:
+def mutate(body: Json, luck: random.Random) -> Json:
     """The body with one to three of its parts replaced, dropped, doubled or added."""
     body = copy.deepcopy(body)
     for _ in range(luck.randint(1, 3)):

@@ -29,14 +29,14 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Around the summary: what passes the second time is taken out of what failed."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(session.config, "workerinput") and not session.config.option.no_rerun:
-        flaky = _passed_alone(session, terminal)
+        flaky = _rerun_alone(session, terminal)
         report = session.config.rootpath / REPORT
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text("".join(f"{each.nodeid}\n{each.longreprtext}\n\n" for each in flaky), encoding="utf-8")
     return (yield)
 
 
-def _passed_alone(session: pytest.Session, terminal: pytest.TerminalReporter) -> list[pytest.TestReport]:
+def _rerun_alone(session: pytest.Session, terminal: pytest.TerminalReporter) -> list[pytest.TestReport]:
     """What was reported of the failed tests that pass when they run alone; they no longer fail the session."""
     failed = {report.nodeid for kind in FAILED for report in terminal.stats.get(kind, ())}
     if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(failed) <= MAX_FLAKY:

@@ -62,7 +62,7 @@ async def gold_failures(name: str) -> list[Any]:
     return wrong
 
 
-def made_again(name: str, folder: Path) -> list[str]:
+def unreproducible_files(name: str, folder: Path) -> list[str]:
     """The data files that the generator does not make again byte for byte."""
     generator = ROOT / "data" / name / "generate.py"
     subprocess.run([sys.executable, str(generator), str(folder)], check=True, timeout=300)

@@ -25,7 +25,7 @@ def text_item(text: str, **fields: Any) -> Json:
     return {"id": "msg", "type": "message", "role": "assistant", "status": "completed", "content": content, **fields}
 
 
-def scored(row: Json, reward: float | None = 1.0, *items: Json, **fields: Any) -> Json:
+def scored_row(row: Json, reward: float | None = 1.0, *items: Json, **fields: Any) -> Json:
     """What NeMo Gym's agents answer to /run: no `ng`."""
     response = {
         "id": "resp_1",
@@ -70,7 +70,11 @@ async def serving(answer: Answer, *, port: int = 0, ready: Callable[[], int] = l
 
 @asynccontextmanager
 async def head(
-    answer: Answer = scored, *, nemo: bool = False, restarts: Callable[[], int] = lambda: 0, others: Sequence[Json] = ()
+    answer: Answer = scored_row,
+    *,
+    nemo: bool = False,
+    restarts: Callable[[], int] = lambda: 0,
+    others: Sequence[Json] = (),
 ) -> AsyncIterator[str]:
     """A head that knows one agent, and others; ours, or one that answers as NeMo Gym's does. restarts: of the agent."""
 

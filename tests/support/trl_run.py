@@ -27,7 +27,7 @@ def main(rows: str, config: str, *names: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.response_template = qwen3_template
     tools = [gyms[0].environment().add]  # type: ignore[attr-defined]
-    model = taught(tokenizer, [demonstration(tokenizer, task, tools) for task in tasks])
+    model = fit_model(tokenizer, [demonstration(tokenizer, task, tools) for task in tasks])
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             folder, max_steps=STEPS, per_device_train_batch_size=8, num_generations=4, max_completion_length=64,
@@ -56,7 +56,7 @@ def demonstration(tokenizer: PreTrainedTokenizerBase, task: dict[str, Any], tool
     return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
 
 
-def taught(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> Qwen3ForCausalLM:
+def fit_model(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> Qwen3ForCausalLM:
     """A tiny model that says these sequences."""
     model = Qwen3ForCausalLM(
         Qwen3Config(

@@ -179,14 +179,14 @@ def _with_a_fault(value: Json, draw: random.Random) -> Json:
 
 
 def sse(events: Iterator[Json], *, named: bool = False, done: bool = False) -> Response:
-    async def written() -> AsyncIterator[str]:
+    async def format_events() -> AsyncIterator[str]:
         for event in events:
             yield (f"event: {event['type']}\n" if named else "") + f"data: {json.dumps(event)}\n\n"
             await asyncio.sleep(0)
         if done:
             yield "data: [DONE]\n\n"
 
-    return StreamingResponse(written(), media_type="text/event-stream")
+    return StreamingResponse(format_events(), media_type="text/event-stream")
 
 
 def text_of(content: Any) -> str:

@@ -69,7 +69,7 @@ def _rollout(task: int, index: int, reward: float) -> dict[str, Any]:
     }
 
 
-def said(*words: str, environment: dict[str, str] | None = None) -> Result:
+def run_cli(*words: str, environment: dict[str, str] | None = None) -> Result:
     return CliRunner(env=environment).invoke(ng, words)
 
 
@@ -124,17 +124,17 @@ def test_ng_lists_every_script_in_one_group(root: Path) -> None:
     }
     assert scripts["ngym"] == scripts["ng"], "`uvx ngym`, and where NeMo Gym or Angular have installed their own ng"
     assert sorted(name for names in GROUPS.values() for name in names) == sorted([*COMMANDS, *OWN])
-    alone = said()
-    assert alone.exit_code == 0 and alone.stdout == said("--help").stdout == said("help").stdout
+    alone = run_cli()
+    assert alone.exit_code == 0 and alone.stdout == run_cli("--help").stdout == run_cli("help").stdout
     for name, line in ({name: line for name, (_, line) in COMMANDS.items()} | OWN).items():
         assert re.search(rf"^  {name} +{re.escape(line)}$", alone.stdout, re.MULTILINE)
 
 
 def test_a_command_is_found_by_each_of_its_names() -> None:
-    shown = [said(name, "--help") for name in ("collect_rollouts", "collect-rollouts", "ng_collect_rollouts")]
+    shown = [run_cli(name, "--help") for name in ("collect_rollouts", "collect-rollouts", "ng_collect_rollouts")]
     assert {result.exit_code for result in shown} == {0} and len({result.stdout for result in shown}) == 1
-    assert said("help", "collect-rollouts").stdout == shown[0].stdout
-    assert said("collect_rollouts", "--version").stdout.startswith("ng collect_rollouts (ngym) ")
+    assert run_cli("help", "collect-rollouts").stdout == shown[0].stdout
+    assert run_cli("collect_rollouts", "--version").stdout.startswith("ng collect_rollouts (ngym) ")
 
 
 # --- mistakes ---
@@ -199,7 +199,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2(here: Path, line: str, message: str) -> None:
     before = everything(here)
-    result = said(*line.split())
+    result = run_cli(*line.split())
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr and result.stderr.count("\n") == 1
     assert everything(here) == before
@@ -217,7 +217,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(here: Path, line: str, message: s
 def test_nothing_takes_the_place_of_a_device_or_a_pipe(here: Path, line: str) -> None:
     """For root, `--output /dev/null` replaced the machine's /dev/null."""
     os.mkfifo(here / "pipe")
-    result = said(*line.split())
+    result = run_cli(*line.split())
     assert result.exit_code == 2 and (here / "pipe").is_fifo()
     assert result.stderr == "pipe is not a regular file, but a device or a pipe; name a file\n"
 
@@ -238,7 +238,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(
 ) -> None:
     """As on a read-only file system; permissions do not bind root."""
     monkeypatch.setattr("os.access", lambda path, mode, **_: not mode & os.W_OK)
-    result = said(*line.split())
+    result = run_cli(*line.split())
     assert result.exit_code == 2 and result.stderr.endswith(
         "cannot be written to: it is read-only, or you have no permission\n"
     )
@@ -246,12 +246,12 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(
 
 def test_an_input_that_can_be_read_only_once_is_said_to_be_one(here: Path) -> None:
     os.mkfifo(here / "pipe")
-    message = said("collect_rollouts", "--input", "pipe", "--output", "out.jsonl").stderr
+    message = run_cli("collect_rollouts", "--input", "pipe", "--output", "out.jsonl").stderr
     assert message == "pipe: no such file (--input), it is a device or a pipe; save its output to a file\n"
 
 
 def test_nothing_runs_here_is_a_failure(here: Path) -> None:
-    result = said("status")
+    result = run_cli("status")
     assert result.exit_code == 1 and result.stderr.startswith(f"nothing runs in {here}: ") and result.stdout == ""
 
 
@@ -297,7 +297,7 @@ def test_an_error_ends_a_command_with_its_code(raised: BaseException, code: int,
 def test_a_full_disk_under_a_file_is_reported_with_the_file(here: Path) -> None:
     """/dev/full behind a link: each write is refused, and the refusal names no file."""
     (here / ".again.jsonl.partial").symlink_to("/dev/full")
-    result = said("reverify", "--input", "rollouts.jsonl", "--output", "again.jsonl")
+    result = run_cli("reverify", "--input", "rollouts.jsonl", "--output", "again.jsonl")
     assert (result.exit_code, result.stderr) == (
         75,
         "again.jsonl: No space left on device; make room and run it again\n",
@@ -307,14 +307,14 @@ def test_a_full_disk_under_a_file_is_reported_with_the_file(here: Path) -> None:
 
 def test_a_file_that_a_full_disk_refuses_is_reported_and_can_be_tried_again(here: Path) -> None:
     (here / "tasks.jsonl.tmp").symlink_to("/dev/full")
-    result = said("profile", "rollouts.jsonl", "--output", "tasks.jsonl")
+    result = run_cli("profile", "rollouts.jsonl", "--output", "tasks.jsonl")
     assert (result.exit_code, result.stderr) == (75, "tasks.jsonl: cannot be written: No space left on device\n")
 
 
 def test_a_full_disk_under_the_config_of_a_walk_is_reported(here: Path) -> None:
     (here / "global_config.yaml").unlink()
     (here / "global_config.yaml").symlink_to("/dev/full")
-    result = said("quickstart", "--folder", str(here))
+    result = run_cli("quickstart", "--folder", str(here))
     message = f"{here}/global_config.yaml: No space left on device; make room and run it again\n"
     assert (result.exit_code, result.stderr) == (75, message)
 
@@ -449,15 +449,15 @@ def walking_beside(folder: Path, config: str) -> Iterator[subprocess.Popen[str]]
         try:
             _read_until(process, "begun")
             yield process
-            wait_until(lambda: not _left(folder))
+            wait_until(lambda: not _remaining_processes(folder))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            for left in _left(folder):
+            for left in _remaining_processes(folder):
                 left.kill()
 
 
-def _left(folder: Path) -> list[psutil.Process]:
+def _remaining_processes(folder: Path) -> list[psutil.Process]:
     """The processes of `ng_run`: it, its zygote and the services, each in the folder."""
     found = []
     for process in psutil.process_iter():
@@ -481,7 +481,7 @@ ONE_GYM = "counter: {kind: gym_server, app: gym_servers/counter}\n"
 def test_services_beside_a_walk_end_with_it(tmp_path: Path, number: int, to_all: bool, code: int) -> None:
     with walking_beside(tmp_path, ONE_GYM) as process:
         wait_until(lambda: "ready in" in (tmp_path / "log").read_text())
-        assert _left(tmp_path)
+        assert _remaining_processes(tmp_path)
         (os.killpg if to_all else os.kill)(process.pid, number)
         assert process.wait() == code
 
@@ -571,15 +571,15 @@ DRY = {
 def test_a_dry_run_shows_and_does_nothing(root: Path, here: Path, name: str) -> None:
     words = DRY[name].format(root=root).split()
     before = everything(here)
-    shown = said(*words)
+    shown = run_cli(*words)
     assert shown.exit_code == 0 and shown.output, shown.output
-    as_json = said(*words, "--json")
+    as_json = run_cli(*words, "--json")
     assert as_json.exit_code == 0 and everything(here) == before
     json.loads(as_json.stdout)
 
 
 def test_a_dry_run_of_a_walk_shows_its_commands(here: Path) -> None:
-    plan = json.loads(said("quickstart", "--dry-run", "--json", "--seed", "7").stdout)
+    plan = json.loads(run_cli("quickstart", "--dry-run", "--json", "--seed", "7").stdout)
     assert plan["folder"] == "runs/quickstart"
     names = [line.split()[0] for line in plan["commands"]]
     assert names == ["python", "ng_run", "ng_train", "ng_collect_rollouts", "ng_train", "kill"]
@@ -588,10 +588,10 @@ def test_a_dry_run_of_a_walk_shows_its_commands(here: Path) -> None:
 
 
 def test_a_dry_run_says_what_would_be_started_where(here: Path) -> None:
-    shown = said("run", "--dry-run", "--only", "my_env", "my_env.port=8123", "ngym.host=127.0.0.2")
+    shown = run_cli("run", "--dry-run", "--only", "my_env", "my_env.port=8123", "ngym.host=127.0.0.2")
     assert list(yaml.safe_load(shown.stdout)) == ["ngym", "my_env"]
     assert f"127.0.0.2:8123  {here}/gym_servers/my_env/app.py" in shown.stderr
-    plan = json.loads(said("run", "--dry-run", "--json", "policy.replicas=2").stdout)
+    plan = json.loads(run_cli("run", "--dry-run", "--json", "policy.replicas=2").stdout)
     assert [(each["name"], each["replicas"], each["port"]) for each in plan["services"]] == [
         ("policy", 2, None),
         ("my_env", 1, None),
@@ -609,13 +609,13 @@ def test_a_dry_run_of_a_collection_counts_what_is_done(here: Path) -> None:
         "--output",
         "rollouts.jsonl",
     ]
-    shown = said("collect_rollouts", *words, "--dry-run", "--repeats", "3")
+    shown = run_cli("collect_rollouts", *words, "--dry-run", "--repeats", "3")
     assert shown.stdout.startswith("15 rollouts into rollouts.jsonl; the first, by my_env_agent:\n")
     assert (
         "5 tasks, 64 rollouts at once" in shown.stdout and "started here: my_env, my_env_agent, policy" in shown.stdout
     )
     assert shown.stderr == "rollouts.jsonl already holds rollouts: --resume or --overwrite is needed\n"
-    refused = said("collect_rollouts", *words, "--dry-run", "--resume")
+    refused = run_cli("collect_rollouts", *words, "--dry-run", "--resume")
     assert refused.exit_code == 2 and "rollouts_run.json does not exist" in refused.stderr
 
 
@@ -628,18 +628,18 @@ JSON = [
 
 @pytest.mark.parametrize("line", JSON)
 def test_json_is_all_that_is_on_standard_output(here: Path, line: str) -> None:
-    result = said(*line.split(), "--json")
+    result = run_cli(*line.split(), "--json")
     assert result.exit_code == 0 and json.loads(result.stdout), result.stderr
 
 
 def test_a_profile_is_json_line_by_line(here: Path) -> None:
-    rows = [json.loads(line) for line in said("profile", "rollouts.jsonl", "--json").stdout.splitlines()]
+    rows = [json.loads(line) for line in run_cli("profile", "rollouts.jsonl", "--json").stdout.splitlines()]
     assert len(rows) == 2
 
 
 def test_a_json_of_mistakes_names_them(here: Path) -> None:
     (here / "global_config.yaml").write_text("one: {kind: agent, app: agents/simple, gym: x, model: one}\n")
-    result = said("validate", "--json")
+    result = run_cli("validate", "--json")
     assert result.exit_code == 2 and "no service named 'x'" in result.stderr
     assert result.stderr.splitlines() == json.loads(result.stdout)["mistakes"]
 
@@ -682,7 +682,7 @@ def test_a_shell_completes_commands_options_services_recipes_and_files(here: Pat
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_completion_is_of_every_script(shell: str) -> None:
-    result = said("completion", shell)
+    result = run_cli("completion", shell)
     assert result.exit_code == 0
     for name in ("ng", *(f"ng_{name}" for name in COMMANDS)):
         assert f"_{name.upper()}_COMPLETE={shell}_complete" in result.stdout

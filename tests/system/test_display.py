@@ -23,7 +23,7 @@ import psutil
 import pytest
 from machine import descendants, until
 from rich.text import Text
-from stub_agents import head, scored, task
+from stub_agents import head, scored_row, task
 from terminals import Terminal, terminal
 
 from ngym.collect.aggregate import Aggregates
@@ -194,7 +194,7 @@ def state(label: str, status: str = "ready", **fields: object) -> ReplicaState:
     return ReplicaState(**{**known.__dict__, "status": status, **fields})
 
 
-def drawn(lines: Sequence[Text], size: Size) -> list[str]:
+def draw_lines(lines: Sequence[Text], size: Size) -> list[str]:
     """AssertionError where a picture would change."""
     assert len(lines) <= size.height or size.height == 1
     return [line.plain for line in lines]
@@ -207,7 +207,7 @@ def test_a_board_fits_whatever_the_terminal(size: Size) -> None:
         board.event(state(f"a_service_of_some_name-{number}", restarts=number % 2))
     board.event(state("policy", "starting", detail="loading the weights " * 9))
     board.traffic({f"a_service_of_some_name-{number}": ServiceTraffic(1234.5, 1) for number in range(30)})
-    lines = drawn(board.picture(size), size)
+    lines = draw_lines(board.picture(size), size)
     if size.width >= 39:
         assert all(len(line) <= size.width for line in lines)
         assert any(line.startswith(("policy", "30 of 31")) for line in lines)
@@ -220,7 +220,7 @@ def test_a_board_shows_state_place_traffic_and_trouble() -> None:
     board.event(state("policy", "starting", detail="loading the weights"))
     board.event(state("math", restarts=2))
     board.traffic({"math": ServiceTraffic(12.34, 5)})
-    policy, math, below = drawn(board.picture(wide), wide)
+    policy, math, below = draw_lines(board.picture(wide), wide)
     assert re.fullmatch(r"policy  starting \d+ s  loading the weights", policy)
     assert re.fullmatch(r"math    ready +http://127.0.0.1:40001  12.3 req/s  2 restarts, 5 errors", math)
     assert re.fullmatch(r"1 of 2 services ready, \d+ s", below)
@@ -228,7 +228,7 @@ def test_a_board_shows_state_place_traffic_and_trouble() -> None:
     assert re.fullmatch(line, board.line())
     board.event(state("policy"))
     board.traffic({"policy": ServiceTraffic(0.0, 0)})
-    assert [line.split() for line in drawn(board.picture(narrow), narrow)[:2]] == [
+    assert [line.split() for line in draw_lines(board.picture(narrow), narrow)[:2]] == [
         ["policy", "ready", ":40001", "idle"],
         ["math", "ready", ":40001", "2", "restarts"],
     ]
@@ -432,7 +432,7 @@ async def test_a_pipe_gets_what_it_shall_while_a_terminal_shows_the_progress(tmp
     async def answer(row: Json) -> Json:
         if row["n"] == 4:
             await go_on.wait()
-        return scored(row)
+        return scored_row(row)
 
     with terminal(60, 10) as tty:
         async with head(answer) as url:

@@ -51,7 +51,7 @@ def config(root: Path) -> Config:
     return load_config([root / "docker" / "global_config.yaml"])
 
 
-def started(compose: dict[str, Any], **environment: str) -> set[str]:
+def started_services(compose: dict[str, Any], **environment: str) -> set[str]:
     """The services that `docker compose up` starts: without a profile or with an active one, and not scaled to 0."""
     active = set(filter(None, environment.get("COMPOSE_PROFILES", "").split(",")))
 
@@ -125,7 +125,7 @@ def test_every_dependency_is_a_service_with_a_health_check_that_starts_with_it(
 
 
 def test_plain_compose_up_starts_the_cpu_stack_and_profiles_are_for_gpus_and_jobs(compose: dict[str, Any]) -> None:
-    assert started(compose) == {"policy", "calculator", "calculator_agent"}
+    assert started_services(compose) == {"policy", "calculator", "calculator_agent"}
     profiles = {name: service["profiles"] for name, service in compose["services"].items() if "profiles" in service}
     jobs = {name: [name] for name in ("collect", "train", "train-gpu")}
     assert profiles == {"policy-gpu": ["gpu"], **jobs}
@@ -134,7 +134,7 @@ def test_plain_compose_up_starts_the_cpu_stack_and_profiles_are_for_gpus_and_job
 def test_with_gpus_one_policy_takes_the_place_of_the_other(root: Path, compose: dict[str, Any]) -> None:
     (line,) = re.findall(r"printf '(COMPOSE_PROFILES=.*)' >> \.env", (root / "docker-compose.yml").read_text())
     environment = dict(pair.split("=") for pair in line.split("\\n") if pair)
-    assert started(compose, **environment) == {"policy-gpu", "calculator", "calculator_agent"}
+    assert started_services(compose, **environment) == {"policy-gpu", "calculator", "calculator_agent"}
     assert compose["services"]["policy"]["ports"] == compose["services"]["policy-gpu"]["ports"]  # never both
 
 

@@ -80,7 +80,7 @@ def test_functions_that_the_architecture_names_are_defined_in_the_linked_files()
     page = ROOT / "docs" / "architecture.md"
     linked = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", page.read_text())
     assert len(linked) > 30
-    wrong = [f"{name} is not in {path}" for name, path in linked if name not in _defined(page.parent / path)]
+    wrong = [f"{name} is not in {path}" for name, path in linked if name not in _definitions(page.parent / path)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -98,7 +98,7 @@ def test_each_answer_of_find_the_code_is_a_file_and_defines_the_names_behind_it(
             wrong += [
                 f"{name} is not in {path}"
                 for name in re.findall(r"`([\w.]+)`", names)
-                if name not in (ROOT / path).read_text() and name not in _defined(ROOT / path)
+                if name not in (ROOT / path).read_text() and name not in _definitions(ROOT / path)
             ]
     assert not wrong, "\n".join(wrong)
 
@@ -123,7 +123,7 @@ def test_every_package_is_described_in_the_architecture() -> None:
     assert packages <= named
 
 
-def _defined(file: Path) -> set[str]:
+def _definitions(file: Path) -> set[str]:
     """The functions and classes of a file, and `Class.method`."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):

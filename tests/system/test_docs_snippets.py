@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import docs_shell
 import pytest
 import yaml
-from docs_world import AGENTS, addressed, copied, ended, ngym, world
+from docs_world import AGENTS, copy_world, ngym, replace_addresses, run_to_end, world
 from documents import ROOT, Snippet, inline_commands, pages, readmes, snippets
 from pydantic import create_model
 
@@ -58,7 +58,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def ground(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project with every file that the pages write into it."""
-    folder = copied(project, tmp_path_factory.mktemp("ground") / "project")
+    folder = copy_world(project, tmp_path_factory.mktemp("ground") / "project")
     for snippet in ALL:
         if "file" in snippet.remarks and snippet.language == "python":
             _write(snippet, folder)
@@ -66,7 +66,7 @@ def ground(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[list[str]]]]:
+def page_results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[list[str]]]]:
     """What came of running a page's code, two pages at a time: a line for each thing that went wrong."""
     base = tmp_path_factory.mktemp("pages")
     with ThreadPoolExecutor(2) as pool:
@@ -78,7 +78,7 @@ def _run(page: Path, project: Path, folder: Path) -> list[str]:
     mine = [snippet for snippet in ALL if snippet.page == page and "not run" not in snippet.remarks]
     if not any(snippet.language in ("sh", "python") for snippet in mine):
         return []
-    here, blocks, wrong, section = copied(project, folder), [], [], 0
+    here, blocks, wrong, section = copy_world(project, folder), [], [], 0
     for snippet in mine:
         here, section = (here if snippet.section == section else folder), snippet.section
         try:
@@ -87,11 +87,11 @@ def _run(page: Path, project: Path, folder: Path) -> list[str]:
             if snippet.language == "python":
                 blocks.append(_block(snippet, folder))
             elif snippet.language == "sh":
-                here = _obeyed(snippet, here, folder)
+                here = _run_commands(snippet, here, folder)
         except (AssertionError, OSError) as error:
             wrong.append(f"{snippet.where}: {error}")
     try:
-        ended([sys.executable, "-c", PYTHON], folder, json.dumps(blocks)) if blocks else None
+        run_to_end([sys.executable, "-c", PYTHON], folder, json.dumps(blocks)) if blocks else None
     except AssertionError as error:
         wrong.append(str(error).partition("\n: exit")[2])
     return wrong
@@ -103,22 +103,22 @@ def _write(snippet: Snippet, here: Path) -> None:
     file.write_text(snippet.text)
 
 
-def _obeyed(snippet: Snippet, here: Path, folder: Path) -> Path:
+def _run_commands(snippet: Snippet, here: Path, folder: Path) -> Path:
     """Give the commands that are quick; where one is then."""
     lines = list(docs_shell.lines(snippet.text))
-    text = addressed(snippet.text, folder)
+    text = replace_addresses(snippet.text, folder)
     if docs_shell.is_harmless(lines, snippet.text):
-        ended(["bash", "-eu", "-c", text], here)
+        run_to_end(["bash", "-eu", "-c", text], here)
         return here
     for line in lines:
         if line.words[0] == "cd" and (here / line.words[1]).is_dir():
             here = here / line.words[1]
         elif words := docs_shell.runnable(line, AGENTS):
-            ended(ngym(*_expanded(words, here)), here)
+            run_to_end(ngym(*_expand(words, here)), here)
     return here
 
 
-def _expanded(words: tuple[str, ...], folder: Path) -> list[str]:
+def _expand(words: tuple[str, ...], folder: Path) -> list[str]:
     """As a shell expands `*`."""
     found = [
         sorted(str(path.relative_to(folder)) for path in folder.glob(word)) if "*" in word else [] for word in words
@@ -130,12 +130,12 @@ def _block(snippet: Snippet, folder: Path) -> tuple[str, str]:
     """Its position, and its text, after what it is given; line numbers are those of the page."""
     prelude = snippet.remarks.get("given", "")
     above = "\n" * (snippet.line - 1 - prelude.count("\n"))
-    return str(snippet.page), addressed(f"{above}{prelude}\n{snippet.text}", folder)
+    return str(snippet.page), replace_addresses(f"{above}{prelude}\n{snippet.text}", folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_code_of_a_page_runs(page: Path, said: dict[Path, Future[list[str]]]) -> None:
-    wrong = said[page].result(600)
+def test_the_code_of_a_page_runs(page: Path, page_results: dict[Path, Future[list[str]]]) -> None:
+    wrong = page_results[page].result(600)
     assert not wrong, "\n".join(wrong)
 
 
@@ -168,15 +168,15 @@ def test_commands_in_running_text_exist(page: Path) -> None:
 
 
 def test_what_ng_init_names_next_can_be_given(tmp_path: Path) -> None:
-    shown = ended(ngym("init", "fresh"), tmp_path)
+    shown = run_to_end(ngym("init", "fresh"), tmp_path)
     hints = [line for line in docs_shell.lines(shown.partition("next:")[2]) if line.ours is not None]
     assert [line.words[0] for line in hints] == ["ng_run", "ng_collect_rollouts", "ng_train"]
     for line in hints:
-        ended(ngym(*docs_shell.rehearsed(line)), tmp_path / "fresh")
+        run_to_end(ngym(*docs_shell.rehearse(line)), tmp_path / "fresh")
 
 
 def test_what_the_quickstart_names_next_can_be_given(project: Path, tmp_path: Path) -> None:
-    here = copied(project, tmp_path / "project")
+    here = copy_world(project, tmp_path / "project")
     folder = here / "runs" / "quickstart"
     stanza = {"engine": "vllm", "more": quickstart.ON_CPU}
     (folder / "global_config.yaml").write_text(quickstart.CONFIG.format(file="global_config.yaml", **stanza))
@@ -192,7 +192,7 @@ def test_what_the_quickstart_names_next_can_be_given(project: Path, tmp_path: Pa
     for name in ("metrics.jsonl", "recipe.yaml"):
         (folder / name).write_text((copied_run / name).read_text())
     for line in hints:
-        ended(ngym(*docs_shell.rehearsed(line)), folder)
+        run_to_end(ngym(*docs_shell.rehearse(line)), folder)
 
 
 def test_what_is_not_run_says_why(record_property: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def logprobs(network: Any, ids: list[int], first: int) -> list[float]:
     return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
 
 
-def changed(network: Any) -> dict[str, Any]:
+def change_weights(network: Any) -> dict[str, Any]:
     """Other weights, under the names of the checkpoint."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -179,7 +179,7 @@ def test_a_family_calls_tools_in_its_own_form_and_continues_from_its_own_ids_und
         from ngym.trainer.weights import push
 
         pusher = push.Pusher([server.url], TOKEN)
-        weights = changed(network)
+        weights = change_weights(network)
         from ngym.trainer.weights import push
 
         proof = push.LogprobProof(ids, logprobs(network, ids, 1))
@@ -217,7 +217,7 @@ def test_gpt_oss_takes_new_experts_and_sinks(tmp_path: Path, root: Path) -> None
         from ngym.trainer.weights import push
 
         assert pusher.prove(push.LogprobProof(ids, logprobs(network, ids, 1))) < 1e-4
-        first, weights = logprobs(network, ids, 1), changed(network)
+        first, weights = logprobs(network, ids, 1), change_weights(network)
         from ngym.trainer.weights import push
 
         proof = push.LogprobProof(ids, logprobs(network, ids, 1))

@@ -42,7 +42,7 @@ class Unknown(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def cached(cache: Path, name: str) -> None:
+def put_in_cache(cache: Path, name: str) -> None:
     """Put a model into the cache as huggingface_hub does."""
     folder = cache / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
@@ -60,7 +60,7 @@ def test_without_the_hub_an_unknown_model_is_one_line_after_one_attempt(nobody: 
 
 @pytest.mark.usefixtures("nobody")
 def test_without_the_hub_a_cached_model_is_loaded_from_the_cache(tmp_path: Path) -> None:
-    cached(tmp_path, "some/model")
+    put_in_cache(tmp_path, "some/model")
     assert hub_model_problem("some/model") is None
     assert constants.HF_HUB_OFFLINE
 

@@ -19,7 +19,7 @@ from ngym.validation import Environment, described, facts_in, readme_of
 FACTS = "---\ndescription: Says a word.\ndomain: other\nkind: single_turn\nlicense: MIT\n---\n# words\n"
 
 
-def listed(*words: str) -> list[dict[str, Any]]:
+def run_list(*words: str) -> list[dict[str, Any]]:
     result = CliRunner().invoke(main, ["--json", *words])
     assert result.exit_code == 0, result.output
     found: list[dict[str, Any]] = json.loads(result.output)
@@ -43,7 +43,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_shipped_environment_says_what_it_is_and_has_rows(root: Path) -> None:
-    found = {each["name"]: each for each in listed("--config", str(root / "global_config.yaml"))}
+    found = {each["name"]: each for each in run_list("--config", str(root / "global_config.yaml"))}
     folders = {path.parent.name for path in (root / "gym_servers").glob("*/app.py")}
     assert set(found) == folders - {"sandbox"}
     assert found["calculator"]["reward_range"] == [0, 1] and found["counter"]["reward_range"] is None
@@ -54,7 +54,7 @@ def test_every_shipped_environment_says_what_it_is_and_has_rows(root: Path) -> N
 
 
 def test_a_project_shows_its_own_environments_first_and_those_that_ship(mine: Path) -> None:
-    first, *others = listed()
+    first, *others = run_list()
     assert first["name"] == "mine" and first["in_config"] and first["rows"]["example"] == 5
     assert "math" in {each["name"] for each in others} and not any(each["in_config"] for each in others)
     shown = CliRunner().invoke(main, []).output
@@ -65,8 +65,8 @@ def test_a_folder_without_a_config_shows_what_ships_and_a_domain_filters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert {"math", "calculator"} <= {each["name"] for each in listed("--domain", "math")}
-    assert {each["domain"] for each in listed("--domain", "math", "--domain", "coding")} == {"math", "coding"}
+    assert {"math", "calculator"} <= {each["name"] for each in run_list("--domain", "math")}
+    assert {each["domain"] for each in run_list("--domain", "math", "--domain", "coding")} == {"math", "coding"}
     wrong = CliRunner().invoke(main, ["--domain", "maths"])
     assert wrong.exit_code == 2 and "did you mean 'math'?" in wrong.output
 

@@ -130,7 +130,7 @@ def test_an_answer_carries_the_ids_and_the_logprobs_of_what_was_sampled(
 ALTERNATIVES = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
-def streamed(reply: httpx.Response) -> dict[str, Any]:
+def read_stream(reply: httpx.Response) -> dict[str, Any]:
     """The response in the last event of a stream."""
     last = reply.text.removesuffix("data: [DONE]\n\n").strip().rpartition("\ndata: ")[2]
     response: dict[str, Any] = json.loads(last)["response"]
@@ -140,7 +140,7 @@ def streamed(reply: httpx.Response) -> dict[str, Any]:
 def test_an_answer_has_the_same_tokens_and_logprobs_however_it_is_read(policy: Server) -> None:
     body = {"input": "hello world", "max_output_tokens": 50, "ignore_eos": True, "seed": 3}
     prompt, sampled, logprobs = tokens_of(policy.answer(**body))  # in bundles
-    one_by_one = tokens_of(streamed(policy.post("/v1/responses", **body, stream=True)))
+    one_by_one = tokens_of(read_stream(policy.post("/v1/responses", **body, stream=True)))
     with_alternatives = policy.answer(**body, **ALTERNATIVES)  # as vLLM itself does it
     assert one_by_one[:2] == tokens_of(with_alternatives)[:2] == (prompt, sampled)
     expected = [one["logprob"] for one in with_alternatives["output"][-1]["content"][0]["logprobs"]]
@@ -158,7 +158,7 @@ def test_answers_of_every_kind_at_once_carry_each_its_own_tokens(policy: Server,
             return await asyncio.gather(*(client.post("/v1/responses", json=body) for body in bodies))
 
     for i, reply in enumerate(asyncio.run(ask())):
-        prompt, sampled, logprobs = tokens_of(streamed(reply) if i % 4 == 1 else reply.json())
+        prompt, sampled, logprobs = tokens_of(read_stream(reply) if i % 4 == 1 else reply.json())
         assert len(sampled) == 30 + i
         assert logprobs == pytest.approx(reference(prompt, sampled, 1.0), abs=1e-4)
 
@@ -172,7 +172,7 @@ def test_long_answers_are_the_same_in_bundles_and_in_streams(policy: Server, ref
             return await asyncio.gather(*(client.post("/v1/responses", json=body | more) for body in bodies))
 
     bundled = [tokens_of(reply.json()) for reply in asyncio.run(ask())]
-    streams = [tokens_of(streamed(reply)) for reply in asyncio.run(ask(stream=True))]
+    streams = [tokens_of(read_stream(reply)) for reply in asyncio.run(ask(stream=True))]
     assert [one[:2] for one in bundled] == [one[:2] for one in streams]
     assert [len(sampled) for _, sampled, _ in bundled] == [127 + 5 * i for i in range(12)] + [
         CONTEXT - len(bundled[-1][0])
@@ -199,18 +199,20 @@ def test_a_stop_string_ends_an_answer_where_it_is(policy: Server) -> None:
 
 
 def test_every_way_of_sampling_is_open(policy: Server, tokenizer: Any) -> None:
-    def sampled(**more: Any) -> list[int]:
+    def sample(**more: Any) -> list[int]:
         body = {"messages": [user("hello world")], "max_tokens": 12, "ignore_eos": True, **more}
-        return asked(policy, "/v1/chat/completions", body, stream=False)["choices"][0]["message"][TOKEN_FIELDS[1]]
+        return request_answer(policy, "/v1/chat/completions", body, stream=False)["choices"][0]["message"][
+            TOKEN_FIELDS[1]
+        ]
 
-    greedy = sampled(temperature=0)
-    assert sampled(top_k=1) == sampled(top_p=1e-6) == sampled(min_p=1) == greedy
-    assert sampled(seed=1) == sampled(seed=1) != sampled(seed=2)
+    greedy = sample(temperature=0)
+    assert sample(top_k=1) == sample(top_p=1e-6) == sample(min_p=1) == greedy
+    assert sample(seed=1) == sample(seed=1) != sample(seed=2)
     letter = tokenizer.encode("x")[0]
-    assert sampled(logit_bias={str(letter): 100}) == sampled(allowed_token_ids=[letter]) == [letter] * 12
-    assert greedy[0] not in sampled(temperature=0, logit_bias={str(greedy[0]): -100})
-    assert len(set(sampled(temperature=0, repetition_penalty=100))) > len(set(greedy)) - 1
-    assert sampled(temperature=0, stop_token_ids=[greedy[3]], min_tokens=0) == greedy[: greedy.index(greedy[3]) + 1]
+    assert sample(logit_bias={str(letter): 100}) == sample(allowed_token_ids=[letter]) == [letter] * 12
+    assert greedy[0] not in sample(temperature=0, logit_bias={str(greedy[0]): -100})
+    assert len(set(sample(temperature=0, repetition_penalty=100))) > len(set(greedy)) - 1
+    assert sample(temperature=0, stop_token_ids=[greedy[3]], min_tokens=0) == greedy[: greedy.index(greedy[3]) + 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -233,8 +235,8 @@ def test_a_client_may_ask_for_thinking_where_the_template_decides(thinker: Serve
 
 def test_beam_search_finds_an_answer_that_is_not_less_likely_and_nothing_to_train_on(policy: Server) -> None:
     body = {"messages": [user("hello")], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": True}
-    greedy = asked(policy, "/v1/chat/completions", body, stream=False)["choices"][0]
-    wide = asked(policy, "/v1/chat/completions", body | {"beam_width": 4}, stream=False)["choices"]
+    greedy = request_answer(policy, "/v1/chat/completions", body, stream=False)["choices"][0]
+    wide = request_answer(policy, "/v1/chat/completions", body | {"beam_width": 4}, stream=False)["choices"]
     assert len(wide) == 1 and not set(TOKEN_FIELDS) & wide[0]["message"].keys()
     likely = [sum(one["logprob"] for one in choice["logprobs"]["content"]) for choice in (greedy, wide[0])]
     assert likely[1] >= likely[0] - 1e-4
@@ -245,7 +247,7 @@ def test_beam_search_finds_an_answer_that_is_not_less_likely_and_nothing_to_trai
 def test_several_choices_and_vllms_own_fields_are_open_in_chat(policy: Server, tokenizer: Any) -> None:
     body: dict[str, Any] = {"messages": [user("hello")], "max_tokens": 6, "ignore_eos": True, "seed": 5}
     chat = "/v1/chat/completions"
-    plain = asked(policy, chat, body, stream=False)["choices"][0]["message"]
+    plain = request_answer(policy, chat, body, stream=False)["choices"][0]["message"]
     prompt, sampled, logprobs = (plain[name] for name in TOKEN_FIELDS)
     several = policy.post(chat, **body, n=3, return_token_ids=True).json()
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
@@ -432,17 +434,17 @@ def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_continues(server
 def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server, stream: bool) -> None:
     for length in (900, 1100, 100_000):
         body = {"input": [user("a" * length + "!")], "max_output_tokens": 200, "ignore_eos": True}
-        response = asked(policy, "/v1/responses", body, stream=stream)
+        response = request_answer(policy, "/v1/responses", body, stream=stream)
         assert response["status"] == "incomplete"
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["content"][0]["text"] == "" and response["usage"]["output_tokens"] == 0
     assert "prompt_token_ids" not in response["output"][0]
     messages = [user("a" * 2000)]
-    completion = asked(policy, "/v1/chat/completions", {"messages": messages}, stream=stream)
+    completion = request_answer(policy, "/v1/chat/completions", {"messages": messages}, stream=stream)
     assert completion["choices"][0]["finish_reason"] == "length" and completion["usage"]["completion_tokens"] == 0
     assert completion["usage"]["total_tokens"] == completion["usage"]["prompt_tokens"] > CONTEXT
     body = {"messages": messages, "max_tokens": 10, "model": "policy"}
-    message = asked(policy, "/v1/messages", body, stream=stream)
+    message = request_answer(policy, "/v1/messages", body, stream=stream)
     assert message["stop_reason"] == "model_context_window_exceeded"
 
 
@@ -452,7 +454,9 @@ def test_a_conversation_that_outgrows_the_context_from_its_own_ids_is_incomplete
 ) -> None:
     """Be it for its own ids alone (a policy may spell with more tokens than a tokenizer), or for its text as well."""
     talk = TALKS["responses"]
-    answers = (asked(policy, talk.path, talk.body | FORCED | {"seed": seed}, stream=False) for seed in range(50))
+    answers = (
+        request_answer(policy, talk.path, talk.body | FORCED | {"seed": seed}, stream=False) for seed in range(50)
+    )
     canonical = len(tokenizer.encode(CALL_TEXT + "<|im_end|>"))
     first = next(answer for answer in answers if len(tokens_of(answer)[1]) > canonical + 8)
     body = talk.next(talk.body, first)
@@ -460,7 +464,7 @@ def test_a_conversation_that_outgrows_the_context_from_its_own_ids_is_incomplete
     def prompt_of(length: int) -> tuple[int, dict[str, Any]]:
         """The tokens of the prompt with so many more letters, and the answer."""
         request = {"input": [*body["input"], user("!" * length)], "max_output_tokens": 1}
-        answer = asked(policy, talk.path, body | request, stream=stream)
+        answer = request_answer(policy, talk.path, body | request, stream=stream)
         return answer["usage"]["input_tokens"], answer
 
     room = CONTEXT - prompt_of(100)[0] + 100
@@ -562,7 +566,7 @@ QUESTION = "what is 1 + 2?"
 FORCED = {"structured_outputs": {"choice": [CALL_TEXT]}}
 
 
-def asked(policy: Server, path: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+def request_answer(policy: Server, path: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
     """The answer to this body; of a stream, what its client makes of it."""
     openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
     if not stream:
@@ -664,7 +668,7 @@ def test_a_turn_that_its_limit_cut_off_is_not_whole_though_its_text_is_a_call(
 
     def answer(text: str, limit: int) -> tuple[str, str]:
         body = talk.body | {"structured_outputs": {"choice": [text]}, "seed": 7, name: limit}
-        response = asked(policy, talk.path, body, stream=stream)
+        response = request_answer(policy, talk.path, body, stream=stream)
         assert "add" in json.dumps(
             response["output"] if "output" in response else response.get("content") or response["choices"]
         )
@@ -673,7 +677,9 @@ def test_a_turn_that_its_limit_cut_off_is_not_whole_though_its_text_is_a_call(
     end, whole = answer(CALL_TEXT, 200)
     assert end in WHOLE and whole == CALL_TEXT + "<|im_end|>"
     tokens = len(
-        talk.carrier(asked(policy, talk.path, talk.body | FORCED | {"seed": 7}, stream=stream))[TOKEN_FIELDS[1]]
+        talk.carrier(request_answer(policy, talk.path, talk.body | FORCED | {"seed": 7}, stream=stream))[
+            TOKEN_FIELDS[1]
+        ]
     )
     assert answer(CALL_TEXT, tokens) == (end, whole)
     for limit, text in ((tokens - 1, CALL_TEXT), (tokens - 2, CALL_TEXT.removesuffix("</tool_call>"))):
@@ -692,14 +698,16 @@ def test_in_every_api_a_call_continues_from_the_very_ids_of_the_one_before(
     """captured: under /rollouts/{id}, by a client that knows nothing of token ids."""
     talk = TALKS[api]
     prefix = f"/rollouts/{api}-{stream}" if captured else ""
-    first = asked(policy, prefix + talk.path, talk.body | FORCED, stream=stream)
+    first = request_answer(policy, prefix + talk.path, talk.body | FORCED, stream=stream)
     prompt, sampled, _ = (talk.carrier(first)[name] for name in TOKEN_FIELDS)
     assert tokenizer.decode(sampled) == CALL_TEXT + "<|im_end|>"
     assert sampled != tokenizer.encode(CALL_TEXT + "<|im_end|>"), "else this test shows nothing"
     if captured:
         for name in TOKEN_FIELDS:
             del talk.carrier(first)[name]
-    second = asked(policy, prefix + talk.path, talk.next(talk.body, first) | {"ignore_eos": True}, stream=stream)
+    second = request_answer(
+        policy, prefix + talk.path, talk.next(talk.body, first) | {"ignore_eos": True}, stream=stream
+    )
     prompt_2, sampled_2, logprobs_2 = (talk.carrier(second)[name] for name in TOKEN_FIELDS)
     assert prompt_2[: len(prompt) + len(sampled)] == prompt + sampled
     tail = '\n<|im_start|>user\n<tool_response>{"sum": 3}</tool_response><|im_end|>\n<|im_start|>assistant\n'

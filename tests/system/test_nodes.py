@@ -58,7 +58,7 @@ def of_replica(stack: Supervisor) -> list[psutil.Process]:
     return zygote.children(recursive=True)
 
 
-def named(stack: Supervisor, name: str) -> psutil.Process:
+def find_process(stack: Supervisor, name: str) -> psutil.Process:
     (found,) = [each for each in of_replica(stack) if name in (each.name(), *each.cmdline()[:1])]
     return found
 
@@ -73,7 +73,7 @@ def difference(network: Any, ids: list[int], logprobs: list[float]) -> float:
     return float((ours - torch.tensor(logprobs)).abs().max())
 
 
-async def sampled(stack: Supervisor, network: Any) -> float:
+async def sampling_difference(stack: Supervisor, network: Any) -> float:
     from vllm_service import tokens_of
 
     body = {"input": "hello world", "max_output_tokens": 24, "ignore_eos": True}
@@ -93,7 +93,7 @@ async def test_both_nodes_compute_one_model_take_a_push_and_start_again_together
 
     from ngym.trainer.weights import push
 
-    assert await sampled(stack, network) < 1e-4
+    assert await sampling_difference(stack, network) < 1e-4
     [state] = stack.states
 
     generator = torch.Generator().manual_seed(1)
@@ -105,7 +105,7 @@ async def test_both_nodes_compute_one_model_take_a_push_and_start_again_together
     pusher = push.Pusher([state.url], stack.admin_token, patience_s=PATIENCE_S)
     await asyncio.to_thread(pusher.prepare)
     await asyncio.to_thread(pusher.push, 1, dict(network.state_dict()), push.LogprobProof(PROMPT, proof))
-    assert await sampled(stack, network) < 1e-4  # on the new weights, of both nodes
+    assert await sampling_difference(stack, network) < 1e-4  # on the new weights, of both nodes
 
     await _starts_again_after(stack, "ng:policy.1")
 
@@ -120,7 +120,7 @@ async def test_the_replica_starts_again_as_a_whole_whichever_process_ends(stack:
 async def _starts_again_after(stack: Supervisor, name: str) -> None:
     """Kill this process; all others end, too, and new ones serve."""
     before, restarts = of_replica(stack), stack.states[0].restarts
-    named(stack, name).send_signal(signal.SIGKILL)
+    find_process(stack, name).send_signal(signal.SIGKILL)
     await until(lambda: stack.states[0].restarts > restarts)
     await until(lambda: stack.states[0].status == "ready")  # a start whose port was taken meanwhile is repeated
     assert not running(before)

@@ -60,12 +60,12 @@ def test_after_a_push_the_server_computes_with_copies_of_the_new_weights(
 ) -> None:
     folders = []
 
-    def shared(weights: Weights) -> Any:
+    def share_weights(weights: Weights) -> Any:
         lent = share(weights)
         folders.append(SHARED_MEMORY / lent.tensors[0].memory.folder)
         return lent
 
-    monkeypatch.setattr(transfer, "share", shared)
+    monkeypatch.setattr(transfer, "share", share_weights)
     for _ in range(2):
         version = pusher.prepare() + 1
         done = pusher.push(version, policy.change(version), policy.proof())

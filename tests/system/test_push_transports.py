@@ -118,7 +118,7 @@ def pusher(server: Server) -> Iterator[Any]:
     pusher.finish()
 
 
-def told(server: Server) -> dict[str, Any]:
+def weights_status(server: Server) -> dict[str, Any]:
     answer: dict[str, Any] = server.get("/weights").json()
     return answer
 
@@ -127,7 +127,7 @@ def told(server: Server) -> dict[str, Any]:
 
 
 def test_before_an_adapter_was_pushed_the_checkpoint_is_served(server: Server, pusher: Any, checkpoint: Path) -> None:
-    assert told(server)["transport"] == ["http", "lora", "gloo"]
+    assert weights_status(server)["transport"] == ["http", "lora", "gloo"]
     assert pusher.prepare() == 0 and pusher.prove(Policy(checkpoint).proof(), 0) < 1e-5
 
 
@@ -252,7 +252,7 @@ def test_vllms_own_transfer_is_exact_and_meets_once(server: Server, policy: Poli
         assert logprobs == pytest.approx(policy.logprobs(prompt + sampled, len(prompt)), abs=1e-4)
     import gloo_transfer
 
-    assert gloo_transfer.Sender.meetings == 1 and told(server)["workers"] == 1
+    assert gloo_transfer.Sender.meetings == 1 and weights_status(server)["workers"] == 1
 
 
 def test_a_transfer_is_refused_before_it_starts_when_it_is_not_this_models(

@@ -23,7 +23,7 @@ import orjson
 import psutil
 import pytest
 from machine import PATIENCE_S, running, until, wait_until
-from stub_agents import head, scored, task, text_item
+from stub_agents import head, scored_row, task, text_item
 
 import ngym
 import ngym.notebook
@@ -99,7 +99,7 @@ def _handlers() -> list[object]:
 
 
 def _rollout(reward: float | None, text: str = "4", task_index: int = 0, **fields: Any) -> Json:
-    row = scored({"responses_create_params": {"input": "2 + 2?"}}, reward, text_item(text), **fields)
+    row = scored_row({"responses_create_params": {"input": "2 + 2?"}}, reward, text_item(text), **fields)
     return {**row, "_ng_task_index": task_index, "agent_ref": {"name": "agent"}}
 
 
@@ -289,29 +289,29 @@ def test_a_data_frame_is_an_input_and_its_missing_values_are_not_fields(services
 
 
 def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder: Path) -> None:
-    def refused(text: str, **call: Any) -> None:
+    def expect_error(text: str, **call: Any) -> None:
         with pytest.raises(ngym.UsageError, match=text) as error:
             ngym.collect_rollouts(**{"input": TASKS, "head": services, "progress": False, **call})
         assert "\n" not in str(error.value)
 
     named = {"agent_ref": {"name": "counter_agent"}}
-    refused(r"^agent: no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
-    refused("repeats must be at least 1, not 0", agent="counter_agent", repeats=0)
-    refused("repeats must be a whole number, not 1.5", agent="counter_agent", repeats=1.5)
-    refused("^map_agent: no agent named 'b'", map_agent={"a": "b"})
-    refused(
+    expect_error(r"^agent: no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
+    expect_error("repeats must be at least 1, not 0", agent="counter_agent", repeats=0)
+    expect_error("repeats must be a whole number, not 1.5", agent="counter_agent", repeats=1.5)
+    expect_error("^map_agent: no agent named 'b'", map_agent={"a": "b"})
+    expect_error(
         "^row 0 of input: no agent named 'a' .*; agent='NAME' runs all rows with another agent, map_agent={'a': 'NAME'} only",
         input=[{**TASKS[0], "agent_ref": {"name": "a"}}],
     )
-    refused("give one of the two", config=folder / "global_config.yaml")
-    refused("name it with output=", agent="counter_agent", resume=True)
-    refused(r"row 0 must be an object such as .*, not 'a'", input=["a"])
-    refused("already holds rollouts", agent="counter_agent", output=folder / "tasks.jsonl", input=TASKS[:1])
-    refused(
+    expect_error("give one of the two", config=folder / "global_config.yaml")
+    expect_error("name it with output=", agent="counter_agent", resume=True)
+    expect_error(r"row 0 must be an object such as .*, not 'a'", input=["a"])
+    expect_error("already holds rollouts", agent="counter_agent", output=folder / "tasks.jsonl", input=TASKS[:1])
+    expect_error(
         "^row 1 of input: this row names no agent; .* name one with agent=$", input=[{**TASKS[0], **named}, TASKS[1]]
     )
     existing = {"agent": "counter_agent", "input": TASKS[:1], "output": folder / "tasks.jsonl"}
-    refused("add resume=True to continue that run, or overwrite=True to replace it", **existing)
+    expect_error("add resume=True to continue that run, or overwrite=True to replace it", **existing)
     with pytest.raises(ngym.ConfigError, match="no such file; name one with config=, or"):
         ngym.run(folder / "no.yaml", progress=False)
     with pytest.raises(ngym.UsageError, match="run takes config files and key=value overrides, not 5"):
@@ -382,7 +382,7 @@ def test_an_interrupt_stops_the_call_and_shows_where_the_rest_is(capfd: pytest.C
         if row["n"] == 4:
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(PATIENCE_S)
-        return scored(row)
+        return scored_row(row)
 
     async def serve() -> None:
         async with head(answer) as url:
@@ -407,7 +407,7 @@ async def test_a_cancelled_task_stops_its_call() -> None:
     async def answer(row: Json) -> Json:
         arrived.set()
         await asyncio.sleep(PATIENCE_S)
-        return scored(row)
+        return scored_row(row)
 
     async with head(answer) as url:
         call = asyncio.create_task(

@@ -268,7 +268,7 @@ def largest_difference(checkpoint: Path, segments: list[Any]) -> float:
     return worst
 
 
-def rendered(checkpoint: Path, rollout: Rollout) -> list[int]:
+def render_conversation(checkpoint: Path, rollout: Rollout) -> list[int]:
     """The conversation of a Chat client, as its template tokenises it."""
     from transformers import AutoTokenizer
 
@@ -303,7 +303,7 @@ def test_the_trainer_computes_the_samplers_logprobs_of_what_every_client_brought
         (rollout, segment) for rollout, segment in zip(rollouts, segments, strict=True) if rollout.client.api is CHAT
     ]
     rewritten = sum(
-        rendered(checkpoint, rollout)[: len(segment["token_ids"])] != segment["token_ids"]
+        render_conversation(checkpoint, rollout)[: len(segment["token_ids"])] != segment["token_ids"]
         for rollout, segment in of_chat
     )
     called = sum("tool_calls" in message for rollout, _ in of_chat for message in rollout.said["messages"])

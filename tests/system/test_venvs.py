@@ -46,10 +46,10 @@ def project(tmp_path: Path, shared_venvs: Path) -> Path:
     """A folder with one service whose packages are its own; they are kept from one run of the tests to the next."""
     (tmp_path / ".ngym").mkdir()
     (tmp_path / ".ngym" / "venvs").symlink_to(shared_venvs)
-    return written(tmp_path, f"click=={OTHER}\n")
+    return write_project(tmp_path, f"click=={OTHER}\n")
 
 
-def written(folder: Path, requirements: str, **more: Any) -> Path:
+def write_project(folder: Path, requirements: str, **more: Any) -> Path:
     (folder / "gym_servers" / "old").mkdir(parents=True)
     (folder / "data" / "old").mkdir(parents=True)
     (folder / "gym_servers" / "old" / "app.py").write_text(APP)
@@ -134,7 +134,7 @@ async def test_ng_serve_runs_it_too(project: Path) -> None:
 
 
 async def test_two_that_need_the_same_at_once_make_it_once(tmp_path: Path) -> None:
-    venv = venv_in(written(tmp_path, f"click=={OTHER}\n"))
+    venv = venv_in(write_project(tmp_path, f"click=={OTHER}\n"))
     torn = venv.folder.with_suffix(".new") / "lib"
     torn.mkdir(parents=True)  # what a killed run left behind
     messages: list[str] = []
@@ -148,7 +148,7 @@ async def test_two_that_need_the_same_at_once_make_it_once(tmp_path: Path) -> No
 
 
 async def test_an_installation_that_is_interrupted_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    venv = venv_in(written(tmp_path, f"click=={OTHER}\n"))
+    venv = venv_in(write_project(tmp_path, f"click=={OTHER}\n"))
     making = asyncio.create_task(make(venv, lambda text: None, find_uv()))
     await until(lambda: venv.folder.with_suffix(".new").exists())
     making.cancel()
@@ -157,14 +157,14 @@ async def test_an_installation_that_is_interrupted_leaves_nothing_that_looks_who
 
 
 async def test_changed_requirements_get_an_environment_of_their_own(tmp_path: Path) -> None:
-    first = venv_in(written(tmp_path, f"click=={OTHER}\n"))
+    first = venv_in(write_project(tmp_path, f"click=={OTHER}\n"))
     first.requirements.write_text("click==8.1.8\n")
     second = venv_in(tmp_path)
     assert first.folder != second.folder and first.folder.name.startswith("old-")
 
 
 async def test_a_package_that_does_not_exist_is_named_in_one_line(tmp_path: Path) -> None:
-    folder = written(tmp_path, "no-such-package-at-all==1.0\n")
+    folder = write_project(tmp_path, "no-such-package-at-all==1.0\n")
     with pytest.raises(ConfigError) as caught:
         async with Supervisor(config_of(folder)):
             pass
@@ -191,12 +191,12 @@ def test_a_wrong_requirements_key_has_a_clear_line(tmp_path: Path, stanza: str, 
 
 @pytest.mark.soak
 async def test_without_uv_pip_does_it(tmp_path: Path) -> None:
-    folder = written(tmp_path, f"click=={OTHER}\n")
+    folder = write_project(tmp_path, f"click=={OTHER}\n")
     await make(venv_in(folder), lambda text: None, uv=None)
     async with Supervisor(config_of(folder)) as stack:
         peers = Peers(stack.urls, owner="the test")
         assert (await answer(peers))["click"] == OTHER
         await peers.close()
-    wrong = venv_in(written(tmp_path / "wrong", "no-such-package-at-all==1.0\n"))
+    wrong = venv_in(write_project(tmp_path / "wrong", "no-such-package-at-all==1.0\n"))
     with pytest.raises(ConfigError, match=r"cannot be installed; pip says: .*no-such-package-at-all"):
         await make(wrong, lambda text: None, uv=None)

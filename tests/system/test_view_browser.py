@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(folder: Path) -> Iterator[Viewer]:
+def web_viewer(folder: Path) -> Iterator[Viewer]:
     """yesterday (r1, with a failure), today (r2), hostile (r3, with an odd row), growing (r4)."""
     yesterday = [attempt(task, index, 1.0 if (task + index) % 3 else 0.25) for task in range(12) for index in range(4)]
     yesterday[9] = attempt(2, 1, 0.0, "I think it is 5.", extracted_answer="5")
@@ -119,8 +119,8 @@ def unfold(page: Page) -> None:
     eventually(page, lambda: page.evaluate(opened))
 
 
-def test_a_newcomer_finds_the_worst_rollout_and_why_it_failed_by_clicks(page: Page, shown: Viewer) -> None:
-    go(page, shown)
+def test_a_newcomer_finds_the_worst_rollout_and_why_it_failed_by_clicks(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer)
     page.get_by_role("link", name="yesterday").click()
     playwright.expect(page.get_by_text(re.compile(r"^ ?· .*% unscored$")).first).to_be_visible()
     page.get_by_role("button", name="Worst").click()
@@ -140,8 +140,8 @@ def test_a_newcomer_finds_the_worst_rollout_and_why_it_failed_by_clicks(page: Pa
     playwright.expect(page.locator(".failure")).to_contain_text("it took too long")
 
 
-def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, shown: Viewer) -> None:
-    go(page, shown)
+def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer)
     page.get_by_label("compare yesterday").check()
     page.get_by_label("compare today").check()
     page.get_by_role("link", name="Compare the two").click()
@@ -152,7 +152,9 @@ def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, sh
     playwright.expect(columns).to_have_count(2)
     playwright.expect(columns.first.locator("h2")).to_contain_text("yesterday")
     playwright.expect(columns.last.locator("h2")).to_contain_text("today")
-    go(page, shown, "#/compare/r1/r2/task/3/3")  # 0.25, 1, 1, 0.25 against 0.5: the best of the better run shows why
+    go(
+        page, web_viewer, "#/compare/r1/r2/task/3/3"
+    )  # 0.25, 1, 1, 0.25 against 0.5: the best of the better run shows why
     playwright.expect(columns.first.locator("h2")).to_have_text("yesterday, rollout 1")
     playwright.expect(columns.last.locator("h2")).to_have_text("today, rollout 0")
 
@@ -172,14 +174,14 @@ def test_runs_without_a_common_task_are_not_compared(page: Page, tmp_path: Path)
         playwright.expect(page.locator(".group-column")).to_have_count(2)
 
 
-def test_the_list_of_runs_says_which_is_better(page: Page, shown: Viewer) -> None:
-    go(page, shown)
+def test_the_list_of_runs_says_which_is_better(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer)
     mean = page.locator(".runs tbody tr", has_text="today").locator("td").nth(2)
     playwright.expect(mean).to_have_text("0.458")
 
 
-def test_a_group_is_shown_side_by_side_with_its_differences(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r1/group/2?cols=r1:8,r1:9")
+def test_a_group_is_shown_side_by_side_with_its_differences(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r1/group/2?cols=r1:8,r1:9")
     columns = page.locator(".group-column")
     playwright.expect(columns).to_have_count(2)
     playwright.expect(columns.last.locator("del")).to_have_text(["It", "4"])
@@ -190,24 +192,24 @@ def test_a_group_is_shown_side_by_side_with_its_differences(page: Page, shown: V
     assert "r1%3A11" in page.url
 
 
-def test_model_text_neither_runs_nor_hides_nor_fetches(page: Page, shown: Viewer) -> None:
+def test_model_text_neither_runs_nor_hides_nor_fetches(page: Page, web_viewer: Viewer) -> None:
     for route in ("#/r/r3", "#/r/r3/row/0", "#/r/r3/row/0?view=tokens", "#/r/r3/group/0", "#/r/r3/tasks"):
-        go(page, shown, route)
+        go(page, web_viewer, route)
         playwright.expect(page.locator("main")).to_contain_text(re.compile("elsewhere|onerror|token|script"))
         unfold(page)
         assert "owned" not in page.title()
         assert page.locator("main script, main img").count() == 0
         assert not set(HIDDEN) & set(page.content())
         assert not set(HIDDEN) & set(page.title())
-    go(page, shown, "#/r/r3/row/0")
+    go(page, web_viewer, "#/r/r3/row/0")
     playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("⟨U+E0041⟩[31m ⟨U+202E⟩gnp.exe")
     cleaned = page.evaluate("text => import('/static/safetext.js').then(({ safeLine }) => safeLine(text))", JOINED)
     assert cleaned == JOINED  # what joins what is seen is not a hidden character
 
 
-def test_an_odd_item_is_shown_unchanged_and_hides_no_other(page: Page, shown: Viewer) -> None:
+def test_an_odd_item_is_shown_unchanged_and_hides_no_other(page: Page, web_viewer: Viewer) -> None:
     for route, part in (("#/r/r3/group/2", ".group-column"), ("#/r/r3/row/2", ".rollout-main")):
-        go(page, shown, route)
+        go(page, web_viewer, route)
         playwright.expect(page.locator(part)).to_contain_text("Still here.")
         unfold(page)
         for note in ("an odd type", "an odd content", "Hm.", "an odd call"):
@@ -216,10 +218,12 @@ def test_an_odd_item_is_shown_unchanged_and_hides_no_other(page: Page, shown: Vi
     playwright.expect(page.locator(".rollout-side")).to_contain_text("toString")
 
 
-def test_a_server_that_is_away_is_reported_and_what_it_owed_comes_when_it_is_back(browser: Any, shown: Viewer) -> None:
+def test_a_server_that_is_away_is_reported_and_what_it_owed_comes_when_it_is_back(
+    browser: Any, web_viewer: Viewer
+) -> None:
     with browser.new_context() as context:  # the browser itself logs failures to the console
         page = context.new_page()
-        go(page, shown, "#/r/r1")
+        go(page, web_viewer, "#/r/r1")
         playwright.expect(first_row(page)).to_be_visible()
         page.route("**/api/**", lambda route: route.abort())
         first_row(page).click()
@@ -231,23 +235,23 @@ def test_a_server_that_is_away_is_reported_and_what_it_owed_comes_when_it_is_bac
         playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("It is 2.")
 
 
-def test_a_figure_narrows_the_filter_and_the_spread_is_sorted_from_the_largest(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r1/tasks?q=-task%3A2&sort=task")
+def test_a_figure_narrows_the_filter_and_the_spread_is_sorted_from_the_largest(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r1/tasks?q=-task%3A2&sort=task")
     page.get_by_role("button", name="reward 0.25 to 0.3: 15").click()
     box = page.get_by_label("Filter", exact=True)
     playwright.expect(box).to_have_value("-task:2 reward>=0.25 reward<0.3")
     playwright.expect(page.locator(".status-line")).to_have_text("15 of 49 rollouts")
-    go(page, shown, "#/r/r1/tasks?sort=task")
+    go(page, web_viewer, "#/r/r1/tasks?sort=task")
     page.get_by_role("button", name="spread").click()
     playwright.expect(page.get_by_role("columnheader", name="spread")).to_have_attribute("aria-sort", "descending")
-    go(page, shown, "#/r/r3")
+    go(page, web_viewer, "#/r/r3")
     page.get_by_text("Environments").wait_for()
     page.locator(".as-link").filter(has_text="onerror").click()
     playwright.expect(page.locator(".status-line")).to_have_text("1 of 3 rollouts")
 
 
-def test_a_megabyte_of_text_is_folded_until_one_asks(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r3/row/1")
+def test_a_megabyte_of_text_is_folded_until_one_asks(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r3/row/1")
     answer = page.locator(".turn.is-assistant .text")
     more = page.get_by_role("button", name="Show all 1,000,000 characters")
     playwright.expect(more).to_be_visible()
@@ -256,8 +260,8 @@ def test_a_megabyte_of_text_is_folded_until_one_asks(page: Page, shown: Viewer) 
     eventually(page, lambda: len(answer.text_content()) == 1_000_000)
 
 
-def test_an_address_says_filter_and_order_and_back_returns_to_it(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r1?q=reward%3C0.5+-task%3A2&sort=-task")
+def test_an_address_says_filter_and_order_and_back_returns_to_it(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r1?q=reward%3C0.5+-task%3A2&sort=-task")
     playwright.expect(first_row(page)).to_contain_text("What is 11 + 2?")
     playwright.expect(page.locator(".status-line")).to_have_text(re.compile("^15 of 49 rollouts"))
     first_row(page).click()
@@ -268,9 +272,9 @@ def test_an_address_says_filter_and_order_and_back_returns_to_it(page: Page, sho
 
 
 def test_a_wrong_term_is_reported_with_a_near_one_and_a_name_is_suggested(
-    page: Page, browser: Any, shown: Viewer
+    page: Page, browser: Any, web_viewer: Viewer
 ) -> None:
-    go(page, shown, "#/r/r1")
+    go(page, web_viewer, "#/r/r1")
     box = page.get_by_label("Filter", exact=True)
     box.press_sequentially("sta")
     page.get_by_role("option", name="status:", exact=True).click()
@@ -279,12 +283,12 @@ def test_a_wrong_term_is_reported_with_a_near_one_and_a_name_is_suggested(
     assert "q=status%3Afailed" in page.url
     with browser.new_context() as refused:  # the browser itself tells the console of a 400
         other = refused.new_page()
-        go(other, shown, "#/r/r1?q=rewrd%3C1")
+        go(other, web_viewer, "#/r/r1?q=rewrd%3C1")
         playwright.expect(other.locator(".filter-problem")).to_contain_text(re.compile("rewrd.*reward"))
 
 
-def test_a_run_is_read_with_the_keyboard_alone(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r1?q=status%3Aok")
+def test_a_run_is_read_with_the_keyboard_alone(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r1?q=status%3Aok")
     playwright.expect(first_row(page)).to_be_visible()
     for key in ("j", "j", "j", "k"):
         page.keyboard.press(key)
@@ -309,8 +313,8 @@ def test_a_run_is_read_with_the_keyboard_alone(page: Page, shown: Viewer) -> Non
     playwright.expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-def test_tokens_show_which_were_sampled_and_how_sure_the_policy_was(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r1/row/0?view=tokens")
+def test_tokens_show_which_were_sampled_and_how_sure_the_policy_was(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r1/row/0?view=tokens")
     tokens = page.locator(".token-text .token")
     playwright.expect(tokens).to_have_text(["5", "6", "7", "8", "9"])
     playwright.expect(page.locator(".token-text .is-context")).to_have_count(3)
@@ -323,11 +327,13 @@ def test_tokens_show_which_were_sampled_and_how_sure_the_policy_was(page: Page, 
     playwright.expect(page.locator(".token-legend")).to_contain_text("version 3version 4")
 
 
-def test_a_growing_file_is_followed_and_its_torn_line_is_not_shown(page: Page, shown: Viewer, folder: Path) -> None:
+def test_a_growing_file_is_followed_and_its_torn_line_is_not_shown(
+    page: Page, web_viewer: Viewer, folder: Path
+) -> None:
     filtered = page.context.new_page()
-    go(filtered, shown, "#/r/r4?q=task%3A9")
+    go(filtered, web_viewer, "#/r/r4?q=task%3A9")
     playwright.expect(filtered.locator(".table")).to_contain_text("No row fits this filter.")
-    go(page, shown, "#/r/r4")
+    go(page, web_viewer, "#/r/r4")
     playwright.expect(page.locator(".status-line")).to_contain_text("3 rollouts")
     page.get_by_role("button", name="Columns").click()
     more = [orjson.dumps(attempt(9, index, 0.0, "I came later.")) for index in range(3)]
@@ -366,8 +372,8 @@ def test_a_run_without_a_row_says_that_none_came_and_not_that_none_fits(page: Pa
         playwright.expect(page.locator(".table-note")).to_contain_text("no rollout yet")
 
 
-def test_dark_and_light_are_chosen_and_kept(page: Page, shown: Viewer) -> None:
-    go(page, shown)
+def test_dark_and_light_are_chosen_and_kept(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer)
     ground = "getComputedStyle(document.body).backgroundColor"
     found = {page.evaluate(ground)}
     for _ in range(2):

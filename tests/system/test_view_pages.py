@@ -71,12 +71,12 @@ PACKED = """async (rows) => {
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
+def web_viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
     """r1: rollouts of four tasks under the weights of six steps, of which odd tasks get easier, and a failed attempt; r2: the
     same tasks with other rewards; t1: a training run.
     """
     folder = tmp_path_factory.mktemp("pages")
-    rows = [drawn(step, task, index) for step in range(6) for task in range(4) for index in range(2)]
+    rows = [trained_row(step, task, index) for step in range(6) for task in range(4) for index in range(2)]
     rows[0]["response"]["output"][0]["content"][0]["text"] = MARKDOWN
     files = [write(folder / "out.jsonl", rows), write(folder / "other.jsonl", [{**row, "reward": 0.5} for row in rows])]
     write(folder / "out_failures.jsonl", [failure(9, 5)])
@@ -89,7 +89,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
         yield served
 
 
-def drawn(step: int, task: int, index: int) -> dict[str, Any]:
+def trained_row(step: int, task: int, index: int) -> dict[str, Any]:
     """A rollout of a task that training draws at every step."""
     row = rollout(4 * step + task, index, step / 5 if task % 2 else 0.5)
     row["ng"] |= {"task_id": f"{task:016x}", "policy_version": [step]}
@@ -100,8 +100,8 @@ def go(page: Page, shown: Viewer, route: str = "#/") -> None:
     page.goto(shown.told["address"].rstrip("/") + "/" + route)
 
 
-def test_answers_are_rendered_and_raw_on_request(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r1/row/0")
+def test_answers_are_rendered_and_raw_on_request(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r1/row/0")
     text = page.locator(".turn.is-assistant .text")
     playwright.expect(text.locator(".heading")).to_have_text("Answer")
     playwright.expect(text.locator("strong")).to_have_text("roots")
@@ -123,9 +123,9 @@ def test_answers_are_rendered_and_raw_on_request(page: Page, shown: Viewer) -> N
 
 
 def test_markup_of_an_answer_is_text_and_its_addresses_are_neither_fetched_nor_linked(
-    page: Page, shown: Viewer
+    page: Page, web_viewer: Viewer
 ) -> None:
-    go(page, shown, "#/r/r1/row/0")
+    go(page, web_viewer, "#/r/r1/row/0")
     text = page.locator(".turn.is-assistant .text")
     playwright.expect(text).to_contain_text("<img src=x onerror=\"document.title='owned'\">")
     playwright.expect(text).to_contain_text("second ⟨https://elsewhere.example/?leak=1⟩")
@@ -134,8 +134,8 @@ def test_markup_of_an_answer_is_text_and_its_addresses_are_neither_fetched_nor_l
     assert "owned" not in page.title()
 
 
-def test_formulas_become_mathml_and_what_cannot_be_read_stays_as_it_is(page: Page, shown: Viewer) -> None:
-    go(page, shown)
+def test_formulas_become_mathml_and_what_cannot_be_read_stays_as_it_is(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer)
     page.wait_for_load_state()
     for formula, found in zip(FORMULAS, page.evaluate(MATH, FORMULAS), strict=True):
         assert found["isRead"] and set(found["tags"]) <= ALLOWED, formula
@@ -143,8 +143,8 @@ def test_formulas_become_mathml_and_what_cannot_be_read_stays_as_it_is(page: Pag
         assert found == {"tags": ["code"], "isRead": False, "text": formula}
 
 
-def test_texts_made_to_be_slow_are_rendered_whole(page: Page, shown: Viewer) -> None:
-    go(page, shown)
+def test_texts_made_to_be_slow_are_rendered_whole(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer)
     page.wait_for_load_state()
     render = (
         "async (text) => (await import('/static/markdown.js')).markdown(text).map((node) => node.textContent).join('')"
@@ -154,8 +154,10 @@ def test_texts_made_to_be_slow_are_rendered_whole(page: Page, shown: Viewer) -> 
         assert kept.count("a") == text.count("a") and kept.count("x") == text.count("x"), json.dumps(text[:20])
 
 
-def test_the_tasks_that_got_easier_are_first_and_a_slider_goes_through_the_versions(page: Page, shown: Viewer) -> None:
-    go(page, shown, "#/r/r1")
+def test_the_tasks_that_got_easier_are_first_and_a_slider_goes_through_the_versions(
+    page: Page, web_viewer: Viewer
+) -> None:
+    go(page, web_viewer, "#/r/r1")
     page.get_by_role("button", name="Got easier").click()
     first = page.locator("#row-0")
     playwright.expect(first.locator(".trend")).to_have_text("+1")
@@ -192,8 +194,10 @@ def test_tool_errors_and_failure_classes_are_chips(page: Page, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("route", "rows"), [("#/r/r1/row/3", 1), ("#/r/r1?q=task%3C2", 4)])
-def test_what_is_seen_is_shared_as_one_file(page: Page, shown: Viewer, tmp_path: Path, route: str, rows: int) -> None:
-    go(page, shown, route)
+def test_what_is_seen_is_shared_as_one_file(
+    page: Page, web_viewer: Viewer, tmp_path: Path, route: str, rows: int
+) -> None:
+    go(page, web_viewer, route)
     with page.expect_download() as saved:
         page.get_by_role("button", name="Share").click()
     file = tmp_path / "shared.html"
@@ -220,11 +224,11 @@ def test_a_run_leads_to_the_last_one_of_its_folder(page: Page, tmp_path: Path) -
         playwright.expect(page.locator(".compare-summary")).to_be_visible()
 
 
-def test_a_report_has_the_same_trends_as_the_server(page: Page, shown: Viewer) -> None:
-    go(page, shown)
+def test_a_report_has_the_same_trends_as_the_server(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer)
     page.wait_for_load_state()
-    served = shown.get("/api/runs/r1/tasks?sort=-trend")["rows"]
-    rows = shown.get("/api/runs/r1/rows?limit=1000")["rows"]
+    served = web_viewer.get("/api/runs/r1/tasks?sort=-trend")["rows"]
+    rows = web_viewer.get("/api/runs/r1/rows?limit=1000")["rows"]
     trends = page.evaluate(PACKED, rows)
     found = [sorted(one["trend"] for one in some if one["trend"] is not None) for some in (served, trends)]
     assert found[0] == pytest.approx(found[1])
@@ -240,12 +244,12 @@ WAYS = [(1280, "light"), (390, "dark")]
 
 
 @pytest.mark.parametrize(("width", "scheme"), WAYS)
-def test_every_page_is_accessible_and_fits_its_window(page: Page, shown: Viewer, width: int, scheme: str) -> None:
+def test_every_page_is_accessible_and_fits_its_window(page: Page, web_viewer: Viewer, width: int, scheme: str) -> None:
     page.set_viewport_size({"width": width, "height": 844})
     page.emulate_media(color_scheme=scheme)
     for route in ROUTES:
         page.goto("about:blank")
-        go(page, shown, route)
+        go(page, web_viewer, route)
         page.locator("main").wait_for()
         page.wait_for_load_state("networkidle")
         page.evaluate("document.querySelectorAll('main details').forEach((one) => (one.open = true))")

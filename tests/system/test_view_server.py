@@ -36,14 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
+def web_viewer(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
     with viewer(folder / "before.jsonl", folder / "after.jsonl", cache=tmp_path_factory.mktemp("cache")) as shown:
         wait_until(lambda: all(each["indexed_bytes"] == each["bytes"] for each in shown.get("/api/runs")["runs"]))
         yield shown
 
 
-def test_runs_say_what_they_hold(shown: Viewer, folder: Path) -> None:
-    before, after = shown.get("/api/runs")["runs"]
+def test_runs_say_what_they_hold(web_viewer: Viewer, folder: Path) -> None:
+    before, after = web_viewer.get("/api/runs")["runs"]
     assert (before["id"], before["name"], before["path"], before["rows"]) == (
         "r1",
         "before",
@@ -54,45 +54,45 @@ def test_runs_say_what_they_hold(shown: Viewer, folder: Path) -> None:
     assert after["bad"][0].startswith("after.jsonl:11: not JSON")
     assert (after["environments"], after["has_tokens"], after["fields"]) == (["math_agent"], True, ["level"])
     assert (after["run_id"], after["error"], after["note"]) == ("run-1", None, None)
-    assert before["mean_reward"] == pytest.approx(shown.get("/api/runs/r1/stats")["mean"])
-    assert after["mean_reward"] == pytest.approx(shown.get("/api/runs/r2/stats")["mean"])
+    assert before["mean_reward"] == pytest.approx(web_viewer.get("/api/runs/r1/stats")["mean"])
+    assert after["mean_reward"] == pytest.approx(web_viewer.get("/api/runs/r2/stats")["mean"])
 
 
-def test_a_row_is_the_files_own_bytes(shown: Viewer, folder: Path) -> None:
+def test_a_row_is_the_files_own_bytes(web_viewer: Viewer, folder: Path) -> None:
     lines = (folder / "after.jsonl").read_bytes().splitlines()
     for row in (0, 8, 9, 11):
-        status, headers, body = shown.ask(f"/api/runs/r2/rows/{row}")
+        status, headers, body = web_viewer.ask(f"/api/runs/r2/rows/{row}")
         assert (status, headers["content-type"], body) == (200, "application/json", lines[row])
     failures = (folder / "after_failures.jsonl").read_bytes().splitlines()
-    assert shown.ask("/api/runs/r2/rows/f1")[2] == failures[1]
+    assert web_viewer.ask("/api/runs/r2/rows/f1")[2] == failures[1]
 
 
-def test_hostile_text_travels_as_json_and_never_as_a_page(shown: Viewer) -> None:
-    (row,) = shown.get("/api/runs/r2/rows?q=task:8")["rows"]
+def test_hostile_text_travels_as_json_and_never_as_a_page(web_viewer: Viewer) -> None:
+    (row,) = web_viewer.get("/api/runs/r2/rows?q=task:8")["rows"]
     assert row["answer"] == HOSTILE
     for path in ("/api/runs/r2/rows?q=task:8", "/api/runs/r2/rows/8"):
-        _, headers, _ = shown.ask(path)
+        _, headers, _ = web_viewer.ask(path)
         assert headers["content-type"] == "application/json"
         assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_rows_of_a_page_are_filtered_and_sorted(shown: Viewer) -> None:
-    page = shown.get("/api/runs/r2/rows?q=reward%3E=0&sort=-reward,-task&offset=1&limit=2")
+def test_the_rows_of_a_page_are_filtered_and_sorted(web_viewer: Viewer) -> None:
+    page = web_viewer.get("/api/runs/r2/rows?q=reward%3E=0&sort=-reward,-task&offset=1&limit=2")
     assert (page["total"], page["indexed"], [row["row"] for row in page["rows"]]) == (9, 14, ["7", "4"])
     assert "searching" not in page
 
 
-def test_a_group_has_all_rollouts_of_its_task_and_its_failures(shown: Viewer) -> None:
-    group = shown.get("/api/runs/r2/groups/3")
+def test_a_group_has_all_rollouts_of_its_task_and_its_failures(web_viewer: Viewer) -> None:
+    group = web_viewer.get("/api/runs/r2/groups/3")
     assert group["task"] == 3
     assert [(row["row"], row["status"]) for row in group["rows"]] == [
         ("6", "ok"), ("7", "ok"), ("f1", "failed"), ("f2", "failed")
     ]  # fmt: skip
 
 
-def test_stats_are_the_numbers_of_the_rows(shown: Viewer) -> None:
-    stats = shown.get("/api/runs/r2/stats")
-    rewards = [row["reward"] for row in shown.get("/api/runs/r2/rows?q=-reward:null")["rows"]]
+def test_stats_are_the_numbers_of_the_rows(web_viewer: Viewer) -> None:
+    stats = web_viewer.get("/api/runs/r2/stats")
+    rewards = [row["reward"] for row in web_viewer.get("/api/runs/r2/rows?q=-reward:null")["rows"]]
     assert (stats["n"], stats["scored"], stats["unscored"], stats["failed"]) == (11, 10, 1, 3)
     assert stats["mean"] == pytest.approx(fmean(rewards))
     assert stats["interval"][0] < stats["mean"] < stats["interval"][1]
@@ -102,18 +102,18 @@ def test_stats_are_the_numbers_of_the_rows(shown: Viewer) -> None:
     assert {each["class"]: each["count"] for each in stats["failures"]} == {"timeout": 2, "tool_error": 1}
     assert stats["length"]["sampled"] is False
     assert len(stats["length"]["points"]) == 10
-    failed = shown.get("/api/runs/r2/stats?q=status:failed")
+    failed = web_viewer.get("/api/runs/r2/stats?q=status:failed")
     assert (failed["failures"][0]["example"], failed["tasks"], stats["tasks"]) == ("f0", 2, 6)
-    assert shown.get("/api/runs/r1/stats")["binary"] is True
+    assert web_viewer.get("/api/runs/r1/stats")["binary"] is True
 
 
-def test_two_runs_are_compared_task_by_task_the_largest_difference_first(shown: Viewer) -> None:
-    found = shown.get("/api/compare?a=r1&b=r2")
+def test_two_runs_are_compared_task_by_task_the_largest_difference_first(web_viewer: Viewer) -> None:
+    found = web_viewer.get("/api/compare?a=r1&b=r2")
     assert (found["better"], found["worse"], found["same"], found["only_a"], found["only_b"]) == (3, 1, 0, 1, 2)
     assert (found["mean_a"], found["mean_b"], found["delta"], found["matched_by"]) == (0.5, 0.75, 0.25, "task_id")
     first = found["rows"][0]
     assert (abs(first["delta"]), first["a"]["n"], first["b"]["n"], first["prompt"]) == (0.5, 2, 2, "What is 0 + 2?")
-    assert [row["delta"] for row in shown.get("/api/compare?a=r1&b=r2&sort=delta&limit=1")["rows"]] == [-0.5]
+    assert [row["delta"] for row in web_viewer.get("/api/compare?a=r1&b=r2&sort=delta&limit=1")["rows"]] == [-0.5]
     assert found["rows"][-1]["delta"] is None
 
 
@@ -190,8 +190,8 @@ def test_a_task_that_training_draws_again_is_one_task(training: Viewer) -> None:
     assert training.ask("/api/runs/r1/tasks/99")[0] == 404
 
 
-def test_the_tokens_of_a_row_say_which_were_trained(shown: Viewer) -> None:
-    tokens = shown.get("/api/runs/r2/rows/2/tokens")
+def test_the_tokens_of_a_row_say_which_were_trained(web_viewer: Viewer) -> None:
+    tokens = web_viewer.get("/api/runs/r2/rows/2/tokens")
     (found,) = tokens["segments"]
     assert [token["id"] for token in found["tokens"]] == segment()["token_ids"]
     assert [token["trained"] for token in found["tokens"]] == [False] * 3 + [True] * 2
@@ -221,29 +221,31 @@ def test_the_tokens_of_a_row_say_which_were_trained(shown: Viewer) -> None:
         ("/etc/passwd", 404, ""),
     ],
 )
-def test_what_cannot_be_answered_is_a_problem_document(shown: Viewer, path: str, status: int, message: str) -> None:
-    found, headers, body = shown.ask(path)
+def test_what_cannot_be_answered_is_a_problem_document(
+    web_viewer: Viewer, path: str, status: int, message: str
+) -> None:
+    found, headers, body = web_viewer.ask(path)
     problem = json.loads(body)
     assert (found, headers["content-type"], problem["status"]) == (status, "application/problem+json", status)
     assert message in problem["detail"]
 
 
-def test_every_answer_forbids_what_a_page_need_not_do(shown: Viewer) -> None:
+def test_every_answer_forbids_what_a_page_need_not_do(web_viewer: Viewer) -> None:
     for path in ("/", "/api/runs", "/static/main.js", "/nothing"):
-        _, headers, _ = shown.ask(path)
+        _, headers, _ = web_viewer.ask(path)
         assert headers["content-security-policy"].startswith(POLICY)
         assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")
-    assert shown.ask("/api/runs", method="POST")[0] == 405
+    assert web_viewer.ask("/api/runs", method="POST")[0] == 405
 
 
-def test_a_name_that_is_not_this_machines_is_refused(shown: Viewer) -> None:
-    port = shown.told["address"].rsplit(":", 1)[1].strip("/")
+def test_a_name_that_is_not_this_machines_is_refused(web_viewer: Viewer) -> None:
+    port = web_viewer.told["address"].rsplit(":", 1)[1].strip("/")
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
-        status, _, body = shown.ask("/api/runs", Host=host)
+        status, _, body = web_viewer.ask("/api/runs", Host=host)
         assert status in (400, 421)
         assert b"after.jsonl" not in body
     for host in (f"localhost:{port}", "127.0.0.1:9999", "[::1]"):
-        assert shown.ask("/api/runs", Host=host)[0] == 200
+        assert web_viewer.ask("/api/runs", Host=host)[0] == 200
 
 
 def test_with_a_token_only_the_page_itself_is_open(folder: Path, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_the_last_step_that_trained_a_rollout_is_found(run: TrainingRun) -> None
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def web_viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The address of an ng_view of two runs, and their folder."""
     folder = tmp_path_factory.mktemp("runs")
     for name, rate in (("slow", "0.1"), ("fast", "0.3")):
@@ -189,22 +189,22 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
         (folder / name / "recipe.yaml").write_text(RECIPE.replace("LR", rate))
         later = time.time() + 3600  # it continues growing for as long as these tests take
         os.utime(folder / name / "metrics.jsonl", (later, later))
-    write(folder / "slow" / "rollouts.jsonl", [learned(count) for count in range(1, 3)])
-    write(folder / "slow" / "eval_rollouts.jsonl", [learned(count) for count in (10, 20)])
+    write(folder / "slow" / "rollouts.jsonl", [trained_rollout(count) for count in range(1, 3)])
+    write(folder / "slow" / "eval_rollouts.jsonl", [trained_rollout(count) for count in (10, 20)])
     with viewer(folder, cache=folder / "cache") as served:
         yield served.told["url"], folder
 
 
-def learned(count: int) -> Json:
+def trained_rollout(count: int) -> Json:
     """A rollout of weights that had learned so many batches."""
     prompt = {"input": [{"role": "user", "content": f"<b>task {count}</b>"}]}
     return rollout(count, responses_create_params=prompt, _ng_train={"task": "a/0", "oldest": count})
 
 
 @pytest.fixture
-def dashboard(page: Any, shown: tuple[str, Path]) -> Callable[[str], Any]:
+def dashboard(page: Any, web_viewer: tuple[str, Path]) -> Callable[[str], Any]:
     def go(query: str) -> Any:
-        page.goto(f"{shown[0]}#/training{query}")
+        page.goto(f"{web_viewer[0]}#/training{query}")
         page.locator(".training-run .num", has_text="20").first.wait_for()
         return page
 
@@ -330,10 +330,10 @@ def test_held_out_rollouts_of_an_evaluation_are_a_click_away(dashboard: Callable
 
 
 def test_the_page_of_a_rollout_says_how_it_was_trained(
-    dashboard: Callable[[str], Any], shown: tuple[str, Path]
+    dashboard: Callable[[str], Any], web_viewer: tuple[str, Path]
 ) -> None:
     entry = {"step": 2, "advantages": {"r-1-0": -0.25}}
-    (shown[1] / "slow" / "advantages.jsonl").write_text(json.dumps(entry) + "\n")
+    (web_viewer[1] / "slow" / "advantages.jsonl").write_text(json.dumps(entry) + "\n")
     page = dashboard("?step=2")
     page.locator(".training-step a").first.click(delay=3000)
     page.locator(".table-row").first.click()
@@ -348,9 +348,9 @@ def test_a_metric_with_a_hostile_name_is_only_text(dashboard: Callable[[str], An
 
 
 def test_the_page_follows_a_run_and_its_way_back_to_a_checkpoint(
-    dashboard: Callable[[str], Any], shown: tuple[str, Path]
+    dashboard: Callable[[str], Any], web_viewer: tuple[str, Path]
 ) -> None:
-    page, file = dashboard(""), shown[1] / "fast" / "metrics.jsonl"
+    page, file = dashboard(""), web_viewer[1] / "fast" / "metrics.jsonl"
     before = file.read_bytes()
     try:
         with file.open("ab") as grown:

@@ -243,11 +243,11 @@ def test_many_pushes_under_load_lose_no_answer_and_mix_no_versions(server: Serve
         while not over.is_set():
             answers.append(server.answer(input=f"{number} {LONG}", max_output_tokens=16, ignore_eos=True))
 
-    def answered_by(served: int) -> list[dict[str, Any]]:
+    def answers_of(served: int) -> list[dict[str, Any]]:
         return [answer for answer in answers if answer["ng"]["policy_version"] == [[0, 16, served]]]
 
     def enough_answered_by(served: int) -> bool:
-        return len(answered_by(served)) >= 2 or any(client.done() for client in asking)
+        return len(answers_of(served)) >= 2 or any(client.done() for client in asking)
 
     with ThreadPoolExecutor(8) as clients:
         asking = [clients.submit(ask, number) for number in range(8)]
@@ -260,7 +260,7 @@ def test_many_pushes_under_load_lose_no_answer_and_mix_no_versions(server: Serve
     assert all(client.result() is None for client in asking)
     for step in range(1, 6):
         policy.change(1000 + step)
-        for answer in answered_by(version + step)[:4]:
+        for answer in answers_of(version + step)[:4]:
             engine, reference = sampled_logprobs(policy, answer)
             assert engine == pytest.approx(reference, abs=1e-4)
 
@@ -365,19 +365,19 @@ class Session:
 
 @pytest.fixture
 def session(server: Server, policy: Policy) -> Iterator[Session]:
-    with unchanged(server, policy) as session:
+    with assert_unchanged(server, policy) as session:
         yield session
 
 
 @pytest.fixture
 def hasty(servers: Servers, experts: Experts) -> Iterator[Session]:
     """At the server whose lease is short."""
-    with unchanged(servers["experts"], experts) as session:
+    with assert_unchanged(servers["experts"], experts) as session:
         yield session
 
 
 @contextmanager
-def unchanged(server: Server, policy: Policy) -> Iterator[Session]:
+def assert_unchanged(server: Server, policy: Policy) -> Iterator[Session]:
     """For a push that must change nothing: the server then serves what it served, and takes the next push."""
     pusher = push.Pusher([server.url], TOKEN, patience_s=PATIENCE_S)
     old = pusher.prepare() + 1
@@ -393,7 +393,7 @@ def unchanged(server: Server, policy: Policy) -> Iterator[Session]:
     pusher.finish()
 
 
-def damaged(weights: Weights, value: float) -> bytes:
+def damage(weights: Weights, value: float) -> bytes:
     name = list(weights)[-1]
     tensor = weights[name].clone()
     tensor.view(-1)[-1] = value
@@ -401,8 +401,8 @@ def damaged(weights: Weights, value: float) -> bytes:
 
 
 BROKEN_FILES: dict[str, tuple[Callable[[Weights], bytes], str]] = {
-    "nan": (lambda weights: damaged(weights, float("nan")), "not every value is finite"),
-    "infinite": (lambda weights: damaged(weights, float("-inf")), "not every value is finite"),
+    "nan": (lambda weights: damage(weights, float("nan")), "not every value is finite"),
+    "infinite": (lambda weights: damage(weights, float("-inf")), "not every value is finite"),
     "another shape": (lambda weights: save({**weights, "model.norm.weight": torch.ones(2)}), "announced as F32 [32]"),
     "another dtype": (lambda weights: save({name: tensor.half() for name, tensor in weights.items()}), "is F16"),
     "an unknown name": (lambda weights: save({**weights, "model.x": torch.ones(2)}), "model.x: was not announced"),

@@ -121,7 +121,7 @@ def test_the_exact_reverse_kl_falls(
     assert options.teacher is not None
     algorithm = policy_gradient.PolicyGradient(options, 1, None, teacher.open_teachers(setup, options.teacher, 1.0))
     prompts = [[random.Random(n).randrange(20, 1000) for _ in range(4)] for n in range(4)]
-    every_token = [said(prompt, token, -1.0) for prompt in prompts for token in range(1024)]
+    every_token = [one_token_rollout(prompt, token, -1.0) for prompt in prompts for token in range(1024)]
     of_teacher = score(every_token, scored.logprobs, learner, 8192)
     teacher_PV = torch.tensor(of_teacher).reshape(4, 1024)
     kls = []
@@ -131,7 +131,7 @@ def test_the_exact_reverse_kl_falls(
         kls.append(float((log_p_PV.exp() * (log_p_PV - teacher_PV)).sum(-1).mean()))
         drawn_PS = torch.multinomial(log_p_PV.exp(), 128, replacement=True, generator=generator).tolist()
         rollouts = [
-            said(prompt, token, float(log_p_PV[place, token]))
+            one_token_rollout(prompt, token, float(log_p_PV[place, token]))
             for place, prompt in enumerate(prompts)
             for token in drawn_PS[place]
         ]
@@ -139,7 +139,7 @@ def test_the_exact_reverse_kl_falls(
     assert kls[0] > 2 and kls[-1] < 0.4 * kls[0], kls
 
 
-def said(prompt: list[int], token: int, logprob: float) -> Any:
+def one_token_rollout(prompt: list[int], token: int, logprob: float) -> Any:
     """A rollout of one sampled token."""
     segment = samples.SampledSegment([*prompt, token], [(4, 5)], sampler=[logprob])
     fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
@@ -150,7 +150,7 @@ def said(prompt: list[int], token: int, logprob: float) -> Any:
 
 
 @contextmanager
-def served(
+def serve_teacher(
     folder: Path,
     change: Change = lambda logprobs, ids: logprobs,
     tokens: Callable[[list[int]], list[int]] = list,
@@ -215,7 +215,7 @@ def test_a_server_scores_as_the_checkpoint_that_it_serves(setup: Setup, master: 
         [rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]), rollout(0.0, "a", [(6, 11)])], setup.engine.device
     )
     local = teacher.open_teacher(setup, objective.Teacher(path=str(master)), 1.0)
-    with served(master) as (url, calls):
+    with serve_teacher(master) as (url, calls):
         remote = teacher.open_teacher(setup, objective.Teacher(url=url), 1.0)
         before = len(calls)
         for _ in range(2):  # the second time, the answers are kept
@@ -281,7 +281,7 @@ def test_a_divergence_and_its_gradient_are_those_of_whole_distributions(
 def test_a_server_is_compared_on_its_likeliest_tokens_and_all_others_together(setup: Setup, master: Path) -> None:
     packed = packing.pack([rollout(1.0, str(at), list(each)) for at, each in enumerate(ROLLOUTS)], setup.engine.device)
     network = AutoModelForCausalLM.from_pretrained(master)
-    with served(master) as (url, _):
+    with serve_teacher(master) as (url, _):
         remote = teacher.open_teacher(setup, objective.Teacher(url=url), 1.0, top_k=5)
         logprobs_NK, token_ids_NK = remote.distributions(packed).rows(0, 13)
     with torch.no_grad():
@@ -297,7 +297,7 @@ def test_a_call_that_a_server_drops_or_is_too_busy_for_is_made_again(
     monkeypatch.setattr(teacher.time, "sleep", pauses.append)
     packed = packing.pack([rollout(1.0, "a", list(ROLLOUTS[0]))], setup.engine.device)
     problems = [None, 503, ConnectionResetError, None, 400]
-    with served(master, problems=problems) as (url, calls):
+    with serve_teacher(master, problems=problems) as (url, calls):
         remote = teacher.Server(url, None, None)
         first, second = remote.logprobs(packed), (remote.ask_again(), remote.logprobs(packed))[1]
         assert torch.equal(first, second) and len(calls) == 2 and pauses == list(teacher.PAUSES_S[:2])
@@ -327,7 +327,7 @@ def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> 
 
 @pytest.mark.parametrize("source", ["path", "url"])
 def test_a_live_run_lowers_a_divergence(student: Path, master: Path, tmp_path: Path, source: str) -> None:
-    with serving(Stub(student, equal_share=8)) as stub, served(master) as (url, _):
+    with serving(Stub(student, equal_share=8)) as stub, serve_teacher(master) as (url, _):
         words = [*arguments(tmp_path, student, stub, 4), "evaluation=null", "algorithm.name=distillation"]
         words += [f"algorithm.teacher.{source}={url if source == 'url' else master}", "algorithm.teacher.beta=0.5"]
         output, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
@@ -340,7 +340,10 @@ def test_a_live_run_lowers_a_divergence(student: Path, master: Path, tmp_path: P
 def test_a_live_run_learns_from_its_teacher_where_no_reward_has_a_signal(
     student: Path, master: Path, tmp_path: Path, source: str
 ) -> None:
-    with serving(Stub(student, equal_share=8)) as stub, served(master) as (url, calls):  # of eight: all rewards are 0.5
+    with (
+        serving(Stub(student, equal_share=8)) as stub,
+        serve_teacher(master) as (url, calls),
+    ):  # of eight: all rewards are 0.5
         words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
         words += [f"algorithm.teacher.{source}={url if source == 'url' else master}", "rollouts.updates_per_step=1"]
         output, _ = (process := train(tmp_path, words)).communicate(timeout=600)
@@ -352,7 +355,7 @@ def test_a_live_run_learns_from_its_teacher_where_no_reward_has_a_signal(
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
 
 
-def shifted(logprobs: list[Any], ids: list[int]) -> list[Any]:
+def shift(logprobs: list[Any], ids: list[int]) -> list[Any]:
     values = [one and next(iter(one.values())) for one in logprobs]
     return [None, *({str(token): value} for token, value in zip(ids[1:], [*values[2:], values[1]], strict=True))]
 
@@ -379,12 +382,12 @@ def wavering() -> Change:
             "not log-probabilities",
         ),
         ({"change": wavering()}, "not deterministic: two answers for the same text differ by 1"),
-        ({"change": shifted}, "not aligned"),
+        ({"change": shift}, "not aligned"),
     ],
     ids=["tokenizer", "none", "too few", "other tokens", "positive", "wavering", "shifted"],
 )
 def test_a_faulty_server_is_refused_with_a_line(setup: Setup, master: Path, faults: Any, reason: str) -> None:
-    with served(master, **faults) as (url, _), pytest.raises(ConfigError) as refused:
+    with serve_teacher(master, **faults) as (url, _), pytest.raises(ConfigError) as refused:
         teacher.open_teacher(setup, objective.Teacher(url=url), 1.0)
     assert str(refused.value).startswith(f"algorithm.teacher.url: {url}: ") and reason in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -490,7 +493,9 @@ def test_several_teachers_score_by_agent_and_by_weight(setup: Setup, student: Pa
         teacher.open_teachers(setup, alone, 1.0).scores(rollouts, setup.engine, 15)
 
 
-def answered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], answer: str, **fields: str) -> Any:
+def one_turn_rollout(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], answer: str, **fields: str
+) -> Any:
     """A rollout of one turn, rendered by the policy's chat template."""
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(prompt, add_special_tokens=False)
@@ -504,7 +509,7 @@ def answered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]],
 def test_rollouts_that_are_too_long_for_a_teacher_train_nothing(setup: Setup, master: Path) -> None:
     """The network's context is 256 tokens; a server has 16, one of which it samples."""
 
-    def prepared(teacher_options: dict[str, Any], *lengths: int) -> list[int]:
+    def prepare(teacher_options: dict[str, Any], *lengths: int) -> list[int]:
         options = algorithms.DistillationOptions.model_validate({"teacher": teacher_options})
         assert options.teacher is not None
         teachers = teacher.open_teachers(setup, options.teacher, 1.0)
@@ -513,17 +518,17 @@ def test_rollouts_that_are_too_long_for_a_teacher_train_nothing(setup: Setup, ma
         found = algorithm.prepare(rollouts, setup.engine, 512)
         return [sample.longest for sample in found]
 
-    assert prepared({"path": str(master)}, 256, 257) == [256]
-    assert prepared({"path": str(master)}, 300) == []
-    with served(master, context=16) as (url, _):
-        assert prepared({"url": url}, 15, 16) == [15]
-    with served(master) as (url, _):  # it does not tell its context
-        assert prepared({"url": url}, 16) == [16]
+    assert prepare({"path": str(master)}, 256, 257) == [256]
+    assert prepare({"path": str(master)}, 300) == []
+    with serve_teacher(master, context=16) as (url, _):
+        assert prepare({"url": url}, 15, 16) == [15]
+    with serve_teacher(master) as (url, _):  # it does not tell its context
+        assert prepare({"url": url}, 16) == [16]
 
 
 def test_a_hint_needs_room_in_the_context(setup: Setup, tokenizer: PreTrainedTokenizerBase) -> None:
     question = {"role": "user", "content": "What is 2 + 3?"}
-    sample = answered(tokenizer, [question], "It is 5.", expected_answer="5")
+    sample = one_turn_rollout(tokenizer, [question], "It is 5.", expected_answer="5")
     place = setup.engine.policy.context - sample.longest
     named = {"current_policy": True, "hint": "The answer is {expected_answer}."}
     teachers = teacher.open_teachers(setup, objective.Teacher.model_validate(named), 1.0)
@@ -537,11 +542,11 @@ def test_a_hint_is_a_message_that_only_the_teacher_sees(
     setup: Setup, student: Path, tokenizer: PreTrainedTokenizerBase, source: str
 ) -> None:
     question = {"role": "user", "content": "What is 2 + 3?"}
-    sample = answered(tokenizer, [question], "It is 5.", expected_answer="5")
+    sample = one_turn_rollout(tokenizer, [question], "It is 5.", expected_answer="5")
     named = {source: True if source == "current_policy" else str(student), "hint": "The answer is {expected_answer}."}
     teachers = teacher.open_teachers(setup, objective.Teacher.model_validate(named), 1.0)
     [[found]] = teachers.scores([sample], setup.engine, 8192)
-    hinted = answered(tokenizer, [question, {"role": "user", "content": "The answer is 5."}], "It is 5.")
+    hinted = one_turn_rollout(tokenizer, [question, {"role": "user", "content": "The answer is 5."}], "It is 5.")
     assert hinted.segments[0].token_ids != sample.segments[0].token_ids
     assert found == pytest.approx(logprobs_of(student, [hinted])[0][0], abs=1e-4)
     assert found != pytest.approx(logprobs_of(student, [sample])[0][0], abs=1e-2)

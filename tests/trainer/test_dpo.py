@@ -45,15 +45,15 @@ def tokenizer(root: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
 
 
-def said(text: str) -> Row:
+def assistant_message(text: str) -> Row:
     return {"role": "assistant", "content": text}
 
 
-def asked(text: str) -> Row:
+def user_message(text: str) -> Row:
     return {"role": "user", "content": text}
 
 
-def called(expression: str, result: str) -> list[Row]:
+def tool_call(expression: str, result: str) -> list[Row]:
     function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
     return [
         {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
@@ -66,9 +66,9 @@ def pair(number: int = 7) -> Row:
     rng = random.Random(number)
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     return {
-        "prompt": [asked(f"Tom has {a} coins and buys {b} more. How many coins does Tom have?")],
-        "chosen": [*called(f"{a}+{b}", str(a + b)), said(f"The answer is {a + b}.")],
-        "rejected": [said(f"The answer is {rng.randint(1, 999)}.") for _ in range(rng.choice((1, 1, 2)))],
+        "prompt": [user_message(f"Tom has {a} coins and buys {b} more. How many coins does Tom have?")],
+        "chosen": [*tool_call(f"{a}+{b}", str(a + b)), assistant_message(f"The answer is {a + b}.")],
+        "rejected": [assistant_message(f"The answer is {rng.randint(1, 999)}.") for _ in range(rng.choice((1, 1, 2)))],
         "tools": [{"type": "function", "function": TOOL}],
         "margin": 1.0,
     }
@@ -243,9 +243,19 @@ def test_both_sides_of_a_pair_are_in_the_same_micro_batch(pairs: list[Any]) -> N
 def test_of_a_pair_only_what_the_assistant_says_after_the_prompt_is_trained(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    prompt = [asked("What is 2+2?"), *called("2+2", "4"), said("It is 4."), asked("And 3+3?")]
-    rejected = [said("7"), asked("Really?"), said("Yes.")]
-    row = {"prompt": prompt, "chosen": [*called("3+3", "6"), said("It is 6.")], "rejected": rejected, "tools": []}
+    prompt = [
+        user_message("What is 2+2?"),
+        *tool_call("2+2", "4"),
+        assistant_message("It is 4."),
+        user_message("And 3+3?"),
+    ]
+    rejected = [assistant_message("7"), user_message("Really?"), assistant_message("Yes.")]
+    row = {
+        "prompt": prompt,
+        "chosen": [*tool_call("3+3", "6"), assistant_message("It is 6.")],
+        "rejected": rejected,
+        "tools": [],
+    }
     (sides,) = chat_dataset.read_pairs(write(tmp_path / "pairs.jsonl", row), tokenizer)
     trained = [
         [tokenizer.decode(segment.token_ids[start:end]) for segment in side.segments for start, end in segment.spans]
@@ -266,7 +276,11 @@ def test_sides_whose_turns_do_not_continue_one_another_are_several_segments_of_o
         "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    row = {"prompt": [asked("a")], "chosen": [said("b"), asked("c"), said("d")], "rejected": [said("e")]}
+    row = {
+        "prompt": [user_message("a")],
+        "chosen": [assistant_message("b"), user_message("c"), assistant_message("d")],
+        "rejected": [assistant_message("e")],
+    }
     (sample,) = algorithm().samples(write(tmp_path / "pairs.jsonl", row), forgetful)
     assert [segment.chosen for segment in sample.segments] == [True, True, False]
     packed = packing.pack([sample], CPU)
@@ -284,7 +298,7 @@ def test_bad_pairs_are_named_with_file_line_and_reason(tokenizer: PreTrainedToke
         "{",
         {"messages": good["prompt"]},
         {**good, "rejected": "The answer is 4."},
-        {**good, "chosen": [asked("a")]},
+        {**good, "chosen": [user_message("a")]},
         {**good, "rejected": []},
         {**good, "prompt": []},
         {**good, "rejected": good["chosen"]},

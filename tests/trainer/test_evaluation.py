@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from stub_agents import problem, scored, serving
+from stub_agents import problem, scored_row, serving
 
 from ngym.collect import Rollout
 from ngym.errors import UsageError
@@ -37,16 +37,16 @@ class Solver:
         if params["input"] == "breaks":
             return problem(500, retryable=False)
         if params["input"] == "no judge":
-            return scored(row, None)
-        return scored(row, float(params["temperature"] == 0 or attempt < int(params["input"])))
+            return scored_row(row, None)
+        return scored_row(row, float(params["temperature"] == 0 or attempt < int(params["input"])))
 
     def proofs(self, row: Json) -> Json:
         self.seen.append(row)
-        return scored(row, 0.5)
+        return scored_row(row, 0.5)
 
 
 @contextmanager
-def reached(solver: Solver) -> Iterator[Any]:
+def serve_solver(solver: Solver) -> Iterator[Any]:
     @asynccontextmanager
     async def connect() -> AsyncIterator[Any]:
         async with serving(solver.sums) as sums, serving(solver.proofs) as proofs:
@@ -66,7 +66,7 @@ def write(path: Path, inputs: list[str]) -> str:
     return str(path)
 
 
-def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tuple[list[Values], list[str]]:
+def run_evaluation(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tuple[list[Values], list[str]]:
     """The metrics and lines of an evaluation after `done`, ... 2 and 3 (the last) steps."""
     train = write(folder / "train.jsonl", ["0"])
     rollouts = rollout_options.RolloutOptions(agent="sums", tasks=train, max_output_tokens=77)
@@ -77,7 +77,7 @@ def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tup
         values.append({"step": step, **found})
         lines.append(line)
 
-    with reached(solver) as found:
+    with serve_solver(solver) as found:
         file = folder / "eval_rollouts.jsonl"
         evaluation = live_eval.Evaluation(
             rollout_options.EvaluationOptions(**options), rollouts, 0.7, found, note, 5, file, done
@@ -91,7 +91,7 @@ def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tup
 def test_k_attempts_give_the_mean_and_the_unbiased_pass_at_k(tmp_path: Path) -> None:
     tasks = write(tmp_path / "held_out.jsonl", ["0", "1", "2", "4"])
     solver = Solver()
-    (first, *others), lines = measured(tmp_path, solver, tasks=tasks, attempts=4, every=2)
+    (first, *others), lines = run_evaluation(tmp_path, solver, tasks=tasks, attempts=4, every=2)
     assert [values["step"] for values in (first, *others)] == [0, 2, 3]
     assert first["eval/sums/avg@4"] == pytest.approx(7 / 16) == first["val/accuracy"] == first["eval/sums/pass@1"]
     # 1 - C(4 - c, 2) / C(4, 2) for c = 0, 1, 2, 4 solved attempts
@@ -114,7 +114,7 @@ def test_a_reward_that_is_1_but_for_rounding_is_the_whole_reward() -> None:
     assert tally.metrics()["eval/sums/pass@1"] == 0.5
 
 
-def kept(folder: Path, failures: str = "") -> list[Json]:
+def read_rollouts(folder: Path, failures: str = "") -> list[Json]:
     return [json.loads(line) for line in (folder / f"eval_rollouts{failures}.jsonl").read_text("utf-8").splitlines()]
 
 
@@ -128,7 +128,7 @@ def test_each_sampled_attempt_has_a_seed_that_its_step_task_and_number_decide(tm
     for life in ("one", "other"):
         (tmp_path / life).mkdir()
         solver = Solver()
-        measured(tmp_path / life, solver, tasks=tasks, attempts=4, every=1)
+        run_evaluation(tmp_path / life, solver, tasks=tasks, attempts=4, every=1)
         seeds.append({(row["_ng_task_index"], row["_ng_rollout_index"]): sampled_with(row) for row in solver.seen})
     assert seeds[0] == seeds[1], "another run of the same recipe asks for the same"
     sampled = [seed for seed in seeds[0].values() if seed is not None]
@@ -139,31 +139,31 @@ def test_each_sampled_attempt_has_a_seed_that_its_step_task_and_number_decide(tm
 def test_every_held_out_rollout_is_kept_with_its_step_and_a_resumed_run_has_none_twice(tmp_path: Path) -> None:
     tasks = write(tmp_path / "held_out.jsonl", ["0", "9", "breaks"])
     settings: Values = {"tasks": tasks, "attempts": 2, "every": 1}
-    measured(tmp_path, Solver(), **settings)
+    run_evaluation(tmp_path, Solver(), **settings)
 
-    def counted(failures: str = "") -> Counter[tuple[int, str, str]]:
+    def count_rollouts(failures: str = "") -> Counter[tuple[int, str, str]]:
         return Counter(
             (row["_ng_train"]["oldest"], row["evaluation"], row["_ng_train"]["task"])
-            for row in kept(tmp_path, failures)
+            for row in read_rollouts(tmp_path, failures)
         )
 
-    whole, failed = counted(), counted("_failures")
+    whole, failed = count_rollouts(), count_rollouts("_failures")
     ways = {"sums/avg@2": 2, "sums/greedy": 1}
     assert whole == {(step, way, f"sums/{n}"): ways[way] for step in range(4) for way in ways for n in range(2)}
     assert failed == {(step, way, "sums/2"): ways[way] for step in range(4) for way in ways}
-    before = [row["ng"]["rollout_id"] for row in kept(tmp_path) if row["_ng_train"]["oldest"] < 2]
+    before = [row["ng"]["rollout_id"] for row in read_rollouts(tmp_path) if row["_ng_train"]["oldest"] < 2]
     with (tmp_path / "eval_rollouts.jsonl").open("a") as file:
         file.write('{"a row that was be')  # the trainer was killed here
-    measured(tmp_path, Solver(), done=2, **settings)
-    assert counted() == whole and counted("_failures") == failed
-    assert [row["ng"]["rollout_id"] for row in kept(tmp_path)][: len(before)] == before
+    run_evaluation(tmp_path, Solver(), done=2, **settings)
+    assert count_rollouts() == whole and count_rollouts("_failures") == failed
+    assert [row["ng"]["rollout_id"] for row in read_rollouts(tmp_path)][: len(before)] == before
 
 
 def test_the_interval_knows_that_the_attempts_at_a_task_are_alike(tmp_path: Path) -> None:
     """16 tasks of which half are always solved: 4 attempts at each say no more than one."""
     tasks = write(tmp_path / "held_out.jsonl", ["0", "9"] * 8)
-    (four, *_), _ = measured(tmp_path, Solver(), tasks=tasks, attempts=4, greedy=False)
-    (one, *_), _ = measured(tmp_path, Solver(), tasks=tasks, attempts=1, greedy=False)
+    (four, *_), _ = run_evaluation(tmp_path, Solver(), tasks=tasks, attempts=4, greedy=False)
+    (one, *_), _ = run_evaluation(tmp_path, Solver(), tasks=tasks, attempts=1, greedy=False)
     for bound in ("low", "high"):
         assert four[f"eval/sums/avg@4/{bound}"] == pytest.approx(one[f"eval/sums/avg@1/{bound}"])
     # 0.5 +- t(15) sqrt(1/4 / 15)
@@ -173,7 +173,7 @@ def test_the_interval_knows_that_the_attempts_at_a_task_are_alike(tmp_path: Path
 
 def test_attempts_without_a_reward_are_counted_and_are_not_zeros(tmp_path: Path) -> None:
     tasks = write(tmp_path / "held_out.jsonl", ["9", "9", "breaks", "no judge"])
-    (first, *_), lines = measured(tmp_path, Solver(), tasks=tasks, attempts=2, greedy=False)
+    (first, *_), lines = run_evaluation(tmp_path, Solver(), tasks=tasks, attempts=2, greedy=False)
     assert first["eval/sums/avg@2"] == first["eval/sums/pass@2"] == 1
     assert [first[f"eval/sums/avg@2/{what}"] for what in ("count", "failed", "unscored")] == [4, 2, 2]
     assert lines[0].endswith("avg@2 1.000 [1.000, 1.000], pass@2 1.000, 2 failed, 2 unscored (33.3%) (4 tasks)")
@@ -181,7 +181,7 @@ def test_attempts_without_a_reward_are_counted_and_are_not_zeros(tmp_path: Path)
 
 def test_where_nothing_has_a_reward_nothing_is_claimed(tmp_path: Path) -> None:
     tasks = write(tmp_path / "held_out.jsonl", ["breaks", "no judge"])
-    (first, *_), lines = measured(tmp_path, Solver(), tasks=tasks)
+    (first, *_), lines = run_evaluation(tmp_path, Solver(), tasks=tasks)
     assert not {"eval/sums/avg@1", "eval/sums/pass@1", "eval/sums/greedy", "val/accuracy"} & first.keys()
     assert "avg@1 has no reward, 1 failed, 1 unscored (100.0%); greedy has no reward, 1 failed, 1 unscored" in lines[0]
 
@@ -198,7 +198,7 @@ def test_several_held_out_files_have_agents_and_names_of_their_own(tmp_path: Pat
         },
         {"agent": "proofs", "tasks": write(tmp_path / "c.jsonl", ["?"] * 3)},
     ]
-    (first, *_), lines = measured(tmp_path, solver, environments=environments, limit=2)
+    (first, *_), lines = run_evaluation(tmp_path, solver, environments=environments, limit=2)
     assert (first["eval/sums/avg@1"], first["eval/easy/avg@1"], first["eval/proofs/avg@1"]) == (1, 1, 0.5)
     assert first["eval/proofs/pass@1"] == 0, "half a reward is not solved"
     assert first["val/accuracy"] == pytest.approx(2.5 / 3)
@@ -213,7 +213,7 @@ def test_a_row_for_another_agent_is_named_before_anything_is_asked(tmp_path: Pat
     with pytest.raises(
         UsageError, match=r"held_out\.jsonl:1: agent_ref names 'proofs', and these tasks are for 'sums'"
     ):
-        measured(tmp_path, Solver(), tasks=str(path))
+        run_evaluation(tmp_path, Solver(), tasks=str(path))
 
 
 @pytest.mark.parametrize(

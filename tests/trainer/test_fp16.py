@@ -47,7 +47,7 @@ def learner(tokenizer: PreTrainedTokenizerBase, stage: int = 1, **options: Any) 
     return engine.Engine(new_policy(tokenizer), launch, chosen, OPTIMIZER)
 
 
-def scaled(learner: Any, value: float) -> Any:
+def set_scale(learner: Any, value: float) -> Any:
     """The engine with another loss scale."""
     learner._loss_scale.load({"value": value, "stable": 0, "overflows": 0})
     learner._deepspeed.optimizer.loss_scale = value
@@ -128,12 +128,12 @@ def test_the_steps_are_those_of_a_plain_loop_with_master_weights_and_a_loss_scal
 def test_an_overflow_costs_no_batch_the_same_one_is_computed_again_with_a_lower_scale(
     tokenizer: PreTrainedTokenizerBase, stage: int
 ) -> None:
-    high = scaled(learner(tokenizer, stage), 2.0**40)
+    high = set_scale(learner(tokenizer, stage), 2.0**40)
     first = steps(high, [0])
     lowered = high.scaling()
     assert 2 < lowered["loss_scale"] < 2.0**40 and 2.0**40 / 2 ** lowered["overflow_retries"] == lowered["loss_scale"]
     assert high.steps == 1
-    right = scaled(learner(tokenizer, stage), lowered["loss_scale"])
+    right = set_scale(learner(tokenizer, stage), lowered["loss_scale"])
     assert first == steps(right, [0]) and same(weights_of(high), weights_of(right))
     assert steps(high, [1, 2]) == steps(right, [1, 2])
 
@@ -141,7 +141,7 @@ def test_an_overflow_costs_no_batch_the_same_one_is_computed_again_with_a_lower_
 def test_the_scale_grows_after_steps_without_an_overflow_and_each_step_divides_by_its_own(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fixed, growing = scaled(learner(tokenizer), 2.0**10), scaled(learner(tokenizer), 2.0**10)
+    fixed, growing = set_scale(learner(tokenizer), 2.0**10), set_scale(learner(tokenizer), 2.0**10)
     expected = steps(fixed, range(5))
     monkeypatch.setattr(loss_scale, "WINDOW", 2)
     for seed, (loss, norm) in enumerate(expected):
@@ -199,7 +199,7 @@ def test_a_gradient_that_is_finite_at_no_scale_is_skipped_as_elsewhere_and_leave
 def test_a_resumed_run_continues_with_its_loss_scale(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, stage: int, then: int
 ) -> None:
-    first = scaled(learner(tokenizer, stage), 2.0**30)
+    first = set_scale(learner(tokenizer, stage), 2.0**30)
     steps(first, range(2))
     meta = json.loads(json.dumps(first.save_state(tmp_path)))
     expected = steps(first, range(2, 5))

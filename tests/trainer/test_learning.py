@@ -77,8 +77,8 @@ def test_a_lesson_has_tasks_demonstrations_and_recipes(
 
     (tmp_path / "sft" / "policy").mkdir(parents=True)
     for recipe, words in (
-        ("sft.yaml", learning.supervised(tmp_path, 3)),
-        ("grpo.yaml", learning.reinforced(lesson, tmp_path, 3)),
+        ("sft.yaml", learning.sft_overrides(tmp_path, 3)),
+        ("grpo.yaml", learning.grpo_overrides(lesson, tmp_path, 3)),
     ):
         result = CliRunner().invoke(main, [recipe, *words, "--dry-run"])
         assert result.exit_code == 0, result.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_steps import difference, packed, said, step
+from adapter_steps import compute_logprobs, difference, pack_sequences, step
 from safetensors.torch import load_file
 from trainer_service import SHAPE, new_policy
 from transformers import (
@@ -66,12 +66,12 @@ def adapter(folder: Path, stage: int = 0, precision: str = "fp32", **lora: Any) 
 
 
 def test_before_the_first_step_an_adapter_changes_nothing(base: Path) -> None:
-    data = packed()
-    assert torch.equal(said(adapter(base).logprobs, data), said(learner(base).logprobs, data))
+    data = pack_sequences()
+    assert torch.equal(compute_logprobs(adapter(base).logprobs, data), compute_logprobs(learner(base).logprobs, data))
 
 
 def test_only_the_adapter_has_gradients_and_every_part_of_it_has_one(base: Path) -> None:
-    trained, data = adapter(base), packed()
+    trained, data = adapter(base), pack_sequences()
     names = {name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad}
     layers = trained.policy.network.config.num_hidden_layers
     assert len(names) == layers * 7 * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
@@ -82,38 +82,38 @@ def test_only_the_adapter_has_gradients_and_every_part_of_it_has_one(base: Path)
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_zero_stages_learn_the_same_and_merged_it_says_the_same(base: Path, tmp_path: Path, stage: int) -> None:
-    data, plain, trained = packed(), adapter(base), adapter(base, stage)
+    data, plain, trained = pack_sequences(), adapter(base), adapter(base, stage)
     assert step(trained, data, 3) == pytest.approx(step(plain, data, 3), rel=1e-4)
-    learned = said(trained.logprobs, data)
-    assert difference(learned, said(plain.logprobs, data)) < 1e-4
+    learned = compute_logprobs(trained.logprobs, data)
+    assert difference(learned, compute_logprobs(plain.logprobs, data)) < 1e-4
     parts = {name: tensor.clone() for name, tensor in trained.adapter().items()}
-    base_said = said(trained.base_logprobs, data)
+    base_said = compute_logprobs(trained.base_logprobs, data)
 
     trained.save(tmp_path / "policy", AutoTokenizer.from_pretrained(base))
     merged = learner(tmp_path / "policy")
-    assert difference(said(merged.logprobs, data), learned) < 1e-5
+    assert difference(compute_logprobs(merged.logprobs, data), learned) < 1e-5
     assert set(load_file(tmp_path / "policy" / "model.safetensors")) == set(load_file(base / "model.safetensors"))
     assert all(torch.equal(tensor, parts[name]) for name, tensor in trained.adapter().items())
-    assert torch.equal(said(trained.base_logprobs, data), base_said), "nothing was merged in place"
+    assert torch.equal(compute_logprobs(trained.base_logprobs, data), base_said), "nothing was merged in place"
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_with_the_adapter_off_it_is_the_policy_of_the_beginning_and_continues_learning(base: Path, stage: int) -> None:
-    data, trained = packed(), adapter(base, stage)
-    first = said(trained.logprobs, data)
+    data, trained = pack_sequences(), adapter(base, stage)
+    first = compute_logprobs(trained.logprobs, data)
     for _ in range(2):
         step(trained, data)
-        assert torch.equal(said(trained.base_logprobs, data), first)
-    assert difference(said(trained.logprobs, data), first) > 0.1
+        assert torch.equal(compute_logprobs(trained.base_logprobs, data), first)
+    assert difference(compute_logprobs(trained.logprobs, data), first) > 0.1
     uninterrupted = adapter(base, stage)
     step(uninterrupted, data, 2)
-    assert torch.equal(said(uninterrupted.logprobs, data), said(trained.logprobs, data))
+    assert torch.equal(compute_logprobs(uninterrupted.logprobs, data), compute_logprobs(trained.logprobs, data))
 
 
 def test_a_saved_adapter_is_one_that_peft_loads(base: Path, tmp_path: Path) -> None:
     import peft
 
-    data, trained = packed(), adapter(base, targets=["q_proj", "down_proj"])
+    data, trained = pack_sequences(), adapter(base, targets=["q_proj", "down_proj"])
     step(trained, data, 3)
     options = config.LoraOptions(rank=RANK, alpha=8, targets=["q_proj", "down_proj"])
     trained.save_adapter(tmp_path / "adapter", options, str(base))
@@ -134,11 +134,11 @@ def test_a_saved_adapter_is_one_that_peft_loads(base: Path, tmp_path: Path) -> N
 def test_in_16_bits_the_merged_policy_is_the_adapter_but_for_one_rounding(
     base: Path, tmp_path: Path, precision: str, bound: float
 ) -> None:
-    data, trained = packed(), adapter(base, 2, precision)
+    data, trained = pack_sequences(), adapter(base, 2, precision)
     step(trained, data, 3)
     trained.save(tmp_path / "policy", AutoTokenizer.from_pretrained(base))
-    merged = said(learner(tmp_path / "policy").logprobs, data)
-    assert float((merged - said(trained.logprobs, data)).abs().mean()) < bound
+    merged = compute_logprobs(learner(tmp_path / "policy").logprobs, data)
+    assert float((merged - compute_logprobs(trained.logprobs, data)).abs().mean()) < bound
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -146,14 +146,19 @@ def test_in_16_bits_the_merged_policy_is_the_adapter_but_for_one_rounding(
 def test_a_mixture_of_experts_is_saved_and_pushed_under_the_names_of_its_checkpoint(
     experts: Path, tmp_path: Path, stage: int, lora: dict[str, Any] | None
 ) -> None:
-    data, trained = packed(), learner(experts, stage, lora=lora)
+    data, trained = pack_sequences(), learner(experts, stage, lora=lora)
     loaded = load_file(experts / "model.safetensors")
     weights: Weights = trained.weights()
     assert set(weights) == set(loaded) and all(torch.equal(weights[name], loaded[name]) for name in loaded)
     step(trained, data)
     trained.save(tmp_path / "policy", AutoTokenizer.from_pretrained(experts))
     assert set(load_file(tmp_path / "policy" / "model.safetensors")) == set(loaded)
-    assert difference(said(learner(tmp_path / "policy").logprobs, data), said(trained.logprobs, data)) < 1e-5
+    assert (
+        difference(
+            compute_logprobs(learner(tmp_path / "policy").logprobs, data), compute_logprobs(trained.logprobs, data)
+        )
+        < 1e-5
+    )
 
 
 def test_a_target_that_is_not_a_linear_layer_is_refused_with_those_that_are(base: Path) -> None:
@@ -164,20 +169,22 @@ def test_a_target_that_is_not_a_linear_layer_is_refused_with_those_that_are(base
 
 
 def test_the_adapters_dropout_drops_in_training_only_and_the_models_own_never(base: Path, tmp_path: Path) -> None:
-    folder, data = tmp_path / "dropping", packed()
+    folder, data = tmp_path / "dropping", pack_sequences()
     shutil.copytree(base, folder)
     changed = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.5}
     (folder / "config.json").write_text(json.dumps(changed))
     whole = learner(folder)
     assert model.unused_dropout(whole.policy.network) == {"attention_dropout": 0.5}
     assert model.unused_dropout(learner(base).policy.network) == {}
-    assert torch.equal(said(whole.logprobs, data), said(whole.logprobs, data))
+    assert torch.equal(compute_logprobs(whole.logprobs, data), compute_logprobs(whole.logprobs, data))
     trained = adapter(folder, dropout=0.5)
     step(trained, data)
-    assert not torch.equal(said(trained.logprobs, data), said(trained.logprobs, data))
+    assert not torch.equal(compute_logprobs(trained.logprobs, data), compute_logprobs(trained.logprobs, data))
     once, again = (engine.score(data.samples, trained.logprobs, trained, 10_000) for _ in range(2))
     assert once == again
-    assert not torch.equal(said(trained.logprobs, data), said(trained.logprobs, data)), "on again after scoring"
+    assert not torch.equal(compute_logprobs(trained.logprobs, data), compute_logprobs(trained.logprobs, data)), (
+        "on again after scoring"
+    )
 
 
 def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_agents import scored
+from stub_agents import scored_row
 from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
 from trainer_service import GROUP, TASKS, arguments, free_port, metrics_of, new_policy, train, write_tasks
@@ -96,7 +96,7 @@ async def test_a_rollout_without_a_sampled_token_does_not_count_as_of_other_weig
     tasks.write_text(json.dumps({"responses_create_params": {"input": "a long one"}}) + "\n")
     options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
     trace = {**trace, "tool_calls": 0, "tool_errors": 0, "segments": []}
-    async with agents_serving(lambda row: scored(row, 0.0, ng=trace)) as url:
+    async with agents_serving(lambda row: scored_row(row, 0.0, ng=trace)) as url:
         peers = Peers({"agent": [url]}, owner="the test")
         source, spool = task_sampler.TaskSource(options, seed=0), tmp_path / "rollouts.jsonl"
         stream = rollout_stream.RolloutStream(peers, source, options, 1.0, 0, 1, spool, lambda group: True)
@@ -218,7 +218,7 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
             weight_sync.publish(announced.append)
             for waiting in (joins, later, wrong):
                 there.call(join(there.reached, waiting.url))
-                there.call(noticed(membership))
+                there.call(wait_for_notice(membership))
                 assert membership.waiting() == [waiting.url] and waiting.url not in called()
                 weight_sync.publish(announced.append)
                 weight_sync.publish(announced.append)  # nothing is left to do
@@ -245,7 +245,7 @@ async def join(reached: services.ReadyServices, url: str) -> None:
     assert reply.status == 202
 
 
-async def noticed(membership: services.HeadMembership) -> None:
+async def wait_for_notice(membership: services.HeadMembership) -> None:
     joined = asyncio.Event()
     watch = asyncio.create_task(membership.watch(joined.set))
     await joined.wait()

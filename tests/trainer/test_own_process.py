@@ -20,7 +20,7 @@ Row = dict[str, Any]
 FEW = ["max_steps=2", "batch_size=4", "output=run"]
 
 
-def asked(number: int) -> list[Row]:
+def question(number: int) -> list[Row]:
     return [{"role": "user", "content": f"Tom has {number} coins and buys 7 more. How many coins does Tom have?"}]
 
 
@@ -49,13 +49,13 @@ def rollout(number: int) -> Row:
 
 
 ROWS = {
-    "sft": [{"messages": [*asked(n), *answer(f"The answer is {n + 7}.")]} for n in range(32)],
+    "sft": [{"messages": [*question(n), *answer(f"The answer is {n + 7}.")]} for n in range(32)],
     "pairs": [
-        {"prompt": asked(n), "chosen": answer(f"The answer is {n + 7}."), "rejected": answer("Perhaps.")}
+        {"prompt": question(n), "chosen": answer(f"The answer is {n + 7}."), "rejected": answer("Perhaps.")}
         for n in range(32)
     ],
     "labels": [
-        {"prompt": asked(n), "completion": answer(f"It is {n + 7}." if n % 2 else "Perhaps."), "label": bool(n % 2)}
+        {"prompt": question(n), "completion": answer(f"It is {n + 7}." if n % 2 else "Perhaps."), "label": bool(n % 2)}
         for n in range(32)
     ],
     "rollouts": [rollout(n) for n in range(32)],

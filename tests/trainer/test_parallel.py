@@ -72,7 +72,7 @@ def words(data: Path, folder: Path, every: list[Options]) -> list[str]:
     return [str(SUPPORT / "steps_on_ranks.py"), str(data), str(folder), *map(json.dumps, every), "--again"]
 
 
-def taken(folder: Path, every: list[Options]) -> list[Taken]:
+def read_results(folder: Path, every: list[Options]) -> list[Taken]:
     files = [folder / str(place) for place in range(len(every))]
     return [
         Taken(**json.loads(file.with_suffix(".json").read_text()), weights=load_file(file.with_suffix(".safetensors")))
@@ -86,7 +86,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
     process = ForkedCommand(words(data, folder, ALONE), folder, os.environ)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output[-3000:]
-    return taken(folder, ALONE)
+    return read_results(folder, ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken
     ranks = on_two_ranks(folder, words(data, folder, TOGETHER))
     outputs = [rank.communicate(timeout=600)[0][-3000:] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    return taken(folder, TOGETHER)
+    return read_results(folder, TOGETHER)
 
 
 def same(one: Taken, other: Taken, bound: float = 1e-5) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_steps import difference, packed, said, step
+from adapter_steps import compute_logprobs, difference, pack_sequences, step
 from safetensors.torch import load_file
 from steps_on_ranks import TOKENIZER
 from torch import nn
@@ -57,7 +57,7 @@ def base(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(folder: Path, lora: dict[str, Any] | None = QLORA) -> Any:
+def load_policy(folder: Path, lora: dict[str, Any] | None = QLORA) -> Any:
     return model.load_policy(
         config.ModelOptions(path=str(folder), lora=lora), AutoTokenizer.from_pretrained(folder), 0
     ).eval()
@@ -67,15 +67,15 @@ def learner(
     folder: Path, stage: int = 0, precision: str = "fp32", lora: dict[str, Any] | None = QLORA, **options: Any
 ) -> Any:
     engineering = config.EngineOptions(zero_stage=stage, precision=precision, **options)
-    return engine.Engine(loaded(folder, lora), LAUNCH, engineering, config.OptimizerOptions(lr=1e-2))
+    return engine.Engine(load_policy(folder, lora), LAUNCH, engineering, config.OptimizerOptions(lr=1e-2))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_the_base_has_four_bits_a_weight_and_the_rest_is_as_it_was(base: Path, kind: str) -> None:
     from ngym.trainer.model.quantized import Linear4bit
 
-    whole = loaded(base, None).network
-    network = loaded(base, {**QLORA, "base_4bit": kind}).network
+    whole = load_policy(base, None).network
+    network = load_policy(base, {**QLORA, "base_4bit": kind}).network
     layers = [module for module in network.modules() if isinstance(module, Linear4bit)]
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     scales = sum(layer.scales.absmax.nbytes + layer.scales.state2.absmax.nbytes for layer in layers)
@@ -95,7 +95,7 @@ def test_the_bytes_are_those_of_transformers(base: Path) -> None:
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
     quantization = BitsAndBytesConfig(load_in_4bit=True, **options)
     reference = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=torch.float32)
-    ours = loaded(base).network
+    ours = load_policy(base).network
     ours.set_attn_implementation("sdpa")
     packed = {name.replace(".base_layer", ""): one for name, one in ours.named_parameters() if one.dtype is torch.uint8}
     assert len(packed) == LAYERS
@@ -125,14 +125,16 @@ def test_a_product_and_its_gradient_are_those_of_the_dequantized_weights() -> No
 
 
 def test_only_the_adapter_learns(base: Path) -> None:
-    trained, data = learner(base), packed()
+    trained, data = learner(base), pack_sequences()
     names = {name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad}
     assert len(names) == LAYERS * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
-    first = said(trained.logprobs, data)
+    first = compute_logprobs(trained.logprobs, data)
     with trained.gradients_seen() as parameters:
         step(trained, data, 3)
-    assert parameters == names and difference(said(trained.logprobs, data), first) > 0.1
-    assert torch.equal(said(trained.base_logprobs, data), first), "the reference of KL is the quantized base"
+    assert parameters == names and difference(compute_logprobs(trained.logprobs, data), first) > 0.1
+    assert torch.equal(compute_logprobs(trained.base_logprobs, data), first), (
+        "the reference of KL is the quantized base"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,21 +142,21 @@ def test_only_the_adapter_learns(base: Path) -> None:
     [(1, {}), (2, {}), (2, {"offload": {"optimizer": "cpu"}}), (0, {"activation_checkpointing": True})],
 )
 def test_each_way_learns_the_same(base: Path, stage: int, options: dict[str, Any]) -> None:
-    data, plain, trained = packed(), learner(base), learner(base, stage, **options)
+    data, plain, trained = pack_sequences(), learner(base), learner(base, stage, **options)
     assert step(trained, data, 3) == pytest.approx(step(plain, data, 3), rel=1e-4)
-    assert difference(said(trained.logprobs, data), said(plain.logprobs, data)) < 1e-4
+    assert difference(compute_logprobs(trained.logprobs, data), compute_logprobs(plain.logprobs, data)) < 1e-4
 
 
 @pytest.mark.parametrize(("stage", "precision", "bound"), [(0, "fp32", 1e-5), (2, "bf16", 0.05), (1, "fp16", 0.005)])
 def test_the_saved_policy_is_whole_and_says_what_was_trained(
     base: Path, tmp_path: Path, stage: int, precision: str, bound: float
 ) -> None:
-    data, trained = packed(), learner(base, stage, precision)
+    data, trained = pack_sequences(), learner(base, stage, precision)
     step(trained, data, 3)
-    learned = said(trained.logprobs, data)
+    learned = compute_logprobs(trained.logprobs, data)
     trained.save(tmp_path / "policy", AutoTokenizer.from_pretrained(base))
     merged = learner(tmp_path / "policy", stage, precision, None)
-    assert difference(said(merged.logprobs, data), learned) < bound
+    assert difference(compute_logprobs(merged.logprobs, data), learned) < bound
     assert set(load_file(tmp_path / "policy" / "model.safetensors")) == set(load_file(base / "model.safetensors"))
     assert "quantization_config" not in json.loads((tmp_path / "policy" / "config.json").read_text())
 
@@ -164,7 +166,7 @@ def test_the_written_base_with_the_adapter_is_what_was_trained_and_the_unquantiz
 ) -> None:
     import peft
 
-    data, policy = packed(), loaded(base)
+    data, policy = pack_sequences(), load_policy(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model.write_base(tmp_path / "base", policy.network, tokenizer, "float32")
     trained = engine.Engine(policy, LAUNCH, config.EngineOptions(), config.OptimizerOptions(lr=1e-2))
@@ -182,13 +184,13 @@ def test_the_written_base_with_the_adapter_is_what_was_trained_and_the_unquantiz
                 )
             )
     assert found[0] < 1e-4 and found[1] > 0.01, found
-    again = loaded(tmp_path / "base", {**QLORA, "base_4bit": None})
-    assert difference(said(again.logprobs, data), said(trained.base_logprobs, data)) < 0.2
+    again = load_policy(tmp_path / "base", {**QLORA, "base_4bit": None})
+    assert difference(compute_logprobs(again.logprobs, data), compute_logprobs(trained.base_logprobs, data)) < 0.2
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, tmp_path: Path, precision: Any) -> None:
-    policy, options = loaded(base), config.EngineOptions(zero_stage=1, precision=precision)
+    policy, options = load_policy(base), config.EngineOptions(zero_stage=1, precision=precision)
     model.write_base(tmp_path / "base", policy.network, AutoTokenizer.from_pretrained(base), options.dtype)
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
     assert served.dtype == getattr(torch, options.dtype) == served.config.dtype
@@ -199,7 +201,7 @@ def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, t
 
 @pytest.mark.parametrize(("stage", "precision", "then"), [(0, "fp32", 2), (2, "bf16", 2), (1, "fp16", 1)])
 def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: str, then: int) -> None:
-    data, first = packed(), learner(base, stage, precision)
+    data, first = pack_sequences(), learner(base, stage, precision)
     step(first, data, 2)
     meta = json.loads(json.dumps(first.save_state(tmp_path)))
     assert all("lora" in key for key in load_file(tmp_path / "training-00001.safetensors"))
@@ -211,11 +213,11 @@ def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: s
 
 
 def test_a_critic_has_a_base_of_its_own(base: Path) -> None:
-    policy, data = loaded(base), packed()
+    policy, data = load_policy(base), pack_sequences()
     policy.critic = model.CriticNetwork(policy.network, 1e-3)
     nn.init.normal_(policy.critic.head.weight, std=0.1)
     trained = engine.Engine(policy, LAUNCH, config.EngineOptions(), config.OptimizerOptions(lr=1e-2))
-    before = said(trained.logprobs, data)
+    before = compute_logprobs(trained.logprobs, data)
     errors = []
     for _ in range(4):
         values_N = trained.values(data)
@@ -224,7 +226,7 @@ def test_a_critic_has_a_base_of_its_own(base: Path) -> None:
         trained.step(1.0)
         errors.append(float(loss.detach()))
     assert errors[-1] < 0.8 * errors[0]
-    assert torch.equal(said(trained.logprobs, data), before)
+    assert torch.equal(compute_logprobs(trained.logprobs, data), before)
 
 
 def test_a_reward_model_keeps_its_head(base: Path) -> None:
@@ -235,7 +237,7 @@ def test_a_reward_model_keeps_its_head(base: Path) -> None:
 
 
 def test_other_linear_layers_are_quantized_too(base: Path) -> None:
-    trained, data = learner(base, lora={**QLORA, "targets": ["q_proj"]}), packed()
+    trained, data = learner(base, lora={**QLORA, "targets": ["q_proj"]}), pack_sequences()
     step(trained, data)
     weights, first = trained.weights(), load_file(base / "model.safetensors")
     assert set(weights) - {"lm_head.weight"} == set(first) - {"lm_head.weight"}
@@ -350,7 +352,7 @@ def test_a_device_that_bitsandbytes_cannot_use_is_one_line(base: Path, monkeypat
 
     monkeypatch.setattr(quantized, "quantize_4bit", fails)
     with pytest.raises(ConfigError) as caught:
-        loaded(base)
+        load_policy(base)
     message = str(caught.value)
     assert message.startswith("model.lora.base_4bit: bitsandbytes 0.") and "\n" not in message
     assert "does not work on cpu: libbitsandbytes_cuda999.so: cannot open" in message

@@ -19,7 +19,7 @@ from typing import Any, cast
 import pytest
 from forked import ForkedCommand
 from machine import wait_until
-from stub_agents import scored
+from stub_agents import scored_row
 from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
 from trainer_service import SHAPE, arguments, free_port, metrics_of, new_policy, train
@@ -209,7 +209,7 @@ def policy(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_policy(root, tmp_path_factory.mktemp("policy"))
 
 
-def killed_when(process: ForkedCommand, due: Callable[[], bool]) -> None:
+def kill_when(process: ForkedCommand, due: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 600
     while not due():
         assert process.poll() is None, process.communicate()[0]
@@ -219,13 +219,13 @@ def killed_when(process: ForkedCommand, due: Callable[[], bool]) -> None:
     process.communicate()
 
 
-def finished(process: ForkedCommand) -> str:
+def wait_for_end(process: ForkedCommand) -> str:
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 
 
-def told(folder: Path) -> list[Values]:
+def read_metrics(folder: Path) -> list[Values]:
     """The metrics of the steps, without what depends on the clock, the process or on how often weights were pushed."""
     measured = ("time/", "memory/", "tokens_per_s", "policy_version")
     return [{name: value for name, value in row.items() if not name.startswith(measured)} for row in metrics_of(folder)]
@@ -240,15 +240,15 @@ def sft_words(root: Path) -> list[str]:
 def test_a_killed_run_on_a_file_continues_with_the_same_losses(root: Path, tmp_path: Path) -> None:
     words = sft_words(root)
     (tmp_path / "whole").mkdir()
-    finished(train(tmp_path / "whole", words))
+    wait_for_end(train(tmp_path / "whole", words))
     killed = tmp_path / "killed"
     killed.mkdir()
     kept = killed / "run" / "checkpoints"
-    killed_when(train(killed, words), reached(kept, 4))
-    killed_when(train(killed, [*words, "--resume"]), reached(kept, 12))
-    output = finished(train(killed, [*words, "--resume"]))
+    kill_when(train(killed, words), has_checkpoint(kept, 4))
+    kill_when(train(killed, [*words, "--resume"]), has_checkpoint(kept, 12))
+    output = wait_for_end(train(killed, [*words, "--resume"]))
     assert "resuming after step" in output
-    assert told(killed) == told(tmp_path / "whole")
+    assert read_metrics(killed) == read_metrics(tmp_path / "whole")
     rows = metrics_of(killed)
     assert rows[-1]["epoch"] == 1 and [row["epoch"] for row in rows] == sorted({row["epoch"] for row in rows})
     assert all(0.05 < row["memory/peak_rss"] < 50 for row in rows), "GiB"
@@ -256,7 +256,7 @@ def test_a_killed_run_on_a_file_continues_with_the_same_losses(root: Path, tmp_p
     assert one.read_bytes() == other.read_bytes()
 
 
-def reached(kept: Path, step: int) -> Callable[[], bool]:
+def has_checkpoint(kept: Path, step: int) -> Callable[[], bool]:
     """Whether there is a checkpoint of this step, or of a later one: each is tidied away in its turn."""
     return lambda: any(path.name >= f"step-{step:06}" for path in kept.glob("step-*"))
 
@@ -271,7 +271,7 @@ def test_a_run_that_a_scheduler_warns_saves_at_once_and_continues(root: Path, tm
     last = len(metrics_of(tmp_path))
     assert process.returncode == 130 and f"interrupted; --resume continues after step {last}" in output, output
     assert max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == f"step-{last:06}"
-    output = finished(train(tmp_path, [*words, "--resume"]))
+    output = wait_for_end(train(tmp_path, [*words, "--resume"]))
     assert f"resuming after step {last}" in output
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 26))
 
@@ -316,7 +316,7 @@ def test_a_run_that_a_scheduler_warns_while_it_loads_ends_before_its_first_step(
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 130 and "interrupted; --resume continues after step 0" in output, output
     assert metrics_of(tmp_path) == []
-    output = finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
+    output = wait_for_end(train(tmp_path, [*words, "max_steps=2", "--resume"]))
     assert "resuming after step 0" in output and [row["step"] for row in metrics_of(tmp_path)] == [1, 2]
 
 
@@ -325,7 +325,7 @@ def test_a_run_that_cannot_continue_says_why(root: Path, tmp_path: Path) -> None
     process = train(tmp_path, [*words, "--resume"])
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "run: no run to resume" in output and "Traceback" not in output
-    finished(train(tmp_path, words))
+    wait_for_end(train(tmp_path, words))
     before = (tmp_path / "run" / "recipe.yaml").read_bytes()
     manifest = tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json"
     whole = manifest.read_bytes()
@@ -338,7 +338,7 @@ def test_a_run_that_cannot_continue_says_why(root: Path, tmp_path: Path) -> None
     process = train(tmp_path, [*words, "optimizer.lr=0.5", "--resume"])
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "--resume: optimizer.lr: 0.005 in the run, 0.5 now; set it back" in output
-    output = finished(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
+    output = wait_for_end(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
     assert "resuming after step 2" in output and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
 
 
@@ -353,7 +353,7 @@ def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Pa
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), "utf-8")
     shutil.copytree(policy, tmp_path / "start")
     words = ["dpo.yaml", "output=run", "data.path=pairs.jsonl", "model.path=start", "evaluation=null", "batch_size=16"]
-    finished(train(tmp_path, [*words, "max_steps=1"]))
+    wait_for_end(train(tmp_path, [*words, "max_steps=1"]))
     weights = bytearray((tmp_path / "start" / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (tmp_path / "start" / "model.safetensors").write_bytes(weights)
@@ -362,7 +362,7 @@ def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Pa
     assert process.returncode != 0 and "start: the model has changed since the run began with it" in message, message
     weights[-1] ^= 1
     (tmp_path / "start" / "model.safetensors").write_bytes(weights)
-    finished(train(tmp_path, [*words, "max_steps=2", "--resume"]))
+    wait_for_end(train(tmp_path, [*words, "max_steps=2", "--resume"]))
 
 
 def test_a_killed_live_run_continues_and_collects_nothing_twice(policy: Path, tmp_path: Path) -> None:
@@ -371,18 +371,18 @@ def test_a_killed_live_run_continues_and_collects_nothing_twice(policy: Path, tm
     for folder in (whole, killed):
         folder.mkdir()
     with serving(Stub(policy)) as stub:
-        finished(train(whole, [*arguments(whole, policy, stub, 8), *settings]))
+        wait_for_end(train(whole, [*arguments(whole, policy, stub, 8), *settings]))
         runs = stub.runs
     with serving(Stub(policy)) as stub:
         words = [*arguments(killed, policy, stub, 8), *settings]
         steps = count_of_steps(killed)
-        killed_when(train(killed, words), lambda: steps() >= 2)  # before the first checkpoint
-        killed_when(train(killed, [*words, "--resume"]), lambda: steps() >= 5)  # between two
-        output = finished(train(killed, [*words, "--resume"]))
+        kill_when(train(killed, words), lambda: steps() >= 2)  # before the first checkpoint
+        kill_when(train(killed, [*words, "--resume"]), lambda: steps() >= 5)  # between two
+        output = wait_for_end(train(killed, [*words, "--resume"]))
         # what was in flight when it was killed, or not yet on the disk, is collected again, and nothing else
         assert runs <= stub.runs <= runs + 2 * 3 * 32
     assert "rollouts were collected before and are used again" in output
-    assert told(killed) == told(whole)
+    assert read_metrics(killed) == read_metrics(whole)
     rows = [json.loads(line) for line in (killed / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
     trained = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}
     assert len(trained) == len(rows)
@@ -394,14 +394,14 @@ def test_a_killed_run_with_a_lag_continues_with_rollouts_of_earlier_weights(poli
     with serving(Stub(policy)) as stub:
         words = [*arguments(tmp_path, policy, stub, 6), *settings]
         steps = count_of_steps(tmp_path)
-        killed_when(train(tmp_path, words), lambda: steps() >= 3)
+        kill_when(train(tmp_path, words), lambda: steps() >= 3)
         tasks, logged = (tmp_path / "tasks.jsonl").read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
         (tmp_path / "tasks.jsonl").write_bytes(tasks[: tasks.index(b"\n") + 1])
         output, _ = (refused := train(tmp_path, [*words, "--resume"])).communicate(timeout=600)
         assert refused.returncode != 0 and "tasks.jsonl: changed since its tasks were drawn before" in output, output
         assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged
         (tmp_path / "tasks.jsonl").write_bytes(tasks)
-        output = finished(train(tmp_path, [*words, "--resume"]))
+        output = wait_for_end(train(tmp_path, [*words, "--resume"]))
     assert "rollouts were collected before and are used again" in output
     assert any(row["lag"] > 0 for row in metrics_of(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
@@ -419,14 +419,14 @@ def test_a_run_of_two_ranks_continues_with_one(root: Path, tmp_path: Path) -> No
     constant = "schedule={name: constant, warmup_steps: 0}"  # two runs of other lengths have the same rates
     words = [*sft_words(root), "engine.zero_stage=2", "optimizer.name=adamw", constant]
     (tmp_path / "whole").mkdir()
-    finished(train(tmp_path / "whole", [*words, "max_steps=8"]))
+    wait_for_end(train(tmp_path / "whole", [*words, "max_steps=8"]))
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     two = tmp_path / "two"
     two.mkdir()
     ranks = [train(two, [*words, "max_steps=4"], **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     for rank in ranks:
-        finished(rank)
-    finished(train(two, [*words, "max_steps=8", "--resume"]))
+        wait_for_end(rank)
+    wait_for_end(train(two, [*words, "max_steps=8", "--resume"]))
     for row, expected in zip(metrics_of(two), metrics_of(tmp_path / "whole"), strict=True):
         for name in ("step", "loss", "grad_norm", "lr"):
             assert row[name] == pytest.approx(expected[name], rel=1e-4), name
@@ -441,7 +441,7 @@ def test_collection_continues_while_the_trainer_trains_but_never_too_far(
 ) -> None:
     with serving(Stub(policy, slow_commit_s=0.3)) as stub:
         words = [*arguments(tmp_path, policy, stub, 8), "evaluation=null", f"rollouts.max_lag={lag}"]
-        finished(train(tmp_path, words))
+        wait_for_end(train(tmp_path, words))
         assert stub.runs <= 8 * 32 + 3 * 8  # nothing is collected to be thrown away; failed attempts are tried again
     steps = metrics_of(tmp_path)
     assert [row["step"] for row in steps] == list(range(1, 9))
@@ -454,7 +454,7 @@ def test_collection_continues_while_the_trainer_trains_but_never_too_far(
 def test_groups_that_have_no_learning_signal_are_replaced_up_to_a_bound(policy: Path, tmp_path: Path) -> None:
     with serving(Stub(policy, equal_share=5)) as stub:  # of eight
         words = [*arguments(tmp_path, policy, stub, 3), "evaluation=null", "rollouts.dynamic_sampling=4"]
-        finished(train(tmp_path, words))
+        wait_for_end(train(tmp_path, words))
     steps = metrics_of(tmp_path)
     assert all(row["num_equal_groups"] > 0 for row in steps)
     assert all(row["frac_reward_zero_std"] == 0 for row in steps)
@@ -468,7 +468,7 @@ def test_replaced_groups_do_not_count_in_the_reward_of_their_environment(policy:
         services["other"] = services["agent"]
         (tmp_path / "services.yaml").write_text(json.dumps(services), "utf-8")
         both = "rollouts.environments=[{agent: agent, tasks: tasks.jsonl}, {agent: other, tasks: tasks.jsonl}]"
-        finished(train(tmp_path, [*words, "rollouts.agent=null", "rollouts.tasks=null", both]))
+        wait_for_end(train(tmp_path, [*words, "rollouts.agent=null", "rollouts.tasks=null", both]))
     for row in metrics_of(tmp_path):
         means = [row[name] for name in ("reward/agent/mean", "reward/other/mean") if name in row]
         assert row["num_equal_groups"] > 0 and min(means) <= row["reward/mean"] + 1e-9 <= max(means) + 2e-9
@@ -551,7 +551,7 @@ async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_
             await never.wait()
         segment = {"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1.0], "policy_version": [[1, 2, 0]]}
         ng = {"segments": [segment], "turns": 1, "tool_calls": 0, "tool_errors": 0, "stop_reason": "answer"}
-        return scored(row, float(int(task) % 2), ng=ng)
+        return scored_row(row, float(int(task) % 2), ng=ng)
 
     def rows() -> dict[int, str]:
         lines = [json.loads(line) for line in spooled.read_text("utf-8").splitlines()]

@@ -39,7 +39,7 @@ def start(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_policy(root, tmp_path_factory.mktemp("policy") / "start")
 
 
-def said(text: str) -> Row:
+def assistant_message(text: str) -> Row:
     return {"role": "assistant", "content": text}
 
 
@@ -50,8 +50,8 @@ def pair(number: int) -> Row:
     perhaps = " ".join(rng.choice(("Perhaps", "Maybe")) for _ in range(rng.randint(2, 9)))
     return {
         "prompt": [{"role": "user", "content": f"Tom has {a} coins and buys {b} more. How many coins does Tom have?"}],
-        "chosen": [said(f"The answer is {a + b}.")],
-        "rejected": [said(f"{perhaps}.")],
+        "chosen": [assistant_message(f"The answer is {a + b}.")],
+        "rejected": [assistant_message(f"{perhaps}.")],
         "margin": rng.random(),
     }
 

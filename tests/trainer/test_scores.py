@@ -190,7 +190,7 @@ def test_chunks_take_the_same_step_under_every_stage(
 # --- activation checkpointing ----------------------------------------------------------------------------------------
 
 
-def kept_for_backward(work: Callable[[], Tensor]) -> int:
+def backward_bytes(work: Callable[[], Tensor]) -> int:
     """The bytes of the distinct tensors that the graph of a result keeps."""
     kept: dict[int, int] = {}
 
@@ -213,7 +213,7 @@ def test_layers_that_keep_only_their_inputs_have_the_same_gradients(
         trained = policy(tokenizer, num_hidden_layers=6).train(training)
         if checkpointed != 0:
             layers.checkpoint_layers(trained.network, checkpointed)
-        kept = kept_for_backward(lambda trained=trained: trained.logprobs(packed))
+        kept = backward_bytes(lambda trained=trained: trained.logprobs(packed))
         logprobs = trained.logprobs(packed)
         logprobs.sum().backward()
         found.append((logprobs, [parameter.grad for parameter in trained.parameters()], kept))

@@ -29,12 +29,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def named(*sweeps: str) -> list[tuple[str, dict[str, str]]]:
+def run_names(*sweeps: str) -> list[tuple[str, dict[str, str]]]:
     return [(run.name, run.values) for run in grid.combinations(grid.axes(sweeps))]
 
 
 def test_a_sweep_is_every_combination_and_each_has_a_name_that_shows_it() -> None:
-    assert named("optimizer.lr=1e-6,3e-6", "seed=0,1") == [
+    assert run_names("optimizer.lr=1e-6,3e-6", "seed=0,1") == [
         (f"lr={lr},seed={seed}", {"optimizer.lr": lr, "seed": seed}) for lr in ("1e-6", "3e-6") for seed in ("0", "1")
     ]
 
@@ -51,7 +51,7 @@ def test_a_sweep_is_every_combination_and_each_has_a_name_that_shows_it() -> Non
     ],
 )
 def test_a_value_of_any_kind_gives_a_name_that_a_folder_can_have(sweep: str, names: list[str]) -> None:
-    found = [name for name, _ in named(sweep)]
+    found = [name for name, _ in run_names(sweep)]
     assert len(found) == len(set(found)) == len(names)
     assert all(name.startswith(expected) for name, expected in zip(found, names, strict=True))
     assert all(len(name) < 100 and not set(name) & set("/\\ '\"[]{}") for name in found)

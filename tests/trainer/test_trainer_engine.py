@@ -113,12 +113,12 @@ def test_the_buffer_of_the_gradient_is_as_large_as_the_gradient(
 ) -> None:
     empty, sizes = torch.empty, [0]
 
-    def recorded(*size: Any, **options: Any) -> torch.Tensor:
+    def record_size(*size: Any, **options: Any) -> torch.Tensor:
         made = empty(*size, **options)
         sizes.append(made.numel())
         return made
 
-    monkeypatch.setattr(torch, "empty", recorded)
+    monkeypatch.setattr(torch, "empty", record_size)
     engine_of_stage = learner(tokenizer, stage)
     parameters = sum(getattr(one, "ds_numel", one.numel()) for one in engine_of_stage.policy.parameters())
     steps(engine_of_stage, samples, 1)

@@ -96,15 +96,15 @@ for step in range(2, 1000):
 
 def test_a_trainer_killed_at_each_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """A save is some sixty operations on files: it is killed right before each of them."""
-    killed_at_each_moment(tmp_path, 0)
+    kill_at_each_moment(tmp_path, 0)
 
 
 @pytest.mark.soak
 def test_a_trainer_killed_a_hundred_times_while_it_saves_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    killed_at_each_moment(tmp_path, 100)
+    kill_at_each_moment(tmp_path, 100)
 
 
-def killed_at_each_moment(folder: Path, kills: int) -> None:
+def kill_at_each_moment(folder: Path, kills: int) -> None:
     command = [sys.executable, "-c", SAVER, folder, str(kills)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.splitlines()
     committed = died = 0
@@ -148,7 +148,7 @@ def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def refused(run: Path) -> str:
+def refusal_message(run: Path) -> str:
     with pytest.raises(checkpoints.CheckpointUnusable) as caught:
         checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
     message = str(caught.value)
@@ -172,7 +172,7 @@ def test_every_file_of_a_checkpoint_may_be_damaged_in_any_way_and_it_is_noticed(
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            refused(run)
+            refusal_message(run)
             path.write_bytes(whole)
     assert checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest().step == 4
 
@@ -186,11 +186,11 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
     for bit in range(len(whole) * 8):
         whole[bit // 8] ^= 1 << bit % 8
         manifest.write_bytes(whole)
-        refused(tmp_path)
+        refusal_message(tmp_path)
         whole[bit // 8] ^= 1 << bit % 8
     for other in (b"{}", b"null", b"[]", b'{"state.json": 3}', b'{"state.json": {"bytes": 17}}', b"\xff"):
         manifest.write_bytes(other)
-        refused(tmp_path)
+        refusal_message(tmp_path)
 
 
 def test_a_folder_that_only_looks_like_a_checkpoint_is_not_a_beginning_at_step_0(saved: Path, tmp_path: Path) -> None:
@@ -198,10 +198,10 @@ def test_a_folder_that_only_looks_like_a_checkpoint_is_not_a_beginning_at_step_0
     shutil.copytree(saved, run)
     newest = run / "checkpoints" / "step-000004"
     (newest / "training-00002.safetensors").write_bytes((newest / "training-00001.safetensors").read_bytes())
-    assert "training-00002.safetensors was not written with it" in refused(run)
+    assert "training-00002.safetensors was not written with it" in refusal_message(run)
     shutil.rmtree(newest)
     newest.mkdir()
-    refused(run)
+    refusal_message(run)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
         checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
@@ -238,7 +238,7 @@ class Bomb:
         return os.mkdir, (str(self.canary),)
 
 
-def pickled(canary: Path) -> list[bytes]:
+def pickle_bomb(canary: Path) -> list[bytes]:
     """As pickle writes it, and as torch.save does."""
     whole = io.BytesIO()
     torch.save({"model.embed_tokens.weight": Bomb(canary)}, whole)
@@ -250,7 +250,7 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
 ) -> None:
     """Whoever can write a folder can write its manifest, too: the checksums are right."""
     canary, kept = tmp_path / "canary", checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
-    for step, bomb in enumerate(pickled(canary), 1):
+    for step, bomb in enumerate(pickle_bomb(canary), 1):
 
         def write(aside: Path, bomb: bytes = bomb) -> None:
             for name in ("training-00001.safetensors", "training-00001.pt", "optimizer.bin", "policy"):
@@ -262,7 +262,7 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
         assert not canary.exists()
     with pytest.raises(FileExistsError):  # the bomb is one
         canary.mkdir()
-        pickle.loads(pickled(canary)[0])  # noqa: S301  (the test's own)
+        pickle.loads(pickle_bomb(canary)[0])  # noqa: S301  (the test's own)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "modeling_qwen3.py"])
@@ -270,7 +270,7 @@ def test_a_model_that_comes_with_a_pickle_or_with_code_is_refused_and_neither_ru
     root: Path, saved: Path, tmp_path: Path, name: str
 ) -> None:
     canary = tmp_path / "canary"
-    for number, bomb in enumerate(pickled(canary)):
+    for number, bomb in enumerate(pickle_bomb(canary)):
         folder = tmp_path / str(number)
         shutil.copytree(saved / "checkpoints" / "step-000004" / "policy", folder)
         config = orjson.loads((folder / "config.json").read_bytes())
@@ -392,7 +392,7 @@ def test_a_number_that_is_not_finite_on_one_rank_changes_no_weight_on_any_and_a_
 # Weights that are garbage
 
 
-def learned_from(root: Path, folder: Path, algorithm: str) -> list[str]:
+def recipe_words(root: Path, folder: Path, algorithm: str) -> list[str]:
     """The words of a run on a small file of what this algorithm learns from."""
     shape = [f"model.from_scratch.{name}={value}" for name, value in SHAPE.items()]
     words = [f"{algorithm}.yaml", "output=run", "data.path=data.jsonl", "batch_size=4", "evaluation=null", *shape]
@@ -428,7 +428,7 @@ def learned_from(root: Path, folder: Path, algorithm: str) -> list[str]:
 def test_weights_that_a_too_large_step_left_behind_are_neither_a_checkpoint_nor_a_policy(
     root: Path, tmp_path: Path, algorithm: str, lr: str, steps: int, reason: str
 ) -> None:
-    words = [*learned_from(root, tmp_path, algorithm), f"optimizer.lr={lr}", f"max_steps={steps}"]
+    words = [*recipe_words(root, tmp_path, algorithm), f"optimizer.lr={lr}", f"max_steps={steps}"]
     process = train(tmp_path, words)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 1 and "Traceback" not in output, output
@@ -439,7 +439,7 @@ def test_weights_that_a_too_large_step_left_behind_are_neither_a_checkpoint_nor_
 
 def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_path: Path) -> None:
     """Under ZeRO-3 no rank has all weights."""
-    words = [*learned_from(root, tmp_path, "sft"), "optimizer.lr=1e30", "max_steps=2", "engine.zero_stage=3"]
+    words = [*recipe_words(root, tmp_path, "sft"), "optimizer.lr=1e30", "max_steps=2", "engine.zero_stage=3"]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     words.append("checkpoint.every=1")
     ranks = [train(tmp_path, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]

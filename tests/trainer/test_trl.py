@@ -83,7 +83,7 @@ def counter() -> FastAPI:
 
 
 @contextmanager
-def served(app: FastAPI, tool_errors: ToolErrors = "fail") -> Iterator[TrlGym]:
+def serve_gym(app: FastAPI, tool_errors: ToolErrors = "fail") -> Iterator[TrlGym]:
     """A gym server in a thread of its own, as TRL has it on another machine."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(house({}, gym=app)) as peers:
         yield TrlGym(peers.urls["gym"][0], tool_errors=tool_errors)
@@ -93,12 +93,12 @@ def row(target: int = 5, **fields: Any) -> dict[str, Any]:
     return {"responses_create_params": {"input": f"Bring it to {target}."}, "target": target, **fields}
 
 
-def written(path: Path, *rows: dict[str, Any]) -> Path:
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     return path
 
 
-def said(text: str, *calls: tuple[str, dict[str, Any], str]) -> list[dict[str, Any]]:
+def completion_messages(text: str, *calls: tuple[str, dict[str, Any], str]) -> list[dict[str, Any]]:
     """As TRL hands completions over: calls without ids, arguments as objects."""
     turns: list[dict[str, Any]] = []
     for name, arguments, result in calls:
@@ -110,49 +110,51 @@ def said(text: str, *calls: tuple[str, dict[str, Any], str]) -> list[dict[str, A
     return [*turns, {"role": "assistant", "content": text}]
 
 
-def begun(gym: TrlGym, **fields: Any) -> Any:
+def begin_episode(gym: TrlGym, **fields: Any) -> Any:
     episode = gym.environment()
     episode.reset(row=json.dumps(row(**fields)), prompt=[], environment="gym")
     return episode
 
 
 def test_each_episode_has_a_session_of_its_own_and_is_scored_by_verify() -> None:
-    with served(counter()) as gym:
-        right, wrong, null = begun(gym), begun(gym), begun(gym, scored=False)
+    with serve_gym(counter()) as gym:
+        right, wrong, null = begin_episode(gym), begin_episode(gym), begin_episode(gym, scored=False)
         assert right.add(amount=5) == '{"total":5}' and wrong.add(amount=4) == '{"total":4}'
         logged: list[tuple[str, float]] = []
-        rewards = gym.verify([said("done")] * 3, [right, wrong, null], log_metric=lambda *metric: logged.append(metric))
+        rewards = gym.verify(
+            [completion_messages("done")] * 3, [right, wrong, null], log_metric=lambda *metric: logged.append(metric)
+        )
     assert rewards == [1.0, 0.0, None]
     assert logged == [("unscored", 0.0), ("unscored", 0.0), ("unscored", 1.0)]  # TRL logs the mean: 1/3
 
 
 def test_an_episode_can_be_used_again() -> None:
-    with served(counter()) as gym:
-        episode = begun(gym)
+    with serve_gym(counter()) as gym:
+        episode = begin_episode(gym)
         episode.add(amount=5)
         episode.reset(row=json.dumps(row(target=2)))
         episode.add(amount=2)
-        assert gym.verify([said("done")], [episode]) == [1.0]
+        assert gym.verify([completion_messages("done")], [episode]) == [1.0]
 
 
 def test_wrong_arguments_are_shown_to_the_model_and_cost_no_reward() -> None:
-    with served(counter()) as gym:
-        episode = begun(gym)
+    with serve_gym(counter()) as gym:
+        episode = begin_episode(gym)
         assert "amount" in episode.add(amount="many") and episode.add(quantity=1).startswith("Error: ")
         episode.add(amount=5)
-        assert gym.verify([said("done")], [episode]) == [1.0]
+        assert gym.verify([completion_messages("done")], [episode]) == [1.0]
 
 
 def test_an_environment_that_breaks_is_not_a_reward_of_0() -> None:
-    with served(counter()) as gym:
-        broken, right = begun(gym), begun(gym)
+    with serve_gym(counter()) as gym:
+        broken, right = begin_episode(gym), begin_episode(gym)
         right.add(amount=5)
         with pytest.raises(ServiceError, match="the database is gone"):
             broken.crash(amount=1)
-        lost = begun(gym, target=0)
+        lost = begin_episode(gym, target=0)
         with pytest.raises(ServiceError, match="RuntimeError: the database is gone"):
             lost.lose(amount=1)
-        assert gym.verify([said("done")] * 3, [broken, right, lost]) == [None, 1.0, None]
+        assert gym.verify([completion_messages("done")] * 3, [broken, right, lost]) == [None, 1.0, None]
 
 
 def nested(levels: int) -> list[Any]:
@@ -162,51 +164,51 @@ def nested(levels: int) -> list[Any]:
     return value
 
 
-CALLED = said("done", ("add", {"amount": 5}, "5"))
+CALLED = completion_messages("done", ("add", {"amount": 5}, "5"))
 ODD: dict[str, list[dict[str, Any]] | str] = {
     "two results of one call": [*CALLED[:2], *CALLED[1:]],
     "a result without a call": CALLED[1:],
     "a call without a name": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}],
     "a call that is a text": [{"role": "assistant", "tool_calls": [{"function": "add"}]}],
     "a lone surrogate": "\ud800",
-    "deep arguments": said("done", ("add", {"amount": nested(100_000)}, "5")),
+    "deep arguments": completion_messages("done", ("add", {"amount": nested(100_000)}, "5")),
 }
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_a_completion_that_cannot_be_written_costs_only_its_own_reward(odd: list[dict[str, Any]] | str) -> None:
-    with served(counter()) as gym:
-        episodes = [begun(gym), begun(gym)]
+    with serve_gym(counter()) as gym:
+        episodes = [begin_episode(gym), begin_episode(gym)]
         for episode in episodes:
             episode.add(amount=5)
         assert gym.verify([odd, CALLED], episodes) == [None, 1.0]
-        assert gym.verify([odd], [begun(gym)]) == [None]
+        assert gym.verify([odd], [begin_episode(gym)]) == [None]
 
 
 @pytest.mark.parametrize("amount", ["\ud800", float("nan"), nested(100_000)], ids=["surrogate", "nan", "deep"])
 def test_arguments_that_are_not_strict_json_are_an_error_that_the_model_reads(amount: Any) -> None:
-    with served(counter()) as gym:
-        episode = begun(gym)
+    with serve_gym(counter()) as gym:
+        episode = begin_episode(gym)
         assert episode.add(amount=amount).startswith("Error: ")
         episode.add(amount=5)
-        assert gym.verify([said("done")], [episode]) == [1.0]
+        assert gym.verify([completion_messages("done")], [episode]) == [1.0]
 
 
 def test_with_tool_errors_show_a_crash_is_shown_to_the_model_and_scored() -> None:
-    with served(counter(), "show") as gym:
-        episode = begun(gym)
+    with serve_gym(counter(), "show") as gym:
+        episode = begin_episode(gym)
         assert episode.lose(amount=1).startswith("Error: lose failed: RuntimeError: the database is gone")
         episode.add(amount=5)
-        assert gym.verify([said("done")], [episode]) == [1.0]
+        assert gym.verify([completion_messages("done")], [episode]) == [1.0]
 
 
 def test_a_batch_in_which_every_episode_broke_ends_the_training_with_the_reason() -> None:
-    with served(counter()) as gym:
-        episode = begun(gym)
+    with serve_gym(counter()) as gym:
+        episode = begin_episode(gym)
     lost = gym.environment()
     lost.reset(row=json.dumps(row()))
     with pytest.raises(ServiceError, match="is it running"):
-        gym.verify([said("done")] * 2, [episode, lost])
+        gym.verify([completion_messages("done")] * 2, [episode, lost])
 
 
 def test_a_process_with_one_rollout_of_an_environment_survives_two_failures_in_a_row() -> None:
@@ -227,15 +229,15 @@ def test_a_process_with_one_rollout_of_an_environment_survives_two_failures_in_a
 
 
 def test_a_row_that_is_not_a_task_ends_the_training_before_a_model_speaks(tmp_path: Path) -> None:
-    with served(counter()) as gym:
+    with serve_gym(counter()) as gym:
         with pytest.raises(ServiceError, match="target"):
-            begun(gym, target="five")
+            begin_episode(gym, target="five")
         with pytest.raises(UsageError, match=r"no column 'row'; make it with Dataset\.from_list"):
             gym.environment().reset(prompt=[])
         with pytest.raises(UsageError, match="no column 'row'"):
             gym.verify(["5"])
         foreign = {"input": "", "tools": [{"type": "function", "name": "fly"}]}
-        path = written(tmp_path / "rows.jsonl", row(), {"responses_create_params": foreign})
+        path = write_rows(tmp_path / "rows.jsonl", row(), {"responses_create_params": foreign})
         with pytest.raises(
             UsageError, match=r"rows\.jsonl:2: TRL takes tools from the gym server only, and it has no fly"
         ):
@@ -243,32 +245,40 @@ def test_a_row_that_is_not_a_task_ends_the_training_before_a_model_speaks(tmp_pa
 
 
 def test_rollouts_of_another_gym_server_are_left_to_it() -> None:
-    with served(counter()) as gym, served(counter()) as other:
-        mine = begun(gym)
+    with serve_gym(counter()) as gym, serve_gym(counter()) as other:
+        mine = begin_episode(gym)
         mine.add(amount=5)
         logged: list[tuple[str, float]] = []
-        rewards = gym.verify([said("done")] * 2, [mine, begun(other)], log_metric=lambda *metric: logged.append(metric))
+        rewards = gym.verify(
+            [completion_messages("done")] * 2,
+            [mine, begin_episode(other)],
+            log_metric=lambda *metric: logged.append(metric),
+        )
         assert rewards == [1.0, None]
-        assert gym.verify([said("done")], [begun(other)], log_metric=lambda *metric: logged.append(metric)) == [None]
+        assert gym.verify(
+            [completion_messages("done")], [begin_episode(other)], log_metric=lambda *metric: logged.append(metric)
+        ) == [None]
     assert logged == [("unscored", 0.0)]  # of its own rollout: a value for the others would change the mean
 
 
 def test_the_reward_function_has_the_name_of_its_gym_server(tmp_path: Path) -> None:
     config = tmp_path / "global_config.yaml"
-    with served(counter()) as gym, served(counter()) as other:
+    with serve_gym(counter()) as gym, serve_gym(counter()) as other:
         urls = {"first": gym.peer.url(), "second": other.peer.url()}
         config.write_text(json.dumps({name: {"kind": "gym_server", "url": url} for name, url in urls.items()}))
         first, second = TrlGym("first", config), TrlGym("second", config)
         assert [first.verify.__name__, second.verify.__name__] == ["first", "second"]  # else TRL mixes their metrics
-        episode = begun(second)
+        episode = begin_episode(second)
         episode.add(amount=5)
-        assert second.verify([said("done")], [episode]) == [1.0] and first.verify([said("done")], [episode]) == [None]
+        assert second.verify([completion_messages("done")], [episode]) == [1.0] and first.verify(
+            [completion_messages("done")], [episode]
+        ) == [None]
 
 
 def test_rows_become_prompts_that_end_with_the_users_turn(tmp_path: Path) -> None:
     instructed = {"responses_create_params": {"input": [], "instructions": "Play."}, "target": 1}
-    with served(counter()) as gym:
-        first, second = gym.tasks(written(tmp_path / "rows.jsonl", row(), instructed))
+    with serve_gym(counter()) as gym:
+        first, second = gym.tasks(write_rows(tmp_path / "rows.jsonl", row(), instructed))
     assert first == {
         "prompt": [{"role": "user", "content": "Bring it to 5."}],
         "row": json.dumps(row()),
@@ -278,14 +288,14 @@ def test_rows_become_prompts_that_end_with_the_users_turn(tmp_path: Path) -> Non
 
 
 def test_a_completion_is_verified_as_the_trajectory_that_it_was() -> None:
-    async def told(task: VerifyRequest) -> dict[str, Any]:
+    async def check_completion(task: VerifyRequest) -> dict[str, Any]:
         kinds = [item["type"] for item in task.response["output"]]
         calls = {item["call_id"] for item in task.response["output"] if "call_id" in item}
         return {"reward": float(task.text == "Sunny." and len(calls) == 2 and kinds == EXPECTED)}
 
     call = ("add", {"amount": 1}, "1")
-    thought = [*said("", call, call)[:-1], {"role": "assistant", "content": "<think>hm</think>Sunny."}]
-    with served(gym_server(verify=told)) as gym:
+    thought = [*completion_messages("", call, call)[:-1], {"role": "assistant", "content": "<think>hm</think>Sunny."}]
+    with serve_gym(gym_server(verify=check_completion)) as gym:
         assert gym.verify([thought, "Rainy."], row=[json.dumps(row())] * 2) == [1.0, 0.0]
 
 
@@ -300,17 +310,17 @@ def test_a_game_is_played_by_a_tool_and_its_observations_follow_the_prompt() -> 
         right = task.text == str(task.target)
         return Step("Right." if right else "No.", float(right), right)
 
-    with served(step_server(task=Task, reset=reset, step=step)) as gym:
+    with serve_gym(step_server(task=Task, reset=reset, step=step)) as gym:
         episode = gym.environment()
         assert episode.reset(row=json.dumps(row())) == "Guess my number."
         assert episode.move(text="4") == episode.move(text="\ud800") == "No."
         assert episode.move(text="5") == "Right.\nThe episode is over."
         assert episode.move(text="6") == "The episode is over."
-        assert gym.verify([said("done")], [episode]) == [1.0]
+        assert gym.verify([completion_messages("done")], [episode]) == [1.0]
 
 
 def test_transformers_reads_the_tools_of_every_shipped_server_as_they_are() -> None:
-    with served(module("workplace").app) as gym:
+    with serve_gym(module("workplace").app) as gym:
         offered = gym.call(gym.peer.get, "/tools")
         episode = gym.environment()
         read = {tool["name"]: get_json_schema(getattr(episode, tool["name"]))["function"] for tool in offered}
@@ -350,7 +360,7 @@ def test_a_name_is_looked_up_in_the_run_of_the_folder(tmp_path: Path) -> None:
     config.write_text("gym: {kind: gym_server, app: gym_servers/counter}\n")
     with pytest.raises(UsageError, match=r"'gym' does not run: start it .* `ng_run --only gym`"):
         TrlGym("gym", config)
-    with served(counter()) as running:
+    with serve_gym(counter()) as running:
         url = running.peer.url()
         config.write_text(f"gym: {{kind: gym_server, url: '{url}'}}\n")
         assert TrlGym("gym", config).peer.url() == url
@@ -362,10 +372,10 @@ def test_a_name_is_looked_up_in_the_run_of_the_folder(tmp_path: Path) -> None:
 def test_grpo_trainer_calls_the_tools_and_is_not_misled_by_what_could_not_be_scored(
     tmp_path: Path, names: list[str]
 ) -> None:
-    rows = written(tmp_path / "rows.jsonl", row(target=5), row(target=3, scored=False))
+    rows = write_rows(tmp_path / "rows.jsonl", row(target=5), row(target=3, scored=False))
     config, program = tmp_path / "global_config.yaml", SUPPORT / "trl_run.py"
     with ExitStack() as running:
-        gyms = [running.enter_context(served(gym_server(tools=[add], verify=verify))) for _ in names]
+        gyms = [running.enter_context(serve_gym(gym_server(tools=[add], verify=verify))) for _ in names]
         urls = {name: gym.peer.url() for name, gym in zip(names, gyms, strict=True)}
         config.write_text(json.dumps({name: {"kind": "gym_server", "url": url} for name, url in urls.items()}))
         command = [sys.executable, "-W", "ignore", str(program), str(rows), str(config), *names]

@@ -20,7 +20,9 @@ PEERS = json.loads((DATA / "peer_advantages.json").read_text("utf-8"))
 OF_A_GROUP = ["group_std", "group_mean", "leave_one_out", "leave_one_out_std"]
 
 
-def found(estimator: str, rewards: list[float | None], groups: list[Any] | None = None, **options: Any) -> list[float]:
+def compute_advantages(
+    estimator: str, rewards: list[float | None], groups: list[Any] | None = None, **options: Any
+) -> list[float]:
     made = objective.Advantage(estimator=estimator, **options)
     values: list[float] = advantages.advantages(made, rewards, groups or [0] * len(rewards))
     return values
@@ -40,7 +42,7 @@ def found(estimator: str, rewards: list[float | None], groups: list[Any] | None 
     ],
 )
 def test_advantages_by_hand(estimator: str, rewards: list[float | None], expected: list[float]) -> None:
-    assert found(estimator, rewards) == pytest.approx(expected, abs=1e-4)
+    assert compute_advantages(estimator, rewards) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("case", PEERS["cases"], ids=lambda case: case["source"])
@@ -74,15 +76,15 @@ def test_gdpo_keeps_rewards_apart_that_a_sum_would_merge() -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -7.3, 1e-12, 1e12])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
 def test_one_rollout_and_equal_rewards_teach_exactly_nothing(estimator: str, reward: float, size: int) -> None:
-    assert found(estimator, [reward] * size) == [0.0] * size
+    assert compute_advantages(estimator, [reward] * size) == [0.0] * size
 
 
 @pytest.mark.parametrize("estimator", OF_A_GROUP)
 def test_rewards_that_differ_by_rounding_alone_are_equal(estimator: str) -> None:
-    assert found(estimator, [0.1 + 0.2, 0.3, 0.3]) == [0.0] * 3
+    assert compute_advantages(estimator, [0.1 + 0.2, 0.3, 0.3]) == [0.0] * 3
     as_float32 = torch.tensor([0.1, 0.1, 0.1]).tolist()
-    assert found(estimator, [0.1, *as_float32]) == [0.0] * 4
-    assert max(found("group_mean", [0.0, 1e-9])) > 0  # small is not equal
+    assert compute_advantages(estimator, [0.1, *as_float32]) == [0.0] * 4
+    assert max(compute_advantages("group_mean", [0.0, 1e-9])) > 0  # small is not equal
 
 
 rewards_st = st.lists(st.integers(-3, 3).map(lambda n: n / 2), min_size=1, max_size=8)
@@ -92,15 +94,15 @@ rewards_st = st.lists(st.integers(-3, 3).map(lambda n: n / 2), min_size=1, max_s
 @given(rewards=rewards_st, estimator=st.sampled_from(OF_A_GROUP), seed=st.integers(0, 99))
 def test_a_group_is_who_is_in_it(rewards: list[float], estimator: str, seed: int) -> None:
     """Unscored rollouts, other groups and the order of rollouts change nothing; only the differences of rewards count."""
-    alone = found(estimator, list(rewards))
+    alone = compute_advantages(estimator, list(rewards))
     assert sum(alone) == pytest.approx(0.0, abs=1e-6) or estimator == "leave_one_out_std"
-    assert found(estimator, [reward + 5 for reward in rewards]) == pytest.approx(alone, abs=1e-6)
+    assert compute_advantages(estimator, [reward + 5 for reward in rewards]) == pytest.approx(alone, abs=1e-6)
 
     rng = random.Random(seed)
     mixed: list[tuple[float | None, str, int | None]] = [(reward, "a", place) for place, reward in enumerate(rewards)]
     mixed += [(None, "a", None)] * rng.randint(0, 3) + [(rng.random(), "b", None) for _ in range(rng.randint(0, 4))]
     rng.shuffle(mixed)
-    together = found(estimator, [reward for reward, _, _ in mixed], [group for _, group, _ in mixed])
+    together = compute_advantages(estimator, [reward for reward, _, _ in mixed], [group for _, group, _ in mixed])
     for value, (reward, _, place) in zip(together, mixed, strict=True):
         if place is not None:
             assert value == pytest.approx(alone[place], abs=1e-9)
@@ -134,7 +136,7 @@ def test_gae_steps_over_a_tools_answer() -> None:
     assert estimates.returns_N.tolist() == pytest.approx([0.8733, 0.9180, 0.9603, 1.0], abs=1e-4)
 
 
-def walked(rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float) -> list[float]:
+def reference_gae(rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float) -> list[float]:
     """GAE over all tokens of a context, backwards; a tool's tokens hand on what they are given."""
     out = [0.0] * len(mask)
     next_value = next_advantage = 0.0
@@ -159,14 +161,16 @@ def test_gae_is_exact_across_any_gaps(masks: list[list[bool]], gamma: float, lam
     rewards = [[rng.gauss(0, 1) for _ in mask] for mask in masks]
     values = [[rng.gauss(0, 1) for _ in mask] for mask in masks]
 
-    def sampled(grid: list[list[float]]) -> torch.Tensor:
+    def select_sampled(grid: list[list[float]]) -> torch.Tensor:
         kept = [x for row, mask in zip(grid, masks, strict=True) for x, on in zip(row, mask, strict=True) if on]
         return torch.tensor(kept, dtype=torch.float64)
 
-    expected = sampled([walked(r, v, m, gamma, lam) for r, v, m in zip(rewards, values, masks, strict=True)])
-    ours = gae.gae(sampled(rewards), sampled(values), [sum(mask) for mask in masks], gamma, lam)
+    expected = select_sampled(
+        [reference_gae(r, v, m, gamma, lam) for r, v, m in zip(rewards, values, masks, strict=True)]
+    )
+    ours = gae.gae(select_sampled(rewards), select_sampled(values), [sum(mask) for mask in masks], gamma, lam)
     assert ours.advantages_N.tolist() == pytest.approx(expected.tolist(), abs=1e-12)
-    assert ours.returns_N.tolist() == pytest.approx((expected + sampled(values)).tolist(), abs=1e-12)
+    assert ours.returns_N.tolist() == pytest.approx((expected + select_sampled(values)).tolist(), abs=1e-12)
 
 
 def test_every_turn_sees_the_reward_at_the_end() -> None:
@@ -229,4 +233,4 @@ def test_a_group_is_informative_if_two_scored_rollouts_differ() -> None:
     assert not advantages.informative([1.0, None, None])
     assert not advantages.informative([None])
     assert not advantages.informative([])
-    assert all(math.isfinite(x) for x in found("group_std", [0.0, 1.0, None]))
+    assert all(math.isfinite(x) for x in compute_advantages("group_std", [0.0, 1.0, None]))

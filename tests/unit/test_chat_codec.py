@@ -20,7 +20,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 ADDED = AnswerPiece("call", '{"a": 2}', "add")
 
 
-def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> list[AnswerPiece]:
+def answer_pieces(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> list[AnswerPiece]:
     """The pieces, neighbours of one kind put together."""
     spoken = AnswerParser(in_thought=in_thought, tools=tools)
     result: list[AnswerPiece] = []
@@ -63,19 +63,22 @@ def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> l
 )
 def test_what_a_text_is_made_of_does_not_depend_on_how_it_is_cut(text: str, pieces: list[AnswerPiece]):
     draw = random.Random(0)
-    assert said([text]) == pieces
-    assert said(list(text)) == pieces
+    assert answer_pieces([text]) == pieces
+    assert answer_pieces(list(text)) == pieces
     for _ in range(20):
         cuts = [0, *sorted(draw.randrange(len(text) + 1) for _ in range(3)), len(text)]
-        assert said([text[start:end] for start, end in pairwise(cuts)]) == pieces
+        assert answer_pieces([text[start:end] for start, end in pairwise(cuts)]) == pieces
 
 
 def test_a_thought_that_the_template_opened_is_reasoning_from_the_start():
-    assert said(["hm", "</thi", "nk>4"], in_thought=True) == [AnswerPiece("reasoning", "hm"), AnswerPiece("text", "4")]
+    assert answer_pieces(["hm", "</thi", "nk>4"], in_thought=True) == [
+        AnswerPiece("reasoning", "hm"),
+        AnswerPiece("text", "4"),
+    ]
 
 
 def test_without_tools_a_call_is_text():
-    assert said([CALL, " "], tools=False) == [AnswerPiece("text", CALL + " ")]
+    assert answer_pieces([CALL, " "], tools=False) == [AnswerPiece("text", CALL + " ")]
 
 
 @given(st.text(), st.integers(0, 5))

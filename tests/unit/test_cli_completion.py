@@ -22,7 +22,7 @@ HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "torch"}
 MAX_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
 
 
-def completed(*words: str) -> list[str]:
+def complete(*words: str) -> list[str]:
     """What may stand in place of the last word."""
     environment = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_NG_COMPLETE": "bash_complete"}
     result = CliRunner(env=environment).invoke(ng, [], prog_name="ng")
@@ -118,7 +118,7 @@ def test_a_key_is_completed_up_to_its_next_dot_or_equals_sign(here: Path, line: 
     with (here / "global_config.yaml").open("a") as config:
         config.write("broken: {kind: gym_server, app: gym_servers/broken}\n")
     (here / "other.yaml").write_text("other: {kind: gym_server, app: 3}\n")
-    assert completed("ng", *line.split(" ")) == words
+    assert complete("ng", *line.split(" ")) == words
 
 
 @pytest.mark.parametrize(("line", "heavy"), [("train sft.yaml opt", []), ("run policy.", [])])

@@ -47,7 +47,7 @@ def mutations(text: str) -> list[tuple[str, bytes]]:
         found = [number for number, line in enumerate(lines) if re.match(pattern, line)]
         return draw.choice([number for number in found if near in "".join(lines[number - 2 : number + 1])])
 
-    def replaced(place: int, line: str) -> bytes:
+    def replace_line(place: int, line: str) -> bytes:
         return "".join([*lines[:place], line, *lines[place + 1 :]]).encode()
 
     made: list[tuple[str, bytes]] = []
@@ -59,17 +59,17 @@ def mutations(text: str) -> list[tuple[str, bytes]]:
             made.append(
                 (
                     f"{key}: a letter, {line}",
-                    replaced(place, line[:cut] + draw.choice(["", "q"]) + line[cut + 1 :] + "\n"),
+                    replace_line(place, line[:cut] + draw.choice(["", "q"]) + line[cut + 1 :] + "\n"),
                 )
             )
     for key in ("kind", "replicas", "port"):
         for value in WRONG:
             place = at("  kind: ")
             kept = "" if key == "kind" else lines[place]
-            made.append((f"{key}: {value[:20]}", replaced(place, f"{kept}  {key}: {value}\n")))
+            made.append((f"{key}: {value[:20]}", replace_line(place, f"{kept}  {key}: {value}\n")))
     for value in UNSAFE:
-        made.append((value, replaced(at("  app: "), f"  app: {value}\n")))
-    made += [(url, replaced(at("  app: gym"), f"  url: {url}\n")) for url in ADDRESSES]
+        made.append((value, replace_line(at("  app: "), f"  app: {value}\n")))
+    made += [(url, replace_line(at("  app: gym"), f"  url: {url}\n")) for url in ADDRESSES]
     same = "".join(f"{name}:\n  kind: model\n  app: models/scripted\n  port: 7001\n" for name in ("one", "two"))
     ends = {
         "the same port": same,

@@ -33,7 +33,7 @@ from ngym.schema import TOKEN_FIELDS, Json
 USER = {"role": "user", "content": "hi"}
 
 
-def said(text: str) -> Json:
+def assistant_message(text: str) -> Json:
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
 
 
@@ -45,7 +45,7 @@ def output(call_id: str, text: str = "ok") -> Json:
     return {"type": "function_call_output", "call_id": call_id, "output": text}
 
 
-def thought(text: str) -> Json:
+def reasoning_item(text: str) -> Json:
     return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
@@ -122,25 +122,27 @@ def test_sequential_calls_stay_sequential() -> None:
 
 
 def test_a_run_of_assistant_items_is_one_message() -> None:
-    (message,) = messages_from_items([thought("hm"), said("let me see"), call("a"), call("b")])
+    (message,) = messages_from_items([reasoning_item("hm"), assistant_message("let me see"), call("a"), call("b")])
     assert message["reasoning_content"] == "hm"
     assert message["content"] == "let me see"
     assert [one["id"] for one in message["tool_calls"]] == ["a", "b"]
 
 
 def test_a_second_message_starts_a_new_message_unless_calls_are_open() -> None:
-    assert [m["content"] for m in messages_from_items([said("a"), said("b")])] == ["a", "b"]
-    (message,) = messages_from_items([said("a"), call("c"), said("b")])
+    assert [m["content"] for m in messages_from_items([assistant_message("a"), assistant_message("b")])] == ["a", "b"]
+    (message,) = messages_from_items([assistant_message("a"), call("c"), assistant_message("b")])
     assert [part["text"] for part in message["content"]] == ["a", "b"]
 
 
 def test_interleaved_reasoning_stays_with_what_follows_it() -> None:
-    messages = messages_from_items([thought("1"), said("a"), thought("2"), call("c"), output("c")])
+    messages = messages_from_items(
+        [reasoning_item("1"), assistant_message("a"), reasoning_item("2"), call("c"), output("c")]
+    )
     assert [(m.get("reasoning_content"), m["content"]) for m in messages] == [("1", "a"), ("2", None), (None, "ok")]
 
 
 def test_an_assistant_message_without_calls_has_no_empty_list_of_them() -> None:
-    assert messages_from_items([said("a")]) == [{"role": "assistant", "content": "a"}]
+    assert messages_from_items([assistant_message("a")]) == [{"role": "assistant", "content": "a"}]
 
 
 def test_chat_shaped_messages_among_the_items_are_understood() -> None:
@@ -206,24 +208,24 @@ def test_parts_of_a_tools_output_stay_apart() -> None:
 def test_summaries_replace_reasoning_and_encrypted_reasoning_says_nothing() -> None:
     summary = [{"type": "summary_text", "text": "in short"}]
     assert (
-        messages_from_items([{"type": "reasoning", "summary": summary}, said("a")])[0]["reasoning_content"]
+        messages_from_items([{"type": "reasoning", "summary": summary}, assistant_message("a")])[0]["reasoning_content"]
         == "in short"
     )
-    assert messages_from_items([{"type": "reasoning", "summary": [], "encrypted_content": "x"}, said("a")]) == [
-        {"role": "assistant", "content": "a"}
-    ]
+    assert messages_from_items(
+        [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, assistant_message("a")]
+    ) == [{"role": "assistant", "content": "a"}]
 
 
 def test_reasoning_without_text_says_nothing() -> None:
     for item in ({"type": "reasoning", "summary": []}, {"type": "reasoning", "summary": [], "content": None}):
-        assert messages_from_items([item, said("a")]) == [{"role": "assistant", "content": "a"}]
+        assert messages_from_items([item, assistant_message("a")]) == [{"role": "assistant", "content": "a"}]
 
 
 def test_a_turn_in_which_nothing_was_said_stays_a_turn() -> None:
     tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
     items = [
         USER,
-        thought("hm") | tokens,
+        reasoning_item("hm") | tokens,
         USER,
         {"role": "assistant", "content": []},
         {"role": "user", "content": None},
@@ -245,7 +247,7 @@ def test_reasoning_that_the_back_end_parsed_is_kept_where_tags_were_expected() -
 def test_what_only_our_own_servers_understand_stays_home_unless_asked_for() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
     failed = {"type": "function_call_output", "call_id": "c", "output": [image], "ng": {"is_error": True}}
-    items = [thought("hm") | {"encrypted_content": "sig"}, call("c"), failed]
+    items = [reasoning_item("hm") | {"encrypted_content": "sig"}, call("c"), failed]
     answer, result = messages_from_items(items, tokens=True)
     assert answer["thinking_blocks"] == [{"type": "thinking", "thinking": "hm", "signature": "sig"}]
     assert result["is_error"]
@@ -268,7 +270,7 @@ def test_allowed_tools_can_be_said_by_the_list_of_tools() -> None:
 
 def test_token_data_stays_with_its_turn_and_stays_home_unless_asked_for() -> None:
     tokens = {"prompt_token_ids": [], "generation_token_ids": [7], "generation_log_probs": [-1.0]}
-    items = [USER, said("a") | tokens, USER, said("b")]
+    items = [USER, assistant_message("a") | tokens, USER, assistant_message("b")]
     messages = messages_from_items(items, tokens=True)
     assert [set(TOKEN_FIELDS) <= set(m) for m in messages] == [False, True, False, False]
     assert messages[1]["prompt_token_ids"] == []
@@ -356,12 +358,18 @@ def test_a_row_may_ask_the_engine_in_its_metadata_but_never_over_its_own_fields(
         ({"input": [7]}, "field 'input[0]': must be an object, not 7"),
         ({"input": "x", "tools": [{"type": "function"}]}, "field 'tools[0].name': must name the function"),
         ({"input": "x", "metadata": {"a": 1}}, "field 'metadata'"),
-        ({"input": [thought("a") | {"ng": {"tags": ["<think>"]}}]}, "'input[0].ng': must be sent back as it came"),
-        ({"input": [thought("a") | {"encrypted_content": 1}]}, "field 'input[0].encrypted_content'"),
-        ({"input": [output("a") | {"ng": 1}]}, "'input[0].ng': must be sent back as it came"),
-        ({"input": [said("a") | {"prompt_token_ids": []}]}, "all of them or none; there is prompt_token_ids"),
         (
-            {"input": [said("a") | dict(zip(TOKEN_FIELDS, ([1], [2, 3], [-1.0]), strict=True))]},
+            {"input": [reasoning_item("a") | {"ng": {"tags": ["<think>"]}}]},
+            "'input[0].ng': must be sent back as it came",
+        ),
+        ({"input": [reasoning_item("a") | {"encrypted_content": 1}]}, "field 'input[0].encrypted_content'"),
+        ({"input": [output("a") | {"ng": 1}]}, "'input[0].ng': must be sent back as it came"),
+        (
+            {"input": [assistant_message("a") | {"prompt_token_ids": []}]},
+            "all of them or none; there is prompt_token_ids",
+        ),
+        (
+            {"input": [assistant_message("a") | dict(zip(TOKEN_FIELDS, ([1], [2, 3], [-1.0]), strict=True))]},
             "must be equally long",
         ),
     ],
@@ -404,8 +412,8 @@ SOUND_PARAMS: Json = {
             "role": "user",
             "content": [{"type": "input_text", "text": "t"}, IMAGE, {"type": "input_file", "file_id": "f"}],
         },
-        thought("hm") | {"ng": {"tags": ["<think>", ""]}},
-        said("a") | {name: [] for name in TOKEN_FIELDS},
+        reasoning_item("hm") | {"ng": {"tags": ["<think>", ""]}},
+        assistant_message("a") | {name: [] for name in TOKEN_FIELDS},
         call("c"),
         output("c"),
         {"role": "assistant", "content": None, "tool_calls": [{"id": "d", "function": {"name": "f", "arguments": ""}}]},

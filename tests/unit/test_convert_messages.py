@@ -187,7 +187,7 @@ def test_a_conversation_of_anthropics_survives_the_way_through_items(body: Json)
     assert messages_api_request(chat_request(params, tokens=True), max_tokens=1) == body
 
 
-def signed(messages: list[Json]) -> list[Json]:
+def keep_signed(messages: list[Json]) -> list[Json]:
     """Only signed reasoning goes to Anthropic; the turns of `conversations` are not signed."""
     dropped = ("reasoning_content", *TOKEN_FIELDS)
     return [{k: v for k, v in message.items() if k not in dropped} for message in messages]
@@ -195,7 +195,7 @@ def signed(messages: list[Json]) -> list[Json]:
 
 @given(conversations())
 def test_a_conversation_survives_the_way_to_anthropic_and_back(messages: list[Json]) -> None:
-    messages = [m for m in signed(messages) if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
+    messages = [m for m in keep_signed(messages) if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
     back = chat_from_messages_api(messages_api_request({"messages": messages}, max_tokens=1))["messages"]
     expected_messages = messages_from_items(items_from_messages(messages))  # outputs in the order of their calls
     assert [arguments_read(m | {"content": text_of(m)}) for m in back] == [arguments_read(m) for m in expected_messages]
@@ -300,12 +300,12 @@ def test_an_answer_of_anthropic_that_is_not_finished_is_an_error(change: Json, d
     ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
     events += [{"type": "message_delta", "delta": ended, "usage": {"output_tokens": 1}}, {"type": "message_stop"}]
 
-    def streamed() -> None:
+    def read_stream() -> None:
         converter = MessageChunks()
         for event in events:
             list(converter.take(event))
 
-    for convert in (lambda: chat_from_message(message), streamed):
+    for convert in (lambda: chat_from_message(message), read_stream):
         with pytest.raises(UpstreamError, match=detail) as error:
             convert()
         assert (error.value.retryable, error.value.failure) == (retryable, "model_error")

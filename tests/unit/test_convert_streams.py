@@ -25,7 +25,7 @@ from ngym.errors import UpstreamError
 from ngym.schema import TOKEN_FIELDS, Json
 
 
-def untimed(response: Json) -> Json:
+def drop_times(response: Json) -> Json:
     return {name: value for name, value in response.items() if name != "completed_at"}
 
 
@@ -78,7 +78,7 @@ def test_reasoning_streams_as_soon_as_it_is_certain() -> None:
 # ---------------------------------------------------------------- chunks -> Responses events
 
 
-def assembled(events: list[Json]) -> list[Json]:
+def assemble(events: list[Json]) -> list[Json]:
     """What a client has put together from the deltas alone."""
     output: list[Json] = []
     for event in events:
@@ -98,7 +98,7 @@ def assembled(events: list[Json]) -> list[Json]:
     return output
 
 
-def said_only(items: list[Json]) -> list[Json]:
+def drop_metadata(items: list[Json]) -> list[Json]:
     dropped = {"status", "ng", "encrypted_content", *TOKEN_FIELDS}
     return [{k: v for k, v in item.items() if k not in dropped} for item in items]
 
@@ -108,10 +108,10 @@ def test_the_events_of_a_streamed_answer_add_up_to_the_answer(answer: tuple[Reas
     style, completion, chunks = answer
     whole = response_from_chat(completion, {"model": "m"}, style=style)
     events = all_of(ResponseStream({"model": "m"}, style=style), chunks)
-    assert untimed(events[-1]["response"]) == untimed(whole)
+    assert drop_times(events[-1]["response"]) == drop_times(whole)
     assert events[-1]["type"] == f"response.{whole['status']}"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert said_only(assembled(events)) == said_only(whole["output"])
+    assert drop_metadata(assemble(events)) == drop_metadata(whole["output"])
     assert all(event["delta"] for event in events if event["type"].endswith(".delta"))
     finished = {e["output_index"]: e["item"] for e in events if e["type"] == "response.output_item.done"}
     assert [finished[index] for index in sorted(finished)] == whole["output"]
@@ -308,10 +308,10 @@ def test_reasoning_between_texts_stays_where_it_was_said() -> None:
 
 
 def test_logprobs_come_with_the_text_only_where_they_were_asked_for() -> None:
-    def spoken(text: str) -> Json:
+    def text_chunk(text: str) -> Json:
         return chunk({"content": text}, logprobs={"content": [{"token": text, "logprob": -1.0}]})
 
-    chunks = [spoken("a"), spoken("b"), chunk({}, "stop")]
+    chunks = [text_chunk("a"), text_chunk("b"), chunk({}, "stop")]
     events = all_of(ResponseStream({"top_logprobs": 1}), chunks)
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [[entry["token"] for entry in delta["logprobs"]] for delta in deltas] == [["a"], ["b"]]
@@ -320,11 +320,15 @@ def test_logprobs_come_with_the_text_only_where_they_were_asked_for() -> None:
 
 
 def test_tokens_as_vllm_streams_them_become_token_data() -> None:
-    def sampled(text: str, token: int, finish: str | None = None) -> Json:
+    def token_chunk(text: str, token: int, finish: str | None = None) -> Json:
         logprobs = {"content": [{"token": text, "logprob": -float(token)}]}
         return chunk({"content": text}, finish, logprobs=logprobs, token_ids=[token])
 
-    chunks = [chunk({"role": "assistant"}) | {"prompt_token_ids": [1, 2]}, sampled("a", 3), sampled("b", 4, "stop")]
+    chunks = [
+        chunk({"role": "assistant"}) | {"prompt_token_ids": [1, 2]},
+        token_chunk("a", 3),
+        token_chunk("b", 4, "stop"),
+    ]
     item = all_of(ResponseStream({}), chunks)[-1]["response"]["output"][-1]
     assert [item[name] for name in TOKEN_FIELDS] == [[1, 2], [3, 4], [-3.0, -4.0]]
     with pytest.raises(UpstreamError, match="2 token ids but 1 logprobs"):

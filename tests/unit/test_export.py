@@ -33,26 +33,26 @@ CHAT = ("demonstrations", "preferences", "kto", "sharegpt")
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
-def said(text: str) -> Row:
+def assistant_message(text: str) -> Row:
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {"type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
-def thought(text: str) -> Row:
+def reasoning_item(text: str) -> Row:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
-def called(call_id: str, arguments: str) -> Row:
+def function_call(call_id: str, arguments: str) -> Row:
     return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": arguments}
 
 
-def answered(call_id: str, output: str) -> Row:
+def call_output(call_id: str, output: str) -> Row:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
 def rollout(reward: float | None, *items: Row | str, task: int = 0, stop: str = "answer", **params: Any) -> Row:
     """An output row; a string is a message of the policy."""
-    output = [said(item) if isinstance(item, str) else item for item in items]
+    output = [assistant_message(item) if isinstance(item, str) else item for item in items]
     cut = stop in ("length", "context")
     status = "unscored" if reward is None else "ok" if stop == "answer" else "truncated"
     return {
@@ -70,7 +70,7 @@ def write(path: Path, *rows: Row | str) -> Path:
     return path
 
 
-def exported(folder: Path, format: str, *rows: Row | str, **options: Any) -> tuple[list[Row], ExportCounts]:
+def export_rows(folder: Path, format: str, *rows: Row | str, **options: Any) -> tuple[list[Row], ExportCounts]:
     """What is written for these rollouts, and the numbers; every rollout that was read is counted once."""
     source, output = write(folder / "rollouts.jsonl", *rows), folder / "exported.jsonl"
     output.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def lines(path: Path) -> list[Row]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def dropped(tally: ExportCounts) -> dict[str, int]:
+def dropped_counts(tally: ExportCounts) -> dict[str, int]:
     return dict(tally.as_json()["dropped"])
 
 
@@ -128,7 +128,7 @@ async def test_a_rollout_of_real_services_becomes_the_conversation_that_the_mode
     }
     async with house(options, **apps) as peers:
         row = await peers["agent"].post("/run", {"responses_create_params": params, "_ng_task_index": 0})
-    (demonstration,), _ = exported(tmp_path, "demonstrations", row)
+    (demonstration,), _ = export_rows(tmp_path, "demonstrations", row)
     system, user, question, first, second, answer = demonstration["messages"]
     assert (system, user) == ({"role": "system", "content": "Sum."}, {"role": "user", "content": "2 + 3?"})
     assert question["reasoning_content"] == "A sum." and question["content"] == ""
@@ -142,8 +142,8 @@ async def test_a_rollout_of_real_services_becomes_the_conversation_that_the_mode
 
 
 def with_tools(reward: float, answer: str, task: int = 0) -> Row:
-    steps = (thought("Let me see."), called(f"x{random.random()}", '{"a": 1}'))
-    return rollout(reward, *steps, answered(steps[1]["call_id"], "2"), answer, task=task, tools=[ADD])
+    steps = (reasoning_item("Let me see."), function_call(f"x{random.random()}", '{"a": 1}'))
+    return rollout(reward, *steps, call_output(steps[1]["call_id"], "2"), answer, task=task, tools=[ADD])
 
 
 def test_each_format_has_what_trl_and_datasets_look_for(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
@@ -161,7 +161,7 @@ def test_each_format_has_what_trl_and_datasets_look_for(tmp_path: Path, tokenize
         "sharegpt": {"conversations", "tools"},
     }
     for format in CHAT:
-        written, _ = exported(tmp_path, format, *rows)
+        written, _ = export_rows(tmp_path, format, *rows)
         assert len(written) == (6 if format == "kto" else 3)
         for row in written:
             assert row.keys() == keys[format]
@@ -186,7 +186,7 @@ def test_the_trainer_reads_demonstrations_and_pairs(tmp_path: Path, tokenizer: P
     from ngym.trainer.data import chat_dataset as conversations
 
     rows = [with_tools(reward, f"It is {reward}.", task) for task in range(3) for reward in (1, 0)]
-    exported(tmp_path, "demonstrations", *rows)
+    export_rows(tmp_path, "demonstrations", *rows)
     samples = conversations.read_demonstrations(tmp_path / "exported.jsonl", tokenizer)
     (segment,) = samples[0].segments
     turns = [tokenizer.decode(segment.token_ids[start:end]) for start, end in segment.spans]
@@ -194,7 +194,7 @@ def test_the_trainer_reads_demonstrations_and_pairs(tmp_path: Path, tokenizer: P
         '<think>\nLet me see.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "It is 1.<|im_end|>",
     ]
-    exported(tmp_path, "preferences", *rows)
+    export_rows(tmp_path, "preferences", *rows)
     assert len(conversations.read_pairs(tmp_path / "exported.jsonl", tokenizer)) == 3
 
 
@@ -204,7 +204,7 @@ def test_failed_and_unscored_rollouts_are_in_no_format(format: str, tmp_path: Pa
     broken = rollout(1, "broken") | {"response": {"status": "failed", "output": []}}
     good = rollout(1, "good") | {"failure": "a field of the task"}
     rows = [rollout(None, "null"), failure, broken, good, rollout(0, "bad")]
-    written, tally = exported(tmp_path, format, *rows)
+    written, tally = export_rows(tmp_path, format, *rows)
     assert (tally.dropped[Reason.UNSCORED], tally.dropped[Reason.FAILED]) == (1, 2)
     assert written and not any(word in json.dumps(written) for word in ("null", "broken"))
 
@@ -213,35 +213,38 @@ def test_failed_and_unscored_rollouts_are_in_no_format(format: str, tmp_path: Pa
 def test_what_was_cut_off_in_mid_turn_never_passes_for_a_turn(stop: str, tmp_path: Path):
     rows = [rollout(1, "good"), rollout(0, "bad"), rollout(1, "it is th", stop=stop), rollout(0, "it is so", stop=stop)]
     for format in CHAT:
-        written, tally = exported(tmp_path, format, *rows, keep_truncated=True)
+        written, tally = export_rows(tmp_path, format, *rows, keep_truncated=True)
         assert tally.dropped[Reason.CUT] == 2 and "it is" not in json.dumps(written)
-    written, _ = exported(tmp_path, "rollouts", *rows)
+    written, _ = export_rows(tmp_path, "rollouts", *rows)
     assert written == rows
 
 
 @pytest.mark.parametrize("turns", [["length"], ["tool_calls", "length"], ["length", "stop"], ["stop", "context"]])
 def test_a_turn_that_was_cut_off_never_passes_for_one_though_the_agent_continued(turns: list[str], tmp_path: Path):
-    whole, cut = rollout(1, called("a", "{}"), answered("a", "3"), "good"), rollout(1, called("a", "{"), "bad")
+    whole, cut = (
+        rollout(1, function_call("a", "{}"), call_output("a", "3"), "good"),
+        rollout(1, function_call("a", "{"), "bad"),
+    )
     whole["ng"]["finish_reasons"], cut["ng"]["finish_reasons"] = ["tool_calls", "stop"], turns
     for format in CHAT:
-        written, tally = exported(tmp_path, format, whole, cut, keep_truncated=True)
+        written, tally = export_rows(tmp_path, format, whole, cut, keep_truncated=True)
         assert tally.dropped[Reason.CUT] == 1 and "bad" not in json.dumps(written)
         assert ("good" in json.dumps(written)) == (format != "preferences")
 
 
 def test_what_the_step_limit_stopped_is_a_bad_example_and_a_good_one_only_if_asked(tmp_path: Path):
-    rows = [rollout(1, called("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
+    rows = [rollout(1, function_call("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
     for format in ("demonstrations", "sharegpt", "kto"):
-        _, tally = exported(tmp_path, format, *rows)
+        _, tally = export_rows(tmp_path, format, *rows)
         assert tally.dropped[Reason.TRUNCATED] == 1
-        written, tally = exported(tmp_path, format, *rows, keep_truncated=True)
+        written, tally = export_rows(tmp_path, format, *rows, keep_truncated=True)
         assert tally.dropped[Reason.TRUNCATED] == 0 and "add" in json.dumps(written)
-    assert exported(tmp_path, "preferences", *rows)[0] == []
-    assert len(exported(tmp_path, "preferences", *rows, keep_truncated=True)[0]) == 1
-    rows = [rollout(0, called("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
-    (pair,), _ = exported(tmp_path, "preferences", *rows)
+    assert export_rows(tmp_path, "preferences", *rows)[0] == []
+    assert len(export_rows(tmp_path, "preferences", *rows, keep_truncated=True)[0]) == 1
+    rows = [rollout(0, function_call("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
+    (pair,), _ = export_rows(tmp_path, "preferences", *rows)
     assert pair["rejected"][0]["tool_calls"]
-    assert [row["label"] for row in exported(tmp_path, "kto", *rows)[0]] == [False, False]
+    assert [row["label"] for row in export_rows(tmp_path, "kto", *rows)[0]] == [False, False]
 
 
 def test_the_best_of_each_task_are_kept_and_equals_are_drawn_by_the_seed(tmp_path: Path):
@@ -250,11 +253,11 @@ def test_the_best_of_each_task_are_kept_and_equals_are_drawn_by_the_seed(tmp_pat
     ]
     drawn = set()
     for seed in range(20):
-        written, tally = exported(tmp_path, "demonstrations", *rows, best=2, min_reward=0.5, seed=seed)
+        written, tally = export_rows(tmp_path, "demonstrations", *rows, best=2, min_reward=0.5, seed=seed)
         answers = [row["messages"][-1]["content"] for row in written]
         assert len(answers) == 4 and all(answer.endswith(": 1") for answer in answers)
-        assert dropped(tally) == {"low": 2, "not_best": 4}
-        assert written == exported(tmp_path, "demonstrations", *rows, best=2, min_reward=0.5, seed=seed)[0]
+        assert dropped_counts(tally) == {"low": 2, "not_best": 4}
+        assert written == export_rows(tmp_path, "demonstrations", *rows, best=2, min_reward=0.5, seed=seed)[0]
         drawn.add(tuple(answers))
     assert len(drawn) > 3
 
@@ -276,7 +279,7 @@ def test_the_best_of_each_task_are_kept_and_equals_are_drawn_by_the_seed(tmp_pat
 )
 def test_pairs_of_a_group(strategy: str, options: dict[str, Any], expected: set[tuple[float, float]], tmp_path: Path):
     rows = [rollout(reward, f"{reward}") for reward in (0.2, 1.0, 0.0, 0.7)] + [rollout(1.0, "alone", task=1)]
-    written, tally = exported(tmp_path, "preferences", *rows, pairs=strategy, **options)
+    written, tally = export_rows(tmp_path, "preferences", *rows, pairs=strategy, **options)
     sides = [[float(row[side][0]["content"]) for side in ("chosen", "rejected")] for row in written]
     assert len(written) == len(expected) and {tuple(pair) for pair in sides} == expected
     assert [row["margin"] for row in written] == pytest.approx([better - worse for better, worse in sides])
@@ -289,26 +292,26 @@ def test_equal_rewards_equal_words_and_other_prompts_are_not_a_pair(tmp_path: Pa
     same = [
         rollout(
             reward,
-            called(f"id{reward}", arguments),
-            answered(f"id{reward}", f"{reward}"),
+            function_call(f"id{reward}", arguments),
+            call_output(f"id{reward}", f"{reward}"),
             "Done.\n" * int(reward + 1),
             task=1,
         )
         for reward, arguments in ((0.9, '{"a":1}'), (0.1, '{ "a": 1 }'))
     ]
     other = [rollout(reward, f"{reward}", task=2, instructions=f"{reward}") for reward in (0, 1)]
-    written, tally = exported(tmp_path, "preferences", *equal, *same, *other, pairs="all")
-    assert written == [] and dropped(tally) == {"alone": 2, "no_partner": 4}
+    written, tally = export_rows(tmp_path, "preferences", *equal, *same, *other, pairs="all")
+    assert written == [] and dropped_counts(tally) == {"alone": 2, "no_partner": 4}
 
 
 def test_dedupe_exports_the_same_conversation_once(tmp_path: Path):
-    twins = [rollout(1, called(f"id{n}", '{"a": 1}'), answered(f"id{n}", "2"), "2") for n in range(3)]
+    twins = [rollout(1, function_call(f"id{n}", '{"a": 1}'), call_output(f"id{n}", "2"), "2") for n in range(3)]
     others = [rollout(1, "2"), rollout(1, "2", task=1)]
     for format in ("demonstrations", "kto", "sharegpt", "rollouts"):
-        assert len(exported(tmp_path, format, *twins, *others)[0]) == 5
-        written, tally = exported(tmp_path, format, *twins, *others, dedupe=True)
-        assert len(written) == 3 and dropped(tally) == {"duplicate": 2}
-    pairs, _ = exported(tmp_path, "preferences", *twins, rollout(0, "3"), pairs="all", dedupe=True)
+        assert len(export_rows(tmp_path, format, *twins, *others)[0]) == 5
+        written, tally = export_rows(tmp_path, format, *twins, *others, dedupe=True)
+        assert len(written) == 3 and dropped_counts(tally) == {"duplicate": 2}
+    pairs, _ = export_rows(tmp_path, "preferences", *twins, rollout(0, "3"), pairs="all", dedupe=True)
     assert len(pairs) == 1
 
 
@@ -323,16 +326,16 @@ def test_arguments_become_the_object_that_they_spell_and_nothing_is_lost(tmp_pat
         '{"a": "12345678901234567890123"}',
         deep,
     ]
-    calls = [called(f"id{n}", text) for n, text in enumerate(texts)]
-    (row,), _ = exported(tmp_path, "demonstrations", rollout(1, *calls))
+    calls = [function_call(f"id{n}", text) for n, text in enumerate(texts)]
+    (row,), _ = export_rows(tmp_path, "demonstrations", rollout(1, *calls))
     arguments = [call["function"]["arguments"] for call in row["messages"][1]["tool_calls"]]
     assert arguments == [{"a": 1}, {}, *texts[2:5], {"a": "12345678901234567890123"}, deep]
 
 
 def test_reasoning_is_dropped_on_demand_also_where_it_is_in_the_text(tmp_path: Path):
-    rows = [rollout(1, thought("secret"), "<think>\nsecret</think>Four")]
+    rows = [rollout(1, reasoning_item("secret"), "<think>\nsecret</think>Four")]
     ((kept,), _), ((bare,), _) = (
-        exported(tmp_path, "demonstrations", *rows, keep_reasoning=keep) for keep in (True, False)
+        export_rows(tmp_path, "demonstrations", *rows, keep_reasoning=keep) for keep in (True, False)
     )
     assert kept["messages"][1] == {
         "role": "assistant",
@@ -348,7 +351,7 @@ def test_what_the_environment_says_before_the_policy_is_in_the_prompt(format: st
     observation = {"type": "message", "role": "user", "content": "You have 12."}
     first = rollout(1, observation, "hit", task=0, input=[])
     second = rollout(1, observation, "hit", task=1, input=[], instructions="Play.")
-    found, _ = exported(tmp_path, format, first, second)
+    found, _ = export_rows(tmp_path, format, first, second)
     prompts = [row["prompt"] if format == "kto" else row["messages"][:-1] for row in found]
     assert [[message["content"] for message in prompt] for prompt in prompts] == [
         ["You have 12."],
@@ -358,15 +361,21 @@ def test_what_the_environment_says_before_the_policy_is_in_the_prompt(format: st
 
 def test_what_follows_the_policys_last_turn_is_not_exported(tmp_path: Path):
     user = {"type": "message", "role": "user", "content": "Bye."}
-    (row,), _ = exported(tmp_path, "demonstrations", rollout(1, "A", user, "B", user))
+    (row,), _ = export_rows(tmp_path, "demonstrations", rollout(1, "A", user, "B", user))
     assert [message["content"] for message in row["messages"]] == ["Question 0?", "A", "Bye.", "B"]
 
 
 def test_sharegpt_has_tools_and_thoughts_as_llama_factory_wants_them(tmp_path: Path):
-    calls = [called("i", '{"a": 1}'), called("j", '{"a": 2}')]
-    steps = [called("h", '{"a": 0}'), answered("h", "0"), *calls, answered("j", "2"), answered("i", "1")]
-    row = rollout(1, thought("Hm."), *steps, thought("So."), "Three.", tools=[ADD], instructions="Sum.")
-    (written,), _ = exported(tmp_path, "sharegpt", row)
+    calls = [function_call("i", '{"a": 1}'), function_call("j", '{"a": 2}')]
+    steps = [
+        function_call("h", '{"a": 0}'),
+        call_output("h", "0"),
+        *calls,
+        call_output("j", "2"),
+        call_output("i", "1"),
+    ]
+    row = rollout(1, reasoning_item("Hm."), *steps, reasoning_item("So."), "Three.", tools=[ADD], instructions="Sum.")
+    (written,), _ = export_rows(tmp_path, "sharegpt", row)
     assert [(turn["from"], turn["value"]) for turn in written["conversations"]] == [
         ("system", "Sum."),
         ("human", "Question 0?"),
@@ -386,9 +395,9 @@ def test_sharegpt_has_no_rows_that_llama_factory_skips(tmp_path: Path):
         rollout(1, "A", input=[user, system, user]),
         rollout(1, "A", input=[assistant, user]),
         rollout(1, "A", "B"),
-        rollout(1, called("a", "{}"), answered("a", "0"), user, "A"),
+        rollout(1, function_call("a", "{}"), call_output("a", "0"), user, "A"),
     ]
-    written, tally = exported(tmp_path, "sharegpt", *rows, rollout(1, "A", input=[system, user]))
+    written, tally = export_rows(tmp_path, "sharegpt", *rows, rollout(1, "A", input=[system, user]))
     assert len(written) == 1 and [place.partition(": ")[2] for place in tally.not_representable] == [
         "human after human, where ShareGPT has gpt or function_call",
         "system after human, where ShareGPT has gpt or function_call",
@@ -396,7 +405,7 @@ def test_sharegpt_has_no_rows_that_llama_factory_skips(tmp_path: Path):
         "gpt after gpt, where ShareGPT has human or observation",
         "human after observation, where ShareGPT has gpt or function_call",
     ]
-    assert len(exported(tmp_path, "demonstrations", *rows)[0]) == 5
+    assert len(export_rows(tmp_path, "demonstrations", *rows)[0]) == 5
 
 
 def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: Path):
@@ -404,7 +413,7 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}
     rows = [rollout(1, search, "A"), rollout(1), rollout(1, "B", input=[]), rollout(1, "good")]
     for format in CHAT[:3]:
-        _, tally = exported(tmp_path, format, *rows, rollout(0, "bad"))
+        _, tally = export_rows(tmp_path, format, *rows, rollout(0, "bad"))
         assert tally.dropped[Reason.NOT_REPRESENTABLE] == 3
         places = [place.removeprefix(f"{tmp_path / 'rollouts.jsonl'}:") for place in tally.not_representable]
         assert [place.split(" (known")[0] for place in places] == [
@@ -412,27 +421,31 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
             "2: the policy said nothing",
             "3: there is no prompt",
         ]
-    only_chat = [rollout(1, "Look.", called("a", "{}")), rollout(1, called("a", "{")), rollout(1, "A", input=[image])]
-    assert len(exported(tmp_path, "demonstrations", *only_chat)[0]) == 3
-    assert exported(tmp_path, "sharegpt", *only_chat)[1].dropped[Reason.NOT_REPRESENTABLE] == 3
+    only_chat = [
+        rollout(1, "Look.", function_call("a", "{}")),
+        rollout(1, function_call("a", "{")),
+        rollout(1, "A", input=[image]),
+    ]
+    assert len(export_rows(tmp_path, "demonstrations", *only_chat)[0]) == 3
+    assert export_rows(tmp_path, "sharegpt", *only_chat)[1].dropped[Reason.NOT_REPRESENTABLE] == 3
     alone = rollout(1, "A", input=[], instructions="Speak.")
-    assert len(exported(tmp_path, "demonstrations", alone)[0]) == 1
-    assert "ends with a system message" in exported(tmp_path, "kto", alone)[1].not_representable[0]
+    assert len(export_rows(tmp_path, "demonstrations", alone)[0]) == 1
+    assert "ends with a system message" in export_rows(tmp_path, "kto", alone)[1].not_representable[0]
 
 
 def test_rows_of_nemo_gyms_collector_need_no_ng(tmp_path: Path):
     rows = [rollout(1, "A"), rollout(0, "B"), rollout(1, "C", stop="length"), rollout(1, "D", input="Other?")]
     for row in rows:
         del row["ng"]
-    written, tally = exported(tmp_path, "preferences", *rows)
-    assert len(written) == 1 and dropped(tally) == {"cut": 1, "alone": 1}
+    written, tally = export_rows(tmp_path, "preferences", *rows)
+    assert len(written) == 1 and dropped_counts(tally) == {"cut": 1, "alone": 1}
 
 
 def test_the_first_rows_show_all_shapes_that_come_later(tmp_path: Path):
     """`datasets` takes the columns' types from the first 10 MB, and fails on what first appears behind them."""
     plain = [rollout(1, f"{n}", task=n) for n in range(50)]
-    late = [rollout(1, thought("Hm."), "A", task=98), rollout(1, "B", task=99, tools=[ADD])]
-    written, _ = exported(tmp_path, "demonstrations", *plain, *late)
+    late = [rollout(1, reasoning_item("Hm."), "A", task=98), rollout(1, "B", task=99, tools=[ADD])]
+    written, _ = export_rows(tmp_path, "demonstrations", *plain, *late)
     assert len(written) == 52
     assert "reasoning_content" in written[1]["messages"][1] and "tools" in written[2]
     assert [row["messages"][1]["content"] for row in written[3:]] == [f"{n}" for n in range(1, 50)]
@@ -440,9 +453,9 @@ def test_the_first_rows_show_all_shapes_that_come_later(tmp_path: Path):
 
 def test_a_limit_draws_rows_from_all_over_the_file(tmp_path: Path):
     rows = [rollout(1, f"{n}", task=n) for n in range(100)]
-    written, tally = exported(tmp_path, "demonstrations", *rows, limit=10)
+    written, tally = export_rows(tmp_path, "demonstrations", *rows, limit=10)
     places = [int(row["messages"][1]["content"]) for row in written]
-    assert places == sorted(places) and max(places) > 50 and dropped(tally) == {"limit": 90}
+    assert places == sorted(places) and max(places) > 50 and dropped_counts(tally) == {"limit": 90}
 
 
 def test_rollouts_are_copied_byte_for_byte(tmp_path: Path):
@@ -456,7 +469,7 @@ def test_rollouts_are_copied_byte_for_byte(tmp_path: Path):
 
 @pytest.mark.parametrize("format", ["rollouts", "preferences"])
 def test_compressed_files_and_patterns_are_read_like_plain_files(format: str, tmp_path: Path):
-    rows = [[rollout(reward, said(f"{n} {reward}"), task=n) for reward in (1.0, 0.0)] for n in range(3)]
+    rows = [[rollout(reward, assistant_message(f"{n} {reward}"), task=n) for reward in (1.0, 0.0)] for n in range(3)]
     plain = [write(tmp_path / f"{n}.jsonl", *two) for n, two in enumerate(rows)]
     packed = [tmp_path / "packed_0.jsonl.gz", tmp_path / "packed_1.jsonl.zst", tmp_path / "packed_2.jsonl"]
     for path, to, pack in zip(plain, packed, (gzip.compress, zstandard.compress, bytes), strict=True):

@@ -40,13 +40,13 @@ def digest() -> str:
     return hashlib.sha256(content + json.dumps(VALUES).encode()).hexdigest()
 
 
-def rendered(kind: str) -> dict[str, Any]:
+def read_rendered(kind: str) -> dict[str, Any]:
     objects = filter(None, yaml.safe_load_all(RENDERED.read_text("utf-8")))
     return {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
 
 
 def container(name: str) -> dict[str, Any]:
-    (only,) = rendered("Deployment")[name]["spec"]["template"]["spec"]["containers"]
+    (only,) = read_rendered("Deployment")[name]["spec"]["template"]["spec"]["containers"]
     found: dict[str, Any] = only
     return found
 
@@ -56,14 +56,14 @@ def test_the_rendered_file_is_that_of_this_chart() -> None:
 
 
 def test_each_replica_has_a_deployment_and_the_address_that_the_config_names() -> None:
-    config = yaml.safe_load(rendered("ConfigMap")["run-config"]["data"]["global_config.yaml"])
+    config = yaml.safe_load(read_rendered("ConfigMap")["run-config"]["data"]["global_config.yaml"])
     urls = {url: name for name, stanza in config.items() for url in stanza.get("urls", ())}
     names = {str(urlsplit(url).hostname): name for url, name in urls.items()}
-    assert names.keys() == rendered("Service").keys() == rendered("Deployment").keys()
+    assert names.keys() == read_rendered("Service").keys() == read_rendered("Deployment").keys()
     short = sorted(host for host, name in names.items() if name != LONG)
     assert short == ["run-calculator-0", "run-calculator-1", "run-calculator-agent-0", "run-policy-0"]
     for host, name in names.items():
-        service, deployment = rendered("Service")[host], rendered("Deployment")[host]
+        service, deployment = read_rendered("Service")[host], read_rendered("Deployment")[host]
         labels = deployment["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items() and deployment["spec"]["replicas"] == 1
         assert container(host)["command"][:2] == ["ng_serve", name]
@@ -71,27 +71,27 @@ def test_each_replica_has_a_deployment_and_the_address_that_the_config_names() -
 
 
 def test_a_name_that_is_too_long_is_cut_before_its_index() -> None:
-    names = sorted(host for host in rendered("Service") if container(host)["command"][1] == LONG)
+    names = sorted(host for host in read_rendered("Service") if container(host)["command"][1] == LONG)
     digest = hashlib.sha256(f"run-{LONG.replace('_', '-')}".encode()).hexdigest()[:8]  # of what was cut
     assert names == [f"run-{LONG.replace('_', '-')[:47]}-{digest}-{index}" for index in range(2)]
     assert all(len(name) <= 63 for name in names)
 
 
 def test_only_models_get_the_admin_token_and_no_token_is_in_a_manifest() -> None:
-    for name in rendered("Deployment"):
+    for name in read_rendered("Deployment"):
         tokens = [each["name"] for each in container(name)["env"] if "valueFrom" in each]
         assert tokens == ["NGYM_TOKEN"] + ["NGYM_ADMIN_TOKEN"] * ("policy" in name)
         assert all(each["valueFrom"]["secretKeyRef"]["name"] == "tokens" for each in container(name)["env"][:1])
-    assert not rendered("Secret")
+    assert not read_rendered("Secret")
 
 
 def test_resources_pools_and_the_network_policy_follow_the_values() -> None:
     assert container("run-policy-0")["resources"]["limits"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
-    pods = {name: each["spec"]["template"]["spec"] for name, each in rendered("Deployment").items()}
+    pods = {name: each["spec"]["template"]["spec"] for name, each in read_rendered("Deployment").items()}
     assert (
         pods["run-calculator-1"]["nodeSelector"] == {"ngym/pool": "cpus"} and "nodeSelector" not in pods["run-policy-0"]
     )
-    (rule,) = rendered("NetworkPolicy")["run"]["spec"]["ingress"]
+    (rule,) = read_rendered("NetworkPolicy")["run"]["spec"]["ingress"]
     assert [one["podSelector"]["matchLabels"] for one in rule["from"]] == [
         {"app.kubernetes.io/instance": "run"},
         {"app": "collector"},

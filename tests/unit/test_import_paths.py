@@ -82,7 +82,7 @@ def recipe(*words: str) -> Any:
     return recipe_reader.read_recipe(["grpo.yaml"], overrides)[0]
 
 
-def refused(*words: str) -> str:
+def refusal(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         recipe(*words)
     return str(caught.value)
@@ -112,9 +112,9 @@ def test_what_an_estimator_returns_is_checked(folder: Path, name: str, message: 
 
 def test_an_estimator_of_the_users_may_compare_across_groups_of_one(folder: Path) -> None:
     words = ["algorithm.advantage.estimator=median_advantage.py:above_median", "rollouts.group_size=1"]
-    assert "algorithm.shaping.skip_equal_groups: every group of one" in refused(*words)
+    assert "algorithm.shaping.skip_equal_groups: every group of one" in refusal(*words)
     assert recipe(*words, "algorithm.shaping.skip_equal_groups=false").live.group_size == 1
-    assert "rollouts.group_size: group_std compares the attempts" in refused("rollouts.group_size=1")
+    assert "rollouts.group_size: group_std compares the attempts" in refusal("rollouts.group_size=1")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def line(n: int, size: int = 0) -> bytes:
     return orjson.dumps({"n": n, "text": "x" * size})
 
 
-def opened(path: Path) -> tuple[RowLog, list[int]]:
+def open_log(path: Path) -> tuple[RowLog, list[int]]:
     log = RowLog(path, key)
     return log, [found.row["n"] for found in log.rows()]
 
@@ -177,7 +177,7 @@ def test_a_large_file_is_streamed(tmp_path: Path) -> None:
 
 async def test_an_appended_row_is_on_the_disk_when_append_returns(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    log, _ = opened(path)
+    log, _ = open_log(path)
 
     async def append(n: int) -> None:
         await log.append(line(n))
@@ -194,7 +194,7 @@ async def test_many_rows_share_a_commit_and_a_single_one_does_not_wait_for_other
 ) -> None:
     commits: list[int] = []
     monkeypatch.setattr(row_log, "_sync", lambda fd: (commits.append(fd), os.fsync(fd)))
-    log, _ = opened(tmp_path / "out.jsonl")
+    log, _ = open_log(tmp_path / "out.jsonl")
     await log.append(line(0))
     first = len(commits)
     assert first >= 1
@@ -208,7 +208,7 @@ async def test_many_rows_share_a_commit_and_a_single_one_does_not_wait_for_other
 
 async def test_flush_writes_what_no_one_waits_for_any_more(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    log, _ = opened(path)
+    log, _ = open_log(path)
     waiting = [asyncio.create_task(log.append(line(n))) for n in range(5)]
     await asyncio.sleep(0)
     for task in waiting:
@@ -219,15 +219,15 @@ async def test_flush_writes_what_no_one_waits_for_any_more(tmp_path: Path) -> No
 
 
 def test_a_log_without_rows_leaves_no_file(tmp_path: Path) -> None:
-    log, _ = opened(tmp_path / "out.jsonl")
+    log, _ = open_log(tmp_path / "out.jsonl")
     log.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def torn_at(path: Path, rows: list[bytes], offset: int) -> list[int]:
+def read_torn(path: Path, rows: list[bytes], offset: int) -> list[int]:
     """What is read from a file whose last line was cut after `offset` bytes; the file is checked to be whole again."""
     path.write_bytes(b"".join(row + b"\n" for row in rows[:-1]) + (rows[-1] + b"\n")[:offset])
-    log, found = opened(path)
+    log, found = open_log(path)
     log.close()
     assert not path.exists() or numbers(path) == found
     assert not path.exists() or path.read_bytes().endswith(b"\n")
@@ -238,16 +238,16 @@ def test_a_torn_last_line_is_dropped_wherever_it_is_torn(tmp_path: Path) -> None
     rows = [line(0, 40), line(1, 40), line(2, 700)]
     whole = len(rows[-1])
     for offset in [*range(40), *range(40, whole - 5, 37), *range(whole - 5, whole)]:
-        assert torn_at(tmp_path / "out.jsonl", rows, offset) == [0, 1], offset
-    assert torn_at(tmp_path / "out.jsonl", rows, whole) == [0, 1, 2], "only the newline is missing: the row is whole"
-    assert torn_at(tmp_path / "out.jsonl", rows, whole + 1) == [0, 1, 2]
+        assert read_torn(tmp_path / "out.jsonl", rows, offset) == [0, 1], offset
+    assert read_torn(tmp_path / "out.jsonl", rows, whole) == [0, 1, 2], "only the newline is missing: the row is whole"
+    assert read_torn(tmp_path / "out.jsonl", rows, whole + 1) == [0, 1, 2]
 
 
 @pytest.mark.soak
 def test_a_torn_last_line_is_dropped_at_each_of_4096_bytes(tmp_path: Path) -> None:
     rows = [line(0, 40), line(1, 4096)]
     for offset in range(len(rows[-1])):
-        assert torn_at(tmp_path / "out.jsonl", rows, offset) == [0], offset
+        assert read_torn(tmp_path / "out.jsonl", rows, offset) == [0], offset
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_bad_line_in_the_middle_is_refused_with_its_place(tmp_path: Path, midd
 async def test_a_row_that_appears_twice_is_cut_out_and_the_lock_stays(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"".join(line(n) + b"\r\n" for n in (0, 1, 0, 2, 1)) + b'{"n": 7')
-    log, found = opened(path)
+    log, found = open_log(path)
     assert (found, log.duplicates, numbers(path)) == ([0, 1, 2], 2, [0, 1, 2])
     with pytest.raises(FileLocked):
         RowLog(path, key)
@@ -305,7 +305,7 @@ def test_a_second_writer_gets_the_first_ones_pid(tmp_path: Path) -> None:
 async def test_a_file_that_is_deleted_while_it_is_written_takes_no_more_rows(tmp_path: Path) -> None:
     """The rows would go to a file without a name, and be lost with the process."""
     path = tmp_path / "out.jsonl"
-    log, _ = opened(path)
+    log, _ = open_log(path)
     await log.append(line(0))
     path.unlink()
     with pytest.raises(WriteFailed, match=r"out\.jsonl was deleted while it was written, and its rows are gone"):
@@ -406,7 +406,7 @@ def test_rows_that_were_acknowledged_survive_kill_9(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
             lines = writer.stdout.read().split(b"\n")[:-1]
         acknowledged |= {int(word) for word in lines}
-        log, found = opened(path)
+        log, found = open_log(path)
         log.close()
         assert acknowledged <= set(found)
         assert len(found) == len(set(found)) and found == list(range(len(found)))
@@ -424,7 +424,7 @@ def test_a_small_file_is_replaced_entirely_or_not_at_all(tmp_path: Path) -> None
 
 def test_an_open_log_is_locked_by_the_kernel(tmp_path: Path) -> None:
     """The lock ends with the process, however it ends: nothing has to be cleaned up by hand."""
-    log, _ = opened(tmp_path / "out.jsonl")
+    log, _ = open_log(tmp_path / "out.jsonl")
     with (tmp_path / "out.jsonl").open("rb") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     log.close()

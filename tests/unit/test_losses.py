@@ -327,15 +327,15 @@ def test_kl_estimates_by_hand() -> None:
     log_ratio = torch.tensor([1.0, -14.0, -29.0])  # log p_ref - log p
     zero = torch.zeros(3)
 
-    def found(name: str, cap: float) -> list[float]:
+    def estimate(name: str, cap: float) -> list[float]:
         values: list[float] = policy_loss.kl_estimate(zero, log_ratio, name, cap).tolist()
         return values
 
-    assert found("k1", math.inf) == pytest.approx([-1, 14, 29])
-    assert found("k2", math.inf) == pytest.approx([0.5, 98, 420.5])
-    assert found("k3", math.inf) == pytest.approx([0.7183, 13, 28], abs=1e-4)
-    assert found("k1", policy_loss.CAP) == pytest.approx([-1, 10, 10])
-    assert found("k3", policy_loss.CAP) == pytest.approx([0.7183, 10, 10], abs=1e-4)
+    assert estimate("k1", math.inf) == pytest.approx([-1, 14, 29])
+    assert estimate("k2", math.inf) == pytest.approx([0.5, 98, 420.5])
+    assert estimate("k3", math.inf) == pytest.approx([0.7183, 13, 28], abs=1e-4)
+    assert estimate("k1", policy_loss.CAP) == pytest.approx([-1, 10, 10])
+    assert estimate("k3", policy_loss.CAP) == pytest.approx([0.7183, 10, 10], abs=1e-4)
 
 
 def test_preference_losses_begin_where_they_must() -> None:
@@ -365,7 +365,7 @@ def test_the_mismatch_is_one_when_sampler_and_trainer_agree_and_grows_with_their
 # --- the formulas, written out ---------------------------------------------------------------------------------------
 
 
-def written_out(spec: Any, batch: Batch, first: bool) -> tuple[float, list[float]]:
+def reference_objective(spec: Any, batch: Batch, first: bool) -> tuple[float, list[float]]:
     """The objective token by token, in Python: its value and autograd's gradient, float64."""
     x = torch.tensor(batch.logprobs, dtype=torch.float64, requires_grad=True)
     loss, by_task = spec.loss, {task: 0 for task in batch.tasks}
@@ -485,7 +485,7 @@ def batches(draw: st.DrawFn) -> Batch:
 def test_losses_and_gradients_are_those_of_the_formula_written_out(
     options: dict[str, Any], batch: Batch, first: bool
 ) -> None:
-    value, grad = written_out(make(options), batch, first)
+    value, grad = reference_objective(make(options), batch, first)
     ours = step(options, batch, first=first, dtype=torch.float64)
     assert ours.loss == pytest.approx(value, abs=1e-9)
     assert ours.grad == pytest.approx(grad, abs=1e-9)

@@ -21,7 +21,7 @@ def rollout(index: int, reward: float | None) -> dict[str, Any]:
     return {"agent_ref": {"name": "a"}, "_ng_task_index": index, "reward": reward, "ng": {"task_id": f"t{index}"}}
 
 
-def written(folder: Path, *rewards: list[float | None]) -> str:
+def write_rollouts(folder: Path, *rewards: list[float | None]) -> str:
     rows = [rollout(index, reward) for index, of_task in enumerate(rewards) for reward in of_task]
     path = folder / "out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -31,7 +31,7 @@ def written(folder: Path, *rewards: list[float | None]) -> str:
 def test_a_reward_that_is_1_but_for_rounding_solves_its_task(tmp_path: Path) -> None:
     """As of a rubric with six equal criteria that an answer meets in full."""
     almost = 0.9999999999999999
-    source = written(tmp_path, [almost, 1.0], [0.999, 1.0])
+    source = write_rollouts(tmp_path, [almost, 1.0], [0.999, 1.0])
     result = CliRunner().invoke(main, [source, "--output", str(tmp_path / "tasks.jsonl")])
     assert result.exit_code == 0, result.output
     tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
@@ -42,7 +42,9 @@ def test_a_reward_that_is_1_but_for_rounding_solves_its_task(tmp_path: Path) -> 
 
 
 def test_each_task_is_listed_with_its_pass_rate_and_learning_signal(tmp_path: Path) -> None:
-    source = written(tmp_path, [1.0, 1.0], [0.0, 0.0], [1.0, 0.0, None, 0.0], [None], [0.2, 0.4], [0.1 + 0.2, 0.3])
+    source = write_rollouts(
+        tmp_path, [1.0, 1.0], [0.0, 0.0], [1.0, 0.0, None, 0.0], [None], [0.2, 0.4], [0.1 + 0.2, 0.3]
+    )
     result = CliRunner().invoke(main, [source, "--output", str(tmp_path / "tasks.jsonl")])
     assert result.exit_code == 0, result.output
     tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
@@ -75,15 +77,15 @@ def test_rows_without_task_ids_are_distinguished_by_their_index(tmp_path: Path) 
 
 
 def test_an_output_that_is_named_as_compressed_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, [written(tmp_path, [1.0]), "--output", str(tmp_path / "tasks.jsonl.gz")])
+    result = CliRunner().invoke(main, [write_rollouts(tmp_path, [1.0]), "--output", str(tmp_path / "tasks.jsonl.gz")])
     assert result.exit_code != 0 and not (tmp_path / "tasks.jsonl.gz").exists()
 
 
 def test_what_counts_as_solved_can_be_said(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, [written(tmp_path, [0.2, 0.4]), "--solved", "0.3", "--json"])
+    result = CliRunner().invoke(main, [write_rollouts(tmp_path, [0.2, 0.4]), "--solved", "0.3", "--json"])
     assert json.loads(result.output)["verdict"] == "mixed"
     for value in ("nan", "inf"):
-        result = CliRunner().invoke(main, [written(tmp_path, [0.2, 0.4]), "--solved", value])
+        result = CliRunner().invoke(main, [write_rollouts(tmp_path, [0.2, 0.4]), "--solved", value])
         assert result.exit_code == 2 and f"--solved: must be a number within ±3.4e+38, not {value}" in result.stderr
 
 

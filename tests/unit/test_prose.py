@@ -67,7 +67,7 @@ def test_no_word_of_the_list_is_in_the_name_of_a_test() -> None:
 def test_the_docstring_of_a_module_is_a_statement() -> None:
     questions = []
     for file, source in _sources():
-        first = (ast.get_docstring(_parsed(source)) or "").partition("\n")[0]
+        first = (ast.get_docstring(_parse(source)) or "").partition("\n")[0]
         if "?" in SPAN.sub("", first):
             questions.append(f"{_where(file)}:1: {first}")
     assert not questions, "\n".join(questions)
@@ -121,7 +121,7 @@ def _lines(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _parsed(source: str) -> ast.Module:
+def _parse(source: str) -> ast.Module:
     try:
         return ast.parse(source)
     except SystemError:  # CPython 3.11 counts the depth of all threads together (python/cpython#106905)
@@ -129,7 +129,7 @@ def _parsed(source: str) -> ast.Module:
 
 
 def _docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(_parsed(source)):
+    for node in ast.walk(_parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text is not None:

@@ -34,7 +34,7 @@ def lengths(*tokens: int) -> list[Any]:
     return [samples.Sample((samples.Segment([0] * count, [(1, count)]),)) for count in tokens]
 
 
-def resolved(words: list[str]) -> Any:
+def resolve(words: list[str]) -> Any:
     result = CliRunner().invoke(main, [*words, "--dry-run"])
     assert result.exit_code == 0, result.stderr
     return yaml.safe_load(result.stdout)
@@ -42,7 +42,7 @@ def resolved(words: list[str]) -> Any:
 
 def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("optimizer: {lr: 5.0e-3, betas: [0.8, 0.9]}\nbatch_size: 8\n")
-    shown = resolved(["sft.yaml", str(tmp_path / "mine.yaml"), "batch_size=4", "data.max_tokens=${batch_size}"])
+    shown = resolve(["sft.yaml", str(tmp_path / "mine.yaml"), "batch_size=4", "data.max_tokens=${batch_size}"])
     assert shown["optimizer"]["lr"] == 5e-3 and shown["optimizer"]["betas"] == [0.8, 0.9]
     assert shown["optimizer"]["muon_lr"] == 0.02 and shown["batch_size"] == shown["data"]["max_tokens"] == 4
 
@@ -64,7 +64,7 @@ def test_a_mistake_is_one_line_that_says_what_to_write(recipe: str, override: st
 
 
 def test_a_warm_up_as_a_share_replaces_one_in_steps() -> None:
-    shown = resolved(["sft.yaml", "schedule.warmup_steps=null", "schedule.warmup_ratio=0.1"])
+    shown = resolve(["sft.yaml", "schedule.warmup_steps=null", "schedule.warmup_ratio=0.1"])
     assert shown["schedule"]["warmup_ratio"] == 0.1
     assert recipe("sft.yaml", "schedule.warmup_steps=null").schedule.warmup(100) == 0
 
@@ -149,7 +149,7 @@ def test_what_came_from_the_environment_is_shown_as_it_was_written(
     ],
 )
 def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(resolved(words)))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(resolve(words)))
     assert recipe(str(tmp_path / "recipe.yaml")) == recipe(*words)
 
 

@@ -72,7 +72,7 @@ def test_no_modules_import_each_other_in_a_circle_not_even_within_functions_or_f
     for name, file in modules.items():
         package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
         found = (
-            _known(".".join([*package[: len(package) - level + 1], imported]) if level else imported, modules)
+            _resolve_module(".".join([*package[: len(package) - level + 1], imported]) if level else imported, modules)
             for level, imported in imports_of(file)
         )
         graph[name] = {each for each in found if each and each != name}
@@ -86,7 +86,7 @@ def _module(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _known(name: str, modules: dict[str, Path]) -> str:
+def _resolve_module(name: str, modules: dict[str, Path]) -> str:
     """The module of an imported name: the longest part of it that is one."""
     while name and name not in modules:
         name = name.rpartition(".")[0]

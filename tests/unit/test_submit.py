@@ -43,7 +43,7 @@ TRAIN = ["ng_train", "grpo.yaml", "engine.zero_stage=2"]
 FOLDER = Path("/shared/project")
 
 
-def rendered() -> dict[str, str]:
+def render_all() -> dict[str, str]:
     """File name -> what it should hold."""
     logs = FOLDER / ".ngym" / "submit"
     return {
@@ -54,9 +54,9 @@ def rendered() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", rendered())
+@pytest.mark.parametrize("name", render_all())
 def test_a_rendered_file_is_the_golden_one(name: str) -> None:
-    assert rendered()[name] == (DATA / "submit" / name).read_text()
+    assert render_all()[name] == (DATA / "submit" / name).read_text()
 
 
 def strict(schema: Any) -> Any:
@@ -172,7 +172,7 @@ def test_a_job_without_a_chain_is_requeued_only_if_it_was_cut(tmp_path: Path) ->
 
 def test_a_secret_is_only_in_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
-    assert "hf_secret_value" not in "".join(rendered().values())
+    assert "hf_secret_value" not in "".join(render_all().values())
     values = kuberay.secrets(TARGET)
     assert kuberay.render(TARGET, TRAIN, values)[0]["stringData"]["HF_TOKEN"] == "hf_secret_value"
     assert len({*values.values()}) == 3
@@ -247,7 +247,7 @@ def test_the_command_and_its_options_are_checked_for_each_cluster(
     assert (shown.exit_code, shown.stdout) == (2, "") and message in shown.stderr
 
 
-def submitted(file: Path, *words: str, dry_run: bool = True) -> Result:
+def run_submit(file: Path, *words: str, dry_run: bool = True) -> Result:
     return CliRunner().invoke(submit.main, [*["--dry-run"] * dry_run, "slurm", str(file), *words])
 
 
@@ -270,7 +270,7 @@ def test_a_folder_may_have_braces_spaces_and_percent_signs(tmp_path: Path, monke
     monkeypatch.setattr(submit, "_need", lambda program: None)
     monkeypatch.setattr(submit, "_output", lambda words: calls.append(words) or f"{len(calls)};cluster\n")
     (folder / "cluster.yaml").write_text("name: one\nchain: 1\n")
-    result = submitted(folder / "cluster.yaml", "ng_run", dry_run=False)
+    result = run_submit(folder / "cluster.yaml", "ng_run", dry_run=False)
     assert result.exit_code == 0, result.output
     logs = folder / ".ngym" / "submit" / "one"
     script = str(logs / "job.sh")
@@ -305,7 +305,7 @@ def test_a_mistake_is_found_before_slurm_gets_the_job(
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\n")
     for dry_run in (True, False):
-        result = submitted(file, *words, dry_run=dry_run)
+        result = run_submit(file, *words, dry_run=dry_run)
         assert result.exit_code == 2 and message in result.stderr, result.output
     assert sorted(tmp_path.iterdir()) == [file]
 
@@ -316,28 +316,28 @@ def test_what_setup_or_an_earlier_job_brings_need_not_be_there_yet(
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\nsetup: module load ours\n")
-    assert submitted(file, "no_such_program").exit_code == 0
+    assert run_submit(file, "no_such_program").exit_code == 0
     later = ["ng_train", "grpo.yaml", "model.path=runs/sft/policy"]
-    assert "there is no folder" in submitted(file, *later).stderr
-    assert submitted(file, "options=[--dependency=afterok:1]", *later).exit_code == 0
-    assert submitted(file, "ng_train", "--on", "local", "sft.yaml", "--sweep", "seed=0,1").exit_code == 0
+    assert "there is no folder" in run_submit(file, *later).stderr
+    assert run_submit(file, "options=[--dependency=afterok:1]", *later).exit_code == 0
+    assert run_submit(file, "ng_train", "--on", "local", "sft.yaml", "--sweep", "seed=0,1").exit_code == 0
 
 
 def test_a_recipe_may_need_a_variable_that_setup_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file, words = tmp_path / "cluster.yaml", ["ng_train", "sft.yaml", "output=${oc.env:SHARED_DISK}/run"]
     file.write_text("name: one\nsetup: module load ours; export OTHER=1 SHARED_DISK=/mnt/disk\n")
-    shown = submitted(file, *words)
+    shown = run_submit(file, *words)
     assert shown.exit_code == 0 and "it needs SHARED_DISK, which `setup` exports" in shown.stderr, shown.output
     assert "'output=${oc.env:SHARED_DISK}/run'" in shown.stdout
     for setup in ("source ours", "SHARED_DISK=/mnt/disk; export OTHER=1", "export NOT_SHARED_DISK=1"):
-        refused = submitted(file, f"setup={setup}", *words)
+        refused = run_submit(file, f"setup={setup}", *words)
         assert refused.exit_code == 2 and "or in `setup` with `export SHARED_DISK=...`" in refused.stderr
-    assert submitted(file, *words, "optimizer.lrr=1").exit_code == 0  # the job checks the whole recipe
+    assert run_submit(file, *words, "optimizer.lrr=1").exit_code == 0  # the job checks the whole recipe
     monkeypatch.setenv("SHARED_DISK", str(tmp_path))
-    assert "unknown key 'optimizer.lrr'" in submitted(file, *words, "optimizer.lrr=1").stderr
+    assert "unknown key 'optimizer.lrr'" in run_submit(file, *words, "optimizer.lrr=1").stderr
 
 
 if __name__ == "__main__":
-    for file_name, content in rendered().items():
+    for file_name, content in render_all().items():
         (DATA / "submit" / file_name).write_text(content)

@@ -216,7 +216,7 @@ class Solver:
         return sum(self._draw.random() < chances[min(index // self._third, 2)] for _ in range(8)) / 8
 
 
-def practised(count: int, rounds: int, **options: Any) -> tuple[Any, list[int]]:
+def practise(count: int, rounds: int, **options: Any) -> tuple[Any, list[int]]:
     sampler, solve = task_sampler.Curriculum(task_sampler.CurriculumOptions(**options), "0", count), Solver(count)
     drawn: list[int] = []
     for _ in range(rounds):
@@ -228,7 +228,7 @@ def practised(count: int, rounds: int, **options: Any) -> tuple[Any, list[int]]:
 
 
 def test_tasks_that_are_sometimes_solved_are_drawn_most_and_the_others_still_at_the_floor() -> None:
-    _, drawn = practised(300, 400, floor=0.1)
+    _, drawn = practise(300, 400, floor=0.1)
     late = Counter(min(index // 100, 2) for index in drawn[-6400:])
     ratios = [late[third] / late[2] for third in (0, 1)]
     # 0.1 against the mean weight of a task whose running mean is spread around 1/2
@@ -237,7 +237,7 @@ def test_tasks_that_are_sometimes_solved_are_drawn_most_and_the_others_still_at_
 
 
 def test_the_metrics_say_what_is_known_of_the_tasks() -> None:
-    sampler, _ = practised(300, 400)
+    sampler, _ = practise(300, 400)
     shares = sampler.metrics()
     assert shares["solved"] == pytest.approx(1 / 3, abs=0.01) and shares["unsolved"] == pytest.approx(1 / 3, abs=0.01)
     assert shares["unseen"] == 0 and sum(shares[key.value] for key in task_sampler.TaskDifficulty) == pytest.approx(1)

@@ -78,7 +78,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextmanager
-def indexed(output: Path) -> Iterator[Index]:
+def open_index(output: Path) -> Iterator[Index]:
     """The index of what is there now."""
     index = Index(output, output.with_name(f"{output.stem}_failures.jsonl"))
     index.catch_up()
@@ -109,11 +109,11 @@ def plainly_read(content: bytes) -> tuple[dict[str, float | None], int]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    def refused(name: str) -> None:
+    def refuse(name: str) -> None:
         raise ValueError(name)
 
     try:
-        row = json.loads(line, parse_constant=refused)
+        row = json.loads(line, parse_constant=refuse)
     except (ValueError, RecursionError):
         return None
     known = isinstance(row, dict) and ("response" in row or "failure" in row) and isinstance(row.get("ng", {}), dict)
@@ -128,7 +128,7 @@ def test_the_index_of_a_file_that_grows_in_any_steps_is_what_a_plain_reading_fin
     content = b"\n".join(lines) + (b"\n" if ended and lines else b"")
     path = tmp_path_factory.mktemp("file") / "out.jsonl"
     path.touch()
-    with indexed(path) as index:
+    with open_index(path) as index:
         start = 0
         for end in [*sorted(min(cut, len(content)) for cut in cuts), len(content)]:
             with path.open("ab") as file:
@@ -164,7 +164,7 @@ def test_a_row_says_what_the_rollout_was(tmp_path: Path) -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "  What is it?" + "!" * 300}]},
     ]
-    with indexed(write(tmp_path / "out.jsonl", [row, rollout(3, 2, 1.0)])) as index:
+    with open_index(write(tmp_path / "out.jsonl", [row, rollout(3, 2, 1.0)])) as index:
         (found, _) = rows_of(index)
     assert found == {
         "row": "0", "task": 3, "rollout": 1, "task_id": "0000000000000003", "rollout_id": "r-3-1", "agent": "math_agent",
@@ -177,14 +177,14 @@ def test_a_row_says_what_the_rollout_was(tmp_path: Path) -> None:
 
 def test_a_row_of_nemo_gym_which_has_no_ng_is_shown_with_what_it_says(tmp_path: Path) -> None:
     row = {name: value for name, value in rollout(2, 0, 0.25).items() if name != "ng"}
-    with indexed(write(tmp_path / "out.jsonl", [row])) as index:
+    with open_index(write(tmp_path / "out.jsonl", [row])) as index:
         (found,) = rows_of(index)
     assert (found["status"], found["reward"], found["tool_calls"], found["turns"]) == ("ok", 0.25, 0, None)
 
 
 def test_failed_attempts_are_in_the_same_table_and_count_in_their_group(tmp_path: Path) -> None:
     write(tmp_path / "out_failures.jsonl", [failure(0, 1), failure(7, 0, "tool_error", 2)])
-    with indexed(write(tmp_path / "out.jsonl", [rollout(0, 0, 0.5)])) as index:
+    with open_index(write(tmp_path / "out.jsonl", [rollout(0, 0, 0.5)])) as index:
         found = {row["row"]: row for row in rows_of(index)}
         tasks = {task["task"]: task for task in RunRows(index).tasks("", "", 0, 10).rows}
     assert list(found) == ["0", "f0", "f1"]
@@ -218,7 +218,7 @@ def test_whatever_a_row_says_the_rows_behind_it_are_indexed(
     tmp_path: Path, own: dict[str, Any], problem: str | None
 ) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0, **own), rollout(1)])
-    with indexed(path) as index:
+    with open_index(path) as index:
         assert [row["row"] for row in rows_of(index)] == (["0", "1"] if problem is None else ["1"])
         assert (index.error, index.extent().bad) == (None, problem is not None)
         if problem is not None:
@@ -232,7 +232,7 @@ def test_an_index_whose_thread_ends_says_so_and_another_viewer_continues(tmp_pat
     broken.start()
     wait_until(lambda: broken.error is not None)
     assert broken.error is not None and broken.error.startswith("the index ended: ValueError")
-    with indexed(path) as index:
+    with open_index(path) as index:
         assert len(rows_of(index)) == 1
     broken.close()
 
@@ -240,7 +240,7 @@ def test_an_index_whose_thread_ends_says_so_and_another_viewer_continues(tmp_pat
 def test_a_torn_last_line_is_not_shown_until_it_is_whole(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     line = orjson.dumps(rollout(1))
-    with indexed(path) as index:
+    with open_index(path) as index:
         for part, rows in ((line[:200], 1), (line[200:], 2), (b"\n", 2), (orjson.dumps(rollout(2)) + b"\n", 3)):
             with path.open("ab") as file:
                 file.write(part)
@@ -254,7 +254,7 @@ def test_nothing_changes_while_nothing_is_added(tmp_path: Path) -> None:
     (tmp_path / "out_failures.jsonl").touch()
     with path.open("ab") as file:
         file.write(b'{"torn')
-    with indexed(path) as index:
+    with open_index(path) as index:
         before = index.extent()
         index.catch_up()
         assert index.extent() == before
@@ -264,7 +264,7 @@ def test_nothing_changes_while_nothing_is_added(tmp_path: Path) -> None:
 async def test_rows_that_the_collector_appends_are_shown_at_once(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     log = RowLog(path, lambda row: row["_ng_task_index"])
-    with indexed(path) as index:
+    with open_index(path) as index:
         for task in range(5):
             await log.append(orjson.dumps(rollout(task)))
             index.catch_up()
@@ -277,7 +277,7 @@ async def test_rows_that_the_collector_appends_are_shown_at_once(tmp_path: Path)
 def test_a_file_that_did_not_only_grow_is_read_again(tmp_path: Path, how: str) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(task, said="a" * 5000) for task in range(4)])
     other = [rollout(task, said="b" * 5000) for task in range(6)]
-    with indexed(path) as index:
+    with open_index(path) as index:
         epoch = index.extent().epoch
         if how == "cut":
             write(path, other[:2])
@@ -299,9 +299,9 @@ def test_a_file_that_did_not_only_grow_is_read_again(tmp_path: Path, how: str) -
 
 def test_what_was_indexed_is_not_read_again(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(task) for task in range(3)])
-    with indexed(path) as index:
+    with open_index(path) as index:
         version = index.extent().version
-    with indexed(path) as index:
+    with open_index(path) as index:
         assert index.extent().version == version
         assert len(rows_of(index)) == 3
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".sqlite"]
@@ -309,14 +309,14 @@ def test_what_was_indexed_is_not_read_again(tmp_path: Path, cache: Path) -> None
 
 def test_an_index_that_no_one_opened_for_a_month_is_removed(tmp_path: Path, cache: Path) -> None:
     forgotten, kept = write(tmp_path / "forgotten.jsonl", [rollout(0)]), write(tmp_path / "kept.jsonl", [rollout(0)])
-    with indexed(forgotten):
+    with open_index(forgotten):
         pass
     for path in cache.iterdir():
         os.utime(path, (0, 0))
-    with indexed(kept):
+    with open_index(kept):
         pass
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".sqlite"]
-    with indexed(forgotten) as index:
+    with open_index(forgotten) as index:
         assert len(rows_of(index)) == 1
 
 
@@ -324,7 +324,7 @@ def test_two_viewers_of_one_file_share_its_index_and_either_continues_alone(tmp_
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     first = Index(path, tmp_path / "out_failures.jsonl")
     first.catch_up()
-    with indexed(path) as second:
+    with open_index(path) as second:
         write(path, [rollout(0), rollout(1)])
         second.catch_up()
         assert len(rows_of(second)) == 1
@@ -354,11 +354,11 @@ def test_an_index_is_begun_when_others_have_seen_that_it_is_empty(tmp_path: Path
 
 def test_a_viewer_has_caught_up_when_the_one_that_writes_the_index_has(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
-    with indexed(path) as first, indexed(path) as second:
+    with open_index(path) as first, open_index(path) as second:
         assert second.caught_up
-    with indexed(path) as first:
+    with open_index(path) as first:
         write(path, [rollout(0), rollout(1)])
-        with indexed(path) as second:
+        with open_index(path) as second:
             assert not second.caught_up  # and an export would wait
             first.catch_up()
             second.catch_up()
@@ -372,7 +372,7 @@ def test_a_viewer_has_caught_up_when_the_one_that_writes_the_index_has(tmp_path:
 @pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("what", ["database", "folder"])
 def test_an_index_that_is_deleted_is_rebuilt(tmp_path: Path, cache: Path, what: str, deleted: bool) -> None:
-    with indexed(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
+    with open_index(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
         before = index.extent()
         if what == "folder":
             shutil.rmtree(cache)
@@ -391,7 +391,7 @@ def test_a_cache_that_cannot_be_written_makes_an_index_in_memory_and_says_so(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with indexed(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
+    with open_index(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
         assert len(rows_of(index)) == 2
         assert index.note is not None and "not kept" in index.note
 
@@ -401,7 +401,7 @@ def test_a_full_disk_makes_an_index_in_memory(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
     try:
-        with indexed(path) as index:
+        with open_index(path) as index:
             assert index.extent().rows == 800
             assert index.note is not None
     finally:
@@ -410,11 +410,11 @@ def test_a_full_disk_makes_an_index_in_memory(tmp_path: Path) -> None:
 
 def test_an_index_that_is_broken_is_rebuilt(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
-    with indexed(path):
+    with open_index(path):
         pass
     (kept,) = cache.glob("*.sqlite")
     kept.write_bytes(b"this is no database" * 500)
-    with indexed(path) as index:
+    with open_index(path) as index:
         assert len(rows_of(index)) == 1
         assert index.note is None
 
@@ -429,7 +429,7 @@ def test_helpers_read_a_large_file_in_its_order_and_no_module_that_lies_about(
     rows[300]["ng"]["segments"] = [segment()] * 3
     lines = [orjson.dumps(row) for row in rows]
     lines[450] = lines[450][:30_000]
-    with indexed(write(tmp_path / "out.jsonl", lines)) as index:
+    with open_index(write(tmp_path / "out.jsonl", lines)) as index:
         extent = index.extent()
         tasks = [task for (task,) in _all(index, "SELECT task FROM rows ORDER BY seq")]
         assert (extent.rows, extent.bad, extent.indexed_bytes) == (599, 1, extent.bytes)
@@ -439,7 +439,7 @@ def test_helpers_read_a_large_file_in_its_order_and_no_module_that_lies_about(
 
 def test_a_file_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
-    with indexed(path) as index:
+    with open_index(path) as index:
         path.unlink()
         index.catch_up()
         assert index.error is not None and "no such file" in index.error
@@ -450,7 +450,7 @@ def test_a_file_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
 def test_a_file_that_the_collector_has_locked_can_be_read(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     log = RowLog(path, lambda row: row["_ng_task_index"])
-    with indexed(path) as index:
+    with open_index(path) as index:
         assert len(rows_of(index)) == 1
     log.close()
 
