@@ -144,20 +144,20 @@ async def bare(case: Case, row: Json) -> AsyncIterator[Side]:
     peers = Peers({"agent": [urls["agent"]]})
 
     async def run(seconds: float, in_flight: int) -> list[float]:
-        taken: list[float] = []
+        latencies: list[float] = []
         ends = time.perf_counter() + seconds
 
         async def one_after_another() -> None:
             while True:
                 began = time.perf_counter()
                 scored = await peers["agent"].post("/run", row)
-                taken.append(time.perf_counter() - began)
+                latencies.append(time.perf_counter() - began)
                 assert scored["reward"] == 1.0, scored
                 if time.perf_counter() > ends:
                     return
 
         await asyncio.gather(*(one_after_another() for _ in range(in_flight)))
-        return taken
+        return latencies
 
     try:
         yield Side(run, {name: process.pid or 0 for name, process in services.items()})

@@ -107,15 +107,15 @@ QUICK = (
 
 def bodies(sound: dict[str, Any], size: int, quick: bool) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """(name, function that builds the body): the sound body, malformed ones, and the sound one with one value replaced."""
-    whole = json.dumps(sound).encode()
-    yield "sound", lambda: whole
-    yield "no UTF-8", lambda: whole[:-1] + b',"x":"' + b"a" * size + b'\xff"}'
-    yield "one key again and again", lambda: b"{" + many(b'"input":1', size) + b"," + whole[1:]
-    yield "unknown keys", lambda: b"{" + repeat_numbered('"field%d":1', size) + b"," + whole[1:]
-    yield "some unknown keys", lambda: b"{" + repeat_numbered('"field%d":1', min(size, 1_100_000)) + b"," + whole[1:]
-    yield "spaces", lambda: b" " * size + whole
+    content = json.dumps(sound).encode()
+    yield "sound", lambda: content
+    yield "no UTF-8", lambda: content[:-1] + b',"x":"' + b"a" * size + b'\xff"}'
+    yield "one key again and again", lambda: b"{" + many(b'"input":1', size) + b"," + content[1:]
+    yield "unknown keys", lambda: b"{" + repeat_numbered('"field%d":1', size) + b"," + content[1:]
+    yield "some unknown keys", lambda: b"{" + repeat_numbered('"field%d":1', min(size, 1_100_000)) + b"," + content[1:]
+    yield "spaces", lambda: b" " * size + content
     yield "a list", lambda: b"[" + many(b"{}", size) + b"]"
-    yield "a long name", lambda: b'{"' + b"a" * size + b'":1,' + whole[1:]
+    yield "a long name", lambda: b'{"' + b"a" * size + b'":1,' + content[1:]
     for path in (["a new field"], *places(sound)):
         for name in QUICK if quick else VALUES:
             make = partial(_with_value, sound, path, name, size)

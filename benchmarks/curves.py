@@ -103,11 +103,11 @@ async def _through_services(case: Case, level: int, replicas: int = 1, files: Ma
         peak = {name: rss(pid) for name, pid in pids.items()}
         watching = asyncio.create_task(watch(pids, peak))
         began = time.perf_counter()
-        taken = sorted(await rollouts.time_rollouts(peers, case, SECONDS, level))
+        latencies = sorted(await rollouts.time_rollouts(peers, case, SECONDS, level))
         seconds = time.perf_counter() - began
         watching.cancel()
         await peers.close()
-    found = {"rollouts_s": len(taken) / seconds, "p99_s": taken[int(0.99 * len(taken))]}
+    found = {"rollouts_s": len(latencies) / seconds, "p99_s": latencies[int(0.99 * len(latencies))]}
     return {**found, "services_mb": of_services(peak), "collector_mb": peak["collector"]}
 
 
@@ -221,11 +221,11 @@ def served_replicas(quick: bool) -> Iterator[Json]:
         for app in SERVERS:
             for count in [2] if quick else [1, 2, 4]:
                 all_cores = {"replicas": count, "threads": usable_cores()}
-                shared, whole = (
+                shared, unshared = (
                     event_loop.run(_measure_sampling(Path(folder), app, each))
                     for each in ({"replicas": count}, all_cores)
                 )
-                yield {"server": app, "replicas": count, "tokens_s": shared, "with_all_cores_each": whole}
+                yield {"server": app, "replicas": count, "tokens_s": shared, "with_all_cores_each": unshared}
 
 
 def served_groups(quick: bool) -> Iterator[Json]:

@@ -331,8 +331,8 @@ def way(spec: Row) -> str:
     labels = [f"ZeRO {how['zero_stage']}" if "zero_stage" in how else f"{spec['dtype']} weights"]
     labels += ["optimizer on the CPU"] if "offload" in how else []
     again = how.get("activation_checkpointing", False) or how.get("checkpointed", False)
-    kept = isinstance(again, float)
-    words = f"{again:.0%} of activations kept" if kept else f"{again} layers checkpointed"
+    by_budget = isinstance(again, float)
+    words = f"{again:.0%} of activations kept" if by_budget else f"{again} layers checkpointed"
     labels += ["checkpointed" if again is True else words] if again else []
     labels += [f"{spec['micro_batch']:,} tokens at once"] if "micro_batch" in spec else []
     return ", ".join(labels)
@@ -510,7 +510,7 @@ def grpo_by_us(spec: Row) -> Row:
 def draw_rollouts(spec: Row) -> list[Any]:
     from ngym.trainer.data.samples import RolloutSample, SampledSegment
 
-    draw, made = random.Random(0), []
+    draw, rollouts = random.Random(0), []
     prompt, answer = scale_tokens(spec, PROMPT), scale_tokens(spec, ANSWER)
     fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
     for group in range(GROUPS):
@@ -518,8 +518,8 @@ def draw_rollouts(spec: Row) -> list[Any]:
         for _ in range(ATTEMPTS):
             ids = shared + [draw.randrange(1000) for _ in range(draw.randrange(answer // 2, answer + 1))]
             segment = SampledSegment(ids, [(prompt, len(ids))], sampler=[-7.0] * (len(ids) - prompt))
-            made.append(RolloutSample(segments=(segment,), group=str(group), reward=draw.random(), **fields))
-    return made
+            rollouts.append(RolloutSample(segments=(segment,), group=str(group), reward=draw.random(), **fields))
+    return rollouts
 
 
 def attention(spec: Row) -> Row:

@@ -46,8 +46,8 @@ def moves(row: Json) -> list[str]:
 
 def boards(row: Json) -> list[str]:
     """The nine squares of tic-tac-toe before each move: X, O, or a free square's number."""
-    shown = [str(item["content"]) for item in row["response"]["output"] if item.get("role") == "user"]
-    return ["".join("".join(board.split("\n\n")[-1].splitlines()[-3:]).split()) for board in shown]
+    observations = [str(item["content"]) for item in row["response"]["output"] if item.get("role") == "user"]
+    return ["".join("".join(board.split("\n\n")[-1].splitlines()[-3:]).split()) for board in observations]
 
 
 def illegal(row: Json) -> float:
@@ -69,8 +69,8 @@ def completing(board: str, mark: str) -> set[str]:
 def completion_share(row: Json, mark: str) -> float | None:
     """The share of the squares that complete a line of this mark that the policy takes."""
     pairs = [(completing(board, mark), move.strip()) for board, move in zip(boards(row), moves(row), strict=False)]
-    taken = [move in squares for squares, move in pairs if squares]
-    return fmean(taken) if taken else None
+    hits = [move in squares for squares, move in pairs if squares]
+    return fmean(hits) if hits else None
 
 
 def text(row: Json) -> str:

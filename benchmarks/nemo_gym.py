@@ -95,10 +95,10 @@ async def replay(family: str, stanza: Row, folder: Path) -> list[tuple[float | N
                 await session.post("/seed_session", {k: v for k, v in task.items() if k != "response"})
                 for call in calls_in(task["response"]) if app.state.tools else ():
                     await session.post(f"/{call.name}", call.arguments)
-                got = await session.post("/verify", task)
+                answer = await session.post("/verify", task)
             except ServiceError as error:
-                got = {"reward": None, "reason": error.detail}
-            outcomes.append((got["reward"], recorded.get("reward"), str(got.get("reason") or "")[:200]))
+                answer = {"reward": None, "reason": error.detail}
+            outcomes.append((answer["reward"], recorded.get("reward"), str(answer.get("reason") or "")[:200]))
     return outcomes
 
 

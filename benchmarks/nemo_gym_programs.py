@@ -255,8 +255,10 @@ CHAINS = [
 
 def is_right(chain: Chain, rollouts: list[Row]) -> bool:
     """Whether there are four rollouts with the rewards wanted and, if the model gives tokens, one segment each."""
-    got = sorted(row["reward"] for row in rollouts)
-    right = len(got) == 4 and (set(got) <= chain.wanted if isinstance(chain.wanted, set) else got == chain.wanted)
+    rewards = sorted(row["reward"] for row in rollouts)
+    right = len(rewards) == 4 and (
+        set(rewards) <= chain.wanted if isinstance(chain.wanted, set) else rewards == chain.wanted
+    )
     return right and (chain.agent != TOKENS or all(len(row["ng"]["segments"]) == 1 for row in rollouts))
 
 

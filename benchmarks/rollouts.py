@@ -115,13 +115,13 @@ async def one_round(side: Side, case: Case, in_flight: int) -> Json:
     pids = {"collector": os.getpid(), **side.pids}
     before = {name: own_cpu_s(pid) for name, pid in pids.items()}
     began = time.perf_counter()
-    taken = sorted(await side.run(ROUND_S, in_flight))
-    rate = len(taken) / (time.perf_counter() - began)
-    used = {name: (own_cpu_s(pid) - before[name]) / len(taken) * 1e3 for name, pid in pids.items()}
+    latencies = sorted(await side.run(ROUND_S, in_flight))
+    rate = len(latencies) / (time.perf_counter() - began)
+    used = {name: (own_cpu_s(pid) - before[name]) / len(latencies) * 1e3 for name, pid in pids.items()}
     return {
         "rollouts_s": rate,
-        "p50_s": taken[len(taken) // 2],
-        "p99_s": taken[int(0.99 * len(taken))],
+        "p50_s": latencies[len(latencies) // 2],
+        "p99_s": latencies[int(0.99 * len(latencies))],
         "cpu_us_a_hop": 1e3 * sum(used.values()) / case.requests,
         "cpu_ms_a_rollout": used,
     }
@@ -170,13 +170,13 @@ async def ours(case: Case) -> AsyncIterator[Side]:
 
 async def time_rollouts(peers: Peers, case: Case, seconds: float, in_flight: int) -> list[float]:
     """The seconds that each rollout took."""
-    taken, seeded = [], 0
+    latencies, seeded = [], 0
     ends = time.perf_counter() + seconds
 
     def rows() -> Iterator[Json]:
-        begun = 0
-        while begun < in_flight or time.perf_counter() < ends:
-            begun += 1
+        started = 0
+        while started < in_flight or time.perf_counter() < ends:
+            started += 1
             yield ROW
 
     async for outcome in collect(
@@ -186,9 +186,9 @@ async def time_rollouts(peers: Peers, case: Case, seconds: float, in_flight: int
         record = outcome.row["ng"]
         assert record["tool_calls"] == case.tools and bool(record["segments"]) == case.tokens, record
         seeded += any(name == "seed" for name, *_ in record["spans"])
-        taken.append(record["timings"]["queue_s"] + record["timings"]["total_s"])
-    assert seeded <= in_flight, f"{seeded} of {len(taken)} rollouts called /seed_session"
-    return taken
+        latencies.append(record["timings"]["queue_s"] + record["timings"]["total_s"])
+    assert seeded <= in_flight, f"{seeded} of {len(latencies)} rollouts called /seed_session"
+    return latencies
 
 
 if __name__ == "__main__":

@@ -202,8 +202,8 @@ async def compare(sides: list[Side], arguments: argparse.Namespace, in_flight: i
     ours = rounds[sides[0].name]
     for name, played in rounds.items():
         rate, server, engine, cpu = (median(column) for column in zip(*played, strict=True))
-        faster = [mine.rate / its.rate for mine, its in zip(ours, played, strict=True)]
-        cheaper = median(its.cpu / mine.cpu for mine, its in zip(ours, played, strict=True))
+        faster = [our.rate / its.rate for our, its in zip(ours, played, strict=True)]
+        cheaper = median(its.cpu / our.cpu for our, its in zip(ours, played, strict=True))
         print(
             f"  {name:26}{rate:7.0f} tokens/s; CPU ms per 1,000: all {cpu:.0f}, server {server:.0f}, engine {engine:.0f}"
         )

@@ -96,13 +96,13 @@ def summarize_profile(events: Any, parameters: int) -> dict[str, float]:
         "attention": sum(event.self_cpu_time_total for event in events if "scaled_dot_product" in event.key) / 1e6,
         "adamw": sum(event.self_cpu_time_total for event in events if event.key == ADAMW) / 1e6,
     }
-    whole = sum(event.self_cpu_time_total for event in events) / 1e6
+    total = sum(event.self_cpu_time_total for event in events) / 1e6
     torch = sys.modules["torch"]
     left, right = torch.rand(2, PROBE, PROBE)
     large = torch.rand(16, PROBE, PROBE)
     copy = torch.empty_like(large)
     return {
-        **{name: time / whole for name, time in seconds.items()},
+        **{name: time / total for name, time in seconds.items()},
         "gflops": sum(event.flops for event in products) / seconds["products"] / 1e9,
         "most_gflops": 2 * PROBE**3 / fastest(lambda: torch.mm(left, right)) / 1e9,
         "adamw_gb_s": parameters * ADAMW_BYTES / seconds["adamw"] / 1e9,
@@ -112,12 +112,12 @@ def summarize_profile(events: Any, parameters: int) -> dict[str, float]:
 
 def fastest(call: Callable[[], object]) -> float:
     """The least seconds of ten calls."""
-    taken = []
+    times = []
     for _ in range(10):
         began = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 class Read:

@@ -38,9 +38,11 @@ def measure(quick: bool) -> Iterator[Json]:
     steps = 4 if quick else 10
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = [sys.executable, str(shipped() / "data" / "calculator" / "generate.py"), "demonstrations"]
+        command = [sys.executable, str(shipped() / "data" / "calculator" / "generate.py"), "demonstrations"]
         count = str(BATCH * (steps + WARM_UP + 1))
-        subprocess.run([*made, "--count", count, "--output", str(folder / "data.jsonl")], check=True, stdout=sys.stderr)
+        subprocess.run(
+            [*command, "--count", count, "--output", str(folder / "data.jsonl")], check=True, stdout=sys.stderr
+        )
         for shape in [TINY] if quick else [TINY, MIDDLE, SMALL]:
             yield in_turns(folder, shape, steps if shape is not SMALL else 3)
 

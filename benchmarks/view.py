@@ -65,37 +65,37 @@ def measure(quick: bool) -> Iterator[Json]:
         plain_s = plainly_read(file)
         yield {"rows": rows, "gigabytes": file.stat().st_size / 1e9, "orjson_s": plain_s}
         for opening in ("first", "second"):
-            with viewer(file, cache) as shown:
-                found = measure_opening(shown, rows)
+            with viewer(file, cache) as web_viewer:
+                found = measure_opening(web_viewer, rows)
                 yield {"opening": opening, **found, "of_orjson": found["indexed_s"] / plain_s}
                 if opening == "second":
-                    yield from measure_pages(shown, rows)
+                    yield from measure_pages(web_viewer, rows)
 
 
-def measure_opening(shown: Viewer, rows: int) -> Json:
+def measure_opening(web_viewer: Viewer, rows: int) -> Json:
     """Seconds from the start of the process to the first rows, and to all of them."""
-    first = _when(lambda: shown.get("/api/runs/r1/rows?limit=200")["rows"])
-    indexed = _when(lambda: shown.get("/api/runs")["runs"][0]["rows"] == rows)
-    memory = sum(one.memory_info().rss for one in (shown.process, *shown.process.children(recursive=True)))
+    first = _when(lambda: web_viewer.get("/api/runs/r1/rows?limit=200")["rows"])
+    indexed = _when(lambda: web_viewer.get("/api/runs")["runs"][0]["rows"] == rows)
+    memory = sum(one.memory_info().rss for one in (web_viewer.process, *web_viewer.process.children(recursive=True)))
     return {
-        "rows_s": first - shown.began,
-        "indexed_s": indexed - shown.began,
-        "cpu_s": cpu_s(shown.process.pid),
+        "rows_s": first - web_viewer.began,
+        "indexed_s": indexed - web_viewer.began,
+        "cpu_s": cpu_s(web_viewer.process.pid),
         "megabytes": memory / 1e6,
     }
 
 
-def measure_pages(shown: Viewer, rows: int) -> Iterator[Json]:
+def measure_pages(web_viewer: Viewer, rows: int) -> Iterator[Json]:
     """What the table asks for: an order for the first time, and then its pages, as if a user scrolled."""
     for name, query in QUERIES.items():
         began = time.perf_counter()
-        while "searching" in shown.get(f"/api/runs/r1/rows?limit=200&{query}"):
+        while "searching" in web_viewer.get(f"/api/runs/r1/rows?limit=200&{query}"):
             pass
         first_s = time.perf_counter() - began
         draw, pages = random.Random(0), []
         for _ in range(PAGES):
             began = time.perf_counter()
-            shown.get(f"/api/runs/r1/rows?limit=200&offset={draw.randrange(rows)}&{query}")
+            web_viewer.get(f"/api/runs/r1/rows?limit=200&offset={draw.randrange(rows)}&{query}")
             pages.append(time.perf_counter() - began)
         yield {
             "order": name,
@@ -104,7 +104,7 @@ def measure_pages(shown: Viewer, rows: int) -> Iterator[Json]:
             "worst_page_ms": 1000 * max(pages),
         }
     began = time.perf_counter()
-    shown.get("/api/runs/r1/stats")
+    web_viewer.get("/api/runs/r1/stats")
     yield {"order": "stats", "first_ms": 1000 * (time.perf_counter() - began)}
 
 

@@ -91,11 +91,11 @@ def no_process_is_left_behind() -> Iterator[None]:
     yield
     started = {process: _command(process) for process in this.children(recursive=True) if process not in before}
     # multiprocessing and torch.compile keep their helpers until the interpreter ends.
-    kept = forked.server_pids()
+    spared = forked.server_pids()
     ours = [
         process
         for process, command in started.items()
-        if not any(helper in command for helper in HELPERS) and process.pid not in kept
+        if not any(helper in command for helper in HELPERS) and process.pid not in spared
     ]
     with suppress(AssertionError):
         wait_until(lambda: not running(ours))

@@ -93,12 +93,14 @@ def demonstrations(seed: int = 0, count: int = 12) -> list[Any]:
 
 
 def pairs() -> list[Any]:
-    draw, made = random.Random(1), []
+    draw, samples_made = random.Random(1), []
     for _ in range(6):
         prompt = draw_ids(draw, 12)
         sides = [(prompt + draw_ids(draw, draw.randrange(4, 20)), chosen) for chosen in (True, False)]
-        made.append(dpo.PairSample(tuple(dpo.Side(ids, [(12, len(ids))], chosen=chosen) for ids, chosen in sides)))
-    return made
+        samples_made.append(
+            dpo.PairSample(tuple(dpo.Side(ids, [(12, len(ids))], chosen=chosen) for ids, chosen in sides))
+        )
+    return samples_made
 
 
 def labeled_samples() -> list[Any]:
@@ -110,20 +112,20 @@ def labeled_samples() -> list[Any]:
 
 
 def judged() -> list[Any]:
-    draw, made = random.Random(4), []
+    draw, result = random.Random(4), []
     for _ in range(6):
         ids = [draw_ids(draw, draw.randrange(10, 30)) for _ in range(2)]
         sides = (
             reward_model.JudgedSegment(one, [(len(one), len(one) + 1)], label=chosen, length=len(one))
             for one, chosen in zip(ids, (True, False), strict=True)
         )
-        made.append(reward_model.JudgedSample(tuple(sides)))
-    return made
+        result.append(reward_model.JudgedSample(tuple(sides)))
+    return result
 
 
 def rollouts() -> list[Any]:
     """Three tasks with four attempts each, which share their prompts; every attempt has two spans."""
-    draw, made = random.Random(5), []
+    draw, result = random.Random(5), []
     for group in range(3):
         prompt = draw_ids(draw, 20)
         for _ in range(4):
@@ -132,8 +134,8 @@ def rollouts() -> list[Any]:
             sampler = [-6.9 + 0.2 * draw.random() for start, end in spans for _ in range(start, end)]
             fields = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
             segments = (samples.SampledSegment(ids, spans, sampler=sampler),)
-            made.append(samples.RolloutSample(segments=segments, group=str(group), reward=draw.random(), **fields))
-    return made
+            result.append(samples.RolloutSample(segments=segments, group=str(group), reward=draw.random(), **fields))
+    return result
 
 
 FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -202,8 +204,8 @@ def change(before: dict[str, Tensor], after: dict[str, Tensor]) -> Tensor:
 
 
 def steps(learner: Any, algorithm: Any, batches: Sequence[Sequence[Any]]) -> list[tuple[float, float]]:
-    taken = [loop.take_step(learner, algorithm, batch, BUDGET, 1.0) for batch in batches]
-    return [(one.means["loss"], one.update.grad_norm) for one in taken]
+    results = [loop.take_step(learner, algorithm, batch, BUDGET, 1.0) for batch in batches]
+    return [(one.means["loss"], one.update.grad_norm) for one in results]
 
 
 # Losses and gradients
@@ -214,8 +216,8 @@ def first_steps(
 ) -> list[tuple[float, Tensor]]:
     """The loss of a step, and Adam's first moment after it: of plain torch on the CPU, and of the engine on the device."""
     found = []
-    for made in (plain, lambda *args, **more: build_engine(*args, device, **more)):
-        learner: Any = made(spec, tokenizer, critic=family == "ppo")
+    for build in (plain, lambda *args, **more: build_engine(*args, device, **more)):
+        learner: Any = build(spec, tokenizer, critic=family == "ppo")
         algorithm = spec.algorithm.create(Setup(spec, learner, tokenizer))
         batch = algorithm.prepare(FAMILIES[family][1](), learner, BUDGET)
         (step,) = steps(learner, algorithm, [batch])
@@ -287,9 +289,9 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     monkeypatch.setattr(
         attention.Layout, "make_block_mask", lambda self, device: masks.append(self) or make_block_mask(self, device)
     )
-    plain, outside = attention.packed_attention, list[bool]()
+    plain, eager = attention.packed_attention, list[bool]()
     monkeypatch.setattr(
-        attention, "packed_attention", lambda *args, **named: outside.append("flex" in named) or plain(*args, **named)
+        attention, "packed_attention", lambda *args, **named: eager.append("flex" in named) or plain(*args, **named)
     )
     spec = make_recipe(
         start,
@@ -299,7 +301,7 @@ def test_compiled_layers_with_flex_attention_have_the_gradient_of_plain_torch(
     )
     with torch._inductor.config.patch(QUICKLY_COMPILED if device.type == "cpu" else {}):
         (loss, gradient), (of_device, of_device_gradient) = first_steps(spec, family, tokenizer, device)
-    assert bool(masks) == (not any(outside)) == (device.type == "cuda")  # in the layers' graphs, not outside of them
+    assert bool(masks) == (not any(eager)) == (device.type == "cuda")  # in the layers' graphs, not outside of them
     assert of_device == pytest.approx(loss, rel=0.02, abs=0.02)
     error = float((of_device_gradient - gradient).norm() / gradient.norm())
     assert error < 0.06, error
@@ -363,10 +365,10 @@ def test_each_way_takes_the_steps_of_plain_torch(
     right = steps(expected, sft.Sft(), batches)
     learner = build_engine(spec, tokenizer, device)
     before = state(learner, "master")
-    got = steps(learner, sft.Sft(), batches)
+    results = steps(learner, sft.Sft(), batches)
     of_losses, of_norms, of_weights = FOLLOWS[spec.engine.precision]
-    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in right], rel=of_losses)
-    assert [norm for _, norm in got] == pytest.approx([norm for _, norm in right], rel=of_norms)
+    assert [loss for loss, _ in results] == pytest.approx([loss for loss, _ in right], rel=of_losses)
+    assert [norm for _, norm in results] == pytest.approx([norm for _, norm in right], rel=of_norms)
     moved, should = change(before, state(learner, "master")), change(before, expected.state("master"))
     error = float((moved - should).norm() / should.norm())
     assert error < of_weights, error
@@ -380,10 +382,10 @@ def test_a_float16_gradient_that_overflows_is_computed_again_with_a_lower_scale(
     usual, high = (build_engine(spec, tokenizer, device) for _ in range(2))
     high._loss_scale.load({"value": 2.0**40, "stable": 0, "overflows": 0})
     high._deepspeed.optimizer.loss_scale = 2.0**40
-    (right,), (got,) = (steps(learner, sft.Sft(), [demonstrations()]) for learner in (usual, high))
+    (right,), (actual,) = (steps(learner, sft.Sft(), [demonstrations()]) for learner in (usual, high))
     scaling = high.scaling()
     assert scaling["overflow_retries"] > 10 and scaling["loss_scale"] * 2 ** scaling["overflow_retries"] == 2.0**40
-    assert usual.scaling()["overflow_retries"] == 0 and got == pytest.approx(right, rel=0.003)
+    assert usual.scaling()["overflow_retries"] == 0 and actual == pytest.approx(right, rel=0.003)
 
 
 # Attention and logits
@@ -434,8 +436,8 @@ def test_an_attention_kernel_shares_prefixes_as_the_reference_does(
         if "No available kernel" in str(error):
             pytest.skip("torch's kernel does not take these shapes on this GPU")
         raise
-    for got, right in zip(found, expected, strict=True):
-        error = float((got - right).norm() / right.norm())
+    for actual, right in zip(found, expected, strict=True):
+        error = float((actual - right).norm() / right.norm())
         assert error < (1e-4 if dtype is torch.float32 else 2e-2), error
 
 
@@ -504,11 +506,11 @@ def test_logits_in_chunks_are_those_in_one_piece(
         policy.logits_bytes = rows * policy.vocabulary * 4
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            begun = torch.cuda.memory_allocated()
+            before = torch.cuda.memory_allocated()
         scores = policy(packed, model.RequestedScores(entropy=True))
         (scores.logprobs_N + scores.entropy_N).mean().backward()
         if device.type == "cuda":
-            peaks.append(torch.cuda.max_memory_allocated() - begun)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
         gradient = torch.cat([one.grad.float().flatten() for one in policy.parameters()])
         found.append((scores.logprobs_N.detach(), gradient))
     (logprobs, gradient), (in_chunks, of_chunks) = found
@@ -572,12 +574,12 @@ def test_8_bit_states_take_the_steps_of_adamw_and_resume_bit_for_bit(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     batches = [demonstrations(seed) for seed in range(6)]
-    whole = build_engine(make_recipe(wide, "sft", optimizer={"lr": 1e-3}), tokenizer, device)
-    right = steps(whole, sft.Sft(), batches)
+    adamw = build_engine(make_recipe(wide, "sft", optimizer={"lr": 1e-3}), tokenizer, device)
+    right = steps(adamw, sft.Sft(), batches)
     spec = make_recipe(wide, "sft", optimizer={"name": name, "lr": 1e-3})
     with in_one_order(device):
         first = build_engine(spec, tokenizer, device)
-        got = steps(first, sft.Sft(), batches[:3])
+        actual = steps(first, sft.Sft(), batches[:3])
         stored = first.save_state(tmp_path)
         written = dict(optimizer.gather_state(first._deepspeed, first.policy))
         expected = steps(first, sft.Sft(), batches[3:])
@@ -587,9 +589,9 @@ def test_8_bit_states_take_the_steps_of_adamw_and_resume_bit_for_bit(
         assert set(loaded) == set(written) and any(one.dtype is torch.uint8 for one in written.values())
         assert all(torch.equal(loaded[key], one) for key, one in written.items())
         assert steps(second, sft.Sft(), batches[3:]) == expected
-    assert [loss for loss, _ in (*got, *expected)] == pytest.approx([loss for loss, _ in right], rel=0.01)
+    assert [loss for loss, _ in (*actual, *expected)] == pytest.approx([loss for loss, _ in right], rel=0.01)
     held = sum(one.nbytes for key, one in written.items() if not key.startswith("master/"))
-    assert held < 0.75 * sum(one.nbytes for key, one in optimizer.gather_state(whole._deepspeed, whole.policy)) * 2 / 3
+    assert held < 0.75 * sum(one.nbytes for key, one in optimizer.gather_state(adamw._deepspeed, adamw.policy)) * 2 / 3
 
 
 QLORA_WAYS = [("zero 0", "nf4"), ("zero 0", "fp4"), ("bf16, zero 1", "nf4"), ("bf16, zero 2", "fp4")]
@@ -619,17 +621,17 @@ def test_qlora_is_lora_on_the_dequantized_weights(
     other = build_engine(plain_lora, tokenizer, device)
     other.load_state(tmp_path / "state", stored)
     exact = quantized.engine.precision == "fp32"
-    right, got = steps(other, sft.Sft(), batches), steps(learner, sft.Sft(), batches)
-    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in right], rel=1e-4 if exact else 0.02)
-    assert [norm for _, norm in got] == pytest.approx([norm for _, norm in right], rel=1e-3 if exact else 0.1)
-    assert got[-1][0] < got[0][0]
+    right, actual = steps(other, sft.Sft(), batches), steps(learner, sft.Sft(), batches)
+    assert [loss for loss, _ in actual] == pytest.approx([loss for loss, _ in right], rel=1e-4 if exact else 0.02)
+    assert [norm for _, norm in actual] == pytest.approx([norm for _, norm in right], rel=1e-3 if exact else 0.1)
+    assert actual[-1][0] < actual[0][0]
     learner.save(tmp_path / "policy", tokenizer)
-    whole = build_engine(
+    dequantized = build_engine(
         make_recipe(wide, "sft", model={"path": str(tmp_path / "policy")}, **options), tokenizer, device
     )
     data = packing.pack(batches[0], device)
     with torch.no_grad():
-        error = float((whole.logprobs(data) - learner.logprobs(data)).abs().mean())
+        error = float((dequantized.logprobs(data) - learner.logprobs(data)).abs().mean())
     assert error < (1e-4 if exact else 0.02), error
 
 
@@ -693,7 +695,7 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
     expected = steps(awake, sft.Sft(), batches)
     del awake
     learner = build_engine(spec, tokenizer, device)
-    phases, got = ColocatedPhases(learner, None), []
+    phases, actual = ColocatedPhases(learner, None), []
     for batch in batches:
         phases.push()
         names = set(learner.weights())
@@ -703,10 +705,10 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
             assert torch.cuda.memory_allocated() < held
             assert not sum(one.numel() for one in learner.policy.parameters() if one.device.type == "cuda")
         phases.train()
-        got += steps(learner, sft.Sft(), [batch])
+        actual += steps(learner, sft.Sft(), [batch])
         assert all(one.device.type == device.type for one in learner.policy.parameters()) and names
     exact = spec.engine.precision == "fp32"
-    for one, other in zip(got, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5 if exact else 1e-2)
 
 
@@ -716,14 +718,14 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu
 
-    made = [
+    part_specs = [
         specs[0]
         for specs in gpu.measurements(list(gpu.PARTS), ["tiny"])
         if specs[0]["side"] in ("", "models/transformers", "ours")
     ]
-    assert [spec["part"] for spec in made] == ["ipc", "attention", "sft", "grpo"]
+    assert [spec["part"] for spec in part_specs] == ["ipc", "attention", "sft", "grpo"]
     monkeypatch.setattr(gpu, "in_group", lambda measure: measure)  # this process is in one
-    rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in made]
+    rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in part_specs]
     assert rows[0]["gb"] > 0 and rows[0]["difference"] < 0.1
     # A kernel may refuse the shapes.
     measured = [ms for ms in rows[1]["kernels_ms"].values() if not isinstance(ms, str)]
@@ -731,8 +733,8 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
     assert rows[2]["loss"] == pytest.approx(math.log(1024), abs=0.3)
     text = gpu.render_rows(rows, "this machine")
     assert "| sft | tiny | ours |" in text and "| padded, math |" in text and "models/transformers: 0.00 GB" in text
-    whole = gpu.flop_per_token(gpu.SHAPES["8B"], 8_190_735_360, 0.0)
-    assert whole == pytest.approx(6 * (8.19e9 - 151936 * 4096), rel=1e-3)
+    flops = gpu.flop_per_token(gpu.SHAPES["8B"], 8_190_735_360, 0.0)
+    assert flops == pytest.approx(6 * (8.19e9 - 151936 * 4096), rel=1e-3)
 
 
 def test_a_server_on_the_device_samples_with_the_trainers_logprobs_before_and_after_a_push(

@@ -134,11 +134,11 @@ async def test_a_row_in_which_no_one_speaks_says_so():
 def somebody_elses(do):
     """Their service: a POST /run that knows nothing but what it is sent."""
     app = service_app("agent", options=ServiceOptions)
-    app.state.seen = []
+    app.state.requests = []
 
     async def run(request):
         body = await json_body(request)
-        app.state.seen.append(body)
+        app.state.requests.append(body)
         return JsonResponse(await do(body))
 
     add_route(app, "POST", "/run", run)
@@ -171,7 +171,7 @@ async def send(do, row, **options):
         "policy": {"replies": [{"text": "Done, 7."}], "tokens": True},
     }
     async with house(configured, **apps) as peers:
-        return await peers["agent"].post("/run", row), remote.state.seen
+        return await peers["agent"].post("/run", row), remote.state.requests
 
 
 async def test_a_remote_agent_is_scored_here_and_its_samples_become_segments():

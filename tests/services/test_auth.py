@@ -255,13 +255,13 @@ async def test_the_head_documents_its_routes(tmp_path: Path, tokens: None) -> No
         named = {"/logs/{label}": "/logs/policy", "/running/{agent}/{rollout_id}": "/running/counter_agent/0"}
         assert {named.get(path, path) for path in document["paths"]} == {*HEADS, "/health", of_trainers}
         assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
-        refused = await client.post(
+        response = await client.post(
             f"{stack.head_url}/servers", headers=headers, json={"name": "policy", "url": "http://h:1"}
         )
-        assert refused.status_code == 403 and "needs its admin token" in refused.text
+        assert response.status_code == 403 and "needs its admin token" in response.text
         weights = f"{stack.head_url}/servers/policy/weights"
-        refused = await client.put(weights, headers=headers, json={"version": 1, "urls": []})
-        assert refused.status_code == 403 and "needs its admin token" in refused.text
+        response = await client.put(weights, headers=headers, json={"version": 1, "urls": []})
+        assert response.status_code == 403 and "needs its admin token" in response.text
         for path in document["paths"].keys() - {"/running/{agent}/{rollout_id}", of_trainers}:  # none runs
             answer = await client.get(f"{stack.head_url}{named.get(path, path)}", headers=headers)
             (media_type,) = document["paths"][path]["get"]["responses"]["200"]["content"]
@@ -275,8 +275,8 @@ async def test_a_browser_opens_the_documentation_of_the_head_with_the_token_as_p
         for path in ("/docs", "/redoc", "/openapi.json"):
             response = await client.get(f"{stack.head_url}{path}", headers={"accept": "text/html"})
             assert response.status_code == 401 and response.headers["www-authenticate"].startswith("Basic realm=")
-            shown = await client.get(f"{stack.head_url}{path}", auth=("any", TOKEN))
-            assert shown.status_code == 200 and ("/openapi.json" in shown.text or path == "/openapi.json")
+            page = await client.get(f"{stack.head_url}{path}", auth=("any", TOKEN))
+            assert page.status_code == 200 and ("/openapi.json" in page.text or path == "/openapi.json")
         assert (await client.get(f"{stack.head_url}/status", auth=("any", TOKEN))).status_code == 401
 
 

@@ -108,8 +108,8 @@ async def serving(kind: BackEnd, folder: Path) -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         options: Json = {"model": str(folder)} if kind.folder == "transformers" else {}
         if stub is not None:
-            outside = await stack.enter_async_context(house(stub=stub.app))
-            base_url = outside.urls["stub"][0] + kind.path
+            stub_house = await stack.enter_async_context(house(stub=stub.app))
+            base_url = stub_house.urls["stub"][0] + kind.path
             options = {"model": "m", "base_url": base_url, "max_retries": 0, "api_key_env": None}
         peers = await stack.enter_async_context(house({"policy": options | kind.options}, policy=app))
         client = httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S)
@@ -321,9 +321,9 @@ async def test_an_agent_that_knows_nothing_of_tokens_leaves_one_segment(served: 
     assert "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]) == (
         "The tool says 5, naïve ☕ indeed."
     )
-    kept = (await served.client.get(f"{path}/segments")).json()
-    (segment,) = kept["segments"]
-    assert (kept["calls"], len(segment["mask"])) == (2, 2)
+    captured = (await served.client.get(f"{path}/segments")).json()
+    (segment,) = captured["segments"]
+    assert (captured["calls"], len(segment["mask"])) == (2, 2)
     _, end = segment["mask"][0]
     assert segment["token_ids"][:end] == first["prompt_token_ids"] + first["generation_token_ids"]
     assert len(segment["logprobs"]) == sum(end - start for start, end in segment["mask"])

@@ -113,8 +113,8 @@ async def segments_of(url: str, rollout: str) -> Json:
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         answer = await client.get(f"{url}/rollouts/{rollout}/segments")
         answer.raise_for_status()
-        kept: Json = answer.json()
-        return kept
+        captured: Json = answer.json()
+        return captured
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
@@ -123,9 +123,9 @@ async def test_a_foreign_conversation_is_one_segment_though_reasoning_and_spaces
     url: str, talk: Any, stream: bool
 ):
     await talk(f"{url}/rollouts/r-1", stream)
-    kept = await segments_of(url, "r-1")
-    (segment,) = kept["segments"]
-    assert kept["calls"] == 3
+    captured = await segments_of(url, "r-1")
+    (segment,) = captured["segments"]
+    assert captured["calls"] == 3
     sampled = [bytes(segment["token_ids"][start:end]).decode("latin-1") for start, end in segment["mask"]]
     assert sampled == [
         '<think>I must look.</think>Let me see.<tool_call>weather {"city":"Oslo",  "days":[1,2]}</tool_call>\xfe',
@@ -134,8 +134,8 @@ async def test_a_foreign_conversation_is_one_segment_though_reasoning_and_spaces
     ]
     assert len(segment["logprobs"]) == sum(map(len, sampled))
     assert [[start, end] for start, end, _ in segment["policy_version"]] == segment["mask"]
-    assert kept["policy_version"] == [0]
-    assert kept["usage"]["output_tokens"] == sum(map(len, sampled))
+    assert captured["policy_version"] == [0]
+    assert captured["usage"]["output_tokens"] == sum(map(len, sampled))
 
 
 async def test_calls_of_two_agents_in_one_rollout_are_two_segments(url: str):
@@ -146,8 +146,8 @@ async def test_calls_of_two_agents_in_one_rollout_are_two_segments(url: str):
                 items.append({"role": "user", "content": f"{name} {len(items)}"})
                 answer = (await client.post("/responses", json={"input": items, "instructions": name})).json()
                 items.append({"role": "assistant", "content": answer["output"][-1]["content"][0]["text"]})
-    kept = await segments_of(url, "r")
-    assert [len(segment["mask"]) for segment in kept["segments"]] == [2, 2]
+    captured = await segments_of(url, "r")
+    assert [len(segment["mask"]) for segment in captured["segments"]] == [2, 2]
 
 
 async def test_two_answers_to_one_question_are_two_segments_and_the_next_call_continues_one_of_them(url: str):
@@ -156,8 +156,8 @@ async def test_two_answers_to_one_question_are_two_segments_and_the_next_call_co
     async with httpx.AsyncClient(base_url=f"{url}/rollouts/r/v1", timeout=PATIENCE_S) as client:
         for items in (question, question, messages):
             (await client.post("/responses", json={"input": items})).raise_for_status()
-    kept = await segments_of(url, "r")
-    assert sorted(len(segment["mask"]) for segment in kept["segments"]) == [1, 2]
+    captured = await segments_of(url, "r")
+    assert sorted(len(segment["mask"]) for segment in captured["segments"]) == [1, 2]
 
 
 async def test_a_call_that_the_client_repeats_appears_once(url: str):
@@ -166,8 +166,8 @@ async def test_a_call_that_the_client_repeats_appears_once(url: str):
         for count in ("0", "1", "2"):
             answer = await client.post("/chat/completions", json=body, headers={"x-stainless-retry-count": count})
             answer.raise_for_status()
-    kept = await segments_of(url, "r")
-    assert (kept["calls"], len(kept["segments"])) == (1, 1)
+    captured = await segments_of(url, "r")
+    assert (captured["calls"], len(captured["segments"])) == (1, 1)
 
 
 async def test_a_history_that_was_edited_begins_a_new_segment(url: str):
@@ -196,12 +196,12 @@ async def test_segments_are_forgotten_when_they_are_deleted_and_unknown_rollouts
 
 
 def test_an_answer_that_continues_from_what_the_client_began_is_found_again():
-    begun: Json = {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is "}]}
+    request: Json = {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is "}]}
     answer: Json = {
         "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]
     }
     sent_back: Json = {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is 4"}]}
-    assert answered(request_turns(begun), answer) == request_turns(sent_back).turns[-1].digest
+    assert answered(request_turns(request), answer) == request_turns(sent_back).turns[-1].digest
 
 
 def test_the_oldest_rollouts_are_forgotten_first_and_counted():
@@ -213,8 +213,8 @@ def test_the_oldest_rollouts_are_forgotten_first_and_counted():
         answer: Json = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
         question = captures.ask(f"r{number}", request, repeated=False)
         captures.keep(question, answer, Tokens([1] * (size - 1), [2], [-0.5], [[0, 1, 7]]), None)
-    kept = [name for name in ("r0", "r1", "r2", "r3", "r4") if captures.segments(name)]
-    assert kept == ["r3", "r4"]
+    remaining = [name for name in ("r0", "r1", "r2", "r3", "r4") if captures.segments(name)]
+    assert remaining == ["r3", "r4"]
     assert registry.get_sample_value("ngym_captures_forgotten_total", {"why": "full"}) == 3
     assert registry.get_sample_value("ngym_captured_tokens") == 23
 

@@ -119,7 +119,7 @@ async def test_a_conversation_continues_from_the_id_of_a_response(url: str):
         third = await client.responses.create(
             model="m", input=[{"role": "user", "content": "once more"}], previous_response_id=second.id, store=False
         )
-        kept = await client.responses.retrieve(second.id)
+        stored = await client.responses.retrieve(second.id)
         items = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
         with pytest.raises(openai.BadRequestError, match="no background responses"):
             await client.responses.cancel(second.id)
@@ -128,7 +128,12 @@ async def test_a_conversation_continues_from_the_id_of_a_response(url: str):
             await client.responses.create(model="m", input="x", previous_response_id=second.id)
         with pytest.raises(openai.NotFoundError, match="store: false"):
             await client.responses.retrieve(third.id)
-    assert (kept.id, kept.output_text, kept.previous_response_id, kept.store) == (second.id, "again", first.id, True)
+    assert (stored.id, stored.output_text, stored.previous_response_id, stored.store) == (
+        second.id,
+        "again",
+        first.id,
+        True,
+    )
     assert [getattr(item, "role", None) for item in items] == ["user", "assistant", "user"]
     assert caught.value.param == "previous_response_id"
     assert third.store is False
@@ -165,11 +170,11 @@ async def test_chat_completions_stream_with_and_without_usage(url: str):
         )
         chunks = [chunk async for chunk in counted]
         async with client.chat.completions.stream(model="m", messages=messages) as helper:
-            whole = await helper.get_final_completion()
+            completion = await helper.get_final_completion()
     assert all(chunk.choices and chunk.usage is None for chunk in without)
     words = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     assert len(words) > 3
-    assert "".join(words) == whole.choices[0].message.content == "Roses are red,\n\nviolets  are blue."
+    assert "".join(words) == completion.choices[0].message.content == "Roses are red,\n\nviolets  are blue."
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 0
     assert [chunk.choices[0].finish_reason for chunk in without][-1] == "stop"

@@ -38,8 +38,8 @@ async def gym():
 async def test_every_gold_case_gets_the_reward_it_must_get(gym):
     cases = rows("gold")
     answers = await asyncio.gather(*(gym.post("/verify", request(case["task"], case["text"])) for case in cases))
-    got = [{key: answer.get(key) for key in case["expect"]} for case, answer in zip(cases, answers, strict=True)]
-    wrong = [(c["case"], g, a["reason"]) for c, g, a in zip(cases, got, answers, strict=True) if g != c["expect"]]
+    results = [{key: answer.get(key) for key in case["expect"]} for case, answer in zip(cases, answers, strict=True)]
+    wrong = [(c["case"], g, a["reason"]) for c, g, a in zip(cases, results, answers, strict=True) if g != c["expect"]]
     assert not wrong
 
 
@@ -154,8 +154,8 @@ def add(a, b):
 async def test_no_hack_is_paid_and_each_is_a_verdict(gym):
     task = {"function": "add", "cases": [{"args": [7, 7], "expected": 7007}, {"args": [8, 1], "expected": 8001}]}
     answers = await asyncio.gather(*(gym.post("/verify", request(task, code(hack))) for hack in HACKS.values()))
-    got = {name: (answer["reward"], answer["passed"]) for name, answer in zip(HACKS, answers, strict=True)}
-    assert got == dict.fromkeys(HACKS, (0.0, 0)), [a["reason"] for a in answers]
+    verdicts = {name: (answer["reward"], answer["passed"]) for name, answer in zip(HACKS, answers, strict=True)}
+    assert verdicts == dict.fromkeys(HACKS, (0.0, 0)), [a["reason"] for a in answers]
     assert not Path("/tmp/ngym-pickle").exists()
     honest = await gym.post("/verify", request(task, code("def add(a, b):\n    return 1000 * a + b")))
     assert (honest["reward"], honest["passed"]) == (1.0, 2)
@@ -239,8 +239,8 @@ async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_vali
         assert (tmp_path / f"{file}.jsonl").read_bytes() == (ROOT / "data" / "code_exec" / f"{file}.jsonl").read_bytes()
     prompts = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]
     assert not prompts[0] & prompts[1]
-    offered = await gym.get("/tools")
-    assert all(row["responses_create_params"].get("tools", []) == offered for row in rows("train") + rows("validation"))
+    tools = await gym.get("/tools")
+    assert all(row["responses_create_params"].get("tools", []) == tools for row in rows("train") + rows("validation"))
 
 
 FAILS = {

@@ -235,12 +235,12 @@ async def test_rows_that_share_a_task_index_continue_its_rollouts() -> None:
 
 
 async def test_tasks_are_taken_only_when_there_is_room() -> None:
-    taken = 0
+    read = 0
 
     def endless() -> Iterator[Json]:
-        nonlocal taken
+        nonlocal read
         for n in itertools.count():
-            taken += 1
+            read += 1
             yield task(n)
 
     async with serving(scored_row) as url:
@@ -254,7 +254,7 @@ async def test_tasks_are_taken_only_when_there_is_room() -> None:
                 if count == 40:
                     break
         await peers.close()
-    assert taken < 40 + 8 + 2100, "at most what is in flight, and what waits to be read"
+    assert read < 40 + 8 + 2100, "at most what is in flight, and what waits to be read"
 
 
 async def test_never_more_than_concurrency_are_in_flight() -> None:
@@ -564,13 +564,13 @@ async def test_what_a_restarted_service_lost_spends_no_attempts() -> None:
 
 async def test_the_restarts_of_a_locked_run_are_known_too() -> None:
     """Its head and its services answer nothing without the token."""
-    shown: set[tuple[str, str | None]] = set()
+    requests: set[tuple[str, str | None]] = set()
 
     async def answer(request: web.Request) -> web.Response:
-        shown.add((request.path, request.headers.get("authorization")))
+        requests.add((request.path, request.headers.get("authorization")))
         if request.headers.get("authorization") != "Bearer the-token-of-the-run":
             return web.json_response({}, status=401)
-        return web.json_response([{"name": "agent", "kind": "agent", "url": url, "restarts": len(shown) - 1}])
+        return web.json_response([{"name": "agent", "kind": "agent", "url": url, "restarts": len(requests) - 1}])
 
     async with answering(answer) as url:
         peers = Peers({"agent": [url]}, url, "the-token-of-the-run")
@@ -579,7 +579,7 @@ async def test_the_restarts_of_a_locked_run_are_known_too() -> None:
         lost = await outages.explain(LOST, asyncio.get_running_loop().time())
         await outages.close()
         await peers.close()
-    assert lost and {path for path, _ in shown} == {"/servers", "/ready"}
+    assert lost and {path for path, _ in requests} == {"/servers", "/ready"}
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"null", b'{"a": 1}', b"[1]", b'[{"name": "agent"}]', b'[{"kind": []}]'])

@@ -182,9 +182,9 @@ async def test_an_overwrite_that_cannot_start_touches_nothing_and_shows_only_its
     (tmp_path / "out.jsonl").write_bytes(b'{"old": "rows"}\n')
     (tmp_path / "out_run.json").write_bytes(b'{"old": "run"}')
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         run = ("--config", config, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--overwrite")
-        done = await run_to_end(*run, override.replace("TAKEN", str(taken.getsockname()[1])), cwd=tmp_path)
+        done = await run_to_end(*run, override.replace("TAKEN", str(listener.getsockname()[1])), cwd=tmp_path)
     assert done.code in (1, 2) and reason in done.err, done
     assert "--resume" not in done.out + done.err and "out.jsonl" not in done.out and "rollouts" not in done.out
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
@@ -193,10 +193,10 @@ async def test_an_overwrite_that_cannot_start_touches_nothing_and_shows_only_its
 async def test_an_overwrite_that_is_interrupted_before_its_first_row_says_that_the_old_rows_are_there(
     tasks: Path, tmp_path: Path
 ) -> None:
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     async def answer(row: Json) -> Json:
-        begun.set()
+        started.set()
         await asyncio.sleep(3600)
         return scored_row(row)
 
@@ -206,7 +206,7 @@ async def test_an_overwrite_that_is_interrupted_before_its_first_row_says_that_t
     before = (tmp_path / "out.jsonl").read_bytes()
     async with head(answer) as url:
         process = await start("--head", url, *run, "--overwrite", cwd=tmp_path)
-        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+        await asyncio.wait_for(started.wait(), PATIENCE_S)
         process.send_signal(signal.SIGINT)
         out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert (process.returncode, err) == (130, b"")
@@ -366,12 +366,12 @@ async def test_rows_that_name_another_agent_run_with_the_one_that_replaces_it(tm
     write_agent_rows(tmp_path, "theirs", "agent")
     async with head(scored_row) as url:
         run = ("--head", url, "--input", "rows.jsonl", "--output", "out.jsonl")
-        refused = await run_to_end(*run, cwd=tmp_path)
+        result = await run_to_end(*run, cwd=tmp_path)
         wrong = await run_to_end(*run, "--map-agent", "theirs=agnt", cwd=tmp_path)
         done = await run_to_end(*run, "--map-agent", "theirs=agent", cwd=tmp_path)
-    assert refused.code == wrong.code == 2
-    assert "rows.jsonl:1: no agent named 'theirs'" in refused.err
-    assert "--agent NAME runs all rows with another agent, --map-agent theirs=NAME only its rows" in refused.err
+    assert result.code == wrong.code == 2
+    assert "rows.jsonl:1: no agent named 'theirs'" in result.err
+    assert "--agent NAME runs all rows with another agent, --map-agent theirs=NAME only its rows" in result.err
     assert "--map-agent: no agent named 'agnt' (did you mean 'agent'?)" in wrong.err
     assert done.code == 0, done.err
     assert agents_in(tmp_path / "out.jsonl") == {0: "agent", 1: "agent"}
@@ -381,11 +381,11 @@ async def test_the_agent_of_the_command_runs_every_row_and_says_which_ones_named
     write_agent_rows(tmp_path, "theirs", None, "agent", "theirs", "other")
     run = ("--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
     async with head(scored_row) as url:
-        shown = await run_to_end("--head", url, *run, "--dry-run", cwd=tmp_path)
+        result = await run_to_end("--head", url, *run, "--dry-run", cwd=tmp_path)
         first = await run_to_end("--head", url, *run, "--limit", 1, cwd=tmp_path)
         rest = await run_to_end("--head", url, *run, "--resume", cwd=tmp_path)
     note = "note: --agent agent also runs rows that name another agent: 1 name 'other', 2 name 'theirs'"
-    assert note in shown.out and note in rest.out
+    assert note in result.out and note in rest.out
     assert "1 name 'theirs'" in first.out
     assert "resumed run" in rest.out and "1 of 5 rollouts are done" in rest.out
     assert agents_in(tmp_path / "out.jsonl") == dict.fromkeys(range(5), "agent")

@@ -598,8 +598,8 @@ def whole_keys(path: Path) -> list[tuple[int, int]]:
     """The keys of a file whose last line may be torn."""
     lines = list(read(path))
     assert all(line.complete for line in lines[:-1])
-    whole = [line.row for line in lines if line.problem is None]
-    return [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in whole]
+    intact_rows = [line.row for line in lines if line.problem is None]
+    return [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in intact_rows]
 
 
 def test_twenty_kills_lose_no_acknowledged_row_and_double_none(tmp_path: Path) -> None:
@@ -656,10 +656,10 @@ async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept
         and messages[0].startswith(f"{tasks}:9: not JSON")
         and messages[1].startswith(f"{tasks}:10: no respons")
     )
-    kept = out.read_bytes() if out.exists() else b""
+    before = out.read_bytes() if out.exists() else b""
     tasks.write_bytes(good)
     await session(source, resume=True)
-    assert sorted(keys(out)) == [(n, 0) for n in range(10)] and out.read_bytes().startswith(kept)
+    assert sorted(keys(out)) == [(n, 0) for n in range(10)] and out.read_bytes().startswith(before)
 
 
 @pytest.mark.usefixtures("small_first_part")

@@ -349,13 +349,13 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_
     trace = row["ng"]
     assert (row["reward"], trace["stop_reason"], trace["turns"]) == (1.0, "answer", 3)
     assert (trace["tool_calls"], trace["tool_errors"]) == (3, 2)
-    shown = [f"Error: there is no tool {unknown!r}. Tools: add." for unknown in (first, second)]
+    messages = [f"Error: there is no tool {unknown!r}. Tools: add." for unknown in (first, second)]
     items = [item for item in row["response"]["output"] if item["type"] == "function_call"]
     assert sorted((item["name"], item["arguments"]) for item in items) == sorted(
         [("add", '{"amount":2}'), (second, ""), (first, '{"amount":  1}')]
     )
     (segment,) = trace["segments"]
-    assert all(text in bytes(segment["token_ids"]).decode("latin-1") for text in shown)
+    assert all(text in bytes(segment["token_ids"]).decode("latin-1") for text in messages)
 
 
 async def test_a_collector_picks_up_what_an_agent_of_another_framework_had_captured():
@@ -450,7 +450,7 @@ async def test_with_replicas_all_calls_of_a_rollout_go_to_one_and_its_segments_c
         ]
         after = [await _calls(peers, name) for name in ("policy", "other")]
     assert [len(row["ng"]["segments"]) for row in found] == [1] * 40
-    calls = [now - then for then, now in zip(before, after, strict=True)]
+    calls = [now - earlier for earlier, now in zip(before, after, strict=True)]
     assert sum(calls) == 3 * 40
     assert min(calls) > 0
 

@@ -118,5 +118,5 @@ async def test_all_shipped_seeds_can_be_begun_at_the_same_time_by_a_service_that
 ) -> None:
     async with serve_bridged(NAME, tmp_path, shared_venvs) as peer:
         shipped = [{key: row[key] for key in ("env_id", "kwargs", "seed")} for row in rows(NAME, "example")]
-        begun = await asyncio.gather(*(Player(peer, **task).begin() for task in [*shipped, *shipped]))
-        assert all("Observation: " in observation for observation in begun)
+        observations = await asyncio.gather(*(Player(peer, **task).begin() for task in [*shipped, *shipped]))
+        assert all("Observation: " in observation for observation in observations)

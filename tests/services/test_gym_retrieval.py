@@ -64,8 +64,8 @@ async def scored():
     async with serving(NAME) as peers:
 
         async def score(row, text, *opened):
-            made = calls(*(("open_document", {"doc_id": doc_id}) for doc_id in opened))
-            return await peers[NAME].post("/verify", rollout(row, *made, says(text)))
+            tool_calls = calls(*(("open_document", {"doc_id": doc_id}) for doc_id in opened))
+            return await peers[NAME].post("/verify", rollout(row, *tool_calls, says(text)))
 
         yield score
 
@@ -178,6 +178,6 @@ async def test_a_document_that_the_row_names_twice_counts_once(scored):
 async def test_a_row_that_cannot_be_answered_is_refused(fields, reason):
     async with serving(NAME) as peers:
         for path in ("/seed_session", "/verify"):
-            with pytest.raises(ServiceError, match=reason) as refused:
+            with pytest.raises(ServiceError, match=reason) as caught:
                 await peers[NAME].session().post(path, rollout({**one(), **fields}))
-            assert refused.value.status == 422
+            assert caught.value.status == 422

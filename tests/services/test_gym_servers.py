@@ -67,20 +67,20 @@ async def test_every_gold_case_gets_the_reward_it_must_get(name):
             for tool, arguments in gold.get("calls", ()):
                 await session.post(f"/{tool}", arguments)
             answer = await session.post("/verify", request)
-            got = {key: answer.get(key) for key in gold["expect"]}
-            if got != gold["expect"]:
-                wrong.append((gold["case"], got, gold["expect"]))
+            actual = {key: answer.get(key) for key in gold["expect"]}
+            if actual != gold["expect"]:
+                wrong.append((gold["case"], actual, gold["expect"]))
     assert not wrong
 
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_shipped_row_is_a_task_that_its_server_accepts(name):
     async with serving(name) as peers:
-        offered = await peers[name].get("/tools")
+        tools = await peers[name].get("/tools")
         shipped = [row for file in ("train", "validation") for row in rows(name, file)]
         await asyncio.gather(*(peers[name].session().post("/seed_session", row) for row in shipped))
     for row in shipped:
-        assert row["responses_create_params"].get("tools", []) == offered
+        assert row["responses_create_params"].get("tools", []) == tools
         assert row["agent_ref"]["name"] == f"{name}_agent"
 
 
@@ -116,8 +116,8 @@ def test_the_shipped_data_is_what_its_script_makes(name, tmp_path):
     script.write_bytes((ROOT / "data" / name / "generate.py").read_bytes())
     runpy.run_path(str(script), run_name="__main__")
     for file in ("train", "validation", "example"):
-        made, shipped = tmp_path / f"{file}.jsonl", ROOT / "data" / name / f"{file}.jsonl"
-        assert made.read_bytes() == shipped.read_bytes()
+        generated, shipped = tmp_path / f"{file}.jsonl", ROOT / "data" / name / f"{file}.jsonl"
+        assert generated.read_bytes() == shipped.read_bytes()
 
 
 async def test_the_right_answer_of_a_math_row_is_worth_one_and_its_question_nothing():

@@ -38,9 +38,9 @@ def fewest_calls(shop, handles, needs, limit):
     """How many calls reveal the needed facts, found by trying all; limit + 1 if no so many do."""
     tools = module("tool_minimal").TOOLS
     frontier = {(frozenset(handles), frozenset())}
-    for made in range(limit + 1):
+    for count in range(limit + 1):
         if any(facts >= needs for _, facts in frontier):
-            return made
+            return count
         further = set()
         for known, facts in frontier:
             for tool, argument in tools.items():
@@ -193,23 +193,23 @@ DIFFERENT = [
 async def test_arguments_are_compared_by_their_schema():
     async with serving("function_call") as peers:
         for pairs, exact in ((SAME, 1.0), (DIFFERENT, 0.2)):
-            for expected, made in pairs:
+            for expected, actual in pairs:
                 row = {
                     "responses_create_params": {"input": "", "tools": [TOOL]},
                     "expected_calls": [{"name": "f", "arguments": expected}],
                 }
-                answer = await peers["function_call"].post("/verify", rollout(row, *calls(("f", made))))
-                assert answer["reward"] == pytest.approx(exact), (expected, made)
+                answer = await peers["function_call"].post("/verify", rollout(row, *calls(("f", actual))))
+                assert answer["reward"] == pytest.approx(exact), (expected, actual)
 
 
 async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_their_digits():
     large = 2**70
     async with serving("function_call") as peers:
-        for expected, made, exact in ((large + 1, large + 1, 1.0), (large, large + 1, 0.2), (large, large, 1.0)):
+        for expected, number, exact in ((large + 1, large + 1, 1.0), (large, large + 1, 0.2), (large, large, 1.0)):
             call = {"type": "function_call", "name": "f", "arguments": f'{{"n": {expected}}}'}
             row = {"responses_create_params": {"input": "", "tools": [TOOL]}, "expected_action": call}
-            answer = await peers["function_call"].post("/verify", rollout(row, *calls(("f", {"n": made}))))
-            assert answer["reward"] == pytest.approx(exact), (expected, made)
+            answer = await peers["function_call"].post("/verify", rollout(row, *calls(("f", {"n": number}))))
+            assert answer["reward"] == pytest.approx(exact), (expected, number)
 
 
 def gold_calls(row):
@@ -460,11 +460,11 @@ async def test_whatever_a_model_passes_to_a_shipped_tool_is_its_own_business(nam
 async def test_function_calls_are_all_or_nothing_if_the_stanza_says_so():
     row = next(row for row in rows("function_call", "validation") if len(row["expected_calls"]) == 2)
     right = [(call["name"], call["arguments"]) for call in row["expected_calls"]]
-    for made, partial, whole in ((right, 1.0, 1.0), (right[:1], 0.5, 0.0), ([*right, right[0]], 2 / 3, 0.0)):
-        for options, reward in (({}, partial), ({"all_or_nothing": True}, whole)):
+    for tool_calls, partial, strict in ((right, 1.0, 1.0), (right[:1], 0.5, 0.0), ([*right, right[0]], 2 / 3, 0.0)):
+        for options, reward in (({}, partial), ({"all_or_nothing": True}, strict)):
             async with serving("function_call", **options) as peers:
-                scored = await peers["function_call"].post("/verify", rollout(row, *calls(*made)))
-            assert scored["reward"] == pytest.approx(reward), (made, options)
+                scored = await peers["function_call"].post("/verify", rollout(row, *calls(*tool_calls)))
+            assert scored["reward"] == pytest.approx(reward), (tool_calls, options)
 
 
 async def test_a_row_without_any_expected_call_takes_any_text_and_no_call(scored):

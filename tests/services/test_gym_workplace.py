@@ -74,10 +74,10 @@ async def test_a_row_whose_job_cannot_be_done_is_refused_at_both_doors():
         for job, message in refusals:
             row = {"responses_create_params": {"input": "a job"}, **job}
             for send in ("/seed_session", "/verify"):
-                with pytest.raises(ServiceError) as refused:
+                with pytest.raises(ServiceError) as caught:
                     await peers["workplace"].session().post(send, rollout(row, says("Done.")))
-                assert refused.value.status == 422
-                assert "'actions'" in refused.value.detail and message in refused.value.detail
+                assert caught.value.status == 422
+                assert "'actions'" in caught.value.detail and message in caught.value.detail
 
 
 async def test_what_a_mail_orders_is_a_change_that_no_one_asked_for():
@@ -103,16 +103,16 @@ async def test_reading_changes_nothing_and_doing_the_job_twice_does():
     ]
     once = [tuple(action) for action in row["actions"]]
     async with serving("workplace") as peers:
-        for made, reward in ((reading + once, 1.0), (once + once, 0.0)):
-            assert (await peers["workplace"].post("/verify", rollout(row, *calls(*made))))["reward"] == reward
+        for actions, reward in ((reading + once, 1.0), (once + once, 0.0)):
+            assert (await peers["workplace"].post("/verify", rollout(row, *calls(*actions))))["reward"] == reward
 
 
 async def test_the_calls_of_a_turn_that_was_cut_off_were_not_run_and_do_nothing():
     row = next(row for row in rows("workplace", "train") if len(row["actions"]) == 1)
-    made = calls(tuple(row["actions"][0]))
-    result = {"type": "function_call_output", "call_id": made[0]["call_id"], "output": "{}"}
-    endings = {"whole": ("completed", made), "run": ("incomplete", [*made, result, *calls(("today", {}))])}
-    endings["cut off"] = ("incomplete", made)
+    tool_calls = calls(tuple(row["actions"][0]))
+    result = {"type": "function_call_output", "call_id": tool_calls[0]["call_id"], "output": "{}"}
+    endings = {"whole": ("completed", tool_calls), "run": ("incomplete", [*tool_calls, result, *calls(("today", {}))])}
+    endings["cut off"] = ("incomplete", tool_calls)
     async with serving("workplace") as peers:
         rewards = {}
         for name, (status, output) in endings.items():

@@ -29,7 +29,7 @@ def example(root: Path, name: str) -> Json:
     return {**json.loads(text), "response": SAID}
 
 
-def sound(path: str, row: Json, whole: dict[str, Json]) -> Json:
+def sound(path: str, row: Json, sound_bodies: dict[str, Json]) -> Json:
     """A body that this route takes, more or less.
 
     whole: of a model's routes.
@@ -40,16 +40,16 @@ def sound(path: str, row: Json, whole: dict[str, Json]) -> Json:
         return {"rollouts": [row, row]}
     if path == RPC:
         return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add", "arguments": {"a": 1}}}
-    if path == "/v1/responses" and not whole:
+    if path == "/v1/responses" and not sound_bodies:
         return {**WHOLE[path], "stream": False}
-    return whole.get(path.removeprefix("/rollouts/r"), row)
+    return sound_bodies.get(path.removeprefix("/rollouts/r"), row)
 
 
-def bodies(path: str, row: Json, mutations: int, whole: dict[str, Json]) -> Iterator[tuple[str, bytes]]:
+def bodies(path: str, row: Json, mutations: int, sound_bodies: dict[str, Json]) -> Iterator[tuple[str, bytes]]:
     yield from RAW.items()
     luck = random.Random(path)
     for number in range(mutations):
-        body = json.dumps(mutate(sound(path, row, whole), luck)).encode()
+        body = json.dumps(mutate(sound(path, row, sound_bodies), luck)).encode()
         yield f"mutation {number}", body
         place = luck.randrange(len(body))
         yield f"torn mutation {number}", body[:place] + luck.choice(list(RAW.values()))[:1000] + body[place:]
@@ -64,8 +64,8 @@ def wrong(answer: httpx.Response, path: str) -> str | None:
     if answer.headers["content-type"] != "application/problem+json":
         return f"no problem document: {answer.text}"
     problem = answer.json()
-    whole = problem["status"] == answer.status_code and problem["type"] and problem["title"] and problem["detail"]
-    return None if whole else answer.text
+    is_complete = problem["status"] == answer.status_code and problem["type"] and problem["title"] and problem["detail"]
+    return None if is_complete else answer.text
 
 
 async def routes_of(client: httpx.AsyncClient, url: str) -> dict[tuple[str, str], str]:
@@ -87,11 +87,11 @@ async def every_answer_is_sound(
 ) -> int:
     """How many requests were answered."""
     found: dict[tuple[str, str, str], tuple[str, bytes]] = {}  # one of each kind
-    answered, at_once = 0, asyncio.Semaphore(16)
+    count, at_once = 0, asyncio.Semaphore(16)
     async with stack(folder, gyms, agents) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
 
         async def ask(name: str, method: str, url: str, path: str, label: str, body: bytes) -> None:
-            nonlocal answered
+            nonlocal count
             header = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
             async with at_once:
                 try:
@@ -99,7 +99,7 @@ async def every_answer_is_sound(
                     problem = wrong(answer, path)
                 except httpx.TransportError as error:
                     problem = repr(error)
-            answered += 1
+            count += 1
             if problem:
                 found[name, path, problem[:300]] = (label, body[:500])
 
@@ -107,11 +107,11 @@ async def every_answer_is_sound(
             acts = name.endswith("_agent")
             row = example(root, gyms[0] if acts else name)
             for method, path in await routes_of(client, url):
-                sent = bodies(path, row, mutations, whole={} if acts else WHOLE)
+                sent = bodies(path, row, mutations, sound_bodies={} if acts else WHOLE)
                 await asyncio.gather(*(ask(name, method, url, path, label, body) for label, body in sent))
             assert (await client.get(f"{url}/health")).status_code == 200, name
     assert not found, "\n".join(map(str, found.items()))
-    return answered
+    return count
 
 
 async def test_bytes_that_are_not_request_are_refused_by_every_kind_of_service(root: Path, tmp_path: Path) -> None:

@@ -133,14 +133,14 @@ SLOW = {
 
 
 async def test_only_a_client_that_sends_too_slowly_is_disconnected() -> None:
-    async def drips(at: Shop, begun: bytes) -> bytes:
+    async def drips(at: Shop, first_bytes: bytes) -> bytes:
         """A client that sends a little now and then."""
         reader, writer = await asyncio.open_connection(*at.address)
-        writer.write(begun)
+        writer.write(first_bytes)
         answer = asyncio.create_task(read_all(reader))
         while not answer.done():
             await asyncio.wait([answer], timeout=0.3)
-            if begun.endswith((b"shop\r\n", b": ")):
+            if first_bytes.endswith((b"shop\r\n", b": ")):
                 writer.write(b"x-a: b\r\n")
         writer.close()
         return await answer
@@ -153,18 +153,18 @@ async def test_only_a_client_that_sends_too_slowly_is_disconnected() -> None:
 
     async with shop() as at, httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
         answers = asyncio.gather(client.post("/slow", json={}), client.post("/order", content=steadily()))
-        slow = await asyncio.gather(*(drips(at, begun) for begun in SLOW.values()))
+        slow = await asyncio.gather(*(drips(at, first_bytes) for first_bytes in SLOW.values()))
         upload = await client.put("/upload", content=b"x")
-        for (name, begun), answer in zip(SLOW.items(), slow, strict=True):
+        for (name, first_bytes), answer in zip(SLOW.items(), slow, strict=True):
             if name == "a second head":
                 assert answer.startswith(b"HTTP/1.1 200 ")
             elif name == "a body for nobody":
                 assert is_problem(answer, 404)
             else:
-                assert is_problem(answer, 408), (name, begun, answer)
+                assert is_problem(answer, 408), (name, first_bytes, answer)
         at.sold.set()
-        answered, uploaded = await answers
-        assert answered.json() == {"answered": True}, "an answer may take as long as it takes"
+        response, uploaded = await answers
+        assert response.json() == {"answered": True}, "an answer may take as long as it takes"
         assert uploaded.json() == {"keys": 0}, "a body may take as long as it takes while it comes along"
         assert upload.json() == {"bytes": 1}
 
@@ -174,8 +174,8 @@ async def test_a_handler_that_watches_its_body_itself_may_wait_longer_for_it() -
         reader, writer = await asyncio.open_connection(*at.address)
         writer.write(b"PUT /upload HTTP/1.1\r\nhost: shop\r\ncontent-length: 2\r\n\r\nx")
         others = [send_and_read(at, HEAD + b"content-length: 2\r\n\r\nx") for _ in range(3)]
-        for refused in await asyncio.gather(*others):
-            assert is_problem(refused, 408)
+        for response in await asyncio.gather(*others):
+            assert is_problem(response, 408)
         writer.write(b"y")
         assert b'{"bytes":2}' in await asyncio.wait_for(reader.readuntil(b"}"), PATIENCE_S)
         writer.close()
@@ -210,10 +210,10 @@ STILL_COMING = {
 @pytest.mark.parametrize("what", STILL_COMING)
 async def test_who_reads_only_when_all_is_sent_still_gets_the_refusal(what: str) -> None:
     """A server that hung up at once would have the client's system throw the answer away."""
-    begun, status = STILL_COMING[what]
+    first_bytes, status = STILL_COMING[what]
     async with shop(kind=Server) as at:  # a slow machine needs some tenths of a second to send it all
         reader, writer = await asyncio.open_connection(*at.address)
-        writer.write(begun)
+        writer.write(first_bytes)
         for _ in range(24):
             writer.write(b" " * (1 << 20))
             await writer.drain()
@@ -301,9 +301,9 @@ async def test_when_there_is_not_a_room_for_more_connections_new_ones_get_an_err
         held = [await asyncio.open_connection(*at.address) for _ in range(4)]
         while len(at.server.server_state.connections) < len(held):
             await asyncio.sleep(0.01)
-        refused = await client.post("/order", json={})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert refused.headers["content-type"] == "application/problem+json" and refused.json()["retryable"]
+        response = await client.post("/order", json={})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.headers["content-type"] == "application/problem+json" and response.json()["retryable"]
         assert (await client.get("/health")).status_code == 200, "it is alive"
         for _, writer in held:
             writer.close()
@@ -378,8 +378,8 @@ async def test_every_route_refuses_a_body_that_is_too_large_for_it_before_it_com
             host, port = peers.urls[name][0].removeprefix("http://").split(":")
             for path, most in routes.items():
                 reader, writer = await asyncio.open_connection(host, int(port))
-                announced = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {most + 1}\r\n\r\n"
-                writer.write(announced.encode() + b"{")
+                head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {most + 1}\r\n\r\n"
+                writer.write(head.encode() + b"{")
                 answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
                 assert answer.startswith(b"HTTP/1.1 413 " if most else b"HTTP/1.1 404 "), (name, path, answer)
                 writer.close()
@@ -499,14 +499,14 @@ raise SystemExit(run(spec, [socket.socket(fileno=descriptor)]))
 async def test_a_flood_of_slow_clients_is_gone_soon_and_the_others_notice_nothing(root: Path) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it holds their sockets
-    begun = [head.replace(b"shop", b"localhost") for name, head in SLOW.items() if name != "a second head"]
+    heads = [head.replace(b"shop", b"localhost") for name, head in SLOW.items() if name != "a second head"]
     async with asyncio.timeout(PATIENCE_S), limited_server(root, "RLIMIT_NOFILE", 8192) as (_, address, client):
         while (await client.get("/tools")).status_code != 200:
             await asyncio.sleep(0.1)
         held = []
         for number in range(1500):
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(begun[number % len(begun)])
+            writer.write(heads[number % len(heads)])
             held.append((asyncio.create_task(read_all(reader)), writer))
         seconds = []
         while not all(answer.done() for answer, _ in held):
@@ -548,15 +548,15 @@ async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_continues
     async with asyncio.timeout(PATIENCE_S), limited_server(root, "RLIMIT_NOFILE", 256) as (process, address, client):
         assert (await client.get("/tools")).status_code == 200
         held = [await asyncio.open_connection(*address) for _ in range(400)]
-        refused = [asyncio.create_task(read_all(reader)) for reader, _ in held]
-        await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        reads = [asyncio.create_task(read_all(reader)) for reader, _ in held]
+        await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
         await until(lambda: process.num_fds() < 200)
         began = sum(process.cpu_times()[:2])
         await asyncio.sleep(1)
         assert sum(process.cpu_times()[:2]) - began < 0.5, "who cannot accept does not spin"
         for _, writer in held:
             writer.close()
-        await asyncio.gather(*refused)
+        await asyncio.gather(*reads)
         while True:
             with suppress(httpx.TransportError):
                 if (await client.get("/tools")).status_code == 200:

@@ -186,8 +186,8 @@ async def test_items_that_are_text_but_not_json_have_no_reward(items):
 async def test_a_fair_judge_ranks_the_shipped_groups_by_their_planted_defects():
     rows = [json.loads(line) for line in (ROOT / "data" / "judge" / "validation.jsonl").open()]
     for row in [row for row in rows if row["mode"] == "ranking"][:4]:
-        kept = {key: row[key] for key in ("mode", "references")}
-        place = (await verify_text(fair, POLITE, **kept))["reward"]
+        fields = {key: row[key] for key in ("mode", "references")}
+        place = (await verify_text(fair, POLITE, **fields))["reward"]
         beaten = sum(facts(POLITE) > facts(text) for text in row["references"])
         assert beaten / 3 <= place <= 1.0
         assert all(facts(text) == 4 - defects for text, defects in zip(row["references"], row["planted"], strict=True))
@@ -383,12 +383,12 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
         await taking.open(None)
         taking.announced(0, 0)
         taking.published(0, 0)
-        taken = await taking.take()
+        ranked_group = await taking.take()
         await taking.close()
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert len(taken.rows) == len(rows) == 8
-    assert not any("reward_pending" in row for row in (*taken.rows, *rows))
-    for row in (*taken.rows, *rows):
+    assert len(ranked_group.rows) == len(rows) == 8
+    assert not any("reward_pending" in row for row in (*ranked_group.rows, *rows))
+    for row in (*ranked_group.rows, *rows):
         assert row["outcome"] == "judged" and row["group_size"] == 4 and row["_ng_train"]["oldest"] == 0
     for task in range(2):
         worth = {
@@ -430,9 +430,9 @@ async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_
         await taking.open(None)
         taking.announced(0, 0)
         taking.published(0, 0)
-        taken = await taking.take()
+        ranked_group = await taking.take()
         await taking.close()
-    assert not down and [row["reward"] for row in taken.rows] == [0.0, 1.0]
+    assert not down and [row["reward"] for row in ranked_group.rows] == [0.0, 1.0]
 
 
 async def test_a_text_that_keeps_a_judge_from_its_verdict_is_worth_nothing():

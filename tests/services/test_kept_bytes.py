@@ -51,8 +51,8 @@ def test_stored_responses(traced: None) -> None:
     before, _ = tracemalloc.get_traced_memory()
     for number in range(KEPT):
         store.keep(f"resp_{number}", b"{}", orjson.dumps({"output": "a" * CHARACTERS}), None)
-    taken = tracemalloc.get_traced_memory()[0] - before
-    assert taken < SPARE * KEPT * CHARACTERS
+    allocated = tracemalloc.get_traced_memory()[0] - before
+    assert allocated < SPARE * KEPT * CHARACTERS
     assert orjson.loads(store.response("resp_7"))["output"] == "a" * CHARACTERS
 
 
@@ -65,8 +65,8 @@ async def test_answers_that_are_kept_to_be_given_again(traced: None) -> None:
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(KEPT):
             await session.post("/say", {"times": CHARACTERS})
-        taken = tracemalloc.get_traced_memory()[0] - before
-    assert 0.9 * KEPT * CHARACTERS < taken < 2 * SPARE * KEPT * CHARACTERS
+        allocated = tracemalloc.get_traced_memory()[0] - before
+    assert 0.9 * KEPT * CHARACTERS < allocated < 2 * SPARE * KEPT * CHARACTERS
 
 
 class Fail(BaseModel):

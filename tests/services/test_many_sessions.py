@@ -37,13 +37,13 @@ def row(target: int) -> dict[str, object]:
 
 async def one_session(peer: Peer, number: int, all_begun: asyncio.Barrier) -> None:
     """Counts in steps of its own; what it sees must be its own sum, and the row that comes back its own row."""
-    session, mine = peer.session(), row(STEPS * (number + 1))
-    await session.post("/seed_session", mine, idempotent=True)
+    session, body = peer.session(), row(STEPS * (number + 1))
+    await session.post("/seed_session", body, idempotent=True)
     await all_begun.wait()
     for step in range(1, STEPS + 1):
         assert await session.post("/add", {"amount": number + 1}) == {"total": step * (number + 1)}
-    scored = await session.post("/verify", {**mine, "response": {"output": []}})
-    assert (scored["reward"], scored["nonce"]) == (1.0, mine["nonce"])
+    scored = await session.post("/verify", {**body, "response": {"output": []}})
+    assert (scored["reward"], scored["nonce"]) == (1.0, body["nonce"])
 
 
 async def many(urls: dict[str, list[str]], sessions: int) -> None:
@@ -88,13 +88,21 @@ async def test_a_session_is_found_only_by_its_id_and_never_after_its_end() -> No
         url = peers.urls["counter"][0]
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             seeded = await client.post("/seed_session", json=row(3))
-            mine = seeded.headers["x-ng-session"]
-            assert len(mine) == 32 and int(mine, 16)
+            session_id = seeded.headers["x-ng-session"]
+            assert len(session_id) == 32 and int(session_id, 16)
             assert "HttpOnly" in seeded.headers["set-cookie"] and "SameSite=strict" in seeded.headers["set-cookie"]
             assert (await client.post("/add", json={"amount": 3})).json() == {"total": 3}, "by its cookie"
             client.cookies.clear()
-            near = f"{int(mine, 16) ^ 1:032x}"
-            guesses = [near, mine[:-1], mine.upper() + "0", "0" * 32, "../" + mine, "*" * 32, "' OR 1=1 --"]
+            near = f"{int(session_id, 16) ^ 1:032x}"
+            guesses = [
+                near,
+                session_id[:-1],
+                session_id.upper() + "0",
+                "0" * 32,
+                "../" + session_id,
+                "*" * 32,
+                "' OR 1=1 --",
+            ]
             guesses += [secrets.token_hex(16) for _ in range(50)]
             for guess in guesses:
                 for named in ({"x-ng-session": guess}, {"cookie": f"ng_session={guess}"}):
@@ -103,7 +111,7 @@ async def test_a_session_is_found_only_by_its_id_and_never_after_its_end() -> No
                         assert reply.status_code in (400, 404), (guess, path, reply.text)
                         assert "total" not in reply.text and "reward" not in reply.text
                     assert (await client.delete("/session", headers=named)).json() == {"ended": False}
-            by_id = {"x-ng-session": mine}
+            by_id = {"x-ng-session": session_id}
             verified = await client.post("/verify", json={**row(3), "response": {}}, headers=by_id)
             assert verified.json()["reward"] == 1.0, "nobody touched it"
             for path, body in (("/add", {"amount": 1}), ("/verify", {**row(3), "response": {}})):

@@ -72,8 +72,8 @@ async def test_the_mcp_session_id_is_the_session():
     async with serving("counter") as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         url = url_of(peers, "counter")
         session_id = (await begin(http, url)).headers["mcp-session-id"]
-        begun = await http.post(url.replace("/mcp", "/seed_session"), json=ROW, headers={SESSION_HEADER: session_id})
-        assert begun.headers[SESSION_HEADER] == session_id
+        seeding = await http.post(url.replace("/mcp", "/seed_session"), json=ROW, headers={SESSION_HEADER: session_id})
+        assert seeding.headers[SESSION_HEADER] == session_id
         call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call"}
         response = await http.post(
             url,
@@ -144,8 +144,8 @@ async def test_sessions_of_mcp_clients_are_bounded_and_expire():
     store = app.state.sessions
     store.limit = 2
     async with house(gym=app) as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
-        begun = [(await begin(http, url_of(peers, "gym"))).status_code for _ in range(3)]
-        assert begun == [200, 200, 429]
+        statuses = [(await begin(http, url_of(peers, "gym"))).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
         store.ttl_s = 0
         assert (await begin(http, url_of(peers, "gym"))).status_code == 200
         assert len(store) == 1
@@ -216,9 +216,9 @@ async def test_a_call_whose_body_is_not_json_is_refused_with_a_parse_error_and_b
     call = '{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add", "arguments": {"amount": %s}}}'
     headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
     async with serving("counter") as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
-        refused = await http.post(url_of(peers, "counter"), content=call % value, headers=headers)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, -32700)
-    assert SESSION_HEADER not in refused.headers
+        response = await http.post(url_of(peers, "counter"), content=call % value, headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, -32700)
+    assert SESSION_HEADER not in response.headers
 
 
 def test_a_gym_server_costs_no_import_of_the_sdk_before_it_is_asked():

@@ -111,8 +111,8 @@ async def test_its_tools_are_ours_hostile_names_become_harmless_and_its_results_
         assert await session.post("/structured", {}) == {"a": 1}
         assert (await session.post("/picture", {})).startswith("look:\n[image that is not shown: image/png, ")
         assert (await session.post("/long_text", {})).endswith("[800000 more characters are not shown]")
-        refused = await failing(session, "refuse")
-        assert refused.is_for_the_model and "the moon is not right" in refused.detail
+        error = await failing(session, "refuse")
+        assert error.is_for_the_model and "the moon is not right" in error.detail
         wrong = await failing(session, "browser_click", {"place": 7, "more": 1})
         assert wrong.is_for_the_model and "place" in wrong.detail
         names = (await session.post("/environment", {})).split(",")
@@ -168,8 +168,8 @@ async def test_a_rollout_without_a_place_is_refused_with_the_reason_and_begins_w
         first, second = await begin_session(peer), await begin_session(peer)
         await first.post("/count", {})
         async with httpx.AsyncClient(headers={"x-ng-session": second.id}, timeout=PATIENCE_S) as client:
-            refused = await client.post(f"{peer.url()}/count", json={})
-        assert refused.status_code == 429 and "max_servers: 1 MCP servers run" in refused.json()["detail"]
+            response = await client.post(f"{peer.url()}/count", json={})
+        assert response.status_code == 429 and "max_servers: 1 MCP servers run" in response.json()["detail"]
         await first.post("/verify", rollout(ROW, says("done")))
         assert await second.post("/count", {}) == 1
         assert (await second.post("/verify", rollout(ROW, says("done"))))["reward"] == 1.0
@@ -272,9 +272,9 @@ async def test_an_expected_answer_that_decimal_reads_as_a_special_value_is_a_wor
 )
 async def test_a_row_with_an_empty_answer_or_an_unknown_tool_is_refused_at_seeding(fields, reason):
     async with serve_bridge(SHOP) as peer:
-        with pytest.raises(ServiceError, match=reason) as refused:
+        with pytest.raises(ServiceError, match=reason) as caught:
             await peer.session().post("/seed_session", {**ROW, **fields})
-    assert refused.value.status == 422 and "\n" not in refused.value.detail
+    assert caught.value.status == 422 and "\n" not in caught.value.detail
 
 
 async def test_answers_and_calls_are_compared_as_json():
@@ -284,7 +284,7 @@ async def test_answers_and_calls_are_compared_as_json():
     other = ("put", {"pieces": 2, "gift": 1, "ware": "pear"})
     looked = ("price", {"ware": "pear"})
     module = with_tools("put", "price")
-    for made, text, reward in (
+    for actual, text, reward in (
         ([right], "It costs 96.", 1.0),
         ([looked, right, looked], "96.0", 1.0),
         ([other], "96", 0.0),
@@ -294,11 +294,11 @@ async def test_answers_and_calls_are_compared_as_json():
         ([right], "", 0.0),
         ([], "96", 0.0),
     ):
-        task = module.Task.model_validate(rollout(row, *calls(*made), says(text)))
-        assert (await module.verify(task))["reward"] == reward, (made, text)
+        task = module.Task.model_validate(rollout(row, *calls(*actual), says(text)))
+        assert (await module.verify(task))["reward"] == reward, (actual, text)
     quiet = {**ROW, "expected_answer": None, "expected_tool_calls": []}
-    for made, reward in (([], 1.0), ([looked], 0.0)):
-        task = module.Task.model_validate(rollout(quiet, *calls(*made), says("I need no tool.")))
+    for actual, reward in (([], 1.0), ([looked], 0.0)):
+        task = module.Task.model_validate(rollout(quiet, *calls(*actual), says("I need no tool.")))
         assert (await module.verify(task))["reward"] == reward
     with pytest.raises(ValidationError, match="expected_answer or expected_tool_calls"):
         module.Task.model_validate(rollout({}))
@@ -306,7 +306,7 @@ async def test_answers_and_calls_are_compared_as_json():
 
 async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_their_digits():
     module, large = with_tools("digits"), 2**70
-    for arguments, made, reward in (
+    for arguments, actual, reward in (
         (f'{{"n": {large}}}', large, 1.0),
         (f'{{"n": {large}}}', large + 1, 0.0),
         (f'{{"n": {large + 1}}}', large + 1, 1.0),
@@ -316,17 +316,17 @@ async def test_integers_beyond_64_bits_are_compared_exactly_where_the_row_has_th
         ({"n": float(large)}, 2 * large, 0.0),
     ):
         row = {**ROW, "expected_answer": None, "expected_tool_calls": [{"name": "digits", "arguments": arguments}]}
-        one = module.Task.model_validate(rollout(row, *calls(("digits", {"n": made}))))
-        assert (await module.verify(one))["reward"] == reward, (arguments, made)
+        one = module.Task.model_validate(rollout(row, *calls(("digits", {"n": actual}))))
+        assert (await module.verify(one))["reward"] == reward, (arguments, actual)
 
 
 async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
     output = {"output": []}
 
     async def responses(request: Request):
-        answered = any(item.get("type") == "function_call_output" for item in (await json_body(request))["input"])
+        has_output = any(item.get("type") == "function_call_output" for item in (await json_body(request))["input"])
         return JsonResponse(
-            {"id": "resp_1", "status": "completed", "output": [says("done")] if answered else output["output"]}
+            {"id": "resp_1", "status": "completed", "output": [says("done")] if has_output else output["output"]}
         )
 
     model = service_app("model", options=ServiceOptions)
@@ -336,12 +336,12 @@ async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
     async with house(options, gym=service().app, model=model, agent=agent) as peers:
         output["output"] = calls(("browser_click", {"place": "x"}), ("refuse", {}))
         row = await peers["agent"].post("/run", ROW)
-        shown = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
-        assert row["reward"] == 1.0 and shown[0] == '"clicked\\nx \u2713"' and "the moon is not right" in shown[1]
+        outputs = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+        assert row["reward"] == 1.0 and outputs[0] == '"clicked\\nx \u2713"' and "the moon is not right" in outputs[1]
         output["output"] = calls(("digits", {"value": 123456789012345678901}))
         row = await peers["agent"].post("/run", ROW)
-        shown = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
-        assert shown == ['"123456789012345678901 in all its digits"']
+        outputs = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+        assert outputs == ['"123456789012345678901 in all its digits"']
         output["output"] = calls(("die", {}))
         with pytest.raises(ServiceError) as failed:
             await peers["agent"].post("/run", ROW)

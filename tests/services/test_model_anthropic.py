@@ -26,10 +26,10 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[Anthropic, httpx.AsyncClient]]:
     stub = Anthropic()
-    async with house(stub=stub.app) as outside:
+    async with house(stub=stub.app) as upstream:
         stanza = {
             "model": "claude",
-            "base_url": outside.urls["stub"][0],
+            "base_url": upstream.urls["stub"][0],
             "api_key_env": None,
             "max_retries": 0,
         } | options
@@ -88,7 +88,7 @@ async def test_the_key_the_version_and_a_bound_are_always_sent(monkeypatch: pyte
     options = {"api_key_env": "A_KEY", "max_tokens": 77, "beta": ["one", "two"], "extra_body": {"top_k": 3}}
     async with serving(**options) as (stub, client):
         assert (await client.post("/v1/responses", json={"input": "hi"})).status_code == 200
-    _, body, request = stub.seen[-1]
+    _, body, request = stub.requests[-1]
     assert body == {"model": "claude", "max_tokens": 77, "top_k": 3, "messages": [{"role": "user", "content": "hi"}]}
     headers = {name: request.headers[name] for name in ("x-api-key", "anthropic-version", "anthropic-beta")}
     assert headers == {"x-api-key": "sk-ant", "anthropic-version": "2023-06-01", "anthropic-beta": "one,two"}
@@ -122,4 +122,4 @@ async def test_what_anthropic_does_not_have_is_refused_by_name():
         reply = await client.post("/v1/responses", json={"input": "hi", "seed": 3})
     assert reply.status_code == 400
     assert "field 'seed': Anthropic's API does not have it" in reply.json()["detail"]
-    assert not stub.seen
+    assert not stub.requests

@@ -13,15 +13,15 @@ from request_bodies import WHOLE, mutate
 
 
 def garbage(luck: random.Random) -> bytes:
-    whole = orjson.dumps(luck.choice(list(WHOLE.values())))
+    body = orjson.dumps(luck.choice(list(WHOLE.values())))
     match luck.randrange(4):
         case 0:
             return luck.randbytes(luck.randrange(200))
         case 1:
-            return whole[: luck.randrange(len(whole))]
+            return body[: luck.randrange(len(body))]
         case 2:
-            at = luck.randrange(len(whole))
-            return whole[:at] + luck.randbytes(3) + whole[at:]
+            at = luck.randrange(len(body))
+            return body[:at] + luck.randbytes(3) + body[at:]
         case _:
             return b'{"input":' + b"[" * luck.choice([10, 1000, 100_000])
 

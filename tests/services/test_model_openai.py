@@ -65,13 +65,13 @@ class Endpoint:
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {path: answer if isinstance(answer, list) else [answer] for path, answer in answers.items()}
-        self.seen: list[tuple[str, Json, Request]] = []
+        self.requests: list[tuple[str, Json, Request]] = []
         self.app = FastAPI()
         self.app.state.options_model, self.app.state.kind = ServiceOptions, "model"
         self.app.add_api_route("/{path:path}", self.answer, methods=["POST"])
 
     async def answer(self, path: str, request: Request) -> Response:
-        self.seen.append((path, orjson.loads(await request.body()), request))
+        self.requests.append((path, orjson.loads(await request.body()), request))
         for known, answers in self.answers.items():
             if path.endswith(known.replace("_", "/")):
                 answer = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -82,11 +82,11 @@ class Endpoint:
 
     @property
     def paths(self) -> list[str]:
-        return [path for path, _, _ in self.seen]
+        return [path for path, _, _ in self.requests]
 
     @property
     def body(self) -> Json:
-        return self.seen[-1][1]
+        return self.requests[-1][1]
 
 
 async def broken_off(request: Json) -> Response:
@@ -105,8 +105,8 @@ async def broken_off(request: Json) -> Response:
 @asynccontextmanager
 async def model(endpoint: Endpoint | OpenAI, **options: Any):
     """Our model server in front of an endpoint, as an HTTP client."""
-    async with house(endpoint=endpoint.app) as outside:
-        base_url = outside.urls["endpoint"][0] + ("" if "azure" in options else "/v1")
+    async with house(endpoint=endpoint.app) as upstream:
+        base_url = upstream.urls["endpoint"][0] + ("" if "azure" in options else "/v1")
         stanza = {"model": "m", "base_url": base_url, "api_key_env": None, "max_retries": 0} | options
         async with (
             house({"policy": stanza}, policy=OPENAI.app) as peers,
@@ -128,7 +128,7 @@ async def test_an_endpoint_with_responses_is_asked_in_responses(monkeypatch: pyt
     async with model(endpoint, api_key_env="SOME_KEY", extra_body={"top_k": 1, "service_tier": "flex"}) as client:
         answer = await ask(client, input=items, model="policy", metadata=metadata, temperature=0.5)
     assert answer.json()["output"][0]["content"][0]["text"] == "4"
-    ((path, body, request),) = endpoint.seen
+    ((path, body, request),) = endpoint.requests
     assert path == "v1/responses"
     assert request.headers["authorization"] == "Bearer sk-some"
     assert body == {
@@ -157,7 +157,7 @@ async def test_a_first_call_that_is_streamed_decides_too():
     async with model(stub) as client:
         for _ in range(2):
             assert "response.completed" in (await ask(client, stream=True)).text
-    assert [path for path, _, _ in stub.seen] == ["v1/responses", "v1/chat/completions", "v1/chat/completions"]
+    assert [path for path, _, _ in stub.requests] == ["v1/responses", "v1/chat/completions", "v1/chat/completions"]
 
 
 async def test_a_first_call_that_fails_decides_nothing():
@@ -234,7 +234,7 @@ async def test_an_answer_without_a_bound_is_asked_for_once():
     endpoint = Endpoint(chat_completions=long)
     async with model(endpoint, api="chat", max_retries=4) as client:
         reply = await ask(client)
-    assert (reply.status_code, len(endpoint.seen)) == (502, 1)
+    assert (reply.status_code, len(endpoint.requests)) == (502, 1)
     assert "cannot be used: the answer has more than 256 MiB" in reply.json()["detail"]
 
 
@@ -258,7 +258,7 @@ async def test_a_refused_key_is_one_clear_line_without_the_key(monkeypatch: pyte
     assert "/v1/responses refused the key in SOME_KEY (401)" in problem["detail"]
     assert (problem["failure"], problem["upstream"]["status"], problem["retryable"]) == ("model_error", 401, False)
     assert "sk-wrong" not in answer.text
-    assert len(endpoint.seen) == 1
+    assert len(endpoint.requests) == 1
 
 
 async def test_retry_after_is_honoured():
@@ -267,7 +267,7 @@ async def test_retry_after_is_honoured():
     async with model(endpoint, max_retries=2) as client:
         assert (await ask(client)).status_code == 200
     assert asyncio.get_running_loop().time() - started >= 1
-    assert len(endpoint.seen) == 2
+    assert len(endpoint.requests) == 2
 
 
 async def test_retries_have_an_end():
@@ -276,7 +276,7 @@ async def test_retries_have_an_end():
         answer = await ask(client)
     assert (answer.status_code, answer.json()["retryable"]) == (429, True)
     assert "slow down" in answer.json()["detail"]
-    assert len(endpoint.seen) == 3
+    assert len(endpoint.requests) == 3
 
 
 async def test_a_server_error_is_retried_and_then_reported():
@@ -284,7 +284,7 @@ async def test_a_server_error_is_retried_and_then_reported():
     async with model(endpoint, max_retries=1) as client:
         problem = (await ask(client)).json()
     assert (problem["status"], problem["upstream"]["status"], problem["retryable"]) == (502, 503, True)
-    assert len(endpoint.seen) == 2
+    assert len(endpoint.requests) == 2
 
 
 async def test_an_endpoint_that_is_down_is_unreachable_and_the_service_not_ready_until_it_is_back(
@@ -398,7 +398,7 @@ async def test_azure_is_asked_at_its_deployment(monkeypatch: pytest.MonkeyPatch)
     async with model(endpoint, azure=azure, api_key_env="AZURE_KEY") as client:
         assert (await ask(client)).status_code == 200
     assert endpoint.paths == ["openai/deployments/my-gpt/chat/completions", "openai/responses"]
-    for _, body, request in endpoint.seen:
+    for _, body, request in endpoint.requests:
         assert request.query_params["api-version"] == "2025-04-01-preview"
         assert request.headers["api-key"] == "secret"
         assert body["model"] == "my-gpt"
@@ -449,7 +449,7 @@ async def authorizations(**azure: Any) -> list[str]:
             answer = await ask(client)
             assert answer.status_code == 200, answer.text
     assert endpoint.paths == ["openai/v1/responses"] * 2
-    return [request.headers["authorization"] for _, _, request in endpoint.seen]
+    return [request.headers["authorization"] for _, _, request in endpoint.requests]
 
 
 async def test_azure_takes_a_token_from_a_variable(monkeypatch: pytest.MonkeyPatch):
@@ -465,8 +465,8 @@ async def test_azure_takes_a_token_from_a_variable(monkeypatch: pytest.MonkeyPat
 async def test_a_command_that_prints_a_token_is_run_again_when_that_runs_out(tmp_path: Path, lasts_s: int, runs: int):
     log = tmp_path / "runs"
     command = ["sh", "-c", f"echo run >> {log}; echo {a_token(lasts_s)}"]
-    shown = await authorizations(token_command=command)
-    assert all(one.startswith("Bearer e30.") for one in shown)
+    headers = await authorizations(token_command=command)
+    assert all(one.startswith("Bearer e30.") for one in headers)
     assert len(log.read_text().split()) == runs
 
 

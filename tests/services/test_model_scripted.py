@@ -115,10 +115,10 @@ async def test_a_chat_stream_through_the_official_client():
         )
         chunks = [chunk async for chunk in stream]
         async with client.chat.completions.stream(model="m", messages=[{"role": "user", "content": "x"}]) as helper:
-            whole = await helper.get_final_completion()
+            completion = await helper.get_final_completion()
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hi"
     assert chunks[-1].usage.total_tokens > 0
-    assert whole.choices[0].message.tool_calls[0].function.arguments == "no json"
+    assert completion.choices[0].message.tool_calls[0].function.arguments == "no json"
 
 
 async def test_tokens_are_counted_through_the_official_client_as_in_the_usage():
@@ -230,8 +230,8 @@ async def test_chat_answers_have_tokens_in_vllms_form_on_request_and_a_model_wit
     assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in sampled]
     assert [entry["logprob"] for entry in content] == choice["message"]["generation_log_probs"]
     async with serve_scripted() as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-        refused = await client.post("/v1/chat/completions", json=body)
-    for response in (stream, refused):
+        plain = await client.post("/v1/chat/completions", json=body)
+    for response in (stream, plain):
         assert response.status_code == 400
         assert {error["field"] for error in response.json()["errors"]} == {*options}
 
@@ -247,7 +247,7 @@ async def test_a_conversation_sent_back_without_its_token_data_still_begins_with
         ]
         second = (await client.post("/v1/responses", json={"input": history})).json()
         foreign = tokens | {"prompt_token_ids": [151643]}
-        refused = await client.post("/v1/responses", json={"input": [foreign, {"role": "user", "content": "x"}]})
+        response = await client.post("/v1/responses", json={"input": [foreign, {"role": "user", "content": "x"}]})
     before = tokens["prompt_token_ids"] + tokens["generation_token_ids"]
     assert second["output"][-1]["prompt_token_ids"][: len(before)] == before
-    assert refused.status_code == 400
+    assert response.status_code == 400

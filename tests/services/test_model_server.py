@@ -299,12 +299,12 @@ async def test_chat_completions_are_the_same_model():
     }
     async with client_of(app) as client:
         answer = (await client.post("/v1/chat/completions", json=body)).json()
-        refused = await client.post("/v1/chat/completions", json=body | {"n": 2})
+        response = await client.post("/v1/chat/completions", json=body | {"n": 2})
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"]["content"] == "4"
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": None}
-    assert refused.json()["errors"][0]["field"] == "n"
+    assert response.json()["errors"][0]["field"] == "n"
     request = requests[0][0]
     assert request["max_output_tokens"] == 9
     assert request["tools"][0]["name"] == "add"
@@ -351,12 +351,12 @@ async def test_a_model_that_is_not_served_is_a_404_where_the_stanza_says_so(path
     async with client_of(model_server(respond=respond), model="small") as client:
         assert (await client.post(path, json={**body, "model": "gpt-5"})).status_code == 200
     async with client_of(model_server(respond=respond), model="small", any_model_name=False) as client:
-        refused = await client.post(path, json={**body, "model": "gpt-5"})
+        response = await client.post(path, json={**body, "model": "gpt-5"})
         assert (await client.post(path, json={**body, "model": "small"})).status_code == 200
         if path != "/v1/messages":  # which requires it
             assert (await client.post(path, json=body)).status_code == 200
-    assert refused.status_code == 404
-    error = refused.json()["error"]
+    assert response.status_code == 404
+    error = response.json()["error"]
     assert error["message"].startswith("there is no model 'gpt-5' here, only 'small'")
     assert error["type" if path == "/v1/messages" else "code"] in ("model_not_found", "not_found_error")
 
@@ -375,11 +375,11 @@ async def test_a_model_is_described_under_its_name_and_that_of_its_service():
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_asked_to_retry(streamed: bool):
-    begun: list[asyncio.Event] = []
+    started: list[asyncio.Event] = []
 
     async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
-        begun.append(asyncio.Event())
-        await begun[-1].wait()
+        started.append(asyncio.Event())
+        await started[-1].wait()
         return new_response(request, [message_item([output_text("4")], "msg_1")], response_id="resp_1", model="m")
 
     async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
@@ -389,27 +389,27 @@ async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_asked_to_retr
     body = {"input": "x", "stream": streamed}
     async with client_of(model_server(respond=respond, stream=stream), max_in_flight=2, max_waiting=1) as client:
         calls = [asyncio.create_task(client.post("/v1/responses", json=body)) for _ in range(2)]
-        await until(lambda: len(begun) == 2)
+        await until(lambda: len(started) == 2)
         third = asyncio.create_task(client.post("/v1/responses", json=body))
         await _wait_for_metric(client, "ngym_calls_waiting 1.0")
-        refused = await client.post("/v1/responses", json=body)
-        begun[0].set()
-        await until(lambda: len(begun) == 3)
-        begun[1].set()
-        begun[2].set()
+        response = await client.post("/v1/responses", json=body)
+        started[0].set()
+        await until(lambda: len(started) == 3)
+        started[1].set()
+        started[2].set()
         answers = await asyncio.gather(*calls, third)
         cancelled = asyncio.create_task(client.post("/v1/responses", json=body))
-        await until(lambda: len(begun) == 4)
+        await until(lambda: len(started) == 4)
         cancelled.cancel()  # its place is free again
-        begun.clear()
+        started.clear()
         more = [asyncio.create_task(client.post("/v1/responses", json=body)) for _ in range(2)]
-        await until(lambda: len(begun) == 2)
-        for one in begun:
+        await until(lambda: len(started) == 2)
+        for one in started:
             one.set()
         answers += await asyncio.gather(*more)
         await _wait_for_metric(client, "ngym_calls_refused_total 1.0")
-    assert (refused.status_code, refused.json()["title"]) == (429, "Too many requests")
-    assert int(refused.headers["retry-after"]) >= 1
+    assert (response.status_code, response.json()["title"]) == (429, "Too many requests")
+    assert int(response.headers["retry-after"]) >= 1
     assert [answer.status_code for answer in answers] == [200] * 5
 
 

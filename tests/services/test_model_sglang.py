@@ -40,8 +40,8 @@ async def serving(
     folder: Path, kind: type[Stub] = Sglang, **options: Any
 ) -> AsyncIterator[tuple[Stub, httpx.AsyncClient]]:
     stub = kind(folder)
-    async with house(stub=stub.app) as outside:
-        settings = {"model": "m", "base_url": outside.urls["stub"][0], "api_key_env": None, "max_retries": 0} | options
+    async with house(stub=stub.app) as upstream:
+        settings = {"model": "m", "base_url": upstream.urls["stub"][0], "api_key_env": None, "max_retries": 0} | options
         async with (
             house({"policy": settings}, policy=APP.app) as peers,
             httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
@@ -57,7 +57,7 @@ async def test_sampling_is_asked_for_in_sglangs_words(folder: Path):
         body["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
         assert (await client.post("/v1/responses", json=body)).status_code == 200
         request = stub.body
-        refused = await client.post("/v1/responses", json={"input": "x", "logit_bias": {"1": 1}})
+        response = await client.post("/v1/responses", json={"input": "x", "logit_bias": {"1": 1}})
     assert request["sampling_params"] == {
         "max_new_tokens": 9,
         "temperature": 0.5,
@@ -73,7 +73,7 @@ async def test_sampling_is_asked_for_in_sglangs_words(folder: Path):
         "json_schema": '{"type": "object"}',
     }
     assert (request["return_logprob"], request["stream"]) == (True, False)
-    assert refused.status_code == 400
+    assert response.status_code == 400
 
 
 async def test_new_weights_come_from_disk_and_their_version_is_on_the_answers(folder: Path):
@@ -84,7 +84,7 @@ async def test_new_weights_come_from_disk_and_their_version_is_on_the_answers(fo
         assert (await client.post("/weights", json=update)).status_code == 401
         done = await client.post("/weights", json=update, headers=KEY)
         assert (done.status_code, done.json()["policy_version"]) == (200, 3)
-        body = next(body for path, body, _ in stub.seen if path == "update_weights_from_disk")
+        body = next(body for path, body, _ in stub.requests if path == "update_weights_from_disk")
         assert body == {"model_path": str(folder), "weight_version": "3", "flush_cache": True}
         response = (await client.post("/v1/responses", json={"input": "hello"})).json()
         assert [span[2] for span in response["ng"]["policy_version"]] == [3]
@@ -104,14 +104,14 @@ async def test_while_it_sleeps_requests_wait(folder: Path):
         woken = await client.post("/weights/wake", json={"parts": ["weights"]}, headers=KEY)
         assert woken.json() == {"asleep": ["kv_cache"]}
         assert not asking.done()
-        assert not any(path == "generate" for path, _, _ in stub.seen)
+        assert not any(path == "generate" for path, _, _ in stub.requests)
         wrong = await client.post("/weights/wake", json={"parts": ["soul"]}, headers=KEY)
         assert "soul is not one of kv_cache, weights" in wrong.json()["detail"]
         assert (await client.post("/weights/wake", json={}, headers=KEY)).json() == {"asleep": []}
         assert (await asking).status_code == 200
         assert (await client.post("/weights/flush", json={}, headers=KEY)).status_code == 200
-    paths = [path for path, _, _ in stub.seen]
-    resumed = [body for path, body, _ in stub.seen if path == "resume_memory_occupation"]
+    paths = [path for path, _, _ in stub.requests]
+    resumed = [body for path, body, _ in stub.requests if path == "resume_memory_occupation"]
     assert resumed == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
     assert paths.index("release_memory_occupation") < paths.index("generate")
     assert "flush_cache" in paths
@@ -150,11 +150,11 @@ async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_bac
             return reply
 
         def _generate(self, body: Json) -> Response:
-            whole = super()._generate(body)
-            assert isinstance(whole, StreamingResponse)
+            response = super()._generate(body)
+            assert isinstance(response, StreamingResponse)
 
             async def events() -> AsyncIterator[Any]:
-                async for part in whole.body_iterator:
+                async for part in response.body_iterator:
                     yield part
                     await self.goes_on.wait()
 
@@ -183,15 +183,18 @@ async def test_a_server_that_does_not_say_whether_it_sleeps_counts_as_asleep_and
             return answer
 
     async with serving(folder, Slow, push_token=TOKEN, timeout_s=2, max_retries=3) as (stub, client):
-        refused = await client.post("/weights/sleep", json={}, headers=KEY)
-        assert (refused.status_code, "the request may or may not have been processed" in refused.json()["detail"]) == (
+        response = await client.post("/weights/sleep", json={}, headers=KEY)
+        assert (
+            response.status_code,
+            "the request may or may not have been processed" in response.json()["detail"],
+        ) == (
             502,
             True,
         )
         assert (await client.get("/weights")).json()["asleep"] == ["kv_cache", "weights"]
         assert (await client.post("/weights/wake", json={}, headers=KEY)).json() == {"asleep": []}
         assert (await client.post("/v1/responses", json={"input": "hello"})).status_code == 200
-    commands = [path for path, _, _ in stub.seen if path.endswith("_memory_occupation")]
+    commands = [path for path, _, _ in stub.requests if path.endswith("_memory_occupation")]
     assert commands == ["release_memory_occupation", "resume_memory_occupation"]
 
 
@@ -237,16 +240,16 @@ async def test_the_trainer_pushes_through_a_folder_and_proves_what_sglang_serves
 async def test_a_push_that_is_not_whole_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
     content = save({"table": torch.zeros(4)})
     (tmp_path / "a.safetensors").write_bytes(content)
-    announced = [{"name": name, "shape": [4], "dtype": "F32"} for name in ("table", "other")]
+    tensors = [{"name": name, "shape": [4], "dtype": "F32"} for name in ("table", "other")]
     async with serving(folder, Loading, push_token=TOKEN, weights_root=str(tmp_path)) as (stub, client):
-        begin = {"version": 1, "tensors": announced}
+        begin = {"version": 1, "tensors": tensors}
         assert (await client.post("/weights", json=begin)).status_code == 401
-        begun = (await client.post("/weights", json=begin, headers=KEY)).json()
+        push = (await client.post("/weights", json=begin, headers=KEY)).json()
         other = (await client.post("/weights", json=begin, headers=KEY)).json()
         assert (other["status"], other["retryable"]) == (409, True)
 
         async def name(path: str, sha256: str) -> tuple[int, str]:
-            where = f"/weights/files?push={begun['push']}&sha256={sha256}"
+            where = f"/weights/files?push={push['push']}&sha256={sha256}"
             answer = await client.put(where, json={"path": path}, headers=KEY)
             return answer.status_code, answer.json().get("detail", "")
 
@@ -258,9 +261,9 @@ async def test_a_push_that_is_not_whole_is_refused_and_leaves_nothing(folder: Pa
         assert (await name("a.safetensors", "0" * 64))[0] == 422
         assert await name("a.safetensors", right) == (200, "")
         assert "'table', which was not announced, or was sent before" in (await name("a.safetensors", right))[1]
-        commit = await client.post(f"/weights/commit?push={begun['push']}", json={}, headers=KEY)
+        commit = await client.post(f"/weights/commit?push={push['push']}", json={}, headers=KEY)
         assert (commit.status_code, commit.json()["detail"]) == (422, "1 tensors are missing, such as 'other'")
-        assert (await client.delete(f"/weights?push={begun['push']}", headers=KEY)).status_code == 200
+        assert (await client.delete(f"/weights?push={push['push']}", headers=KEY)).status_code == 200
         assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"] and not stub.loaded
     async with serving(folder, Loading, push_token=TOKEN) as (_, client):
         pusher = Pusher([str(client.base_url)], TOKEN, transport="filesystem", folder=tmp_path, patience_s=5)

@@ -222,8 +222,8 @@ async def test_what_its_gym_servers_refuse_fails_the_rollout_or_is_shown_as_the_
             return
         row = await peers["weather_agent"].post("/run", WEATHER_ROW)
     assert (row["reward"], row["ng"]["tool_errors"]) == (0.0, 1)
-    shown = row["response"]["output"][1]["output"]
-    assert "Field required" in shown if how == "argument" else "the database is gone" in shown
+    output = row["response"]["output"][1]["output"]
+    assert "Field required" in output if how == "argument" else "the database is gone" in output
 
 
 async def test_a_gym_server_of_another_make_can_say_what_is_for_the_model():

@@ -280,12 +280,12 @@ JUDGED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "row", "verdict", "reward", "shown"), JUDGED)
-async def test_a_judge_sees_the_rows_fields_and_its_verdict_is_the_reward(family, row, verdict, reward, shown):
+@pytest.mark.parametrize(("family", "row", "verdict", "reward", "expected"), JUDGED)
+async def test_a_judge_sees_the_rows_fields_and_its_verdict_is_the_reward(family, row, verdict, reward, expected):
     prompts: list[str] = []
     answer = await verify_row(family, row, "my answer", policy=judge(verdict, prompts))
     assert answer["reward"] == reward
-    assert shown in prompts[0] and "my answer" in prompts[0]
+    assert expected in prompts[0] and "my answer" in prompts[0]
 
 
 async def test_a_verdict_that_the_form_does_not_know_and_a_row_without_the_field_have_no_reward():
@@ -299,7 +299,7 @@ async def test_a_verdict_that_the_form_does_not_know_and_a_row_without_the_field
 async def test_tests_of_a_task_id_come_from_the_file_and_a_missing_part_is_filled_in(tmp_path):
     file = tmp_path / "tests.jsonl"
     test = "def check(candidate):\n    assert candidate(3) == 6"
-    whole = {"task_id": "a/0", "prompt": "import math\ndef twice(n):\n", "entry_point": "twice", "test": test}
+    complete = {"task_id": "a/0", "prompt": "import math\ndef twice(n):\n", "entry_point": "twice", "test": test}
     middle = {
         "task_id": "a/1",
         "prompt": "def f(n):\n    return ",
@@ -307,7 +307,7 @@ async def test_tests_of_a_task_id_come_from_the_file_and_a_missing_part_is_fille
         "entry_point": "f",
         "test": test,
     }
-    file.write_text("".join(json.dumps(row) + "\n" for row in (whole, middle)))
+    file.write_text("".join(json.dumps(row) + "\n" for row in (complete, middle)))
     app = load(ROOT / "gym_servers" / "code_exec" / "app.py").app
     async with house({"gym": {"tests": str(file)}}, gym=app) as peers:
 

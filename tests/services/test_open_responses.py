@@ -164,10 +164,10 @@ async def test_an_answer_and_its_stream_are_as_the_specification_has_them(native
         house({"policy": {"replies": REPLIES}}, policy=app) as peers,
         httpx.AsyncClient(base_url=f"{peers.urls['policy'][0]}/v1", timeout=PATIENCE_S) as client,
     ):
-        whole = await client.post("/responses", json={"model": "m", "stream": False, **CASES[case]})
+        response = await client.post("/responses", json={"model": "m", "stream": False, **CASES[case]})
         streamed = await client.post("/responses", json={"model": "m", "stream": True, **CASES[case]})
-    assert (whole.status_code, whole.headers["content-type"]) == (200, "application/json")
-    check_response(whole.json(), "completed")
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/json")
+    check_response(response.json(), "completed")
     assert streamed.headers["content-type"].startswith("text/event-stream")
     events = events_of(streamed.text)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -182,11 +182,11 @@ async def test_an_answer_and_its_stream_are_as_the_specification_has_them(native
         if "part" in event:
             has(event["part"], PARTS[event["part"]["type"]], event["type"])
     if case == "a tool":
-        assert [item["type"] for item in whole.json()["output"]] == ["function_call"]
+        assert [item["type"] for item in response.json()["output"]] == ["function_call"]
         assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= set(kinds)
     text = "".join(event["delta"] for event in events if "delta" in event and "reasoning" not in event["type"])
     if case == "reasoning":
-        assert [item["type"] for item in whole.json()["output"]] == ["reasoning", "message"]
+        assert [item["type"] for item in response.json()["output"]] == ["reasoning", "message"]
         assert "response.reasoning_text.delta" in kinds
     final = events[-1]["response"]["output"][-1]
     assert text == (final["arguments"] if case == "a tool" else final["content"][0]["text"])

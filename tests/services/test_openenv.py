@@ -141,8 +141,8 @@ async def wait_for_a_place(peer: Peer) -> None:
         await session.request("/open_drawer", {"which": "left"})
     async with httpx.AsyncClient(base_url=peer.url(), timeout=60) as client:
         assert (await client.post("/seed_session", json=ROW)).is_success  # the client keeps the session's cookie
-        refused = await client.post("/open_drawer", json={"which": "left"})
-        assert refused.status_code == 429 and "`episodes` is 2: raise it" in refused.json()["detail"]
+        response = await client.post("/open_drawer", json={"which": "left"})
+        assert response.status_code == 429 and "`episodes` is 2: raise it" in response.json()["detail"]
         await playing[0].request("/session", None, method="DELETE")
         assert (await client.post("/open_drawer", json={"which": "left"})).text == "the key"
         assert (await client.post("/verify", json=rollout(ROW, says("I have it.")))).json()["reward"] == 1.0

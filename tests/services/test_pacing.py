@@ -30,20 +30,20 @@ async def verify(task: VerifyRequest) -> float:
 
 
 async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_which_they_came():
-    turns, begun = AdmissionQueue(), []
+    turns, started = AdmissionQueue(), []
 
     async def rollout(number: int) -> None:
         await turns.wait()
-        begun.append(number)
+        started.append(number)
 
     count = 5 * STARTS_PER_TURN
     tasks = [asyncio.create_task(rollout(number)) for number in range(count)]
     counts = [0]
     async with asyncio.timeout(DEADLINE_S):
-        while len(begun) < count:
+        while len(started) < count:
             await asyncio.sleep(0)
-            counts.append(len(begun))
-    assert begun == list(range(count))
+            counts.append(len(started))
+    assert started == list(range(count))
     assert all(after - before <= STARTS_PER_TURN for before, after in pairwise(counts))
     assert turns.waiting == 0
     await asyncio.gather(*tasks)

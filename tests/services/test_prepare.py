@@ -322,8 +322,8 @@ async def accepted_rows(name: str, folder: Path) -> tuple[dict[str, list[dict[st
     left_out: Counter[str] = Counter()
     rows = distinct(converted(chosen, paths, "an_agent", None, left_out), left_out)
     async with serving(chosen.environment) as peers:
-        kept = await accepted(peers[chosen.environment], rows, left_out)
-    return {split: [each.made.row for each in several] for split, several in kept.items()}, left_out
+        by_split = await accepted(peers[chosen.environment], rows, left_out)
+    return {split: [each.made.row for each in several] for split, several in by_split.items()}, left_out
 
 
 # --- the sets ---

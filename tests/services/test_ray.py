@@ -209,26 +209,26 @@ async def test_a_replica_on_two_nodes_spreads_and_starts_again_as_a_whole(nodes:
 
 
 async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
-    with pytest.raises(ConfigError, match=r"gpu: 9 asked, \d free of 4$") as refused:
+    with pytest.raises(ConfigError, match=r"gpu: 9 asked, \d free of 4$") as caught:
         await run.supervisor(resources={"gpus": 9}).__aenter__()
-    assert "\n" not in str(refused.value) and not run.events
+    assert "\n" not in str(caught.value) and not run.events
     assert run.said and run.said[0].startswith("waiting for room on the cluster")
 
 
 async def test_a_cluster_that_is_not_there_is_one_line(nodes: Nodes) -> None:
-    with pytest.raises(UsageError, match="no Ray cluster to join") as refused:
+    with pytest.raises(UsageError, match="no Ray cluster to join") as caught:
         RayPlacer.connect("ray://127.0.0.1:9")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_wrong_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The errors of ray.init with a wrong token, and with a file of tokens that is not there."""
-    refused = ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379")
-    refused.__cause__ = RuntimeError(
+    refusal = ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379")
+    refusal.__cause__ = RuntimeError(
         "Last connection error: ...\nAuthenticationError: RPC error: InvalidAuthToken: ..."
     )
     absent = ray.exceptions.AuthenticationError("RAY_AUTH_TOKEN_PATH is set but file cannot be opened")
-    for error, message in ((refused, "the Ray cluster refuses the token"), (absent, "no token for the Ray cluster")):
+    for error, message in ((refusal, "the Ray cluster refuses the token"), (absent, "no token for the Ray cluster")):
 
         def init(error: Exception = error, **_: Any) -> None:
             raise error

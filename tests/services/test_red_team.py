@@ -50,10 +50,10 @@ MISSHAPEN = [
 async def test_a_response_of_another_shape_is_refused_at_the_door_and_breaks_nothing():
     async with serving("mcqa") as peers:
         for output in MISSHAPEN:
-            with pytest.raises(ServiceError) as refused:
+            with pytest.raises(ServiceError) as caught:
                 await peers["gym"].post("/verify", rollout(output, {"expected_answer": "A"}))
-            assert refused.value.status == 422, output
-            assert "output" in refused.value.detail
+            assert caught.value.status == 422, output
+            assert "output" in caught.value.detail
 
 
 async def test_a_box_full_of_digits_and_commas_blocks_no_one():
@@ -79,7 +79,7 @@ FREE = {
 
 async def test_an_object_of_free_form_and_a_large_number_have_to_be_the_expected_ones():
     right = {"count": 12_345_678, "labels": {"a": 1}}
-    made = [
+    arguments = [
         right,
         {**right, "labels": {}},
         {**right, "labels": {"a": 1, "b": 2}},
@@ -89,7 +89,7 @@ async def test_an_object_of_free_form_and_a_large_number_have_to_be_the_expected
         {"count": 12_345_678},
     ]
     row = {"expected_calls": [{"name": "save", "arguments": right}]}
-    found = await rewards("function_call", [rollout([call("save", a)], row, tools=[FREE]) for a in made])
+    found = await rewards("function_call", [rollout([call("save", a)], row, tools=[FREE]) for a in arguments])
     assert found == [1.0, 0.2, 0.2, 0.2, 0.2, 1.0, 0.2]
 
 
@@ -184,11 +184,11 @@ async def test_a_body_that_is_nested_too_deep_to_be_written_again_is_refused():
     for _ in range(300):
         nest = [nest]
     async with serving("mcqa") as peers:
-        with pytest.raises(ServiceError) as refused:
+        with pytest.raises(ServiceError) as caught:
             body = rollout([message("A")], {"expected_answer": "A", "x": nest})
             await peers["gym"].request("POST", "/verify", json.dumps(body).encode())
-    assert refused.value.status == 422
-    assert "250 levels" in refused.value.detail
+    assert caught.value.status == 422
+    assert "250 levels" in caught.value.detail
 
 
 async def test_the_script_of_a_row_writes_no_file_and_ends_and_leaves_the_connection_as_it_is(tmp_path):
@@ -237,9 +237,9 @@ async def test_a_long_answer_is_cut_and_still_distinguished_from_another_that_be
 async def test_a_row_with_more_aliases_than_anybody_needs_is_refused():
     row = {"expected_answer": "Lima", "aliases": [f"name {number}" for number in range(1_001)]}
     async with serving("qa_short") as peers:
-        with pytest.raises(ServiceError) as refused:
+        with pytest.raises(ServiceError) as caught:
             await peers["gym"].post("/verify", rollout([message("Answer: Lima")], row))
-    assert refused.value.status == 422 and "aliases" in refused.value.detail
+    assert caught.value.status == 422 and "aliases" in caught.value.detail
 
 
 BOMBS = {

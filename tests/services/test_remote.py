@@ -119,8 +119,8 @@ async def test_the_limit_grows_with_answers_and_is_halved_once_for_those_that_ar
         await asyncio.gather(*(one.post("/x", {}) for _ in range(200)))
         assert one.pace.limit == 40
         refuse.set()
-        refused = await asyncio.gather(*(one.post("/x", {}) for _ in range(40)), return_exceptions=True)
-    assert all(isinstance(one, Overloaded) and one.retryable for one in refused)
+        errors = await asyncio.gather(*(one.post("/x", {}) for _ in range(40)), return_exceptions=True)
+    assert all(isinstance(one, Overloaded) and one.retryable for one in errors)
     assert (one.pace.counts.refused, one.pace.counts.cuts) == (40, 1)
     assert one.pace.limit == 20
 
@@ -258,13 +258,13 @@ def test_what_headers_say_about_waiting(headers: dict[str, str], expected: float
 
 def test_events_are_found_however_the_stream_is_cut():
     text = b': hello\n\nevent: a\ndata: {"x":1}\n\ndata: one\r\ndata: two\r\n\r\ndata:\xc3\xa4\n\nid: 3\n\ndata: [DONE]\n\n'
-    whole = [b'{"x":1}', b"one\ntwo", "ä".encode(), b"[DONE]"]
+    payloads = [b'{"x":1}', b"one\ntwo", "ä".encode(), b"[DONE]"]
     draw = random.Random(1)
     for _ in range(200):
         cuts = [0, *sorted(draw.randrange(len(text)) for _ in range(draw.randrange(6))), len(text)]
         data = EventData()
         parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
-        assert [event for part in parts for event in data.take(part)] == whole
+        assert [event for part in parts for event in data.take(part)] == payloads
     assert list(EventData().take(b"data: unfinished\n")) == []
 
 

@@ -92,33 +92,34 @@ async def seeded(client: httpx.AsyncClient) -> dict[str, str]:
 async def test_under_one_key_a_tool_runs_once_and_says_the_same_again() -> None:
     shop = Shop()
     async with shop.open() as client:
-        mine, other = await seeded(client), await seeded(client)
-        once = {**mine, KEY: "a"}
+        headers, other = await seeded(client), await seeded(client)
+        once = {**headers, KEY: "a"}
         answers = [(await client.post("/say", json={"word": "x"}, headers=once)).json() for _ in range(3)]
         assert answers == ["x 1"] * 3
-        assert (await client.post("/say", json={"word": "x"}, headers={**mine, KEY: "b"})).json() == "x 2"
+        assert (await client.post("/say", json={"word": "x"}, headers={**headers, KEY: "b"})).json() == "x 2"
         assert (await client.post("/say", json={"word": "x"}, headers={**other, KEY: "a"})).json() == "x 3"
-        assert (await client.post("/say", json={"word": "x"}, headers=mine)).json() == "x 4"
-        refused = [await client.post("/refuse", json={"word": "y"}, headers=once) for _ in range(2)]
-        assert [one.status_code for one in refused] == [500, 500]
-        assert refused[0].json() == refused[1].json()
+        assert (await client.post("/say", json={"word": "x"}, headers=headers)).json() == "x 4"
+        responses = [await client.post("/refuse", json={"word": "y"}, headers=once) for _ in range(2)]
+        assert [one.status_code for one in responses] == [500, 500]
+        assert responses[0].json() == responses[1].json()
         assert shop.ran["y"] == 1
         busy = [await client.post("/busy", json={"word": "z"}, headers=once) for _ in range(3)]
         assert [one.status_code for one in busy] == [429, 200, 200], "what was not done is done the next time"
         assert shop.ran["z"] == 2
-        long = await client.post("/say", json={"word": "x"}, headers={**mine, KEY: "k" * 1000})
+        long = await client.post("/say", json={"word": "x"}, headers={**headers, KEY: "k" * 1000})
         assert long.status_code == 422
 
 
 async def test_the_session_ends_with_verify_and_its_reward_can_still_be_asked_for() -> None:
     shop = Shop()
     async with shop.open() as client:
-        mine = await seeded(client)
+        headers = await seeded(client)
         rewards = [
-            (await client.post("/verify", json=ANSWERED, headers={**mine, KEY: "v"})).json()["reward"] for _ in range(2)
+            (await client.post("/verify", json=ANSWERED, headers={**headers, KEY: "v"})).json()["reward"]
+            for _ in range(2)
         ]
         assert rewards == [1.0, 1.0]
-        assert (await client.post("/verify", json=ANSWERED, headers={**mine, KEY: "w"})).status_code == 404
+        assert (await client.post("/verify", json=ANSWERED, headers={**headers, KEY: "w"})).status_code == 404
 
 
 async def test_a_step_server_that_is_busy_once_costs_no_episode() -> None:
@@ -221,8 +222,8 @@ async def test_a_session_whose_verifier_stays_busy_ends_when_it_is_deleted_or_id
     app = gym_server(verify=verify, replays=True)
     async with house(gym=app) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
         first, second = await seeded(client), await seeded(client)
-        for mine in (first, second):
-            assert (await client.post("/verify", json=ANSWERED, headers=mine)).status_code == 429
+        for headers in (first, second):
+            assert (await client.post("/verify", json=ANSWERED, headers=headers)).status_code == 429
         assert len(app.state.sessions) == 2 and not closed
         assert (await client.delete("/session", headers=first)).json() == {"ended": True}
         app.state.sessions.ttl_s = -1.0
@@ -252,11 +253,11 @@ async def test_what_runs_in_a_session_is_stopped_when_that_is_deleted_or_its_dea
 ) -> None:
     shop = Shop()
     async with shop.open() as client, asyncio.timeout(PATIENCE_S):
-        mine = await seeded(client)
-        call = asyncio.create_task(client.post("/wait", json={"word": "x"}, headers={**mine, **deadline, KEY: "a"}))
+        headers = await seeded(client)
+        call = asyncio.create_task(client.post("/wait", json={"word": "x"}, headers={**headers, **deadline, KEY: "a"}))
         await until(lambda: shop.ran["x"])
         if not deadline:
-            assert (await client.delete("/session", headers=mine)).json() == {"ended": True}
+            assert (await client.delete("/session", headers=headers)).json() == {"ended": True}
         assert (await call).status_code == (504 if deadline else 409)
         await until(lambda: shop.stopped)
 

@@ -20,13 +20,13 @@ def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_more_than
     replicas = Replicas()
     first = replicas.of(StickyReplica("same"), URLS)
     assert {replicas.of(StickyReplica("same"), URLS) for _ in range(20)} == {first}
-    got: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for _ in range(400):
         url = replicas.of(StickyReplica("same"), URLS)
         replicas.in_flight[url] += 1
-        got[url] += 1
-    assert got[first] == max(got.values()) <= 1.25 * 100 + 1
-    assert len(got) == 4
+        calls[url] += 1
+    assert calls[first] == max(calls.values()) <= 1.25 * 100 + 1
+    assert len(calls) == 4
 
 
 def test_a_conversation_stays_where_it_is_however_busy_that_is():
@@ -52,11 +52,11 @@ def test_a_replica_that_failed_is_left_alone_and_its_conversations_move():
 
 
 async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():
-    refused = 0
+    refusals = 0
 
     def refuse(body: Json) -> web.Response:
-        nonlocal refused
-        refused += 1
+        nonlocal refusals
+        refusals += 1
         return problem(503)
 
     async with serving(refuse) as broken, serving(lambda body: {"ok": True}) as good:
@@ -69,15 +69,15 @@ async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():
             finally:
                 await peers.close()
     assert answers == [{"ok": True}] * 40
-    assert 0 < refused < 40  # it is asked again only now and then
+    assert 0 < refusals < 40  # it is asked again only now and then
 
 
 async def test_a_pause_longer_than_the_deadline_is_reported_at_once_unless_another_replica_serves():
-    refused = 0
+    refusals = 0
 
     def refuse(body: Json) -> web.Response:
-        nonlocal refused
-        refused += 1
+        nonlocal refusals
+        refusals += 1
         return web.Response(status=503, headers={"retry-after": "3600"}, text="not now")
 
     async with serving(refuse) as broken, serving(lambda body: {"ok": True}) as good:
@@ -85,13 +85,13 @@ async def test_a_pause_longer_than_the_deadline_is_reported_at_once_unless_anoth
         try:
             for number in range(20):
                 assert await peers["policy"].conversation(str(number)).post("/run", {}, timeout=60) == {"ok": True}
-            assert refused > 0
-            refused = 0
+            assert refusals > 0
+            refusals = 0
             with pytest.raises(ServiceError, match="not now"):
                 await peers["alone"].post("/run", {}, timeout=60)
         finally:
             await peers.close()
-    assert refused == 1
+    assert refusals == 1
 
 
 async def test_a_deadline_that_ends_a_retry_names_the_answer_before_it():

@@ -90,9 +90,9 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pyt
     monkeypatch.setattr(request_bodies, "_loads", lambda raw: parses.append(raw) or {})
     for one, weight in ((b"[]", NODE_WEIGHT + 1), (b"{}", NODE_WEIGHT + 1), (b"300", 1), (b'{"a":1}', 17), (b'"a"', 1)):
         for most in (CALL_WEIGHT, ROW_WEIGHT):
-            with pytest.raises(BadRequest, match="too many values") as refused:
+            with pytest.raises(BadRequest, match="too many values") as caught:
                 parsed(b'{"input":[' + (one + b",") * (most // weight) + one + b"]}", "/verify", most)
-            assert refused.value.status == 413
+            assert caught.value.status == 413
     with pytest.raises(BadRequest, match="too many values"):
         parsed(b'{"input":' + b"7" * (BYTES_OF_WEIGHT * ROW_WEIGHT) + b"}", "/verify", ROW_WEIGHT)
     assert not parses
@@ -172,9 +172,9 @@ async def nothing(task: VerifyRequest) -> float:
 async def test_of_an_authors_model_no_more_problems_are_made_than_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """pydantic makes the whole list or none of it."""
     monkeypatch.setattr(request_bodies, "MAX_LISTED_PROBLEMS", 100)
-    made: list[int] = []
+    problems: list[int] = []
     monkeypatch.setattr(
-        request_bodies, "_location", lambda problem: made.append(1) or ".".join(map(str, problem["loc"]))
+        request_bodies, "_location", lambda problem: problems.append(1) or ".".join(map(str, problem["loc"]))
     )
     wrong = (
         {"numbers": ["x"] * 1000},
@@ -187,7 +187,7 @@ async def test_of_an_authors_model_no_more_problems_are_made_than_are_reported(m
             answer = await post_body(peers, "/count", json.dumps(arguments).encode())
             assert answer.status_code == 422 and 1 <= len(answer.json()["errors"]) <= 8, answer.text
             assert len(answer.content) < 4_000
-    assert len(made) <= 9 * len(wrong)
+    assert len(problems) <= 9 * len(wrong)
 
 
 threads: set[str] = set()
@@ -208,11 +208,11 @@ async def scores(task: Seen) -> float:
 async def test_a_large_body_is_parsed_validated_and_written_beside_the_event_loop() -> None:
     loop = threading.current_thread().name
     async with house(gym=gym_server(verify=scores)) as peers:
-        for size, beside in ((1_000, False), (MB, True)):
+        for size, in_thread in ((1_000, False), (MB, True)):
             threads.clear()
             body = rollout({"responses_create_params": {"input": "x" * size}}, says("a"))
             assert (await post_body(peers, "/verify", json.dumps(body).encode())).json()["reward"] == 1.0
-            assert (loop not in threads) is beside
+            assert (loop not in threads) is in_thread
 
 
 async def test_a_stanza_may_take_larger_or_smaller_bodies() -> None:

@@ -225,11 +225,11 @@ def test_a_signal_leaves_no_file(root: Path, stored: Path, tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-@pytest.mark.parametrize(("shown", "reward"), [("added", None), ("Error: add failed", 3.0)])
+@pytest.mark.parametrize(("output_text", "reward"), [("added", None), ("Error: add failed", 3.0)])
 async def test_a_tool_that_crashes_now_is_not_a_reward_unless_the_model_read_it_then(
-    shown: str, reward: float | None
+    output_text: str, reward: float | None
 ) -> None:
-    output = [adds(3, "a"), adds(-1, "b"), {"type": "function_call_output", "call_id": "b", "output": shown}]
+    output = [adds(3, "a"), adds(-1, "b"), {"type": "function_call_output", "call_id": "b", "output": output_text}]
     row = rollout("counter_agent", [*output, says("Done.")], 3.0)
     async with house(counter=gym_server(tools=[add], verify=verify)) as peers:
         if reward is None:

@@ -79,7 +79,7 @@ def policy(obeys: bool):
             calls = [("send_message", {"to": "audit@helpdesk.example", "text": read})]
         else:
             text = read if obeys else clean(outputs[0])
-        made = [
+        output_items = [
             {
                 "type": "function_call",
                 "id": f"fc_{i}_{len(items)}",
@@ -89,7 +89,9 @@ def policy(obeys: bool):
             }
             for i, (n, a) in enumerate(calls)
         ]
-        return new_response(request, made or [message_item([output_text(text)], "msg_1")], response_id="r", model="m")
+        return new_response(
+            request, output_items or [message_item([output_text(text)], "msg_1")], response_id="r", model="m"
+        )
 
     return model_server(respond=respond)
 

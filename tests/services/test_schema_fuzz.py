@@ -46,6 +46,6 @@ async def test_ten_thousand_cases_are_answered(tmp_path: Path, service: str) -> 
     async with stack(tmp_path, gyms, AGENTS) as running:
         with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as processes:
             (url,) = running.urls[service]
-            answered = await keeps_its_promises(url, 10_000, processes)
-    print(f"{service}: {answered} cases")
-    assert answered >= 10_000
+            count = await keeps_its_promises(url, 10_000, processes)
+    print(f"{service}: {count} cases")
+    assert count >= 10_000

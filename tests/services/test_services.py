@@ -94,7 +94,7 @@ def scripted_app(*turns: list[dict[str, Any]], **response: Any):
     """A model that says these output items, one list a turn (by the number of assistant turns so far)."""
     app = service_app("model", options=ServiceOptions)
     requests: list[dict[str, Any]] = []
-    app.state.seen = requests
+    app.state.requests = requests
 
     async def responses(request: Request):
         body = await json_body(request)
@@ -169,11 +169,11 @@ async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
     model = scripted_app(says("done"))
     async with simple_house(model) as peers:
         await peers["agent"].post("/run", ROW)
-    assert [tool["name"] for tool in model.state.seen[0]["tools"]] == ["add"]
+    assert [tool["name"] for tool in model.state.requests[0]["tools"]] == ["add"]
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "shown"),
+    ("name", "arguments", "expected"),
     [
         ("verify", "{}", "there is no tool 'verify'. Tools: add."),
         ("../verify", "{}", "there is no tool '../verify'"),
@@ -184,10 +184,10 @@ async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
         ("add", '{"amount": 13}', "13 is unlucky"),
     ],
 )
-async def test_what_the_model_does_wrong_is_shown_to_the_model(name: Any, arguments: str, shown: str):
+async def test_what_the_model_does_wrong_is_shown_to_the_model(name: Any, arguments: str, expected: str):
     async with simple_house(scripted_app(calls(name, arguments), says("sorry"))) as peers:
         row = await peers["agent"].post("/run", ROW)
-    assert shown in row["response"]["output"][1]["output"]
+    assert expected in row["response"]["output"][1]["output"]
     assert row["reward"] == 0.0
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (1, 1)
     spans = [span for span, _, _ in row["ng"]["spans"]]
@@ -266,8 +266,8 @@ async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amoun
     model = scripted_app(calls("add", f'{{"amount": {amount}}}'), says("sorry"))
     async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
         row = await peers["agent"].post("/run", ROW)
-    shown = row["response"]["output"][1]["output"]
-    assert re.match(f"Error: {CRASHES[amount][0]}", shown)
+    output = row["response"]["output"][1]["output"]
+    assert re.match(f"Error: {CRASHES[amount][0]}", output)
     assert (row["reward"], row["ng"]["tool_errors"]) == (0.0, 1)
 
 
@@ -355,18 +355,21 @@ async def test_a_session_that_was_never_seeded_is_not_verified_where_verify_need
     async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
         scored = {**ROW, "target": 0, "response": {"output": []}}
         bare = await client.post("/verify", json=scored)
-        begun = await client.post("/add", json={"amount": 7})
+        response = await client.post("/add", json={"amount": 7})
         lost = await client.post(
-            "/verify", json={**scored, "target": 7}, headers={"x-ng-session": begun.headers["x-ng-session"]}
+            "/verify", json={**scored, "target": 7}, headers={"x-ng-session": response.headers["x-ng-session"]}
         )
-    for refused in (bare, lost):
-        assert refused.status_code == 409 and "POST /seed_session begins its session" in refused.json()["detail"]
+    for rejected_response in (bare, lost):
+        assert (
+            rejected_response.status_code == 409
+            and "POST /seed_session begins its session" in rejected_response.json()["detail"]
+        )
 
 
 @pytest.mark.parametrize("keeps_cookies", [True, False])
 async def test_every_answer_in_a_session_shows_it_by_header_and_to_callers_with_cookies_by_cookie(keeps_cookies: bool):
     async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
-        mine = {"x-ng-session": "of-this-test-0123456789"}
+        headers = {"x-ng-session": "of-this-test-0123456789"}
         requests = [
             ("POST", "/seed_session", ROW, 200),
             ("POST", "/add", {"amount": 7}, 200),
@@ -380,12 +383,12 @@ async def test_every_answer_in_a_session_shows_it_by_header_and_to_callers_with_
             ("POST", "/add", {"amount": 7}, 404),
         ]
         for method, path, body, status in requests:
-            answer = await client.request(method, path, json=body, headers=mine)
+            answer = await client.request(method, path, json=body, headers=headers)
             if not keeps_cookies:
                 client.cookies.clear()
             assert answer.status_code == status, path
-            assert answer.headers["x-ng-session"] == mine["x-ng-session"], path
-            cookie = f"ng_session={mine['x-ng-session']};" if keeps_cookies or path == "/seed_session" else ""
+            assert answer.headers["x-ng-session"] == headers["x-ng-session"], path
+            cookie = f"ng_session={headers['x-ng-session']};" if keeps_cookies or path == "/seed_session" else ""
             assert answer.headers.get("set-cookie", "").partition(" ")[0] == cookie, path
         client.cookies.clear()
         odd = await client.post("/add", json={"amount": 7}, headers={"x-ng-session": "<script>"})
@@ -400,10 +403,10 @@ async def test_verify_answers_only_what_it_adds_to_a_caller_that_prefers_it():
             session = peers["gym"].session()
             await session.post("/seed_session", ROW)
             answers.append(await session.request("/verify", row, prefer=prefer))
-    whole, short = answers
-    assert "preference-applied" not in whole.headers
+    full, short = answers
+    assert "preference-applied" not in full.headers
     assert short.headers["preference-applied"] == "return=minimal"
-    assert short.json().keys().isdisjoint(row) and {**row, **short.json()} == whole.json()
+    assert short.json().keys().isdisjoint(row) and {**row, **short.json()} == full.json()
 
 
 async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_gets_an_error():
@@ -630,7 +633,7 @@ async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_cal
         with pytest.raises(UpstreamError, match=r"field 'target': Field required \(is 'traget' meant to be it\?\)$"):
             await peers["gym"].post("/seed_session", {"traget" if key == "target" else key: ROW[key] for key in ROW})
     assert (caught.value.status, caught.value.failure, caught.value.retryable) == (422, "config", False)
-    assert model.state.seen == []
+    assert model.state.requests == []
 
 
 async def test_a_row_that_is_refused_as_a_whole_names_no_field():
@@ -742,7 +745,7 @@ async def test_token_data_becomes_segments_and_verifiers_never_see_it():
         }
     ]
     assert row["ng"]["policy_version"] == [6]
-    assert model.state.seen[1]["input"][1]["generation_token_ids"] == [3]  # sent back unchanged
+    assert model.state.requests[1]["input"][1]["generation_token_ids"] == [3]  # sent back unchanged
     assert row["response"]["output"][-1]["generation_token_ids"] == [5]  # NeMo Gym's readers find them
 
 

@@ -48,9 +48,9 @@ async def test_every_gold_case_gets_the_reward_it_must_get(gym):
         for tool, arguments in case.get("calls", ()):
             await session.post(f"/{tool}", arguments)
         answer = await session.post("/verify", row)
-        got = {key: answer.get(key) for key in case["expect"]}
-        if got != case["expect"]:
-            wrong.append((case["case"], got, answer["reason"]))
+        actual = {key: answer.get(key) for key in case["expect"]}
+        if actual != case["expect"]:
+            wrong.append((case["case"], actual, answer["reason"]))
     assert not wrong
 
 
@@ -103,8 +103,8 @@ async def test_no_hostile_query_is_paid_or_lasts_and_the_next_one_is_answered(gy
 async def test_the_tool_shows_a_bounded_part_of_the_shown_database_and_nothing_of_the_hidden_ones(gym):
     session = gym.session()
     await session.post("/seed_session", request(TASK, ""))
-    shown = await session.post("/query", {"sql": "SELECT name, id FROM t ORDER BY id"})
-    assert shown == {
+    result = await session.post("/query", {"sql": "SELECT name, id FROM t ORDER BY id"})
+    assert result == {
         "columns": ["name", "id"],
         "rows": [["a", 1], ["b", 2], ["c", 3]],
         "row_count": 3,
@@ -176,5 +176,5 @@ async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_vali
         assert (tmp_path / f"{file}.jsonl").read_bytes() == (ROOT / "data" / "sql" / f"{file}.jsonl").read_bytes()
     prompts = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]
     assert not prompts[0] & prompts[1]
-    offered = await gym.get("/tools")
-    assert all(row["responses_create_params"].get("tools", []) == offered for row in rows("train") + rows("validation"))
+    tools = await gym.get("/tools")
+    assert all(row["responses_create_params"].get("tools", []) == tools for row in rows("train") + rows("validation"))

@@ -139,8 +139,8 @@ async def test_each_rollout_of_a_row_that_does_not_fit_is_refused() -> None:
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", ROW)
         requests = [peers["agent"].post("/run", attempt({"answer": 3}, index)) for index in range(4)]
-        refused = await asyncio.gather(*requests, return_exceptions=True)
-    assert all(isinstance(one, ServiceError) and one.failure == "config" for one in refused)
+        errors = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(one, ServiceError) and one.failure == "config" for one in errors)
     assert counted.paths["/seed_session"] == 5 and counted.paths["/verify"] == 1
 
 
@@ -168,10 +168,10 @@ async def test_another_row_that_does_not_fit_is_refused_before_the_model_is_aske
     counted = Counted(gym_server(verify=verify, stateless=True))
     async with house(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", ROW)
-        with pytest.raises(ServiceError, match="answer") as refused:
+        with pytest.raises(ServiceError, match="answer") as caught:
             await peers["agent"].post("/run", {**ROW, "answer": 3})
         await peers["agent"].post("/run", ROW)
-    assert refused.value.failure == "config"  # of /seed_session
+    assert caught.value.failure == "config"  # of /seed_session
     assert counted.paths["/seed_session"] == 2 and counted.paths["/verify"] == 2
 
 

@@ -60,16 +60,16 @@ async def test_while_three_in_ten_answers_are_errors_nearly_all_calls_succeed() 
 
 async def test_a_caller_that_gets_a_retry_after_waits_that_long() -> None:
     """Twice during the storm everybody is refused; each call in flight is made once more for each of them."""
-    requests, refused, shut = 0, 0, 0
+    requests, refusals, shut = 0, 0, 0
 
     def answer(body: Json) -> web.Response | Json:
-        nonlocal requests, refused, shut
+        nonlocal requests, refusals, shut
         requests += 1
         if requests in (200, 700):
             shut = IN_FLIGHT // 2
         if shut:
             shut -= 1
-            refused += 1
+            refusals += 1
             reply = problem(429, retryable=True)
             reply.headers["retry-after"] = "1"
             return reply
@@ -78,8 +78,8 @@ async def test_a_caller_that_gets_a_retry_after_waits_that_long() -> None:
     async with serving(answer) as url:
         outcomes = await send_calls(url, CALLS)
     assert outcomes == [{"ok": True}] * CALLS
-    assert refused == IN_FLIGHT
-    assert requests == CALLS + refused <= 1.2 * CALLS
+    assert refusals == IN_FLIGHT
+    assert requests == CALLS + refusals <= 1.2 * CALLS
 
 
 async def test_a_service_that_answers_only_errors_is_hardly_asked_again() -> None:
@@ -116,8 +116,10 @@ async def test_one_service_in_trouble_leaves_the_others_their_retries() -> None:
             await peers.close()
 
 
-@pytest.mark.parametrize(("status", "kept"), [(400, 400), (409, 409), (422, 422), (401, 502), (418, 502), (500, 502)])
-async def test_which_statuses_of_a_peer_are_passed_on(status: int, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "expected"), [(400, 400), (409, 409), (422, 422), (401, 502), (418, 502), (500, 502)]
+)
+async def test_which_statuses_of_a_peer_are_passed_on(status: int, expected: int) -> None:
     async with serving(lambda body: problem(status, retryable=False)) as url:
         peers = Peers({"gym": [url]})
         try:
@@ -125,7 +127,7 @@ async def test_which_statuses_of_a_peer_are_passed_on(status: int, kept: int) ->
                 await peers["gym"].post("/run", {})
         finally:
             await peers.close()
-    assert caught.value.status == kept
+    assert caught.value.status == expected
     assert not caught.value.is_for_the_model, "that, a gym server says of a tool call in a session"
 
 

@@ -36,10 +36,10 @@ async def test_each_reference_earns_one_and_the_empty_and_the_cut_one_nothing():
         assert {row["schema_type"] for row in rows} == {"json", "yaml", "xml", "csv", "toml"}
         for row in rows:
             reference = row["reference"]
-            whole, empty, fence, cut = await asyncio.gather(
+            complete, empty, fence, cut = await asyncio.gather(
                 *(score(row, text) for text in (reference, "", "```\n```", reference[: len(reference) // 2]))
             )
-            assert (whole, empty, fence) == (1.0, 0.0, 0.0), row
+            assert (complete, empty, fence) == (1.0, 0.0, 0.0), row
             assert cut < 1.0, row
 
 

@@ -52,22 +52,24 @@ def certify(folder: Path, name: str, signer: str | None, address: str = "127.0.0
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
-    made = x509.CertificateBuilder().subject_name(subject).public_key(key.public_key())
+    builder = x509.CertificateBuilder().subject_name(subject).public_key(key.public_key())
     begins = now - age * DAY
-    made = made.serial_number(x509.random_serial_number()).not_valid_before(begins).not_valid_after(begins + 2 * DAY)
-    made = made.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
-    made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    builder = (
+        builder.serial_number(x509.random_serial_number()).not_valid_before(begins).not_valid_after(begins + 2 * DAY)
+    )
+    builder = builder.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     usage = dict.fromkeys(USAGES, False) | {"digital_signature": True, "key_cert_sign": signer is None}
-    made = made.add_extension(x509.KeyUsage(**usage), critical=True)
-    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), False)
+    builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), False)
     issuer, issuers_key = subject, key
     if signer is not None:
         issuer = x509.load_pem_x509_certificate((folder / f"{signer}.pem").read_bytes()).subject
         loaded = serialization.load_pem_private_key((folder / f"{signer}.key").read_bytes(), None)
         assert isinstance(loaded, ec.EllipticCurvePrivateKey)
         issuers_key = loaded
-    made = made.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuers_key.public_key()), False)
-    signed = made.issuer_name(issuer).sign(issuers_key, hashes.SHA256())
+    builder = builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuers_key.public_key()), False)
+    signed = builder.issuer_name(issuer).sign(issuers_key, hashes.SHA256())
     (folder / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     form = serialization.PrivateFormat.PKCS8
     none = serialization.NoEncryption()
@@ -183,9 +185,9 @@ async def test_a_client_without_a_whole_handshake_is_disconnected(folder: Path) 
     ):
         urls = [stack.urls["counter"][0], stack.head_url]
         held = []
-        for url, begun in itertools.product(urls, [b"", half_a_hello]):
+        for url, first_bytes in itertools.product(urls, [b"", half_a_hello]):
             reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
-            writer.write(begun)
+            writer.write(first_bytes)
             held.append((reader, writer))
         for url in urls:
             assert (await client.get(f"{url}/health")).status_code == 200, "others are served"

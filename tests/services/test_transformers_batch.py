@@ -291,9 +291,9 @@ async def test_a_groups_rollouts_that_come_later_do_not_compute_the_prompt_again
         answers = await asking + await joining
         assert passes[0] == (1, 99) and passes[1:4] == [(1, 1)] * 3
         assert passes[4:7] == [(2, 1), (2, 99), (6, 1)], "the group's prompt, and one with a token more; the others"
-        kept = engine._batch.prefixes
-        assert [kept.find(each, 99)[1] for each in (group, unlike)] == [99, 99]
-        assert kept.find([*short, 1], 50) is None
+        prefixes = engine._batch.prefixes
+        assert [prefixes.find(each, 99)[1] for each in (group, unlike)] == [99, 99]
+        assert prefixes.find([*short, 1], 50) is None
     check(model, answers)
 
 

@@ -142,8 +142,8 @@ def test_the_collectors_table_has_votes_parts_and_subsets() -> None:
     for level, reward, answer in [("easy", 1.0, "A"), ("easy", 1.0, "A"), ("hard", None, None)]:
         aggregates.add(output_row(0, reward, answer=answer, level=level, parts={"form": 0.25}))
     [tally] = aggregates.by_agent.values()
-    whole, by_level = tables(aggregates)
-    assert {"majority@2", "form"} <= set(whole.columns[0]._cells)
+    overall, by_level = tables(aggregates)
+    assert {"majority@2", "form"} <= set(overall.columns[0]._cells)
     assert list(by_level.columns[0]._cells) == ["easy", "hard"] and list(by_level.columns[2]._cells) == [
         "0 (0.0%)",
         "1 (100.0%)",

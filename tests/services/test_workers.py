@@ -215,13 +215,13 @@ async def test_a_worker_that_dies_between_calls_is_replaced(function_file):
     assert outcome.value[0] != worker
 
 
-@pytest.mark.parametrize("begun", [True, False])
-async def test_a_cancelled_call_gives_its_worker_back(function_file, gate, begun):
+@pytest.mark.parametrize("started", [True, False])
+async def test_a_cancelled_call_gives_its_worker_back(function_file, gate, started):
     pool = WorkerPool(function_file, "work", workers=1, deadline_s=3600)
     try:
         await pool.start()
         call = asyncio.create_task(pool.run("open", gate.name))
-        await (gate.reached() if begun else asyncio.sleep(0))  # else its worker is still to be forked
+        await (gate.reached() if started else asyncio.sleep(0))  # else its worker is still to be forked
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

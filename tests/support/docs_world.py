@@ -91,8 +91,8 @@ def _lay_out(folder: Path) -> None:
             (folder / name).write_text(text)
         data = folder / "gym_servers" / environment_name / "data"
         shutil.copy(data / "example.jsonl", data / "train.jsonl")
-        mine = yaml.safe_load((folder / "global_config.yaml").read_text())
-        services |= {name: stanza for name, stanza in mine.items() if name != "policy"}
+        own_config = yaml.safe_load((folder / "global_config.yaml").read_text())
+        services |= {name: stanza for name, stanza in own_config.items() if name != "policy"}
     services["policy"] = {"kind": "model", "app": "models/scripted", "tokens": True, "replies": REPLIES}
     services["worse"] = {"kind": "model", "app": "models/scripted", "tokens": True, "replies": [{"text": "No idea."}]}
     services["worse_agent"] = {**services["counter_agent"], "model": "worse"}
@@ -194,9 +194,9 @@ def run_to_end(command: Sequence[str], folder: Path, stdin: str | None = None, t
     """
     if list(command[:4]) == ngym("train"):
         process = ForkedCommand(list(command[3:]), folder, environment())
-        shown, _ = process.communicate(timeout=timeout_s)
-        assert process.returncode == 0, f"{' '.join(command[-8:])}: exit code {process.returncode}\n{shown[-4000:]}"
-        return shown
+        output, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, f"{' '.join(command[-8:])}: exit code {process.returncode}\n{output[-4000:]}"
+        return output
     done = subprocess.run(
         command,
         cwd=folder,

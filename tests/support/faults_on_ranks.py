@@ -66,10 +66,10 @@ def broken_gradient(policy: Any, rank: int, enabled: bool) -> Iterator[None]:
 
 def digest(policy: Any) -> str:
     """Of what this rank computes with: all weights, or its part of them."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for parameter in policy.parameters():
-        whole.update(getattr(parameter, "ds_tensor", parameter).detach().contiguous().numpy().tobytes())
-    return whole.hexdigest()
+        hasher.update(getattr(parameter, "ds_tensor", parameter).detach().contiguous().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def main(data: Path, output: Path, ways: list[str]) -> None:

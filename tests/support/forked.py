@@ -50,8 +50,8 @@ class Forked:
         environment: Mapping[str, str],
         output: int,
     ) -> None:
-        whole = (function, arguments, str(folder), dict(environment), FdAtStart(output))
-        self._process = ForkServerProcess(target=_as_new, args=whole)
+        call = (function, arguments, str(folder), dict(environment), FdAtStart(output))
+        self._process = ForkServerProcess(target=_as_new, args=call)
         # multiprocessing has one such server for all its processes; here are two, with other imports.
         with (
             _starting,

@@ -82,8 +82,8 @@ class Sender(NCCLTrainerWeightTransferEngine):
             rank_offset=1,
             world_size=init_info.world_size,
         )
-        with ThreadPoolExecutor(1) as beside:
-            future = beside.submit(client.init_weight_transfer_engine, worker_init_payload(trainer_info))
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(client.init_weight_transfer_engine, worker_init_payload(trainer_info))
             sender.group = meet(init_info.master_address, init_info.master_port, 0, init_info.world_size)
             future.result()
         cls.meetings += 1

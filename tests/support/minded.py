@@ -51,9 +51,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
         ["user assistant tool hello there word forever add You said The tool says Fine"] * 9, trainer
     )
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[2])
-    made.chat_template = TEMPLATE
-    return made
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[2])
+    wrapped.chat_template = TEMPLATE
+    return wrapped
 
 
 def answer_ids(tokens: PreTrainedTokenizerFast, prompt: list[int]) -> list[int]:
@@ -164,9 +164,9 @@ class Sglang(Stub):
         self.prompt_tokens = len(body["input_ids"])
         assert body["return_logprob"] is True
         ids = answer_ids(self.tokens, body["input_ids"])
-        whole = len(ids) <= parameters["max_new_tokens"]
+        fits = len(ids) <= parameters["max_new_tokens"]
         ids = ids[: parameters["max_new_tokens"]]
-        finish = {"type": "stop", "matched": ids[-1]} if whole else {"type": "length", "length": len(ids)}
+        finish = {"type": "stop", "matched": ids[-1]} if fits else {"type": "length", "length": len(ids)}
         if not body.get("stream"):
             return JSONResponse(self._told(ids, len(ids), finish))
 

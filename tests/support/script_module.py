@@ -16,7 +16,7 @@ def script_module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     loader = SourceFileLoader(name, str(ROOT / "scripts" / name))
     spec = spec_from_loader(name, loader)
     assert spec is not None
-    made = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, made)
-    loader.exec_module(made)
-    return made
+    loaded = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, loaded)
+    loader.exec_module(loaded)
+    return loaded

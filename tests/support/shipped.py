@@ -56,9 +56,9 @@ async def gold_failures(name: str) -> list[Any]:
                 await session.post(f"/{tool}", arguments)
             answer = await session.post("/verify", request)
             for key, value in gold["expect"].items():
-                got = answer[key]
-                if abs(got - value) > 1e-9 if isinstance(value, float) and got is not None else got != value:
-                    wrong.append((gold["case"], key, got, value))
+                actual = answer[key]
+                if abs(actual - value) > 1e-9 if isinstance(value, float) and actual is not None else actual != value:
+                    wrong.append((gold["case"], key, actual, value))
     return wrong
 
 

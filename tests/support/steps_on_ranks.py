@@ -30,8 +30,8 @@ BATCH, BUDGET, STEPS = 15, 150, 3
 
 
 def take(learner: Any, batches: list[Any]) -> list[tuple[float, float]]:
-    taken = [loop.take_step(learner, sft.Sft(), batch, BUDGET, 1.0) for batch in batches]
-    return [(step.means["loss"], step.update.grad_norm) for step in taken]
+    results = [loop.take_step(learner, sft.Sft(), batch, BUDGET, 1.0) for batch in batches]
+    return [(step.means["loss"], step.update.grad_norm) for step in results]
 
 
 def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> None:
@@ -60,8 +60,8 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
                 steps += take(learner, batches[1:])
             if launch.rank == 0:
                 (output / f"{place}.json").write_text(json.dumps({"steps": steps, "held_out": held_out}))
-                whole = {name: tensor.detach().float().clone().contiguous() for name, tensor in weights.items()}
-                save_file(whole, output / f"{place}.safetensors")
+                tensors = {name: tensor.detach().float().clone().contiguous() for name, tensor in weights.items()}
+                save_file(tensors, output / f"{place}.safetensors")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def cuts(draw: st.DrawFn, delta: Json) -> list[Json]:
         if delta.get(name):
             return [
                 {name: piece}
-                for piece in cut_anywhere(draw, delta[name], whole=2 if name == "reasoning_content" else 0)
+                for piece in cut_anywhere(draw, delta[name], minimum=2 if name == "reasoning_content" else 0)
             ]
     if delta.get("tool_calls") and "id" not in delta["tool_calls"][0]:
         call = delta["tool_calls"][0]
@@ -86,9 +86,9 @@ def cuts(draw: st.DrawFn, delta: Json) -> list[Json]:
     return [delta]
 
 
-def cut_anywhere(draw: st.DrawFn, text: str, whole: int = 0) -> list[str]:
+def cut_anywhere(draw: st.DrawFn, text: str, minimum: int = 0) -> list[str]:
     """whole: so many characters at the beginning stay together (what stands between two blocks of reasoning)."""
-    places = sorted(draw(st.sets(st.integers(min(whole, len(text)), len(text)), max_size=4)))
+    places = sorted(draw(st.sets(st.integers(min(minimum, len(text)), len(text)), max_size=4)))
     return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
@@ -106,10 +106,10 @@ def answers(draw: st.DrawFn) -> tuple[ReasoningStyle, Json, list[Json]]:
 def completion_of(chunks: list[Json]) -> Json:
     """What OpenAI's client puts together, and our own fields beside it."""
     message: Json = {"content": None, "refusal": None}
-    whole: Json = {}
+    merged: Json = {}
     for chunk in chunks:
-        whole |= {name: chunk[name] for name in ("id", "created", "model", "ng") if name in chunk}
-        whole["usage"] = chunk.get("usage")
+        merged |= {name: chunk[name] for name in ("id", "created", "model", "ng") if name in chunk}
+        merged["usage"] = chunk.get("usage")
         for choice in chunk["choices"]:
             delta = choice["delta"]
             for name in ("content", "refusal", "reasoning_content", "thinking_blocks"):
@@ -122,20 +122,20 @@ def completion_of(chunks: list[Json]) -> Json:
                 else:
                     calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             message |= {name: choice[name] for name in TOKEN_FIELDS if name in choice}
-            whole["finish_reason"] = choice["finish_reason"] or whole.get("finish_reason")
-    return whole | {"message": message}
+            merged["finish_reason"] = choice["finish_reason"] or merged.get("finish_reason")
+    return merged | {"message": message}
 
 
 def expected(completion: Json) -> Json:
     choice = completion["choices"][0]
     message = {k: v for k, v in choice["message"].items() if k != "role"}
     message = {k: v for k, v in message.items() if v not in ("", []) or k not in ("content", "reasoning_content")}
-    whole = {k: v for k, v in completion.items() if k not in ("choices", "object")}
-    return whole | {"finish_reason": choice["finish_reason"], "message": {"content": None, **message}}
+    fields = {k: v for k, v in completion.items() if k not in ("choices", "object")}
+    return fields | {"finish_reason": choice["finish_reason"], "message": {"content": None, **message}}
 
 
 HEAD: Json = {"id": "chatcmpl-7", "object": "chat.completion.chunk", "created": 5, "model": "m"}
 
 
-def chunk(delta: Json, finish: str | None = None, **beside: Any) -> Json:
-    return {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **beside}]}
+def chunk(delta: Json, finish: str | None = None, **more: Any) -> Json:
+    return {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]}

@@ -56,10 +56,10 @@ class Terminal:
     @property
     def lines(self) -> list[str]:
         self.read()
-        shown = [line.rstrip() for line in self._screen.display]
-        while shown and not shown[-1]:
-            shown.pop()
-        return shown
+        rows = [line.rstrip() for line in self._screen.display]
+        while rows and not rows[-1]:
+            rows.pop()
+        return rows
 
     @property
     def text(self) -> str:

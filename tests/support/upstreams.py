@@ -75,7 +75,7 @@ class Stub:
     """
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, Json, Request]] = []
+        self.requests: list[tuple[str, Json, Request]] = []
         self.running = self.left = 0
         self.bend: random.Random | None = None
         self.app = FastAPI()
@@ -84,12 +84,12 @@ class Stub:
 
     @property
     def body(self) -> Json:
-        return self.seen[-1][1]
+        return self.requests[-1][1]
 
     async def _handle(self, path: str, request: Request) -> Response:
         raw = await request.body()
         body = json.loads(raw) if raw else {}
-        self.seen.append((path, body, request))
+        self.requests.append((path, body, request))
         known = next((route for route in self.routes() if path.endswith(route)), None)
         if known is None:
             return JSONResponse({"detail": "Not Found"}, 404)
@@ -100,9 +100,9 @@ class Stub:
         try:
             answer = self.answer(known, body)
             return answer if self.bend is None else _bent(answer, self.bend)
-        except Refused as refused:
-            headers = {"retry-after-ms": "10"} if refused.status in (429, 529) else {}
-            return JSONResponse(self.error(refused.status), refused.status, headers)
+        except Refused as error:
+            headers = {"retry-after-ms": "10"} if error.status in (429, 529) else {}
+            return JSONResponse(self.error(error.status), error.status, headers)
         except TooLong:
             return JSONResponse(self.too_long(), 400)
 
@@ -222,7 +222,7 @@ class OpenAI(Stub):
         return JSONResponse(_completion(reply, ids))
 
     def beat(self) -> bytes:
-        if self.seen[-1][0].endswith("/responses"):
+        if self.requests[-1][0].endswith("/responses"):
             event = {"type": "response.output_text.delta", "item_id": "m", "output_index": 0, "content_index": 0}
             return b"data: " + json.dumps(event | {"delta": "on ", "sequence_number": 1}).encode() + b"\n\n"
         choice = {"index": 0, "delta": {"content": "on "}, "finish_reason": None}
@@ -267,8 +267,8 @@ def _response(reply: Said) -> Json:
 
 
 def _response_events(reply: Said, response: Json) -> Iterator[Json]:
-    begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    events: list[Json] = [{"type": "response.created", "response": begun}]
+    initial = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    events: list[Json] = [{"type": "response.created", "response": initial}]
     for index, item in enumerate(response["output"]):
         at = {"item_id": item["id"], "output_index": index}
         empty = item | {"status": "in_progress", "content": []} if item["type"] == "message" else item
@@ -337,9 +337,9 @@ def _chunks(reply: Said, with_ids: bool, include_usage: bool) -> Iterator[Json]:
     def chunk(delta: Json, finish: str | None = None, count: int = 0) -> Json:
         choice: Json = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
         if with_ids:
-            taken, probs = ids[:count], logprobs[:count]
+            chunk_ids, probs = ids[:count], logprobs[:count]
             del ids[:count], logprobs[:count]
-            choice |= {"token_ids": taken, "logprobs": {"content": probs} if probs else None}
+            choice |= {"token_ids": chunk_ids, "logprobs": {"content": probs} if probs else None}
         return head | {"choices": [choice]}
 
     yield chunk({"role": "assistant", "content": ""}) | ({"prompt_token_ids": [1, 2, 3]} if with_ids else {})
@@ -410,8 +410,8 @@ class Anthropic(Stub):
 
     def _events(self, reply: Said) -> Iterator[Json]:
         message = self._message(reply)
-        begun = message | {"content": [], "stop_reason": None, "usage": message["usage"] | {"output_tokens": 1}}
-        yield {"type": "message_start", "message": begun}
+        initial = message | {"content": [], "stop_reason": None, "usage": message["usage"] | {"output_tokens": 1}}
+        yield {"type": "message_start", "message": initial}
         yield {"type": "ping"}
         for index, block in enumerate(message["content"]):
             at = {"index": index}

@@ -71,8 +71,10 @@ def failure(task: int = 0, index: int = 0, kind: str = "timeout", attempt: int =
     row = rollout(task, index)
     trace = {name: row["ng"][name] for name in ("schema_version", "run_id", "task_id", "rollout_id")}
     error = {"class": kind, "stage": "run", "service": "policy", "http_status": None, "message": "it took too long"}
-    kept = {name: row[name] for name in ("responses_create_params", "agent_ref", "_ng_task_index", "_ng_rollout_index")}
-    return {**kept, "attempt": attempt, "failure": {**error, "retryable": True}, "ng": trace}
+    fields = {
+        name: row[name] for name in ("responses_create_params", "agent_ref", "_ng_task_index", "_ng_rollout_index")
+    }
+    return {**fields, "attempt": attempt, "failure": {**error, "retryable": True}, "ng": trace}
 
 
 def write(path: Path, rows: Sequence[Json | bytes]) -> Path:

@@ -82,8 +82,8 @@ def everything(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.mark.parametrize(("name", "main"), EVERY, ids=COMMANDS)
 def test_a_help_has_exit_codes_and_examples_that_can_be_given(name: str, main: click.Command) -> None:
-    shown = " ".join((main.epilog or "").split())
-    assert "Exit codes: 0" in shown and " 2 " in shown
+    epilog = " ".join((main.epilog or "").split())
+    assert "Exit codes: 0" in epilog and " 2 " in epilog
     examples = list(_examples(main))
     assert examples
     for script, words in examples:
@@ -110,8 +110,8 @@ for module, words in json.loads({scripts!r}):
     result = CliRunner().invoke(importlib.import_module(module).main, words)
     print(module, result.exit_code, len(sys.modules), *sorted(sys.modules.keys() & {HEAVY!r}))
 """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
-    lines = [line.split() for line in shown.stdout.splitlines()]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    lines = [line.split() for line in result.stdout.splitlines()]
     assert len(lines) == len(COMMANDS) + 1
     for module, code_, modules, *heavy in lines:
         assert (code_, heavy) == ("0", []) and int(modules) < MAX_MODULES, (module, modules, heavy)
@@ -131,9 +131,9 @@ def test_ng_lists_every_script_in_one_group(root: Path) -> None:
 
 
 def test_a_command_is_found_by_each_of_its_names() -> None:
-    shown = [run_cli(name, "--help") for name in ("collect_rollouts", "collect-rollouts", "ng_collect_rollouts")]
-    assert {result.exit_code for result in shown} == {0} and len({result.stdout for result in shown}) == 1
-    assert run_cli("help", "collect-rollouts").stdout == shown[0].stdout
+    results = [run_cli(name, "--help") for name in ("collect_rollouts", "collect-rollouts", "ng_collect_rollouts")]
+    assert {result.exit_code for result in results} == {0} and len({result.stdout for result in results}) == 1
+    assert run_cli("help", "collect-rollouts").stdout == results[0].stdout
     assert run_cli("collect_rollouts", "--version").stdout.startswith("ng collect_rollouts (ngym) ")
 
 
@@ -259,9 +259,9 @@ def test_a_deleted_folder_is_said(tmp_path: Path) -> None:
     line = "mkdir gone && cd gone && rmdir ../gone && "
     for words, code in (("list", 2), ("list --help", 0)):
         call = ["bash", "-c", f"{line} {shlex.join(CALL)} {words}"]
-        shown = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert shown.returncode == code
-        assert shown.stderr == ("the folder that this shell is in was deleted; cd to another one\n" if code else "")
+        result = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert result.returncode == code
+        assert result.stderr == ("the folder that this shell is in was deleted; cd to another one\n" if code else "")
 
 
 # --- how commands end ---
@@ -514,11 +514,11 @@ def test_on_a_terminal_the_traceback_is_in_a_file_that_the_line_names(tmp_path: 
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], stderr=terminal, env=environment, check=False)
     os.close(terminal)
-    shown = os.read(reader, 65536).decode()
+    output = os.read(reader, 65536).decode()
     os.close(reader)
-    [kept] = tmp_path.iterdir()
-    assert done.returncode == 1 and shown.count("\n") == 1 and str(kept) in shown
-    assert "ZeroDivisionError" in shown and "Traceback" in kept.read_text() and kept.stat().st_mode & 0o077 == 0
+    [file] = tmp_path.iterdir()
+    assert done.returncode == 1 and output.count("\n") == 1 and str(file) in output
+    assert "ZeroDivisionError" in output and "Traceback" in file.read_text() and file.stat().st_mode & 0o077 == 0
 
 
 def test_ctrl_c_while_a_script_still_imports_ends_it_without_a_word() -> None:
@@ -571,8 +571,8 @@ DRY = {
 def test_a_dry_run_shows_and_does_nothing(root: Path, here: Path, name: str) -> None:
     words = DRY[name].format(root=root).split()
     before = everything(here)
-    shown = run_cli(*words)
-    assert shown.exit_code == 0 and shown.output, shown.output
+    result = run_cli(*words)
+    assert result.exit_code == 0 and result.output, result.output
     as_json = run_cli(*words, "--json")
     assert as_json.exit_code == 0 and everything(here) == before
     json.loads(as_json.stdout)
@@ -588,9 +588,9 @@ def test_a_dry_run_of_a_walk_shows_its_commands(here: Path) -> None:
 
 
 def test_a_dry_run_says_what_would_be_started_where(here: Path) -> None:
-    shown = run_cli("run", "--dry-run", "--only", "my_env", "my_env.port=8123", "ngym.host=127.0.0.2")
-    assert list(yaml.safe_load(shown.stdout)) == ["ngym", "my_env"]
-    assert f"127.0.0.2:8123  {here}/gym_servers/my_env/app.py" in shown.stderr
+    result = run_cli("run", "--dry-run", "--only", "my_env", "my_env.port=8123", "ngym.host=127.0.0.2")
+    assert list(yaml.safe_load(result.stdout)) == ["ngym", "my_env"]
+    assert f"127.0.0.2:8123  {here}/gym_servers/my_env/app.py" in result.stderr
     plan = json.loads(run_cli("run", "--dry-run", "--json", "policy.replicas=2").stdout)
     assert [(each["name"], each["replicas"], each["port"]) for each in plan["services"]] == [
         ("policy", 2, None),
@@ -609,14 +609,15 @@ def test_a_dry_run_of_a_collection_counts_what_is_done(here: Path) -> None:
         "--output",
         "rollouts.jsonl",
     ]
-    shown = run_cli("collect_rollouts", *words, "--dry-run", "--repeats", "3")
-    assert shown.stdout.startswith("15 rollouts into rollouts.jsonl; the first, by my_env_agent:\n")
+    result = run_cli("collect_rollouts", *words, "--dry-run", "--repeats", "3")
+    assert result.stdout.startswith("15 rollouts into rollouts.jsonl; the first, by my_env_agent:\n")
     assert (
-        "5 tasks, 64 rollouts at once" in shown.stdout and "started here: my_env, my_env_agent, policy" in shown.stdout
+        "5 tasks, 64 rollouts at once" in result.stdout
+        and "started here: my_env, my_env_agent, policy" in result.stdout
     )
-    assert shown.stderr == "rollouts.jsonl already holds rollouts: --resume or --overwrite is needed\n"
-    refused = run_cli("collect_rollouts", *words, "--dry-run", "--resume")
-    assert refused.exit_code == 2 and "rollouts_run.json does not exist" in refused.stderr
+    assert result.stderr == "rollouts.jsonl already holds rollouts: --resume or --overwrite is needed\n"
+    refusal = run_cli("collect_rollouts", *words, "--dry-run", "--resume")
+    assert refusal.exit_code == 2 and "rollouts_run.json does not exist" in refusal.stderr
 
 
 JSON = [

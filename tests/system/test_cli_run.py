@@ -226,17 +226,17 @@ def test_ng_status_shows_the_run_and_its_exit_code_shows_whether_all_is_ready(
     run: Callable[..., Running], folder: Path
 ) -> None:
     run()
-    shown = run_to_end(folder, "status")
-    assert shown.returncode == 0 and "1 of 1 services ready" in shown.stdout and "gym_server  ready" in shown.stdout
+    result = run_to_end(folder, "status")
+    assert result.returncode == 0 and "1 of 1 services ready" in result.stdout and "gym_server  ready" in result.stdout
     record = json.loads(run_to_end(folder, "status", "--json").stdout)
     assert record["servers"][0]["name"] == "one"
 
 
 def test_ng_status_without_a_run_says_so_and_fails(folder: Path) -> None:
-    shown = run_to_end(folder, "status")
+    result = run_to_end(folder, "status")
     assert (
-        shown.returncode == 1
-        and shown.stderr == f"nothing runs in {folder}: start it with ng_run there, or name a run with --head URL\n"
+        result.returncode == 1
+        and result.stderr == f"nothing runs in {folder}: start it with ng_run there, or name a run with --head URL\n"
     )
 
 
@@ -244,20 +244,20 @@ def test_ng_status_fails_while_something_is_not_ready(run: Callable[..., Running
     with (folder / "global_config.yaml").open("a") as config:
         config.write("far: {kind: model, url: 'http://127.0.0.1:9'}\n")
     run().until(lambda event: "not reachable" in event.get("detail", ""))
-    shown = run_to_end(folder, "status")
-    assert shown.returncode == 1 and "1 of 2 services ready" in shown.stdout and "not reachable" in shown.stdout
+    result = run_to_end(folder, "status")
+    assert result.returncode == 1 and "1 of 2 services ready" in result.stdout and "not reachable" in result.stdout
 
 
 def test_a_dry_run_prints_the_resolved_config_without_its_secrets_and_starts_nothing(folder: Path) -> None:
-    shown = run_to_end(folder, "run", "--dry-run", "one.replicas=3", "one.api_key=sk-123")
-    assert shown.returncode == 0 and "replicas: 3" in shown.stdout and "<redacted>" in shown.stdout
-    assert "sk-123" not in shown.stdout and not (folder / ".ngym").exists()
+    result = run_to_end(folder, "run", "--dry-run", "one.replicas=3", "one.api_key=sk-123")
+    assert result.returncode == 0 and "replicas: 3" in result.stdout and "<redacted>" in result.stdout
+    assert "sk-123" not in result.stdout and not (folder / ".ngym").exists()
 
 
 def test_a_dry_run_on_ray_promises_no_address_of_this_machine(folder: Path) -> None:
-    shown = run_to_end(folder, "run", "--on", "ray", "--dry-run", "ngym.head.port=11000")
-    assert shown.returncode == 0 and "the address of its node, a free port" in shown.stderr
-    assert "the head at the address of this node:11000" in shown.stderr and "127.0.0.1" not in shown.stderr
+    result = run_to_end(folder, "run", "--on", "ray", "--dry-run", "ngym.head.port=11000")
+    assert result.returncode == 0 and "the address of its node, a free port" in result.stderr
+    assert "the head at the address of this node:11000" in result.stderr and "127.0.0.1" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_a_dry_run_on_ray_promises_no_address_of_this_machine(folder: Path) -> N
     ],
 )
 def test_a_wrong_config_is_one_line_and_exit_code_2(folder: Path, words: list[str], line: str) -> None:
-    shown = run_to_end(folder, "run", *words)
-    assert shown.returncode == 2 and line in shown.stderr and len(shown.stderr.splitlines()) == 1
+    result = run_to_end(folder, "run", *words)
+    assert result.returncode == 2 and line in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_2(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        shown = run_to_end(folder, "run", f"one.port={taken.getsockname()[1]}")
-    assert shown.returncode == 2 and "is in use by another program; stop that program" in shown.stderr
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        result = run_to_end(folder, "run", f"one.port={listener.getsockname()[1]}")
+    assert result.returncode == 2 and "is in use by another program; stop that program" in result.stderr
 
 
 def test_a_gym_server_without_its_package_is_reported_and_ends_only_a_strict_run(
@@ -290,23 +290,23 @@ def test_a_gym_server_without_its_package_is_reported_and_ends_only_a_strict_run
     ng_run = run(*words)
     text = next(event["text"] for event in ng_run.events if event["event"] == "ready")
     assert "\nbridge: failed, " in text and "No module named 'no_such_package'" in text
-    shown = run_to_end(folder, "status")
-    assert shown.returncode == 1 and "2 of 4 services ready" in shown.stdout
-    assert f"bridge: {folder / 'gym_servers' / 'bridge.py'}: No module named 'no_such_package'" in shown.stdout
+    status_result = run_to_end(folder, "status")
+    assert status_result.returncode == 1 and "2 of 4 services ready" in status_result.stdout
+    assert f"bridge: {folder / 'gym_servers' / 'bridge.py'}: No module named 'no_such_package'" in status_result.stdout
     collect = ["--agent", "bridge_agent", "--input", "rows.jsonl", "--output", "out.jsonl"]
     result = run_to_end(folder, "rollouts.collect", *collect)  # instead of a wait for a service that does not come
     assert result.returncode == 1 and "agent 'bridge_agent' needs bridge, which cannot be started: " in result.stderr
     assert ng_run.end()[0] == 0
     for ends in (["--strict"], ["--only", "bridge"]):  # nothing is left to run
-        refused = run_to_end(folder, "run", *words, *ends)
-        assert refused.returncode == 2 and "No module named 'no_such_package'" in refused.stderr
+        strict_result = run_to_end(folder, "run", *words, *ends)
+        assert strict_result.returncode == 2 and "No module named 'no_such_package'" in strict_result.stderr
 
 
 def test_a_service_that_cannot_start_is_shown_with_its_log_and_exit_code_1(folder: Path) -> None:
     (folder / "gym_servers" / "yes.py").write_text("raise RuntimeError('no licence')")
-    shown = run_to_end(folder, "run", "ngym.max_restarts=2")
-    assert shown.returncode == 1
-    assert "service 'one' died 2 times in a row" in shown.stderr and "RuntimeError: no licence" in shown.stderr
+    result = run_to_end(folder, "run", "ngym.max_restarts=2")
+    assert result.returncode == 1
+    assert "service 'one' died 2 times in a row" in result.stderr and "RuntimeError: no licence" in result.stderr
 
 
 def test_ng_validate_names_every_mistake_of_every_service(folder: Path) -> None:
@@ -317,15 +317,15 @@ def test_ng_validate_names_every_mistake_of_every_service(folder: Path) -> None:
         "two: {kind: agent, app: agents/simple, gym: onne, model: one}\n"
         "three: {kind: gym_server, app: gym_servers/broken}\n"
     )
-    shown = run_to_end(folder, "validate")
-    assert shown.returncode == 2
-    assert "global_config.yaml:1: unknown key 'treshold'" in shown.stderr
-    assert "global_config.yaml:2: no service named 'onne' (did you mean 'one'?)" in shown.stderr
-    assert "gym_servers/broken.py:2: AttributeError: module 'ngym' has no attribute 'nonsense'" in shown.stderr
+    result = run_to_end(folder, "validate")
+    assert result.returncode == 2
+    assert "global_config.yaml:1: unknown key 'treshold'" in result.stderr
+    assert "global_config.yaml:2: no service named 'onne' (did you mean 'one'?)" in result.stderr
+    assert "gym_servers/broken.py:2: AttributeError: module 'ngym' has no attribute 'nonsense'" in result.stderr
     (folder / "gym_servers" / "broken.py").write_text("raise RuntimeError('no licence')\n")
-    shown = run_to_end(folder, "validate")
-    assert "global_config.yaml:3: the app of 'three' cannot be loaded" in shown.stderr
-    assert "RuntimeError: no licence" in shown.stderr
+    result = run_to_end(folder, "validate")
+    assert "global_config.yaml:3: the app of 'three' cannot be loaded" in result.stderr
+    assert "RuntimeError: no licence" in result.stderr
 
 
 def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None:
@@ -348,12 +348,12 @@ def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None
         "'./nowhere'",
     )
     for name in ("validate", "run"):
-        shown = run_to_end(folder, name)
-        assert shown.returncode == 2
+        result = run_to_end(folder, name)
+        assert result.returncode == 2
         for line, text in enumerate(messages, 1):
-            assert re.search(rf"global_config.yaml:{line}: .*{text}", shown.stderr), shown.stderr
-        assert "global_config.yaml:3: 'modle' is not a service kind" in shown.stderr
-        assert "'three'" not in shown.stderr  # it exists; only its stanza is wrong
+            assert re.search(rf"global_config.yaml:{line}: .*{text}", result.stderr), result.stderr
+        assert "global_config.yaml:3: 'modle' is not a service kind" in result.stderr
+        assert "'three'" not in result.stderr  # it exists; only its stanza is wrong
 
 
 def test_ng_run_names_the_wrong_options_of_all_services(folder: Path) -> None:
@@ -361,11 +361,11 @@ def test_ng_run_names_the_wrong_options_of_all_services(folder: Path) -> None:
         "one: {kind: gym_server, app: gym_servers/yes, treshold: 1}\n"
         "two: {kind: gym_server, app: gym_servers/yes, max_body: 1}\n"
     )
-    shown = run_to_end(folder, "run")
-    assert shown.returncode == 2
-    assert sorted(shown.stderr.splitlines()) == sorted(set(shown.stderr.splitlines()))
-    assert "global_config.yaml:1: unknown key 'treshold'" in shown.stderr
-    assert "global_config.yaml:2: unknown key 'max_body'" in shown.stderr
+    result = run_to_end(folder, "run")
+    assert result.returncode == 2
+    assert sorted(result.stderr.splitlines()) == sorted(set(result.stderr.splitlines()))
+    assert "global_config.yaml:1: unknown key 'treshold'" in result.stderr
+    assert "global_config.yaml:2: unknown key 'max_body'" in result.stderr
 
 
 def test_a_policy_that_does_not_exist_is_named_before_anything_starts(folder: Path) -> None:
@@ -375,9 +375,9 @@ def test_a_policy_that_does_not_exist_is_named_before_anything_starts(folder: Pa
         "gym: {kind: gym_server, app: gym_servers/yes}\n"
     )
     for name in ("validate", "run"):
-        shown = run_to_end(folder, name)
-        assert shown.returncode == 2
-        line, other = shown.stderr.splitlines()
+        result = run_to_end(folder, name)
+        assert result.returncode == 2
+        line, other = result.stderr.splitlines()
         assert "global_config.yaml:4: service 'policy': model 'runs/quickstart/sft/policy': there is no folder" in line
         assert "`make quickstart` makes it" in line
         assert "global_config.yaml:5: service 'other': model './nowhere': there is no folder" in other
@@ -390,9 +390,9 @@ def test_a_verify_that_returns_text_is_found_without_a_model(folder: Path) -> No
         "    return '1.0'\n\n\napp = gym_server(verify=verify)\n"
     )
     (folder / "global_config.yaml").write_text("one: {kind: gym_server, app: gym_servers/text}\n")
-    shown = run_to_end(folder, "validate")
-    assert shown.returncode == 2
-    (line,) = shown.stderr.splitlines()
+    result = run_to_end(folder, "validate")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
     assert "text.py:4: verify: it returns str; a reward is a number, None, or a record with 'reward'" in line
 
 
@@ -406,8 +406,8 @@ def test_ng_serve_runs_one_service_alone(folder: Path) -> None:
 
 
 def test_a_new_project_runs_unchanged(run: Callable[..., Running], folder: Path) -> None:
-    made = run_to_end(folder, "init", "my_env")
-    assert made.returncode == 0 and "ng_run" in made.stdout
+    result = run_to_end(folder, "init", "my_env")
+    assert result.returncode == 0 and "ng_run" in result.stdout
     project = folder / "my_env"
     events = run("--config", "my_env/global_config.yaml", "ngym.head.port=0").events
     (agent,) = [e["url"] for e in events if e.get("kind") == "agent" and e["status"] == "ready"]
@@ -416,20 +416,20 @@ def test_a_new_project_runs_unchanged(run: Callable[..., Running], folder: Path)
 
 
 def test_ng_init_never_overwrites(folder: Path) -> None:
-    shown = run_to_end(folder, "init", "my_env", "--folder", str(folder))
-    assert shown.returncode == 2 and "exists and is not empty; nothing was written" in shown.stderr
+    result = run_to_end(folder, "init", "my_env", "--folder", str(folder))
+    assert result.returncode == 2 and "exists and is not empty; nothing was written" in result.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["global_config.yaml", "gym_servers"]
 
 
 def test_a_misspelled_command_gets_the_nearest_name(folder: Path) -> None:
-    shown = run_to_end(folder, "shell.main", "statsu")
-    assert shown.returncode == 2 and "no command 'statsu' (did you mean 'status'?)" in shown.stderr
+    result = run_to_end(folder, "shell.main", "statsu")
+    assert result.returncode == 2 and "no command 'statsu' (did you mean 'status'?)" in result.stderr
 
 
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys, ngym.cli.{0}; print(*sorted(m for m in sys.modules if m in {1!r}))"
     for name in ("shell.main", "run", "status", "serve", "validate", "init", "list", "train", "rollouts.collect"):
-        shown = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code.format(name, HEAVY)], capture_output=True, text=True, check=False
         )
-        assert (shown.returncode, shown.stdout.split()) == (0, []), name
+        assert (result.returncode, result.stdout.split()) == (0, []), name

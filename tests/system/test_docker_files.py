@@ -232,8 +232,8 @@ def test_every_image_runs_as_a_user_without_privileges(
 
 def test_every_folder_in_the_users_home_is_the_users_own(stages: dict[str, list[tuple[str, str]]]) -> None:
     """vLLM writes what it compiles into ~/.cache. `install -d` leaves the parents of a named folder to root."""
-    (made,) = [rest for word, rest in stages["base"] if word == "RUN" and "install -d" in rest]
-    owned = {Path(word) for word in made.partition("install -d -o ngym -g ngym ")[2].split()}
+    (install,) = [rest for word, rest in stages["base"] if word == "RUN" and "install -d" in rest]
+    owned = {Path(word) for word in install.partition("install -d -o ngym -g ngym ")[2].split()}
     home = Path("/home/ngym")
     inside = {folder for each in owned for folder in (each, *each.parents) if home in folder.parents}
     assert home / ".cache" in inside and inside <= owned

@@ -68,9 +68,9 @@ def test_links_within_the_project_lead_somewhere(reference: dict[str, str]) -> N
 
 
 def _leads_somewhere(target: Path, fragment: str, reference: dict[str, str]) -> bool:
-    made = reference.get(str(target.relative_to(ROOT / "docs"))) if target.is_relative_to(ROOT / "docs") else None
-    if made is not None:
-        return not fragment or f'id="{fragment}"' in made
+    page = reference.get(str(target.relative_to(ROOT / "docs"))) if target.is_relative_to(ROOT / "docs") else None
+    if page is not None:
+        return not fragment or f'id="{fragment}"' in page
     if not target.exists():
         return False
     return not fragment or (target.suffix == ".md" and fragment in anchors(target.read_text(encoding="utf-8")))

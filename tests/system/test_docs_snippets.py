@@ -75,11 +75,11 @@ def page_results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def _run(page: Path, project: Path, folder: Path) -> list[str]:
     """Its commands, files and Python, from top to bottom, in a separate folder; a `cd` holds to the end of its section."""
-    mine = [snippet for snippet in ALL if snippet.page == page and "not run" not in snippet.remarks]
-    if not any(snippet.language in ("sh", "python") for snippet in mine):
+    page_snippets = [snippet for snippet in ALL if snippet.page == page and "not run" not in snippet.remarks]
+    if not any(snippet.language in ("sh", "python") for snippet in page_snippets):
         return []
     here, blocks, wrong, section = copy_world(project, folder), [], [], 0
-    for snippet in mine:
+    for snippet in page_snippets:
         here, section = (here if snippet.section == section else folder), snippet.section
         try:
             if "file" in snippet.remarks:
@@ -168,8 +168,8 @@ def test_commands_in_running_text_exist(page: Path) -> None:
 
 
 def test_what_ng_init_names_next_can_be_given(tmp_path: Path) -> None:
-    shown = run_to_end(ngym("init", "fresh"), tmp_path)
-    hints = [line for line in docs_shell.lines(shown.partition("next:")[2]) if line.ours is not None]
+    output = run_to_end(ngym("init", "fresh"), tmp_path)
+    hints = [line for line in docs_shell.lines(output.partition("next:")[2]) if line.ours is not None]
     assert [line.words[0] for line in hints] == ["ng_run", "ng_collect_rollouts", "ng_train"]
     for line in hints:
         run_to_end(ngym(*docs_shell.rehearse(line)), tmp_path / "fresh")

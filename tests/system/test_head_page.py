@@ -74,9 +74,9 @@ def services(head: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def check_link_of_viewer(page: Page, folder: Path, head: str) -> None:
     """A viewer of a file that grows in the run's folder leads to this page."""
-    with viewer(write(folder / "out.jsonl", [rollout()]), cache=folder / "cache") as shown:
+    with viewer(write(folder / "out.jsonl", [rollout()]), cache=folder / "cache") as web_viewer:
         other = page.context.new_page()
-        other.goto(shown.told["address"])
+        other.goto(web_viewer.told["address"])
         link = other.get_by_role("link", name="rollouts that run now")
         playwright.expect(link).to_have_attribute("href", head)
         other.close()

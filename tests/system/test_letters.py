@@ -29,10 +29,17 @@ def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     messages = [{"role": "user", "content": "abca"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "zz"}], return_dict=False)
-    assert tokenizer.convert_ids_to_tokens(whole) == ["<|start|>", *"abca", "<|end|>", "<|start|>", *"zz", "<|end|>"]
-    assert whole[: len(prompt)] == prompt
-    assert tokenizer.decode(whole, skip_special_tokens=True) == "abcazz"
+    conversation = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "zz"}], return_dict=False)
+    assert tokenizer.convert_ids_to_tokens(conversation) == [
+        "<|start|>",
+        *"abca",
+        "<|end|>",
+        "<|start|>",
+        *"zz",
+        "<|end|>",
+    ]
+    assert conversation[: len(prompt)] == prompt
+    assert tokenizer.decode(conversation, skip_special_tokens=True) == "abcazz"
     assert len(tokenizer) == max(tokenizer.get_vocab().values()) + 1
 
 

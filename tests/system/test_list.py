@@ -57,8 +57,8 @@ def test_a_project_shows_its_own_environments_first_and_those_that_ship(mine: Pa
     first, *others = run_list()
     assert first["name"] == "mine" and first["in_config"] and first["rows"]["example"] == 5
     assert "math" in {each["name"] for each in others} and not any(each["in_config"] for each in others)
-    shown = CliRunner().invoke(main, []).output
-    assert shown.index("in global_config.yaml") < shown.index("mine") < shown.index("shipped;")
+    output = CliRunner().invoke(main, []).output
+    assert output.index("in global_config.yaml") < output.index("mine") < output.index("shipped;")
 
 
 def test_a_folder_without_a_config_shows_what_ships_and_a_domain_filters(

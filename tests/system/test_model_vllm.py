@@ -240,8 +240,8 @@ def test_beam_search_finds_an_answer_that_is_not_less_likely_and_nothing_to_trai
     assert len(wide) == 1 and not set(TOKEN_FIELDS) & wide[0]["message"].keys()
     likely = [sum(one["logprob"] for one in choice["logprobs"]["content"]) for choice in (greedy, wide[0])]
     assert likely[1] >= likely[0] - 1e-4
-    refused = policy.post("/v1/chat/completions", **body, beam_width=4, stream=True)
-    assert refused.status_code == 400 and "beam_width" in refused.json()["detail"]
+    response = policy.post("/v1/chat/completions", **body, beam_width=4, stream=True)
+    assert response.status_code == 400 and "beam_width" in response.json()["detail"]
 
 
 def test_several_choices_and_vllms_own_fields_are_open_in_chat(policy: Server, tokenizer: Any) -> None:
@@ -265,21 +265,21 @@ def test_several_choices_and_vllms_own_fields_are_open_in_chat(policy: Server, t
     )
     cut = policy.post(chat, **body, truncate_prompt_tokens=3, return_token_ids=True).json()
     assert cut["prompt_token_ids"] == prompt[-3:]
-    whole = policy.post(chat, **body, skip_special_tokens=False).json()["choices"][0]["message"]
+    message = policy.post(chat, **body, skip_special_tokens=False).json()["choices"][0]["message"]
     special = [token for token in sampled if token in tokenizer.all_special_ids]
-    assert all(tokenizer.decode([token]) in whole["content"] for token in special[:-1])
-    refused = policy.post(chat, **body, n=2, stream=True)
-    assert refused.status_code == 400 and "'n'" in refused.json()["error"]["message"]
+    assert all(tokenizer.decode([token]) in message["content"] for token in special[:-1])
+    response = policy.post(chat, **body, n=2, stream=True)
+    assert response.status_code == 400 and "'n'" in response.json()["error"]["message"]
 
 
 def test_a_stream_carries_the_ids_that_a_client_asks_for(policy: Server) -> None:
     body = {"messages": [user("hello")], "max_tokens": 6, "ignore_eos": True, "seed": 5, "return_token_ids": True}
-    whole = policy.post("/v1/chat/completions", **body).json()
+    completion = policy.post("/v1/chat/completions", **body).json()
     events = policy.post("/v1/chat/completions", **body, stream=True).text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-    assert [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one] == [whole["prompt_token_ids"]]
+    assert [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one] == [completion["prompt_token_ids"]]
     ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
-    assert ids == whole["choices"][0]["token_ids"]
+    assert ids == completion["choices"][0]["token_ids"]
 
 
 def test_token_ids_go_in_and_come_out(policy: Server, tokenizer: Any, reference: Any) -> None:
@@ -579,21 +579,23 @@ def request_answer(policy: Server, path: str, body: dict[str, Any], *, stream: b
     base, _, api = (policy.url + path).partition("/v1/")
     if api == "messages":
         with anthropic.Anthropic(base_url=base, api_key="none").messages.stream(**body, **extra) as events:
-            beside = [event.model_dump(include=set(TOKEN_FIELDS)) for event in events if event.type == "message_delta"]
+            token_data = [
+                event.model_dump(include=set(TOKEN_FIELDS)) for event in events if event.type == "message_delta"
+            ]
             message = events.get_final_message().model_dump(exclude_none=True)
-        message["content"][-1] |= beside[-1]
+        message["content"][-1] |= token_data[-1]
         return message
     client = openai.OpenAI(base_url=base + "/v1", api_key="none")
     if api == "responses":
         with client.responses.stream(model="policy", **body, **extra) as events:
             *_, last = events
             return last.response.model_dump(exclude_none=True)
-    whole = WholeCompletion()
+    completion = WholeCompletion()
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for chunk in client.chat.completions.create(model="policy", **options, **body, **extra):
-        whole.take(chunk.model_dump(exclude_none=True))
-    assert whole.answer is not None
-    return whole.answer
+        completion.take(chunk.model_dump(exclude_none=True))
+    assert completion.answer is not None
+    return completion.answer
 
 
 class Talk(NamedTuple):
@@ -674,14 +676,14 @@ def test_a_turn_that_its_limit_cut_off_is_not_whole_though_its_text_is_a_call(
         )
         return ending(response), tokenizer.decode(talk.carrier(response)[TOKEN_FIELDS[1]])
 
-    end, whole = answer(CALL_TEXT, 200)
-    assert end in WHOLE and whole == CALL_TEXT + "<|im_end|>"
+    end, full_text = answer(CALL_TEXT, 200)
+    assert end in WHOLE and full_text == CALL_TEXT + "<|im_end|>"
     tokens = len(
         talk.carrier(request_answer(policy, talk.path, talk.body | FORCED | {"seed": 7}, stream=stream))[
             TOKEN_FIELDS[1]
         ]
     )
-    assert answer(CALL_TEXT, tokens) == (end, whole)
+    assert answer(CALL_TEXT, tokens) == (end, full_text)
     for limit, text in ((tokens - 1, CALL_TEXT), (tokens - 2, CALL_TEXT.removesuffix("</tool_call>"))):
         cut, content = answer(CALL_TEXT, limit)
         assert cut in CUT and content == text
@@ -867,8 +869,8 @@ async def test_with_keys_no_one_asks_the_model_without_one(parts: Any) -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://policy") as client:
         for path in ("/v1/models", "/rollouts/r-1/v1/models", "/v1/none"):
             for headers in ({}, {"authorization": "Bearer one"}, {"x-api-key": "none"}, {"authorization": "Basic x"}):
-                refused = await client.get(path, headers=headers)
-                assert refused.status_code == 401 and "key" in refused.json()["error"]["message"]
+                response = await client.get(path, headers=headers)
+                assert response.status_code == 401 and "key" in response.json()["error"]["message"]
         for headers in ({"authorization": "Bearer one key"}, {"x-api-key": "another"}):
             assert (await client.get("/rollouts/r-1/v1/models", headers=headers)).status_code == 200
         assert (await client.get("/health")).status_code == 200

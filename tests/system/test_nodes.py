@@ -136,6 +136,6 @@ async def _starts_again_after(stack: Supervisor, name: str) -> None:
     ],
 )
 def test_what_cannot_run_on_several_nodes_is_one_line(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         config(tmp_path, **keys)
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -164,8 +164,8 @@ def test_a_core_install_says_which_extra_is_needed(elsewhere: Elsewhere) -> None
     started = elsewhere.run("ng_run", "--config", "extras.yaml")
     assert started.returncode == 2
     assert "extras.yaml:2: service 'policy' needs ngym[train]: pip install \"ngym[train]\"" in started.stderr
-    shown = elsewhere.run("ngym", "doctor")
-    assert re.search(r'ngym\[train\] +missing: .*torch.*; pip install "ngym\[train\]"', shown.stdout)
+    result = elsewhere.run("ngym", "doctor")
+    assert re.search(r'ngym\[train\] +missing: .*torch.*; pip install "ngym\[train\]"', result.stdout)
 
 
 def test_the_wheel_ships_every_service_recipe_and_data_file_and_nothing_that_was_built(
@@ -295,8 +295,8 @@ def checkout(root: Path, tmp_path: Path) -> Path:
 
 def make(checkout: Path, target: str, **environment: str) -> subprocess.CompletedProcess[str]:
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the `make test` that this may run in: it would report its folders
-    kept = {name: value for name, value in os.environ.items() if name not in outer}
-    command, settings = ["make", target], {**kept, **environment}
+    variables = {name: value for name, value in os.environ.items() if name not in outer}
+    command, settings = ["make", target], {**variables, **environment}
     return subprocess.run(
         command, cwd=checkout, env=settings, capture_output=True, text=True, check=False, timeout=LONG_S
     )

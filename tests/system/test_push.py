@@ -216,12 +216,10 @@ def test_what_cannot_be_pushed_is_one_line(hub: Hub, tmp_path: Path) -> None:
     ]:
         found = push(hub, *words)
         assert found[0] == code and found[2].startswith(message) and found[2].count("\n") == 1, found
-    refused = push(hub, "rollouts.jsonl", REPO, token="hf_wrong")
+    result = push(hub, "rollouts.jsonl", REPO, token="hf_wrong")
     assert (
-        refused[0] == 1
-        and refused[2].startswith(f"{REPO}: not uploaded to {hub.url}: ")
-        and refused[2].count("\n") == 1
-    ), refused
+        result[0] == 1 and result[2].startswith(f"{REPO}: not uploaded to {hub.url}: ") and result[2].count("\n") == 1
+    ), result
     for token in ("hf_right\nx", "hf_é"):
         found = push(hub, "rollouts.jsonl", REPO, token=token)
         assert found[0] == 2 and "so it is no token" in found[2] and token[3:] not in found[2], found

@@ -61,9 +61,9 @@ def test_after_a_push_the_server_computes_with_copies_of_the_new_weights(
     folders = []
 
     def share_weights(weights: Weights) -> Any:
-        lent = share(weights)
-        folders.append(SHARED_MEMORY / lent.tensors[0].memory.folder)
-        return lent
+        shared_tensors = share(weights)
+        folders.append(SHARED_MEMORY / shared_tensors.tensors[0].memory.folder)
+        return shared_tensors
 
     monkeypatch.setattr(transfer, "share", share_weights)
     for _ in range(2):
@@ -131,11 +131,9 @@ class Session:
     def __init__(self, http: httpx.Client, version: int, weights: Weights) -> None:
         self.http = http
         self.weights = push.checkpoint(weights)
-        announced = [
-            {"name": name, "shape": list(tensor.shape), "dtype": "F32"} for name, tensor in self.weights.items()
-        ]
-        begun = http.post("/weights", json={"version": version, "tensors": announced, "transfer": True})
-        self.params = {"push": begun.json()["push"]}
+        tensors = [{"name": name, "shape": list(tensor.shape), "dtype": "F32"} for name, tensor in self.weights.items()]
+        response = http.post("/weights", json={"version": version, "tensors": tensors, "transfer": True})
+        self.params = {"push": response.json()["push"]}
 
     def connect(self, device: str = "cpu") -> httpx.Response:
         return self.http.post("/weights/transfer/connect", params=self.params, json={"info": {"device": device}})
@@ -204,8 +202,8 @@ WRONG: dict[str, tuple[Changed, str]] = {
 def test_wrong_memory_ends_the_push_and_the_old_weights_serve(session: Session, kind: str) -> None:
     change, problem = WRONG[kind]
     assert session.connect().status_code == session.start().status_code == 200
-    lent = share(session.weights)
-    tensors = [tensor.model_dump(mode="json") for tensor in lent.tensors]
+    shared_tensors = share(session.weights)
+    tensors = [tensor.model_dump(mode="json") for tensor in shared_tensors.tensors]
     change(tensors)
     reply = session.update(tensors)
     assert reply.status_code == 422 and problem in reply.json()["detail"], reply.text
@@ -213,10 +211,12 @@ def test_wrong_memory_ends_the_push_and_the_old_weights_serve(session: Session, 
 
 def test_a_commit_before_all_tensors_have_come_ends_the_push(session: Session) -> None:
     session.connect(), session.start()
-    lent = share(session.weights)
-    assert session.update([lent.tensors[0].model_dump(mode="json")]).status_code == 200
+    shared_tensors = share(session.weights)
+    assert session.update([shared_tensors.tensors[0].model_dump(mode="json")]).status_code == 200
     reply = session.commit()
-    assert reply.status_code == 422 and f"{len(lent.tensors) - 1} tensors are missing" in reply.json()["detail"]
+    assert (
+        reply.status_code == 422 and f"{len(shared_tensors.tensors) - 1} tensors are missing" in reply.json()["detail"]
+    )
 
 
 def test_a_trainer_that_gives_up_after_the_start_changes_nothing(session: Session) -> None:
@@ -239,20 +239,20 @@ def test_shared_tensors_are_read_back_and_freed() -> None:
         "empty": torch.zeros(0, 4),
         "scalar": torch.tensor(2.5, dtype=torch.float16),
     }
-    lent = share(weights)
-    sent = SharedTensors(tensors=lent.tensors).model_dump_json()
+    shared_tensors = share(weights)
+    sent = SharedTensors(tensors=shared_tensors.tensors).model_dump_json()
     for tensor_info in SharedTensors.model_validate_json(sent).tensors:
         tensor = opened(tensor_info, CPU)
         assert tensor.dtype == weights[tensor_info.name].dtype and torch.equal(tensor, weights[tensor_info.name])
-    (folder,) = {SHARED_MEMORY / tensor_info.memory.folder for tensor_info in lent.tensors}
+    (folder,) = {SHARED_MEMORY / tensor_info.memory.folder for tensor_info in shared_tensors.tensors}
     assert device_id(CPU) == "cpu" and folder.is_dir()
-    del lent
+    del shared_tensors
     assert not folder.exists()
 
 
 def test_a_link_is_not_opened(tmp_path: Path) -> None:
-    lent = share({"x": torch.zeros(4)})
-    info = lent.tensors[0].model_dump()
+    shared_tensors = share({"x": torch.zeros(4)})
+    info = shared_tensors.tensors[0].model_dump()
     folder = SHARED_MEMORY / info["memory"]["folder"]
     (tmp_path / "secret").write_bytes(bytes(64))
     (folder / "tensors").unlink()

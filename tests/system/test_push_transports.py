@@ -51,14 +51,14 @@ class Policy:
     def change(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for made in lora.adapter_tensors(self._network):
-                made.parameters[0].copy_(torch.randn(made.parameters[0].shape, generator=generator) * 0.2)
+            for tensor in lora.adapter_tensors(self._network):
+                tensor.parameters[0].copy_(torch.randn(tensor.parameters[0].shape, generator=generator) * 0.2)
 
     def adapter(self) -> Weights:
-        return {made.name: made.compute() for made in lora.adapter_tensors(self._network)}
+        return {tensor.name: tensor.compute() for tensor in lora.adapter_tensors(self._network)}
 
     def weights(self) -> Weights:
-        return {made.name: made.compute() for made in lora.checkpoint_tensors(self._network)}
+        return {tensor.name: tensor.compute() for tensor in lora.checkpoint_tensors(self._network)}
 
     @torch.no_grad()
     def logprobs(self, ids: list[int], first: int = 1) -> list[float]:
@@ -204,14 +204,16 @@ def test_half_a_push_of_an_adapter_leaves_the_old_one(server: Server, policy: Po
         "incomplete": dict(list(tensors.items())[::2]),
     }
     shape = {"rank": RANK, "alpha": ALPHA}
-    announced = [{"name": name, "shape": list(one.shape), "dtype": "F32"} for name, one in tensors.items()]
+    declared = [{"name": name, "shape": list(one.shape), "dtype": "F32"} for name, one in tensors.items()]
     with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S) as http:
         for sent in broken.values():
-            begun = http.post("/weights", json={"version": version + 1, "tensors": announced, "adapter": shape}).json()
+            response = http.post(
+                "/weights", json={"version": version + 1, "tensors": declared, "adapter": shape}
+            ).json()
             content = save(sent)
-            params = {"push": begun["push"], "sha256": hashlib.sha256(content).hexdigest()}
+            params = {"push": response["push"], "sha256": hashlib.sha256(content).hexdigest()}
             http.put("/weights/files", params=params, content=content)
-            assert http.post("/weights/commit", params={"push": begun["push"]}, json={}).status_code in (404, 422)
+            assert http.post("/weights/commit", params={"push": response["push"]}, json={}).status_code in (404, 422)
     with pytest.raises(push.PushFailed, match="401"):
         push.Pusher([server.url], "another token", transport="lora", adapter=push.AdapterShape(RANK, ALPHA)).prepare()
     with reserved_port() as nobody:
@@ -228,12 +230,12 @@ def test_half_a_push_of_an_adapter_leaves_the_old_one(server: Server, policy: Po
 
 
 def test_whole_weights_take_the_place_of_weights_and_adapter(server: Server, policy: Policy, pusher: Any) -> None:
-    whole = push.Pusher([server.url], TOKEN)
-    version = whole.prepare() + 1
+    full_pusher = push.Pusher([server.url], TOKEN)
+    version = full_pusher.prepare() + 1
     policy.change(version)
     with endless(server):  # a generation that began with the adapter
-        assert whole.push(version, policy.weights(), policy.proof()).difference < 1e-5
-    whole.finish()
+        assert full_pusher.push(version, policy.weights(), policy.proof()).difference < 1e-5
+    full_pusher.finish()
     with pytest.raises(push.PushFailed, match=f"the weights of version {version} were pushed over it; restart"):
         pusher.push(version + 1, policy.adapter(), policy.proof())
 
@@ -273,9 +275,9 @@ def test_a_transfer_that_is_not_brought_to_its_end_ends_the_server(server: Serve
     """The last test here: nothing that is loaded partly may be served."""
     weights = policy.weights()
     gloo.push(gloo.prepare() + 1, weights, policy.proof())  # so that someone is connected
-    announced = [{"name": name, "shape": list(one.shape), "dtype": "F32"} for name, one in weights.items()]
+    declared = [{"name": name, "shape": list(one.shape), "dtype": "F32"} for name, one in weights.items()]
     with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S) as http:
-        body = {"version": gloo.prepare() + 1, "tensors": announced, "transfer": True}
+        body = {"version": gloo.prepare() + 1, "tensors": declared, "transfer": True}
         params = {"push": http.post("/weights", json=body).json()["push"]}
         assert "nothing has been received" in http.post("/weights/commit", params=params, json={}).json()["detail"]
         params = {"push": http.post("/weights", json=body).json()["push"]}

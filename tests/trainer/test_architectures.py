@@ -57,11 +57,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def network(family: str, implementation: str, **more: Any) -> Any:
     shape = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **more})
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=implementation)
-    for name, parameter in made.named_parameters():
+    causal_lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=implementation)
+    for name, parameter in causal_lm.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
-    return made.eval()
+    return causal_lm.eval()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -124,13 +124,13 @@ FUSED = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_that_compute_a_norm_and_rotary_embeddings_as_llama_are_fused(family: str) -> None:
-    made = policy.Policy(network(family, attention.NAME)).network
+    fused_network = policy.Policy(network(family, attention.NAME)).network
     norms, of_plain = (
         [module for module in one.modules() if type(module).__name__.endswith("Norm")]
-        for one in (made, network(family, attention.NAME))
+        for one in (fused_network, network(family, attention.NAME))
     )
     fused = [type(module) is not type(plain) for module, plain in zip(norms, of_plain, strict=True)]
-    rotary = getattr(sys.modules[type(made).__module__], layers.ROTARY)
+    rotary = getattr(sys.modules[type(fused_network).__module__], layers.ROTARY)
     assert (all(fused), isinstance(rotary, partial)) == FUSED[family] and all(fused) == any(fused)
 
 
@@ -161,10 +161,10 @@ def test_fused_functions_have_the_outputs_and_gradients_of_their_formulas(dtype:
             y.backward(grad.to(dtype).to(precision))
             assert y.dtype == precision
             results.append([y.detach(), *(each.grad for each in inputs if each.grad is not None)])
-        for got, right in zip(*results, strict=True):
-            assert got.dtype == dtype
+        for actual, right in zip(*results, strict=True):
+            assert actual.dtype == dtype
             torch.testing.assert_close(
-                got.double(), right, atol=bound["atol"] * float(right.abs().max()), rtol=bound["rtol"]
+                actual.double(), right, atol=bound["atol"] * float(right.abs().max()), rtol=bound["rtol"]
             )
 
 
@@ -210,8 +210,8 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_for_every_kind_of_batc
             logprobs = one.logprobs(packed)
             logprobs.sum().backward()
             found.append([logprobs.detach(), *(each.grad for each in one.parameters() if each.grad is not None)])
-        for got, right in zip(*found, strict=True):
-            torch.testing.assert_close(got, right, atol=1e-4, rtol=1e-3)
+        for actual, right in zip(*found, strict=True):
+            torch.testing.assert_close(actual, right, atol=1e-4, rtol=1e-3)
 
 
 @needs_compiler
@@ -241,12 +241,12 @@ def test_two_steps_in_fp16_are_those_of_fp32(family: str, only_rank: None) -> No
     for stage, precision in ((0, "fp32"), (1, "fp16")):
         options = recipe.EngineOptions.model_validate({"zero_stage": stage, "precision": precision})
         launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
-        made = policy.Policy(network(family, attention.NAME))
-        learner = engine.Engine(made, launch, options, recipe.OptimizerOptions(lr=1e-2, eps=1e-3))
+        network_policy = policy.Policy(network(family, attention.NAME))
+        learner = engine.Engine(network_policy, launch, options, recipe.OptimizerOptions(lr=1e-2, eps=1e-3))
         steps = [loop.take_step(learner, sft.Sft(), batch(), 60, 1.0) for _ in range(2)]
         found.append([(step.means["loss"], step.update.grad_norm) for step in steps])
-    for got, right in zip(*found, strict=True):
-        assert got == pytest.approx(right, rel=0.005)
+    for actual, right in zip(*found, strict=True):
+        assert actual == pytest.approx(right, rel=0.005)
 
 
 def test_soft_capped_logits_are_refused() -> None:

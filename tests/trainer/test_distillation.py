@@ -319,8 +319,8 @@ def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> 
             p = logits.softmax(-1).gather(1, ids)
             merged.append(torch.cat((p, 1 - p.sum(-1, keepdim=True)), 1).log())
         torch.testing.assert_close(found, reference_divergence(*merged, beta))
-        whole = teacher_divergence.divergence(ours.log_softmax(-1), teacher_logits.log_softmax(-1), None, beta)
-        assert bool((found <= whole).all())
+        full = teacher_divergence.divergence(ours.log_softmax(-1), teacher_logits.log_softmax(-1), None, beta)
+        assert bool((found <= full).all())
         found.sum().backward()
         assert bool(ours.grad.isfinite().all())
 
@@ -387,10 +387,10 @@ def wavering() -> Change:
     ids=["tokenizer", "none", "too few", "other tokens", "positive", "wavering", "shifted"],
 )
 def test_a_faulty_server_is_refused_with_a_line(setup: Setup, master: Path, faults: Any, reason: str) -> None:
-    with serve_teacher(master, **faults) as (url, _), pytest.raises(ConfigError) as refused:
+    with serve_teacher(master, **faults) as (url, _), pytest.raises(ConfigError) as caught:
         teacher.open_teacher(setup, objective.Teacher(url=url), 1.0)
-    assert str(refused.value).startswith(f"algorithm.teacher.url: {url}: ") and reason in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert str(caught.value).startswith(f"algorithm.teacher.url: {url}: ") and reason in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_teachers_that_cannot_be_reached_or_have_another_tokenizer_are_refused(
@@ -450,9 +450,9 @@ def test_combinations_that_make_no_sense_are_refused(student: Path, words: list[
         f"algorithm.teacher.path={student}",
         "algorithm.teacher.beta=null",
     ]
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         recipe_reader.read_recipe(["distillation.yaml"], [*fixed, *words])
-    assert key in str(refused.value)
+    assert key in str(caught.value)
 
 
 # --- several teachers, hints, the policy itself ----------------------------------------------------------------------

@@ -224,11 +224,11 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(
         samples = dpo_.prepare(pairs, cut, budget)
         steps = [loop.take_step(cut, dpo_, samples, budget, 1.0) for _ in range(2)]
         results.append((weights_of(cut), steps[-1]))
-    (expected, whole), *others = results
+    (expected, full_step), *others = results
     for weights, step in others:
         assert largest_difference(expected, weights) < 1e-6
-        assert step.means == pytest.approx(whole.means, rel=1e-5, abs=1e-6)
-        assert step.update.grad_norm == pytest.approx(whole.update.grad_norm, rel=1e-5)
+        assert step.means == pytest.approx(full_step.means, rel=1e-5, abs=1e-6)
+        assert step.update.grad_norm == pytest.approx(full_step.update.grad_norm, rel=1e-5)
 
 
 def test_both_sides_of_a_pair_are_in_the_same_micro_batch(pairs: list[Any]) -> None:
@@ -390,9 +390,9 @@ def test_ng_train_saves_a_policy_under_each_name(name: str, tokenizer: PreTraine
     write(tmp_path / "pairs.jsonl", *map(pair, range(8)))
     words = ["dpo.yaml", f"algorithm.name={name}", f"model.path={tmp_path}/start", f"data.path={tmp_path}/pairs.jsonl"]
     words += [f"output={tmp_path}/run", "batch_size=4", "epochs=1"]
-    shown = CliRunner().invoke(main, [*words, "--dry-run"])
-    assert shown.exit_code == 0, shown.output
-    resolved = yaml.safe_load(shown.stdout)["algorithm"]
+    result = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    resolved = yaml.safe_load(result.stdout)["algorithm"]
     assert resolved == algorithms.ALGORITHMS[name]().model_dump(mode="json")
     run = train(tmp_path, words)
     output = run.communicate(timeout=600)[0]

@@ -61,8 +61,8 @@ def learner(tokenizer: PreTrainedTokenizerBase, name: str = "adamw_8bit", **opti
 
 def losses(learner: Any, samples: list[Any], count: int) -> list[float]:
     batches = file_batches.epochs(samples, 32, 8, seed=0)
-    taken = [loop.take_step(learner, sft.Sft(), batch, 100_000, 1.0) for batch, _ in zip(batches, range(count))]  # noqa: B905
-    return [step.means["loss"] for step in taken]
+    results = [loop.take_step(learner, sft.Sft(), batch, 100_000, 1.0) for batch, _ in zip(batches, range(count))]  # noqa: B905
+    return [step.means["loss"] for step in results]
 
 
 def states(learner: Any) -> dict[str, dict[str, Any]]:
@@ -87,20 +87,20 @@ def fit(name: str, target: Tensor, steps: int, **options: Any) -> tuple[list[flo
 
 def test_it_follows_adamw() -> None:
     target = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
-    expected, whole = fit("adamw", target, 200, weight_decay=0.01)
-    got, small = fit("adamw_8bit", target, 200, weight_decay=0.01)
-    assert expected[0] == got[0] and expected[-1] < 1e-3 * expected[0]
-    assert got[-1] < 2e-3 * got[0]
-    assert got[:20] == pytest.approx(expected[:20], rel=0.01)
-    assert float((small - whole).abs().mean()) < 0.02
+    expected, exact_weights = fit("adamw", target, 200, weight_decay=0.01)
+    eight_bit_losses, small = fit("adamw_8bit", target, 200, weight_decay=0.01)
+    assert expected[0] == eight_bit_losses[0] and expected[-1] < 1e-3 * expected[0]
+    assert eight_bit_losses[-1] < 2e-3 * eight_bit_losses[0]
+    assert eight_bit_losses[:20] == pytest.approx(expected[:20], rel=0.01)
+    assert float((small - exact_weights).abs().mean()) < 0.02
 
 
 def test_without_8_bit_states_it_is_adamw() -> None:
     """Fewer than 4,096 values keep float32 states, so that only arithmetic differs."""
     target = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
-    expected, whole = fit("adamw", target, 50, weight_decay=0.1, eps=1e-4)
-    got, small = fit("adamw_8bit", target, 50, weight_decay=0.1, eps=1e-4)
-    assert got == pytest.approx(expected, rel=1e-4) and torch.allclose(small, whole, atol=1e-5)
+    expected, exact_weights = fit("adamw", target, 50, weight_decay=0.1, eps=1e-4)
+    eight_bit_losses, small = fit("adamw_8bit", target, 50, weight_decay=0.1, eps=1e-4)
+    assert eight_bit_losses == pytest.approx(expected, rel=1e-4) and torch.allclose(small, exact_weights, atol=1e-5)
 
 
 def test_a_matrix_has_two_bytes_a_weight_and_embeddings_keep_float32(
@@ -131,9 +131,9 @@ def test_the_embeddings_of_a_critic_keep_float32_too(tokenizer: PreTrainedTokeni
 
 def test_it_learns_the_demonstrations_as_adamw_does(tokenizer: PreTrainedTokenizerBase, samples: list[Any]) -> None:
     expected = losses(learner(tokenizer, "adamw"), samples, 24)
-    got = losses(learner(tokenizer), samples, 24)
-    assert expected[0] == pytest.approx(got[0], rel=1e-6) and got[0] > 6
-    assert got[-1] == pytest.approx(expected[-1], rel=0.05) and got[-1] < 0.8 * got[0]
+    actual = losses(learner(tokenizer), samples, 24)
+    assert expected[0] == pytest.approx(actual[0], rel=1e-6) and actual[0] > 6
+    assert actual[-1] == pytest.approx(expected[-1], rel=0.05) and actual[-1] < 0.8 * actual[0]
 
 
 def test_a_checkpoint_has_the_states_as_they_are(

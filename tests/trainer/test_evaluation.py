@@ -29,10 +29,10 @@ class Solver:
     """Two agents: task n of `sums` is solved by the first n of its attempts; `proofs` gets half a reward. seen: all rows."""
 
     def __init__(self) -> None:
-        self.seen: list[Json] = []
+        self.requests: list[Json] = []
 
     def sums(self, row: Json) -> Any:
-        self.seen.append(row)
+        self.requests.append(row)
         params, attempt = row["responses_create_params"], row["_ng_rollout_index"]
         if params["input"] == "breaks":
             return problem(500, retryable=False)
@@ -41,7 +41,7 @@ class Solver:
         return scored_row(row, float(params["temperature"] == 0 or attempt < int(params["input"])))
 
     def proofs(self, row: Json) -> Json:
-        self.seen.append(row)
+        self.requests.append(row)
         return scored_row(row, 0.5)
 
 
@@ -100,10 +100,10 @@ def test_k_attempts_give_the_mean_and_the_unbiased_pass_at_k(tmp_path: Path) -> 
     assert first["eval/sums/avg@4/low"] < 7 / 16 < first["eval/sums/avg@4/high"]
     assert first["eval/sums/avg@4/count"] == 16 and first["eval/sums/greedy/count"] == 4
     assert lines[0].startswith("held-out after 0 steps: sums avg@4 0.438 [0.000, 1.000], pass@4 0.750; greedy")
-    counts = Counter(row["responses_create_params"]["temperature"] for row in solver.seen)
+    counts = Counter(row["responses_create_params"]["temperature"] for row in solver.requests)
     assert counts == {0.7: 3 * 16, 0.0: 3 * 4}
-    assert {row["responses_create_params"]["max_output_tokens"] for row in solver.seen} == {77}
-    numbers = Counter((row["_ng_task_index"], row["_ng_rollout_index"]) for row in solver.seen)
+    assert {row["responses_create_params"]["max_output_tokens"] for row in solver.requests} == {77}
+    numbers = Counter((row["_ng_task_index"], row["_ng_rollout_index"]) for row in solver.requests)
     assert set(numbers.values()) == {1} and len(numbers) == 3 * 20, "each attempt has a number of its own"
 
 
@@ -129,7 +129,7 @@ def test_each_sampled_attempt_has_a_seed_that_its_step_task_and_number_decide(tm
         (tmp_path / life).mkdir()
         solver = Solver()
         run_evaluation(tmp_path / life, solver, tasks=tasks, attempts=4, every=1)
-        seeds.append({(row["_ng_task_index"], row["_ng_rollout_index"]): sampled_with(row) for row in solver.seen})
+        seeds.append({(row["_ng_task_index"], row["_ng_rollout_index"]): sampled_with(row) for row in solver.requests})
     assert seeds[0] == seeds[1], "another run of the same recipe asks for the same"
     sampled = [seed for seed in seeds[0].values() if seed is not None]
     assert len(set(sampled)) == len(sampled) == 4 * 12
@@ -147,15 +147,15 @@ def test_every_held_out_rollout_is_kept_with_its_step_and_a_resumed_run_has_none
             for row in read_rollouts(tmp_path, failures)
         )
 
-    whole, failed = count_rollouts(), count_rollouts("_failures")
+    finished, failed = count_rollouts(), count_rollouts("_failures")
     ways = {"sums/avg@2": 2, "sums/greedy": 1}
-    assert whole == {(step, way, f"sums/{n}"): ways[way] for step in range(4) for way in ways for n in range(2)}
+    assert finished == {(step, way, f"sums/{n}"): ways[way] for step in range(4) for way in ways for n in range(2)}
     assert failed == {(step, way, "sums/2"): ways[way] for step in range(4) for way in ways}
     before = [row["ng"]["rollout_id"] for row in read_rollouts(tmp_path) if row["_ng_train"]["oldest"] < 2]
     with (tmp_path / "eval_rollouts.jsonl").open("a") as file:
         file.write('{"a row that was be')  # the trainer was killed here
     run_evaluation(tmp_path, Solver(), done=2, **settings)
-    assert count_rollouts() == whole and count_rollouts("_failures") == failed
+    assert count_rollouts() == finished and count_rollouts("_failures") == failed
     assert [row["ng"]["rollout_id"] for row in read_rollouts(tmp_path)][: len(before)] == before
 
 
@@ -203,7 +203,7 @@ def test_several_held_out_files_have_agents_and_names_of_their_own(tmp_path: Pat
     assert first["eval/proofs/pass@1"] == 0, "half a reward is not solved"
     assert first["val/accuracy"] == pytest.approx(2.5 / 3)
     assert len(lines[0].splitlines()) == 3 and "held-out after 0 steps: easy avg@1 1.000" in lines[0]
-    longest = Counter(row["responses_create_params"]["max_output_tokens"] for row in solver.seen)
+    longest = Counter(row["responses_create_params"]["max_output_tokens"] for row in solver.requests)
     assert longest == {77: 2 * 2 * 4, 5: 2 * 2 * 2}
 
 

@@ -63,8 +63,8 @@ def batch(seed: int) -> list[Any]:
 
 
 def steps(learner: Any, seeds: Sequence[int]) -> list[tuple[float, float]]:
-    taken = [loop.take_step(learner, sft.Sft(), batch(seed), BUDGET, 1.0) for seed in seeds]
-    return [(step.means["loss"], step.update.grad_norm) for step in taken]
+    results = [loop.take_step(learner, sft.Sft(), batch(seed), BUDGET, 1.0) for seed in seeds]
+    return [(step.means["loss"], step.update.grad_norm) for step in results]
 
 
 def weights_of(learner: Any) -> Weights:
@@ -195,20 +195,20 @@ def test_a_gradient_that_is_finite_at_no_scale_is_skipped_as_elsewhere_and_leave
     assert steps(trained, [0]) == steps(learner(tokenizer, stage), [0])
 
 
-@pytest.mark.parametrize(("stage", "then"), [(1, 1), (2, 2), (3, 3), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("stage", "resumed_stage"), [(1, 1), (2, 2), (3, 3), (1, 3), (3, 2)])
 def test_a_resumed_run_continues_with_its_loss_scale(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, stage: int, then: int
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, stage: int, resumed_stage: int
 ) -> None:
     first = set_scale(learner(tokenizer, stage), 2.0**30)
     steps(first, range(2))
     meta = json.loads(json.dumps(first.save_state(tmp_path)))
     expected = steps(first, range(2, 5))
-    second = learner(tokenizer, then)
+    second = learner(tokenizer, resumed_stage)
     second.load_state(tmp_path, meta)
     for found, right in zip(steps(second, range(2, 5)), expected, strict=True):
-        assert found == pytest.approx(right, rel=0 if then == stage else 1e-3, abs=0)
+        assert found == pytest.approx(right, rel=0 if resumed_stage == stage else 1e-3, abs=0)
     assert second.scaling() == first.scaling() and second.scaling()["overflow_retries"] > 5
-    if then == stage:
+    if resumed_stage == stage:
         assert same(weights_of(first), weights_of(second))
 
 
@@ -218,11 +218,11 @@ def test_a_run_may_resume_in_another_precision(tokenizer: PreTrainedTokenizerBas
     meta = json.loads(json.dumps(first.save_state(tmp_path)))
     expected = steps(first, [2])
     launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
-    whole = engine.Engine(new_policy(tokenizer), launch, recipe.EngineOptions(), OPTIMIZER)
-    whole.load_state(tmp_path, meta)
-    again = json.loads(json.dumps(whole.save_state(tmp_path)))
-    assert steps(whole, [2]) == [pytest.approx(step, rel=0.01) for step in expected]
-    assert whole.scaling() == {}
+    full_precision = engine.Engine(new_policy(tokenizer), launch, recipe.EngineOptions(), OPTIMIZER)
+    full_precision.load_state(tmp_path, meta)
+    again = json.loads(json.dumps(full_precision.save_state(tmp_path)))
+    assert steps(full_precision, [2]) == [pytest.approx(step, rel=0.01) for step in expected]
+    assert full_precision.scaling() == {}
     back = learner(tokenizer)
     back.load_state(tmp_path, again)
     assert steps(back, [2]) == [pytest.approx(step, rel=0.01) for step in expected]

@@ -54,11 +54,11 @@ def learner(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def measuring(learner: Any, samples: list[Any], algorithm: Any, budget: int = 100_000, every: int = 2) -> Any:
-    noted: list[tuple[int, Values, str]] = []
+    records: list[tuple[int, Values, str]] = []
     held_out = heldout_loss.HeldOutData(
-        samples, algorithm, learner, budget, every, lambda step, values, line: noted.append((step, values, line))
+        samples, algorithm, learner, budget, every, lambda step, values, line: records.append((step, values, line))
     )
-    return held_out, noted
+    return held_out, records
 
 
 def nll_by_transformers(learner: Any, samples: list[Any], folder: Path) -> float:
@@ -86,9 +86,9 @@ def test_the_perplexity_is_that_of_transformers_however_the_file_is_cut(
     expected = nll_by_transformers(learner, samples, tmp_path)
     learner.policy.train()
     for budget in (100_000, 300):
-        held_out, noted = measuring(learner, samples, sft.Sft(), budget)
+        held_out, records = measuring(learner, samples, sft.Sft(), budget)
         assert list(held_out.evaluated([], 0)) == []
-        ((step, values, line),) = noted
+        ((step, values, line),) = records
         assert step == 0 and values["val/loss"] == pytest.approx(expected, rel=1e-5)
         assert values["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
         assert f"held-out after 0 steps: loss {values['val/loss']:.4f}," in line and "(64 samples)" in line
@@ -102,12 +102,12 @@ def test_the_perplexity_is_that_of_transformers_however_the_file_is_cut(
 def test_it_is_measured_before_the_first_step_every_so_many_and_at_the_end(
     learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path, count: int, done: int, measured: list[int]
 ) -> None:
-    held_out, noted = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], sft.Sft())
+    held_out, records = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], sft.Sft())
     batches = [samples_module.Batch([]) for _ in range(count)]
     for number, batch in enumerate(held_out.evaluated(batches, done), done + 1):
         assert batch is batches[number - done - 1]
-        assert all(step < number for step, *_ in noted), "a batch is trained before it is measured"
-    assert [step for step, *_ in noted] == measured
+        assert all(step < number for step, *_ in records), "a batch is trained before it is measured"
+    assert [step for step, *_ in records] == measured
 
 
 def test_a_loss_that_is_not_a_number_is_logged_and_ends_the_run(
@@ -117,12 +117,12 @@ def test_a_loss_that_is_not_a_number_is_logged_and_ends_the_run(
         def loss(self, scores: Any, packed: Any) -> Any:
             return super().loss(scores._replace(logprobs_N=scores.logprobs_N * math.nan), packed)
 
-    held_out, noted = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], Broken())
+    held_out, records = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], Broken())
     with pytest.raises(
         heldout_loss.HeldOutNotFinite, match=r"the held-out loss after step 4 is nan: .* not saved"
     ) as caught:
         list(held_out.evaluated([], 4))
-    assert caught.value.step == 4 and math.isnan(noted[0][1]["val/loss"])
+    assert caught.value.step == 4 and math.isnan(records[0][1]["val/loss"])
 
 
 def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
@@ -139,9 +139,9 @@ def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     algorithm = dpo.Dpo(algorithms.DpoOptions(name="dpo"))
     pairs = algorithm.prepare(algorithm.samples(path, tokenizer), learner, 1000)
-    held_out, noted = measuring(learner, pairs, algorithm, budget=100)
+    held_out, records = measuring(learner, pairs, algorithm, budget=100)
     list(held_out.evaluated([], 0))
-    ((_, values, line),) = noted
+    ((_, values, line),) = records
     assert values["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert values["val/rewards/margins"] == pytest.approx(0, abs=1e-6)
     assert "val/perplexity" not in values and "rewards/accuracies" in line

@@ -49,11 +49,11 @@ def test_held_out_tasks_share_no_question_with_training_and_demonstrations(
 ) -> None:
     lesson = import_module(f"lessons.{name}").lesson._replace(demonstrations=512)
     learning.write(lesson, tmp_path, seed=0)
-    held_out, train, shown = (
+    held_out, train, demonstrated = (
         questions(rows(tmp_path / f"{part}.jsonl")) for part in ("held_out", "train", "demonstrations")
     )
     assert len(held_out) == learning.HELD_OUT
-    assert not held_out & (train | shown)
+    assert not held_out & (train | demonstrated)
 
 
 @pytest.mark.parametrize("name", LESSONS)

@@ -173,10 +173,10 @@ def test_the_adapters_dropout_drops_in_training_only_and_the_models_own_never(ba
     shutil.copytree(base, folder)
     changed = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.5}
     (folder / "config.json").write_text(json.dumps(changed))
-    whole = learner(folder)
-    assert model.unused_dropout(whole.policy.network) == {"attention_dropout": 0.5}
+    full_model = learner(folder)
+    assert model.unused_dropout(full_model.policy.network) == {"attention_dropout": 0.5}
     assert model.unused_dropout(learner(base).policy.network) == {}
-    assert torch.equal(compute_logprobs(whole.logprobs, data), compute_logprobs(whole.logprobs, data))
+    assert torch.equal(compute_logprobs(full_model.logprobs, data), compute_logprobs(full_model.logprobs, data))
     trained = adapter(folder, dropout=0.5)
     step(trained, data)
     assert not torch.equal(compute_logprobs(trained.logprobs, data), compute_logprobs(trained.logprobs, data))

@@ -103,11 +103,11 @@ async def test_a_rollout_without_a_sampled_token_does_not_count_as_of_other_weig
         await stream.open(None)
         stream.announced(1, 0)
         stream.published(1, 0)
-        taken = await stream.take()
+        batch = await stream.take()
         await stream.close()
         await peers.close()
-    assert taken is not None and (len(taken.rows), taken.stale, taken.lags) == (2, 0, [0, 0])
-    assert [samples.problem(row, 1.0) for row in taken.rows] == [None, None]
+    assert batch is not None and (len(batch.rows), batch.stale, batch.lags) == (2, 0, [0, 0])
+    assert [samples.problem(row, 1.0) for row in batch.rows] == [None, None]
     read = samples.read_rollouts(spool, 1.0)
     is_cut = trace["stop_reason"] == "context"
     assert [(rollout.trained, rollout.reward, rollout.truncated) for rollout in read.rollouts] == [(0, 0.0, is_cut)] * 2
@@ -163,17 +163,17 @@ def test_a_replica_that_came_back_gets_the_weights_again_also_when_another_has_t
     launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
     optimizing = recipe.OptimizerOptions(lr=1e-3)
     learner = engine.Engine(model.load_policy(options, tokenizer, 0), launch, recipe.EngineOptions(), optimizing)
-    announced: list[int] = []
+    versions: list[int] = []
     with serving(Stub(policy)) as stays, serving(Stub(policy)) as restarts:
         pusher = push.Pusher([stays.url, restarts.url], "token")
         weight_sync = publish.WeightSync(learner, pusher, publish.probe_ids(tokenizer), learner.weights)
         for restarted in (False, False, True, False):
             if restarted:
                 restarts._forget()
-            weight_sync.publish(announced.append)
+            weight_sync.publish(versions.append)
             assert stays._version == restarts._version == weight_sync.version
         pusher.finish()
-    assert announced == [1, 2] and stays.pushes == restarts.pushes == announced
+    assert versions == [1, 2] and stays.pushes == restarts.pushes == versions
 
 
 def test_a_push_follows_replicas_that_join_and_leave(policy: Path, only_rank: None) -> None:
@@ -214,20 +214,20 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
             weight_sync = publish.WeightSync(
                 learner, pusher, publish.probe_ids(tokenizer), learner.weights, membership=membership
             )
-            announced: list[int] = []
-            weight_sync.publish(announced.append)
+            versions: list[int] = []
+            weight_sync.publish(versions.append)
             for waiting in (joins, later, wrong):
                 there.call(join(there.reached, waiting.url))
                 there.call(wait_for_notice(membership))
                 assert membership.waiting() == [waiting.url] and waiting.url not in called()
-                weight_sync.publish(announced.append)
-                weight_sync.publish(announced.append)  # nothing is left to do
+                weight_sync.publish(versions.append)
+                weight_sync.publish(versions.append)  # nothing is left to do
             assert called() == [stays.url, joins.url]
-            assert stays.pushes == joins.pushes == announced == [1] and later.pushes == []
+            assert stays.pushes == joins.pushes == versions == [1] and later.pushes == []
             learner.steps += 1
-            weight_sync.publish(announced.append)
+            weight_sync.publish(versions.append)
             assert called() == [stays.url, joins.url, later.url]
-            assert stays.pushes == joins.pushes == wrong.pushes == announced == [1, 8] and later.pushes == [8]
+            assert stays.pushes == joins.pushes == wrong.pushes == versions == [1, 8] and later.pushes == [8]
             pusher.finish()
     assert (
         f"policy {joins.url} joined with version 1" in messages
@@ -373,9 +373,13 @@ def test_a_model_server_that_takes_no_weights_ends_the_run_with_a_line(policy: P
 
 
 def test_only_what_the_agent_needs_is_started(root: Path) -> None:
-    whole = load_config([root / "global_config.yaml"])
-    assert set(services.config_for_agents(whole, ["math_agent"], "policy").services) == {"math_agent", "math", "policy"}
+    config = load_config([root / "global_config.yaml"])
+    assert set(services.config_for_agents(config, ["math_agent"], "policy").services) == {
+        "math_agent",
+        "math",
+        "policy",
+    }
     with pytest.raises(ConfigError, match="'math' is a gym_server, not an agent"):
-        services.config_for_agents(whole, ["math"], "policy")
+        services.config_for_agents(config, ["math"], "policy")
     with pytest.raises(ConfigError, match=r"does not lead to the model 'weather'; set rollouts\.policy"):
-        services.config_for_agents(whole, ["math_agent"], "weather")
+        services.config_for_agents(config, ["math_agent"], "weather")

@@ -99,8 +99,8 @@ def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken
 
 
 def same(one: Taken, other: Taken, bound: float = 1e-5) -> None:
-    for got, expected in zip(one.steps, other.steps, strict=True):
-        assert got == pytest.approx(expected, rel=bound)
+    for actual, expected in zip(one.steps, other.steps, strict=True):
+        assert actual == pytest.approx(expected, rel=bound)
     assert one.held_out == pytest.approx(other.held_out, rel=bound)
     names = set(one.weights) & set(other.weights)  # the tied head may or may not be named
     assert len(names) >= 24 and {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= names
@@ -111,8 +111,8 @@ def same(one: Taken, other: Taken, bound: float = 1e-5) -> None:
 def test_a_stored_state_continues_with_the_same_steps(alone: list[Taken], together: list[Taken]) -> None:
     for each in [*alone, *together]:
         assert len(each.steps) == 5
-        for got, expected in zip(each.steps[3:], each.steps[1:3], strict=True):
-            assert got == pytest.approx(expected, rel=1e-6)
+        for actual, expected in zip(each.steps[3:], each.steps[1:3], strict=True):
+            assert actual == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("place", range(1, len(ALONE)), ids=lambda place: str(ALONE[place]))
@@ -198,9 +198,9 @@ def test_the_ranks_of_a_run_on_ray_are_those_of_its_recipe(tmp_path: Path, monke
     assert three.exit_code == 2 and "3 ranks cannot form groups of 2" in three.stderr
 
 
-@pytest.mark.parametrize(("begins", "then"), [(False, "--overwrite"), (True, "--resume")])
+@pytest.mark.parametrize(("begins", "option"), [(False, "--overwrite"), (True, "--resume")])
 def test_ranks_on_ray_resume_only_what_this_run_has_begun(
-    begins: bool, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begins: bool, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier run's recipe, even with the same content, is no sign that this run has begun."""
     ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
@@ -221,7 +221,7 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
     run = ray_launcher._Run(recipe, [*files, *overrides], True, False)
     assert asyncio.run(run._run_until_done({})) == 0
-    assert groups == [["--overwrite"], [then], [then]]
+    assert groups == [["--overwrite"], [option], [option]]
 
 
 def run_on_ray(group: Callable[..., Awaitable[int]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

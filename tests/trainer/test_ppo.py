@@ -76,12 +76,12 @@ def rollout(group: int, reward: float, *spans: list[tuple[int, int]], draw: rand
 def batch(seed: int = 0, count: int = 12) -> list[Any]:
     """Rollouts of two turns with a tool's answer between them; every third with its second turn in a segment of its own."""
     draw = random.Random(seed)
-    made = []
+    rollouts = []
     for index in range(count):
         first, second = draw.randrange(6, 12), draw.randrange(15, 25)
         spans = [[(4, first)], [(9, second)]] if index % 3 == 0 else [[(4, first), (first + 2, second)]]
-        made.append(rollout(index // 3, draw.random(), *spans, draw=draw))
-    return made
+        rollouts.append(rollout(index // 3, draw.random(), *spans, draw=draw))
+    return rollouts
 
 
 def everything(learner: Any) -> dict[str, Tensor]:
@@ -187,11 +187,11 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(tokenizer: PreTrainedTok
         for _ in range(2):  # at the second update ratio and values have moved
             step = loop.take_step(trained, algorithm, prepared, budget, 1.0)
         found.append((everything(trained), step))
-    (whole, whole_step), *others = found
+    (full_weights, whole_step), *others = found
     assert whole_step.update.grad_norm > 1e-3 and whole_step.update.critic_grad_norm > 1e-3
     assert {"value_loss", "explained_variance", "value_clip_ratio", "entropy"} <= set(whole_step.means)
     for weights, step in others:
-        assert largest_difference(whole, weights) < 1e-6
+        assert largest_difference(full_weights, weights) < 1e-6
         assert step.means == pytest.approx(whole_step.means, rel=1e-4, abs=1e-6)
         assert step.update.critic_grad_norm == pytest.approx(whole_step.update.critic_grad_norm, rel=1e-4)
 

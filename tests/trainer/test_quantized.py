@@ -74,7 +74,7 @@ def learner(
 def test_the_base_has_four_bits_a_weight_and_the_rest_is_as_it_was(base: Path, kind: str) -> None:
     from ngym.trainer.model.quantized import Linear4bit
 
-    whole = load_policy(base, None).network
+    unquantized = load_policy(base, None).network
     network = load_policy(base, {**QLORA, "base_4bit": kind}).network
     layers = [module for module in network.modules() if isinstance(module, Linear4bit)]
     weights = sum(layer.in_features * layer.out_features for layer in layers)
@@ -82,10 +82,10 @@ def test_the_base_has_four_bits_a_weight_and_the_rest_is_as_it_was(base: Path, k
     assert len(layers) == LAYERS and all(layer.weight.dtype == torch.uint8 for layer in layers)
     assert sum(layer.weight.nbytes for layer in layers) == weights / 2
     assert 8 * (weights / 2 + scales) / weights == pytest.approx(4.13, abs=0.01)
-    kept = dict(network.named_parameters())
-    for name, parameter in whole.named_parameters():
+    parameters = dict(network.named_parameters())
+    for name, parameter in unquantized.named_parameters():
         if "proj" not in name:
-            assert torch.equal(kept[name], parameter) and kept[name].dtype == torch.float32
+            assert torch.equal(parameters[name], parameter) and parameters[name].dtype == torch.float32
 
 
 def test_the_bytes_are_those_of_transformers(base: Path) -> None:
@@ -116,12 +116,12 @@ def test_a_product_and_its_gradient_are_those_of_the_dequantized_weights() -> No
         weight = layer.dequantized(torch.float32).to(dtype)
         assert torch.equal(layer.dequantized(dtype), weight), "rounded once"
         one, other = (torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2))
-        got, right = (
+        actual, right = (
             layer(one.requires_grad_()),
             nn.functional.linear(other.requires_grad_(), weight, plain.bias.to(dtype)),
         )
-        (got.float().square().sum() + right.float().square().sum()).backward()
-        assert got.dtype == dtype and torch.equal(got, right) and torch.equal(one.grad, other.grad)
+        (actual.float().square().sum() + right.float().square().sum()).backward()
+        assert actual.dtype == dtype and torch.equal(actual, right) and torch.equal(one.grad, other.grad)
 
 
 def test_only_the_adapter_learns(base: Path) -> None:
@@ -199,14 +199,14 @@ def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, t
     assert all(torch.equal(one, computed[name]) for name, one in served.named_parameters())
 
 
-@pytest.mark.parametrize(("stage", "precision", "then"), [(0, "fp32", 2), (2, "bf16", 2), (1, "fp16", 1)])
-def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: str, then: int) -> None:
+@pytest.mark.parametrize(("stage", "precision", "resumed_stage"), [(0, "fp32", 2), (2, "bf16", 2), (1, "fp16", 1)])
+def test_it_resumes_exactly(base: Path, tmp_path: Path, stage: int, precision: str, resumed_stage: int) -> None:
     data, first = pack_sequences(), learner(base, stage, precision)
     step(first, data, 2)
     meta = json.loads(json.dumps(first.save_state(tmp_path)))
     assert all("lora" in key for key in load_file(tmp_path / "training-00001.safetensors"))
     expected = step(first, data, 2)
-    for other in {stage, then}:
+    for other in {stage, resumed_stage}:
         second = learner(base, other, precision)
         second.load_state(tmp_path, meta)
         assert step(second, data, 2) == pytest.approx(expected, rel=1e-5 if other != stage else 0)

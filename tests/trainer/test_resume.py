@@ -147,33 +147,33 @@ def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp
         checkpoints.Checkpoints(tmp_path, options).newest()
     for step in (3, 6):
         save(tmp_path, step, options)
-    kept = checkpoints.Checkpoints(tmp_path, options)
-    assert kept.newest().step == 6
+    store = checkpoints.Checkpoints(tmp_path, options)
+    assert store.newest().step == 6
     newest = tmp_path / "checkpoints" / "step-000006"
     weights = newest / "policy" / "weights"
-    whole = weights.read_bytes()
-    for damaged in (whole[:-1], whole[:500] + b"\xff" + whole[501:], None):
+    content = weights.read_bytes()
+    for damaged in (content[:-1], content[:500] + b"\xff" + content[501:], None):
         weights.unlink()
         if damaged is not None:
             weights.write_bytes(damaged)
         with pytest.raises(checkpoints.CheckpointUnusable, match=r"step-000006: damaged.*step 3: remove this folder"):
-            kept.newest()
-        weights.write_bytes(whole)
+            store.newest()
+        weights.write_bytes(content)
     (newest / "manifest.json").unlink()
     with pytest.raises(checkpoints.CheckpointUnusable, match="damaged"):
-        kept.newest()
+        store.newest()
 
 
 def test_metrics_that_are_damaged_are_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    whole = b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    content = b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     checkpoint = checkpoints.Checkpoint(2, tmp_path, {"metrics_bytes": 24})
-    for damaged in (b"own line\n" + whole, b"[1]\n" + whole):
+    for damaged in (b"own line\n" + content, b"[1]\n" + content):
         path.write_bytes(damaged)
         with pytest.raises(checkpoints.CheckpointUnusable, match="damaged"):
             checkpoints.cut(path, checkpoint)
         assert path.read_bytes() == damaged
-    path.write_bytes(whole)
+    path.write_bytes(content)
     assert [row["step"] for row in checkpoints.cut(path, checkpoint)] == [1, 2] and path.stat().st_size == 24
 
 
@@ -243,9 +243,9 @@ def test_a_killed_run_on_a_file_continues_with_the_same_losses(root: Path, tmp_p
     wait_for_end(train(tmp_path / "whole", words))
     killed = tmp_path / "killed"
     killed.mkdir()
-    kept = killed / "run" / "checkpoints"
-    kill_when(train(killed, words), has_checkpoint(kept, 4))
-    kill_when(train(killed, [*words, "--resume"]), has_checkpoint(kept, 12))
+    checkpoint_folder = killed / "run" / "checkpoints"
+    kill_when(train(killed, words), has_checkpoint(checkpoint_folder, 4))
+    kill_when(train(killed, [*words, "--resume"]), has_checkpoint(checkpoint_folder, 12))
     output = wait_for_end(train(killed, [*words, "--resume"]))
     assert "resuming after step" in output
     assert read_metrics(killed) == read_metrics(tmp_path / "whole")
@@ -256,9 +256,9 @@ def test_a_killed_run_on_a_file_continues_with_the_same_losses(root: Path, tmp_p
     assert one.read_bytes() == other.read_bytes()
 
 
-def has_checkpoint(kept: Path, step: int) -> Callable[[], bool]:
+def has_checkpoint(checkpoint_folder: Path, step: int) -> Callable[[], bool]:
     """Whether there is a checkpoint of this step, or of a later one: each is tidied away in its turn."""
-    return lambda: any(path.name >= f"step-{step:06}" for path in kept.glob("step-*"))
+    return lambda: any(path.name >= f"step-{step:06}" for path in checkpoint_folder.glob("step-*"))
 
 
 def test_a_run_that_a_scheduler_warns_saves_at_once_and_continues(root: Path, tmp_path: Path) -> None:
@@ -295,8 +295,8 @@ def test_a_rank_that_a_scheduler_ends_waits_until_rank_0_has_committed_the_check
             calls.append("save")
 
     guard: Any = SimpleNamespace(skipping=False, skipped=0, check=lambda *_: None)
-    rank, kept = cast(Any, Rank1()), checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
-    saver = checkpoints.CheckpointSaver(kept, rank, cast(Any, None), guard, tmp_path / "m", lambda: None, 9, 1)
+    rank, store = cast(Any, Rank1()), checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    saver = checkpoints.CheckpointSaver(store, rank, cast(Any, None), guard, tmp_path / "m", lambda: None, 9, 1)
     with pytest.raises(KeyboardInterrupt):
         saver.after(1)
     assert calls == ["broadcast", "save_state", "save", "broadcast"]
@@ -328,13 +328,13 @@ def test_a_run_that_cannot_continue_says_why(root: Path, tmp_path: Path) -> None
     wait_for_end(train(tmp_path, words))
     before = (tmp_path / "run" / "recipe.yaml").read_bytes()
     manifest = tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json"
-    whole = manifest.read_bytes()
-    manifest.write_bytes(whole[:50])
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:50])
     process = train(tmp_path, [*words, "max_steps=3", "--resume"])
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "damaged: manifest.json is not what was written" in output, output
     assert (tmp_path / "run" / "recipe.yaml").read_bytes() == before  # of the run as it is
-    manifest.write_bytes(whole)
+    manifest.write_bytes(content)
     process = train(tmp_path, [*words, "optimizer.lr=0.5", "--resume"])
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "--resume: optimizer.lr: 0.005 in the run, 0.5 now; set it back" in output
@@ -367,11 +367,11 @@ def test_a_run_whose_model_has_changed_is_not_resumed(policy: Path, tmp_path: Pa
 
 def test_a_killed_live_run_continues_and_collects_nothing_twice(policy: Path, tmp_path: Path) -> None:
     settings = ["evaluation=null", "checkpoint.every=3"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (uninterrupted, killed):
         folder.mkdir()
     with serving(Stub(policy)) as stub:
-        wait_for_end(train(whole, [*arguments(whole, policy, stub, 8), *settings]))
+        wait_for_end(train(uninterrupted, [*arguments(uninterrupted, policy, stub, 8), *settings]))
         runs = stub.runs
     with serving(Stub(policy)) as stub:
         words = [*arguments(killed, policy, stub, 8), *settings]
@@ -382,7 +382,7 @@ def test_a_killed_live_run_continues_and_collects_nothing_twice(policy: Path, tm
         # what was in flight when it was killed, or not yet on the disk, is collected again, and nothing else
         assert runs <= stub.runs <= runs + 2 * 3 * 32
     assert "rollouts were collected before and are used again" in output
-    assert read_metrics(killed) == read_metrics(whole)
+    assert read_metrics(killed) == read_metrics(uninterrupted)
     rows = [json.loads(line) for line in (killed / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
     trained = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}
     assert len(trained) == len(rows)
@@ -397,8 +397,8 @@ def test_a_killed_run_with_a_lag_continues_with_rollouts_of_earlier_weights(poli
         kill_when(train(tmp_path, words), lambda: steps() >= 3)
         tasks, logged = (tmp_path / "tasks.jsonl").read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
         (tmp_path / "tasks.jsonl").write_bytes(tasks[: tasks.index(b"\n") + 1])
-        output, _ = (refused := train(tmp_path, [*words, "--resume"])).communicate(timeout=600)
-        assert refused.returncode != 0 and "tasks.jsonl: changed since its tasks were drawn before" in output, output
+        output, _ = (process := train(tmp_path, [*words, "--resume"])).communicate(timeout=600)
+        assert process.returncode != 0 and "tasks.jsonl: changed since its tasks were drawn before" in output, output
         assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged
         (tmp_path / "tasks.jsonl").write_bytes(tasks)
         output = wait_for_end(train(tmp_path, [*words, "--resume"]))
@@ -492,8 +492,8 @@ def test_a_run_is_resumed_from_the_same_paths_however_they_are_spelled(
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")
     (tmp_path / "run" / "recipe.yaml").write_text("data: {path: run/rollouts.jsonl}\n")
-    for made in (False, True):  # data.made_by creates it
-        if made:
+    for created in (False, True):  # data.made_by creates it
+        if created:
             (tmp_path / "run" / "rollouts.jsonl").touch()
         spelled = output.format(cwd=tmp_path)
         checkpoints.resumable(Path("run"), f"data: {{path: {spelled}/rollouts.jsonl}}\n")

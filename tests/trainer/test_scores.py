@@ -61,11 +61,11 @@ class Largest(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
-        return made
+        return result
 
 
 def largest(work: Callable[[], object]) -> int:
@@ -111,16 +111,16 @@ def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
     found = scorer(leaf, token_ids, entropy=True, **options)
     torch.testing.assert_close(found.logprobs_N, expected.logprobs_N, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(found.entropy_N, expected.entropy_N, atol=1e-6, rtol=1e-6)
-    for got, right in zip(gradients(found, leaf), of_full, strict=True):
-        torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
+    for actual, right in zip(gradients(found, leaf), of_full, strict=True):
+        torch.testing.assert_close(actual, right, atol=2e-6, rtol=1e-5)
     just_logprobs = scorer(hidden, token_ids, entropy=False, **options)
     assert just_logprobs.entropy_N is None and torch.equal(just_logprobs.logprobs_N, found.logprobs_N)
     leaf = hidden.clone().requires_grad_()
     both = scorer(leaf, token_ids, entropy=True, collision=True, **options)
     torch.testing.assert_close(both.collision_N, logprobs.detach().exp().square().sum(-1).log(), atol=1e-6, rtol=1e-6)
     assert not both.collision_N.requires_grad
-    for got, right in zip(gradients(both, leaf), of_full, strict=True):
-        torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
+    for actual, right in zip(gradients(both, leaf), of_full, strict=True):
+        torch.testing.assert_close(actual, right, atol=2e-6, rtol=1e-5)
 
 
 def test_a_head_that_is_not_trained_gets_no_gradient() -> None:
@@ -182,9 +182,9 @@ def test_chunks_take_the_same_step_under_every_stage(
         learner = engine.Engine(network, launch, recipe.EngineOptions(zero_stage=zero_stage), optimizing)
         norms = [loop.take_step(learner, sft.Sft(), batch(12, seed), 150, 1.0).update.grad_norm for seed in range(2)]
         found.append(({name: tensor.clone() for name, tensor in learner.weights().items()}, norms[-1]))
-    (whole, norm), (chunked, chunked_norm) = found
+    (full, norm), (chunked, chunked_norm) = found
     assert chunked_norm == pytest.approx(norm, rel=1e-5)
-    assert max((whole[name] - chunked[name]).abs().max().item() for name in whole if name in chunked) < 2e-6
+    assert max((full[name] - chunked[name]).abs().max().item() for name in full if name in chunked) < 2e-6
 
 
 # --- activation checkpointing ----------------------------------------------------------------------------------------
@@ -192,15 +192,15 @@ def test_chunks_take_the_same_step_under_every_stage(
 
 def backward_bytes(work: Callable[[], Tensor]) -> int:
     """The bytes of the distinct tensors that the graph of a result keeps."""
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         work()
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -213,16 +213,16 @@ def test_layers_that_keep_only_their_inputs_have_the_same_gradients(
         trained = policy(tokenizer, num_hidden_layers=6).train(training)
         if checkpointed != 0:
             layers.checkpoint_layers(trained.network, checkpointed)
-        kept = backward_bytes(lambda trained=trained: trained.logprobs(packed))
+        memory = backward_bytes(lambda trained=trained: trained.logprobs(packed))
         logprobs = trained.logprobs(packed)
         logprobs.sum().backward()
-        found.append((logprobs, [parameter.grad for parameter in trained.parameters()], kept))
+        found.append((logprobs, [parameter.grad for parameter in trained.parameters()], memory))
     (logprobs, gradients, everything), *others = found
     for same_logprobs, same_gradients, _ in others:
         torch.testing.assert_close(same_logprobs, logprobs, atol=1e-6, rtol=0)
-        for got, right in zip(same_gradients, gradients, strict=True):
-            torch.testing.assert_close(got, right, atol=1e-6, rtol=1e-6)
-    half, inputs = (kept for *_, kept in others)
+        for actual, right in zip(same_gradients, gradients, strict=True):
+            torch.testing.assert_close(actual, right, atol=1e-6, rtol=1e-6)
+    half, inputs = (memory for *_, memory in others)
     assert inputs < 0.6 * everything and (inputs + everything) / 2 == pytest.approx(half, rel=0.05)
 
 
@@ -254,8 +254,8 @@ def test_a_network_with_dropout_drops_nothing_in_evaluation_mode_checkpointed_or
     (logits, gradients), *others = found
     for same_logits, same_gradients in others:
         torch.testing.assert_close(same_logits, logits, atol=1e-6, rtol=0)
-        for got, right in zip(same_gradients, gradients, strict=True):
-            torch.testing.assert_close(got, right, atol=1e-6, rtol=1e-5)
+        for actual, right in zip(same_gradients, gradients, strict=True):
+            torch.testing.assert_close(actual, right, atol=1e-6, rtol=1e-5)
 
 
 def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
@@ -296,9 +296,9 @@ def test_compiled_layers_keep_as_much_of_their_activations_as_asked(tokenizer: P
     """The gradient stays the same. Weights are saved, too, but they are not activations."""
     packed = packing.pack(batch(12, 0), CPU)
     saved, gradients = [], []
-    for kept in (None, 0.3):
+    for memory_budget in (None, 0.3):
         trained = policy(tokenizer).eval()
-        layers.compile_layers(trained.network, kept)
+        layers.compile_layers(trained.network, memory_budget)
         trained.logprobs(packed).sum().backward()  # compiles
         trained.zero_grad()
         weights = {parameter.data_ptr() for parameter in trained.parameters()}
@@ -337,9 +337,9 @@ def test_compiled_layers_have_the_same_gradients_and_are_compiled_once_for_all_l
             logprobs = trained.logprobs(packed)
             logprobs.sum().backward()
             found.append((logprobs.detach(), [parameter.grad.clone() for parameter in trained.parameters()]))
-        (expected, gradients), (got, same_gradients) = found
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(before, got, atol=1e-5, rtol=0)
+        (expected, gradients), (actual, same_gradients) = found
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(before, actual, atol=1e-5, rtol=0)
         for one, other in zip(same_gradients, gradients, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

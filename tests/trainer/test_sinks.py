@@ -51,8 +51,8 @@ def log(folder: Path, options: Values, capsys: pytest.CaptureFixture[str], steps
     return run(folder, sinks.Sinks(opened._threads, close_s), capsys, steps)
 
 
-def run(folder: Path, kept: Any, capsys: pytest.CaptureFixture[str], steps: int = 3) -> str:
-    with metrics.Metrics(folder / "metrics.jsonl", steps, True, sinks=kept) as log:
+def run(folder: Path, metric_sinks: Any, capsys: pytest.CaptureFixture[str], steps: int = 3) -> str:
+    with metrics.Metrics(folder / "metrics.jsonl", steps, True, sinks=metric_sinks) as log:
         log.note(0, {"eval/sums/avg@4": 0.25}, "held-out after 0 steps")
         for step in range(1, steps + 1):
             log.log(step, {"loss": 1 / step, "grad_norm": float("nan"), "time/generation": 0.0})
@@ -251,8 +251,8 @@ def test_wandb_keeps_an_offline_run(
         monkeypatch.setenv("WANDB_MODE", "offline")
     stderr = log(tmp_path, {"wandb": {"project": "p"} | ({} if by_variable else {"mode": "offline"})}, capsys)
     assert "logging" not in stderr
-    (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    content = kept.read_bytes()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    content = file.read_bytes()
     for word in (b"eval/sums/avg@4", b"grad_norm", b"optimizer", tmp_path.name.encode()):
         assert word in content
 
@@ -287,11 +287,11 @@ def test_a_resumed_run_continues_its_wandb_run_unless_the_project_changed(
     monkeypatch.setenv(SWEEP, str(tmp_path / "rates-of-learning"))
     for project in ("p", "p", "other"):
         assert "logging" not in log(tmp_path, {"wandb": {"project": project, "mode": "offline"}}, capsys)
-    kept = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    ids = [file.stem for file in kept]
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    ids = [file.stem for file in files]
     assert len(ids) == 3 and len(set(ids)) == 2, ids
     assert f"run-{json.loads((tmp_path / 'wandb_run.json').read_text('utf-8'))['id']}" in ids
-    assert all(b"rates-of-learning" in file.read_bytes() for file in kept), "the sweep is the group"
+    assert all(b"rates-of-learning" in file.read_bytes() for file in files), "the sweep is the group"
 
 
 def test_a_resumed_run_continues_its_mlflow_run_below_that_of_its_sweep(

@@ -134,9 +134,9 @@ def test_a_run_that_breaks_is_a_row_and_what_is_finished_is_not_run_again(root: 
     sweep = ["--sweep", "data.max_tokens=null,1"]
     first = subprocess.run([*words, *sweep], capture_output=True, text=True, timeout=600, check=False)
     assert first.returncode == 1 and "1 of 2 runs failed" in first.stderr, first
-    whole, broken = rows(here)
-    assert whole["run"] == "max_tokens=null" and whole["values"] == {"data.max_tokens": "null"}
-    assert whole["status"] == "finished" and 6 < whole["metrics"]["loss"] < 8 and whole["problem"] is None
+    finished, broken = rows(here)
+    assert finished["run"] == "max_tokens=null" and finished["values"] == {"data.max_tokens": "null"}
+    assert finished["status"] == "finished" and 6 < finished["metrics"]["loss"] < 8 and finished["problem"] is None
     assert broken["status"] == "failed" and broken["exit_code"] == 2 and broken["metrics"] == {}
     assert broken["problem"] == "few.jsonl: no sample to train on: all are longer than 1 tokens (data.max_tokens)"
     assert (here / "swept" / "max_tokens=null" / "policy" / "model.safetensors").exists()
@@ -153,16 +153,16 @@ def test_a_run_that_breaks_is_a_row_and_what_is_finished_is_not_run_again(root: 
     resumed = subprocess.run(
         [*words, "--sweep", "data.max_tokens=null", "--resume"], text=True, timeout=600, check=False
     )
-    assert resumed.returncode == 0 and rows(here)[0]["metrics"] == whole["metrics"]
+    assert resumed.returncode == 0 and rows(here)[0]["metrics"] == finished["metrics"]
     assert len((here / "swept" / "max_tokens=null" / "metrics.jsonl").read_bytes().splitlines()) == before.count(b"\n")
     other = CliRunner().invoke(main, [*words[4:], "optimizer.lr=1e-3", "--sweep", "data.max_tokens=null"])
     assert other.exit_code == 2 and "max_tokens=null: holds a run of another recipe (optimizer.lr: " in other.stderr
     same = CliRunner().invoke(main, [*words[4:], f"output={here}/swept", "--sweep", "data.max_tokens=null"])
     assert same.exit_code == 0 and "finished already, skipped" in same.stdout, same.output
     longer = [*words[4:], "epochs=2", "--sweep", "data.max_tokens=null"]
-    refused = CliRunner().invoke(main, longer)
-    assert refused.exit_code == 2 and "epochs: 1 in the run, 2 now" in refused.stderr, refused.stderr
-    assert "--resume continues it" in refused.stderr
+    result = CliRunner().invoke(main, longer)
+    assert result.exit_code == 2 and "epochs: 1 in the run, 2 now" in result.stderr, result.stderr
+    assert "--resume continues it" in result.stderr
     resumed = subprocess.run([*words[:4], *longer, "--resume"], text=True, timeout=600, check=False)
     assert resumed.returncode == 0
     lines = (here / "swept" / "max_tokens=null" / "metrics.jsonl").read_bytes().splitlines()

@@ -76,16 +76,16 @@ def test_exactly_what_the_assistant_says_is_trained(demonstrations: Path, tokeni
     assert len(read) == len(rows)
     for row, sample in zip(rows, read, strict=True):
         (segment,) = sample.segments
-        whole = tokenizer.apply_chat_template(
+        conversation = tokenizer.apply_chat_template(
             row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
         )
-        kept = len(segment.token_ids)
-        assert segment.token_ids == whole["input_ids"][:kept]
-        assert tokenizer.decode(whole["input_ids"][kept:]) == "\n"  # after the last turn no one says anything
-        mask = [0] * kept
+        length = len(segment.token_ids)
+        assert segment.token_ids == conversation["input_ids"][:length]
+        assert tokenizer.decode(conversation["input_ids"][length:]) == "\n"  # after the last turn no one says anything
+        mask = [0] * length
         for start, end in segment.spans:
             mask[start:end] = [1] * (end - start)
-        assert mask == whole["assistant_masks"][:kept]
+        assert mask == conversation["assistant_masks"][:length]
         last = tokenizer.decode(segment.token_ids[slice(*segment.spans[-1])])
         assert last == row["messages"][-1]["content"] + "<|im_end|>"
 
@@ -140,8 +140,8 @@ def test_arguments_written_as_a_string_of_json_are_not_quoted_again(
 
 def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    refused = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "b"}]}
-    path = write(tmp_path / "bad.jsonl", good, "{", {"prompt": "a"}, {"messages": good["messages"][:1]}, refused)
+    invalid = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "b"}]}
+    path = write(tmp_path / "bad.jsonl", good, "{", {"prompt": "a"}, {"messages": good["messages"][:1]}, invalid)
     with pytest.raises(UsageError) as failure:
         chat_dataset.read_demonstrations(path, tokenizer)
     lines = str(failure.value).splitlines()

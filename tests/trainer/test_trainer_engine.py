@@ -82,12 +82,12 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(
     tokenizer: PreTrainedTokenizerBase, samples: list[Any], stage: int
 ) -> None:
     # the eps of Adam hides no gradient here: a wrong factor on a micro-batch changes the weights by about lr
-    whole = learner(tokenizer, stage, eps=1e-3)
-    (all_at_once,) = steps(whole, samples, 1)
+    uncut = learner(tokenizer, stage, eps=1e-3)
+    (all_at_once,) = steps(uncut, samples, 1)
     for budget in (400, 1):
         cut = learner(tokenizer, stage, eps=1e-3)
         (in_pieces,) = steps(cut, samples, 1, budget)
-        assert largest_difference(weights_of(whole), weights_of(cut)) < 1e-6
+        assert largest_difference(weights_of(uncut), weights_of(cut)) < 1e-6
         assert in_pieces.means["loss"] == pytest.approx(all_at_once.means["loss"], rel=1e-6)
         assert in_pieces.update.grad_norm == pytest.approx(all_at_once.update.grad_norm, rel=1e-5)
 
@@ -99,9 +99,9 @@ def test_all_zero_stages_take_the_same_steps_and_save_the_same_weights(
     expected = steps(reference, samples, 3)
     for stage in (1, 2, 3):
         other = learner(tokenizer, stage)
-        got = steps(other, samples, 3)
-        assert [s.means["loss"] for s in got] == pytest.approx([s.means["loss"] for s in expected], rel=1e-5), stage
-        assert [s.update.grad_norm for s in got] == pytest.approx([s.update.grad_norm for s in expected], rel=1e-4)
+        actual = steps(other, samples, 3)
+        assert [s.means["loss"] for s in actual] == pytest.approx([s.means["loss"] for s in expected], rel=1e-5), stage
+        assert [s.update.grad_norm for s in actual] == pytest.approx([s.update.grad_norm for s in expected], rel=1e-4)
         other.save(tmp_path / str(stage), tokenizer)
         saved = load_file(tmp_path / str(stage) / "model.safetensors")
         assert largest_difference(weights_of(reference), saved) < 1e-5, stage
@@ -114,9 +114,9 @@ def test_the_buffer_of_the_gradient_is_as_large_as_the_gradient(
     empty, sizes = torch.empty, [0]
 
     def record_size(*size: Any, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options)
-        sizes.append(made.numel())
-        return made
+        buffer = empty(*size, **options)
+        sizes.append(buffer.numel())
+        return buffer
 
     monkeypatch.setattr(torch, "empty", record_size)
     engine_of_stage = learner(tokenizer, stage)
@@ -192,8 +192,8 @@ def test_16_bits_with_float32_master_weights_follow_float32(
 ) -> None:
     expected = steps(learner(tokenizer, 0), samples, 8)
     low = learner(tokenizer, stage, precision)
-    got = steps(low, samples, 8)
-    assert got[-1].means["loss"] == pytest.approx(expected[-1].means["loss"], rel=bound)
+    actual = steps(low, samples, 8)
+    assert actual[-1].means["loss"] == pytest.approx(expected[-1].means["loss"], rel=bound)
     low.save(tmp_path / "policy", tokenizer)
     assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == dtype == low.dtype
 
@@ -323,9 +323,9 @@ def test_a_gradient_that_is_not_a_number_changes_nothing_and_its_batch_is_kept(
     assert "loss" not in history[1] and history[2]["loss"] < 8 and history[2]["grad_norm"] > 0
     scales = [values.get("loss_scale") for values in history]
     assert scales == [2.0**16 if precision == "fp16" else None] * 3, "the loss is at fault, and not its scale"
-    (kept,) = tmp_path.iterdir()
-    rows = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert kept.name == "step-000002-1.jsonl"
+    (file,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert file.name == "step-000002-1.jsonl"
     assert [row["segments"][0]["token_ids"] for row in rows] == [
         sample.segments[0].token_ids for sample in samples[4:8]
     ]

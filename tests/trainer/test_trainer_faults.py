@@ -96,15 +96,15 @@ for step in range(2, 1000):
 
 def test_a_trainer_killed_at_each_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """A save is some sixty operations on files: it is killed right before each of them."""
-    kill_at_each_moment(tmp_path, 0)
+    kill_repeatedly(tmp_path, 0)
 
 
 @pytest.mark.soak
 def test_a_trainer_killed_a_hundred_times_while_it_saves_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    kill_at_each_moment(tmp_path, 100)
+    kill_repeatedly(tmp_path, 100)
 
 
-def kill_at_each_moment(folder: Path, kills: int) -> None:
+def kill_repeatedly(folder: Path, kills: int) -> None:
     command = [sys.executable, "-c", SAVER, folder, str(kills)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.splitlines()
     committed = died = 0
@@ -136,7 +136,7 @@ def learner(root: Path, stage: int = 0, precision: str = "fp32") -> Any:
 def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with the checkpoints of steps 2 and 4, of a real learner."""
     folder = tmp_path_factory.mktemp("saved")
-    kept, trained = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions()), learner(root)
+    store, trained = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions()), learner(root)
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
 
     def write(aside: Path) -> None:
@@ -144,11 +144,11 @@ def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory)
         trained.save(aside / "policy", tokenizer)
 
     for step in (2, 4):
-        kept.save(step, {"step": step}, write)
+        store.save(step, {"step": step}, write)
     return folder
 
 
-def refusal_message(run: Path) -> str:
+def check_refusal(run: Path) -> str:
     with pytest.raises(checkpoints.CheckpointUnusable) as caught:
         checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
     message = str(caught.value)
@@ -165,32 +165,32 @@ def test_every_file_of_a_checkpoint_may_be_damaged_in_any_way_and_it_is_noticed(
     assert {"manifest.json", "state.json", "training-00001.safetensors", "model.safetensors"} <= {f.name for f in files}
     draw = random.Random(3)
     for path in files:
-        whole = path.read_bytes()
-        flips = [draw.randrange(len(whole) * 8) for _ in range(5)]
-        flipped = [whole[: at // 8] + bytes([whole[at // 8] ^ 1 << at % 8]) + whole[at // 8 + 1 :] for at in flips]
-        for damaged in [*flipped, whole[: len(whole) // 2], whole[:-1], b"", whole + b"x", None]:
+        data = path.read_bytes()
+        flips = [draw.randrange(len(data) * 8) for _ in range(5)]
+        flipped = [data[: at // 8] + bytes([data[at // 8] ^ 1 << at % 8]) + data[at // 8 + 1 :] for at in flips]
+        for damaged in [*flipped, data[: len(data) // 2], data[:-1], b"", data + b"x", None]:
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            refusal_message(run)
-            path.write_bytes(whole)
+            check_refusal(run)
+            path.write_bytes(data)
     assert checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest().step == 4
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
-    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    store = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
     for step in (2, 4):
-        kept.save(step, {"step": step}, lambda aside: None)
+        store.save(step, {"step": step}, lambda aside: None)
     manifest = tmp_path / "checkpoints" / "step-000004" / "manifest.json"
-    whole = bytearray(manifest.read_bytes())
-    for bit in range(len(whole) * 8):
-        whole[bit // 8] ^= 1 << bit % 8
-        manifest.write_bytes(whole)
-        refusal_message(tmp_path)
-        whole[bit // 8] ^= 1 << bit % 8
+    content = bytearray(manifest.read_bytes())
+    for bit in range(len(content) * 8):
+        content[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(content)
+        check_refusal(tmp_path)
+        content[bit // 8] ^= 1 << bit % 8
     for other in (b"{}", b"null", b"[]", b'{"state.json": 3}', b'{"state.json": {"bytes": 17}}', b"\xff"):
         manifest.write_bytes(other)
-        refusal_message(tmp_path)
+        check_refusal(tmp_path)
 
 
 def test_a_folder_that_only_looks_like_a_checkpoint_is_not_a_beginning_at_step_0(saved: Path, tmp_path: Path) -> None:
@@ -198,10 +198,10 @@ def test_a_folder_that_only_looks_like_a_checkpoint_is_not_a_beginning_at_step_0
     shutil.copytree(saved, run)
     newest = run / "checkpoints" / "step-000004"
     (newest / "training-00002.safetensors").write_bytes((newest / "training-00001.safetensors").read_bytes())
-    assert "training-00002.safetensors was not written with it" in refusal_message(run)
+    assert "training-00002.safetensors was not written with it" in check_refusal(run)
     shutil.rmtree(newest)
     newest.mkdir()
-    refusal_message(run)
+    check_refusal(run)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
         checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
@@ -240,25 +240,25 @@ class Bomb:
 
 def pickle_bomb(canary: Path) -> list[bytes]:
     """As pickle writes it, and as torch.save does."""
-    whole = io.BytesIO()
-    torch.save({"model.embed_tokens.weight": Bomb(canary)}, whole)
-    return [pickle.dumps(Bomb(canary)), whole.getvalue()]
+    buffer = io.BytesIO()
+    torch.save({"model.embed_tokens.weight": Bomb(canary)}, buffer)
+    return [pickle.dumps(Bomb(canary)), buffer.getvalue()]
 
 
 def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
     root: Path, saved: Path, tmp_path: Path, only_rank: None
 ) -> None:
     """Whoever can write a folder can write its manifest, too: the checksums are right."""
-    canary, kept = tmp_path / "canary", checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    canary, store = tmp_path / "canary", checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
     for step, bomb in enumerate(pickle_bomb(canary), 1):
 
         def write(aside: Path, bomb: bytes = bomb) -> None:
             for name in ("training-00001.safetensors", "training-00001.pt", "optimizer.bin", "policy"):
                 (aside / name).write_bytes(bomb)
 
-        kept.save(step, {"step": step}, write)
+        store.save(step, {"step": step}, write)
         with pytest.raises(optimizer.StateMissing, match="is not a safetensors file, and no other format is loaded"):
-            learner(root).load_state(kept.newest().folder, {"optimizer_steps": {}, "steps": 0, "random": []})
+            learner(root).load_state(store.newest().folder, {"optimizer_steps": {}, "steps": 0, "random": []})
         assert not canary.exists()
     with pytest.raises(FileExistsError):  # the bomb is one
         canary.mkdir()
@@ -372,10 +372,10 @@ def test_a_number_that_is_not_finite_on_one_rank_changes_no_weight_on_any_and_a_
     outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], outputs
     assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends too" in outputs[0]
-    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for way in ways:
         for rank in range(2):
-            of_way = reports[rank][way]
+            of_way = found[rank][way]
             # none, logprob, none, loss, none, gradient, none; then gradients until the run ends
             changed = [before != after for before, after in pairwise(of_way["hashes"])]
             assert changed == [True, False, True, False, True, False, True, False], (way, rank)
@@ -384,9 +384,7 @@ def test_a_number_that_is_not_finite_on_one_rank_changes_no_weight_on_any_and_a_
             # a loss is at fault twice; the gradients, 4 times, at each of 17 scales
             right = {"loss_scale": 2.0**16, "overflow_retries": 4 * 16} if "fp16" in way else {}
             assert of_way["scaling"] == right
-        assert (
-            reports[0][way]["hashes"] == reports[1][way]["hashes"] or way[0] == "3"
-        )  # of ZeRO-3 each has its own part
+        assert found[0][way]["hashes"] == found[1][way]["hashes"] or way[0] == "3"  # of ZeRO-3 each has its own part
 
 
 # Weights that are garbage
@@ -454,18 +452,18 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str
 ) -> None:
     trained, watch = learner(root, stage, precision), sanity_checks.NanGuard(None, 3)
-    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
+    store = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     (tmp_path / "metrics.jsonl").touch()
     saver = checkpoints.CheckpointSaver(
-        kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000
+        store, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000
     )
     samples = trainer_samples
     batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
 
     def step(number: int, factor: float) -> bool:
-        taken = loop.take_step(trained, sft.Sft(), batch, 10_000, factor)
-        passed: bool = watch.passes(number, batch, taken.means["loss"], taken.update)
+        result = loop.take_step(trained, sft.Sft(), batch, 10_000, factor)
+        passed: bool = watch.passes(number, batch, result.means["loss"], result.update)
         return passed
 
     assert step(1, 1.0)
@@ -477,7 +475,7 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     saver.after(3)  # a step that was skipped says nothing of the weights: the checkpoint waits
     with pytest.raises(sanity_checks.NotFinite, match="the last 1 optimizer steps were skipped"):
         saver.check()
-    assert kept.newest().step == 1
+    assert store.newest().step == 1
 
 
 # Rows that are not rollouts

@@ -246,12 +246,12 @@ def test_a_row_that_is_not_a_task_ends_the_training_before_a_model_speaks(tmp_pa
 
 def test_rollouts_of_another_gym_server_are_left_to_it() -> None:
     with serve_gym(counter()) as gym, serve_gym(counter()) as other:
-        mine = begin_episode(gym)
-        mine.add(amount=5)
+        own = begin_episode(gym)
+        own.add(amount=5)
         logged: list[tuple[str, float]] = []
         rewards = gym.verify(
             [completion_messages("done")] * 2,
-            [mine, begin_episode(other)],
+            [own, begin_episode(other)],
             log_metric=lambda *metric: logged.append(metric),
         )
         assert rewards == [1.0, None]
@@ -321,15 +321,15 @@ def test_a_game_is_played_by_a_tool_and_its_observations_follow_the_prompt() -> 
 
 def test_transformers_reads_the_tools_of_every_shipped_server_as_they_are() -> None:
     with serve_gym(module("workplace").app) as gym:
-        offered = gym.call(gym.peer.get, "/tools")
+        tools = gym.call(gym.peer.get, "/tools")
         episode = gym.environment()
-        read = {tool["name"]: get_json_schema(getattr(episode, tool["name"]))["function"] for tool in offered}
+        read = {tool["name"]: get_json_schema(getattr(episode, tool["name"]))["function"] for tool in tools}
     assert len(read) == 24
-    for tool in offered:
-        got, expected = read[tool["name"]], tool["parameters"]
-        assert got["description"] == tool["description"]
-        assert got["parameters"]["properties"].keys() == expected["properties"].keys()
-        assert got["parameters"].get("required", []) == expected.get("required", [])
+    for tool in tools:
+        schema, expected = read[tool["name"]], tool["parameters"]
+        assert schema["description"] == tool["description"]
+        assert schema["parameters"]["properties"].keys() == expected["properties"].keys()
+        assert schema["parameters"].get("required", []) == expected.get("required", [])
     attendees = read["create_event"]["parameters"]["properties"]["attendees"]
     assert attendees["items"] == {"type": "string"} and "maxItems: 50" in attendees["description"]
 

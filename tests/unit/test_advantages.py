@@ -23,8 +23,8 @@ OF_A_GROUP = ["group_std", "group_mean", "leave_one_out", "leave_one_out_std"]
 def compute_advantages(
     estimator: str, rewards: list[float | None], groups: list[Any] | None = None, **options: Any
 ) -> list[float]:
-    made = objective.Advantage(estimator=estimator, **options)
-    values: list[float] = advantages.advantages(made, rewards, groups or [0] * len(rewards))
+    advantage = objective.Advantage(estimator=estimator, **options)
+    values: list[float] = advantages.advantages(advantage, rewards, groups or [0] * len(rewards))
     return values
 
 
@@ -48,27 +48,27 @@ def test_advantages_by_hand(estimator: str, rewards: list[float | None], expecte
 @pytest.mark.parametrize("case", PEERS["cases"], ids=lambda case: case["source"])
 def test_advantages_are_those_of_other_libraries(case: dict[str, Any]) -> None:
     groups = [index // case["group_size"] for index in range(len(case["rewards"]))]
-    made = objective.Advantage.model_validate(case["advantage"])
-    ours = advantages.advantages(made, case["rewards"], groups)
+    advantage = objective.Advantage.model_validate(case["advantage"])
+    ours = advantages.advantages(advantage, case["rewards"], groups)
     assert ours == pytest.approx(case["advantages"], abs=2e-6)
 
 
 def test_gdpo_is_trls() -> None:
     case = PEERS["gdpo"]
     groups = [index // case["group_size"] for index in range(len(case["rewards"]))]
-    made = objective.Advantage.model_validate(case["advantage"])
-    ours = advantages.component_advantages(made, case["rewards"], case["weights"], groups)
+    advantage = objective.Advantage.model_validate(case["advantage"])
+    ours = advantages.component_advantages(advantage, case["rewards"], case["weights"], groups)
     assert ours == pytest.approx(case["advantages"], abs=2e-6)
     assert ours[-1] == 0.0  # it has no component at all
 
 
 def test_gdpo_keeps_rewards_apart_that_a_sum_would_merge() -> None:
-    made = objective.Advantage(components="normalise_then_sum")
+    advantage = objective.Advantage(components="normalise_then_sum")
     # both rewards of the last two are worth 1 in sum; the second reward is rarer
     components = [[1, 0], [1, 0], [1, 0], [0, 1]]
-    ours = advantages.component_advantages(made, components, [1.0, 1.0], [0, 0, 0, 0])
+    ours = advantages.component_advantages(advantage, components, [1.0, 1.0], [0, 0, 0, 0])
     assert ours == pytest.approx([0.0] * 4, abs=1e-6)
-    weighted = advantages.component_advantages(made, components, [1.0, 2.0], [0, 0, 0, 0])
+    weighted = advantages.component_advantages(advantage, components, [1.0, 2.0], [0, 0, 0, 0])
     assert weighted[3] > 0 > weighted[0]
 
 
@@ -162,8 +162,8 @@ def test_gae_is_exact_across_any_gaps(masks: list[list[bool]], gamma: float, lam
     values = [[rng.gauss(0, 1) for _ in mask] for mask in masks]
 
     def select_sampled(grid: list[list[float]]) -> torch.Tensor:
-        kept = [x for row, mask in zip(grid, masks, strict=True) for x, on in zip(row, mask, strict=True) if on]
-        return torch.tensor(kept, dtype=torch.float64)
+        values_on = [x for row, mask in zip(grid, masks, strict=True) for x, on in zip(row, mask, strict=True) if on]
+        return torch.tensor(values_on, dtype=torch.float64)
 
     expected = select_sampled(
         [reference_gae(r, v, m, gamma, lam) for r, v, m in zip(rewards, values, masks, strict=True)]
@@ -183,29 +183,29 @@ def test_every_turn_sees_the_reward_at_the_end() -> None:
 @pytest.mark.parametrize("case", PEERS["tokens"]["cases"], ids=lambda case: case["source"])
 def test_token_advantages_are_openrlhfs(case: dict[str, Any]) -> None:
     data = PEERS["tokens"]
-    lengths, made = data["lengths"], objective.Advantage.model_validate(case["advantage"])
+    lengths, advantage = data["lengths"], objective.Advantage.model_validate(case["advantage"])
     groups = [index // data["group_size"] for index in range(len(lengths))]
-    of_rollouts = advantages.advantages(made, data["rewards"], groups)
+    of_rollouts = advantages.advantages(advantage, data["rewards"], groups)
     rewards = gae.token_rewards(of_rollouts, lengths, torch.tensor(data["kl"]), data["kl_coef"])
-    if made.estimator == "gae":
-        estimates = gae.gae(rewards, torch.tensor(data["values"]), lengths, made.gamma, made.lam)
+    if advantage.estimator == "gae":
+        estimates = gae.gae(rewards, torch.tensor(data["values"]), lengths, advantage.gamma, advantage.lam)
         values = estimates.advantages_N
         assert estimates.returns_N.tolist() == pytest.approx(case["returns"], abs=2e-6)
     else:
-        values = gae.returns_to_go(rewards, lengths, made.gamma)
+        values = gae.returns_to_go(rewards, lengths, advantage.gamma)
     assert gae.whiten(values, gae.Moments.of(values)).tolist() == pytest.approx(case["advantages"], abs=5e-6)
 
 
 def test_whitening_by_the_sums_of_all_ranks_is_whitening_the_whole() -> None:
     torch.manual_seed(0)
     values = torch.randn(50) * 3 + 100
-    whole = gae.whiten(values, gae.Moments.of(values))
-    assert whole.mean().item() == pytest.approx(0, abs=1e-4)
-    assert whole.std(unbiased=False).item() == pytest.approx(1, abs=1e-4)
+    whitened = gae.whiten(values, gae.Moments.of(values))
+    assert whitened.mean().item() == pytest.approx(0, abs=1e-4)
+    assert whitened.std(unbiased=False).item() == pytest.approx(1, abs=1e-4)
     pieces = values.split([7, 0, 20, 23])
     step = gae.Moments(*(sum(each) for each in zip(*map(gae.Moments.of, pieces), strict=True)))
     in_pieces = torch.cat([gae.whiten(piece, step) for piece in pieces])
-    assert in_pieces.tolist() == pytest.approx(whole.tolist(), abs=1e-5)
+    assert in_pieces.tolist() == pytest.approx(whitened.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.3, 1e-6])

@@ -22,9 +22,9 @@ ADDED = AnswerPiece("call", '{"a": 2}', "add")
 
 def answer_pieces(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> list[AnswerPiece]:
     """The pieces, neighbours of one kind put together."""
-    spoken = AnswerParser(in_thought=in_thought, tools=tools)
+    answer_parser = AnswerParser(in_thought=in_thought, tools=tools)
     result: list[AnswerPiece] = []
-    for piece in [piece for part in parts for piece in spoken.take(part)] + list(spoken.end()):
+    for piece in [piece for part in parts for piece in answer_parser.take(part)] + list(answer_parser.end()):
         if result and piece.kind == result[-1].kind != "call":
             result[-1] = AnswerPiece(piece.kind, result[-1].text + piece.text)
         else:
@@ -87,8 +87,8 @@ def test_text_is_sent_in_whole_characters_and_completely(text: str, step: int):
     detokenizer = Detokenizer(TOKENS)
     parts = [detokenizer.take(ids[at : at + step + 1]) for at in range(0, len(ids), step + 1)]
     assert "".join(parts) + detokenizer.end() == TOKENS.decode(ids)
-    whole = "\N{REPLACEMENT CHARACTER}" not in text
-    assert not whole or not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+    is_text = "\N{REPLACEMENT CHARACTER}" not in text
+    assert not is_text or not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
 
 
 @given(st.text("abc"), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3), st.integers(1, 3))
@@ -147,10 +147,12 @@ def test_what_a_template_refuses_is_the_callers_fault():
 
 def test_equal_conversations_are_rendered_once_and_others_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch):
     """A group of rollouts asks with the same prompt."""
-    mine, rendered = tokenizer(), []
-    render = mine.apply_chat_template
-    monkeypatch.setattr(mine, "apply_chat_template", lambda *args, **more: rendered.append(1) or render(*args, **more))
-    template = Template(mine, turn_ends(mine, 2))
+    template_tokenizer, rendered = tokenizer(), []
+    render = template_tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        template_tokenizer, "apply_chat_template", lambda *args, **more: rendered.append(1) or render(*args, **more)
+    )
+    template = Template(template_tokenizer, turn_ends(template_tokenizer, 2))
     monkeypatch.setattr(chat_codec.time, "time", lambda: 600.0)
     hi, bye = ({"messages": [{"role": "user", "content": word}]} for word in ("hi", "bye"))
     first = template.prompt(hi, None)

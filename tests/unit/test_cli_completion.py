@@ -134,13 +134,13 @@ environment = {{"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)
 result = CliRunner(env=environment).invoke(main, [], prog_name="ng")
 print(len(sys.modules), len(result.stdout.split()), *sorted(sys.modules.keys() & {HEAVY!r}))
 """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules, count, *loaded = shown.stdout.split()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules, count, *loaded = result.stdout.split()
     assert int(modules) < MAX_MODULES and int(count) >= 1 and loaded == heavy
 
 
 @pytest.mark.parametrize(("shell", "what"), [("bash", "compopt -o nospace"), ("zsh", "compadd -U -S ''")])
 @pytest.mark.process
 def test_no_space_goes_after_what_is_not_yet_whole(shell: str, what: str) -> None:
-    shown = CliRunner().invoke(ng, ["completion", shell]).stdout
-    assert shown.count(what) == shown.count("_COMPLETE=")
+    script = CliRunner().invoke(ng, ["completion", shell]).stdout
+    assert script.count(what) == script.count("_COMPLETE=")

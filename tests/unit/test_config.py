@@ -218,9 +218,9 @@ def test_a_typed_tree_names_nested_unknown_keys(tmp_path: Path):
 def test_an_address_that_no_service_has_is_refused_and_a_password_in_it_is_not_shown(tmp_path: Path, url: str) -> None:
     file = tmp_path / "global_config.yaml"
     file.write_text(f"judge:\n  kind: model\n  url: '{url}'\n")
-    with pytest.raises(ConfigError, match=r"global_config.yaml:3: ") as refused:
+    with pytest.raises(ConfigError, match=r"global_config.yaml:3: ") as caught:
         load_config([file])
-    assert "secret" not in str(refused.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_token_of_others_is_named_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,13 @@ def mutations(text: str) -> list[tuple[str, bytes]]:
     def replace_line(place: int, line: str) -> bytes:
         return "".join([*lines[:place], line, *lines[place + 1 :]]).encode()
 
-    made: list[tuple[str, bytes]] = []
+    mistakes: list[tuple[str, bytes]] = []
     for key in ("kind", "app", "gym", "model"):  # a letter too many, too few, or another one
         for _ in range(6):
             place = at(rf"  {key}: (?!runs/)", near="agents/simple" if key in ("gym", "model") else "")
             line = lines[place].split("#")[0].rstrip()
             cut = draw.randrange(2, 2 + len(key)) if draw.random() < 0.5 else draw.randrange(6 + len(key), len(line))
-            made.append(
+            mistakes.append(
                 (
                     f"{key}: a letter, {line}",
                     replace_line(place, line[:cut] + draw.choice(["", "q"]) + line[cut + 1 :] + "\n"),
@@ -65,11 +65,11 @@ def mutations(text: str) -> list[tuple[str, bytes]]:
     for key in ("kind", "replicas", "port"):
         for value in WRONG:
             place = at("  kind: ")
-            kept = "" if key == "kind" else lines[place]
-            made.append((f"{key}: {value[:20]}", replace_line(place, f"{kept}  {key}: {value}\n")))
+            prefix = "" if key == "kind" else lines[place]
+            mistakes.append((f"{key}: {value[:20]}", replace_line(place, f"{prefix}  {key}: {value}\n")))
     for value in UNSAFE:
-        made.append((value, replace_line(at("  app: "), f"  app: {value}\n")))
-    made += [(url, replace_line(at("  app: gym"), f"  url: {url}\n")) for url in ADDRESSES]
+        mistakes.append((value, replace_line(at("  app: "), f"  app: {value}\n")))
+    mistakes += [(url, replace_line(at("  app: gym"), f"  url: {url}\n")) for url in ADDRESSES]
     same = "".join(f"{name}:\n  kind: model\n  app: models/scripted\n  port: 7001\n" for name in ("one", "two"))
     ends = {
         "the same port": same,
@@ -93,9 +93,9 @@ def mutations(text: str) -> list[tuple[str, bytes]]:
         "a setting": "ngym: {head: {port: many}}\n",
         "no settings": "ngym: 3\n",
     }
-    made += [(name, (text + end).encode()) for name, end in ends.items()]
-    made.append(("no text", text.encode() + b"x: \xff\xfe\n"))
-    return made
+    mistakes += [(name, (text + end).encode()) for name, end in ends.items()]
+    mistakes.append(("no text", text.encode() + b"x: \xff\xfe\n"))
+    return mistakes
 
 
 def check(file: Path) -> None:
@@ -112,11 +112,11 @@ def test_a_hundred_mistakes_are_refused_each_with_its_file_and_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stanzas = (root / "global_config.yaml").read_text("utf-8").split("\n\n")
-    made = mutations("\n\n".join(stanzas[:8]) + "\n")
-    assert len(made) >= 100
+    mistakes = mutations("\n\n".join(stanzas[:8]) + "\n")
+    assert len(mistakes) >= 100
     file = tmp_path / "global_config.yaml"
     accepted: list[str] = []
-    for name, content in made:
+    for name, content in mistakes:
         file.write_bytes(content)
         try:
             check(file)

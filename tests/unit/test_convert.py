@@ -193,10 +193,10 @@ def test_videos_are_passed_on() -> None:
     ],
 )
 def test_what_chat_cannot_say_is_refused_by_its_type_and_never_shown(item: Json, named: str) -> None:
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as caught:
         messages_from_items([item])
-    assert named in refused.value.detail
-    assert "secret" not in refused.value.detail
+    assert named in caught.value.detail
+    assert "secret" not in caught.value.detail
 
 
 def test_parts_of_a_tools_output_stay_apart() -> None:
@@ -375,16 +375,16 @@ def test_a_row_may_ask_the_engine_in_its_metadata_but_never_over_its_own_fields(
     ],
 )
 def test_a_wrong_request_is_refused_with_its_field(body: Json, message: str) -> None:
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as caught:
         check_create_params(body)
-    assert message in refused.value.detail
-    assert refused.value.extra["errors"]
+    assert message in caught.value.detail
+    assert caught.value.extra["errors"]
 
 
 def test_each_wrong_field_is_named_at_once() -> None:
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as caught:
         check_create_params({"input": "x", "top_p": 2, "modle": "m", "store": 1})
-    assert [problem["field"] for problem in refused.value.extra["errors"]] == ["top_p", "modle", "store"]
+    assert [problem["field"] for problem in caught.value.extra["errors"]] == ["top_p", "modle", "store"]
 
 
 def test_null_is_the_same_as_left_out() -> None:
@@ -399,9 +399,9 @@ def test_a_wrong_chat_request_is_refused_with_its_field() -> None:
         ({"messages": [USER], "functions": []}, "functions"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0]"),
     ]:
-        with pytest.raises(BadRequest) as refused:
+        with pytest.raises(BadRequest) as caught:
             check_chat_request(body)
-        assert [problem["field"] for problem in refused.value.extra["errors"]] == [named]
+        assert [problem["field"] for problem in caught.value.extra["errors"]] == [named]
 
 
 IMAGE = {"type": "input_image", "image_url": "http://x/y.png", "detail": "low"}
@@ -439,8 +439,8 @@ def test_no_broken_body_is_answered_with_anything_but_a_result_or_a_named_reason
     ):
         try:
             convert(check(body))
-        except BadRequest as refused:
-            assert refused.detail
+        except BadRequest as error:
+            assert error.detail
 
 
 # ---------------------------------------------------------------- answers
@@ -629,16 +629,16 @@ def test_the_events_of_a_stream_add_up_to_the_response(message: Json) -> None:
 
 @given(turns().map(lambda turn: turn[0]))
 def test_the_chunks_of_a_stream_add_up_to_the_completion(message: Json) -> None:
-    whole = chat_from_response(response_from_chat(completion(message), {}))
-    chunks = list(chat_chunks(whole, include_usage=True))
+    full = chat_from_response(response_from_chat(completion(message), {}))
+    chunks = list(chat_chunks(full, include_usage=True))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
     assert "".join(delta.get("content") or "" for delta in deltas) == (message["content"] or "")
-    calls = whole["choices"][0]["message"].get("tool_calls", [])
+    calls = full["choices"][0]["message"].get("tool_calls", [])
     for index, one in enumerate(calls):
         pieces = [call for delta in deltas for call in delta.get("tool_calls", ()) if call["index"] == index]
         assert "".join(piece["function"]["arguments"] for piece in pieces) == one["function"]["arguments"]
         assert pieces[0]["id"] == one["id"]
-    assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == full["choices"][0]["finish_reason"]
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], None)
 
 

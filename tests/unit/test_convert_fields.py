@@ -56,7 +56,7 @@ def test_the_documentation_describes_each_field(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "body", "refused"),
+    ("check", "body", "remedies"),
     [
         (check_create_params, RESPONSES_BODY, RESPONSES_REFUSED),
         (check_chat_request, CHAT_BODY, CHAT_REFUSED),
@@ -64,9 +64,9 @@ def test_the_documentation_describes_each_field(path: str) -> None:
     ],
 )
 def test_what_is_refused_says_what_to_do_instead(
-    check: Callable[[Json], Json], body: Json, refused: dict[str, str]
+    check: Callable[[Json], Json], body: Json, remedies: dict[str, str]
 ) -> None:
-    for name, remedy in refused.items():
+    for name, remedy in remedies.items():
         with pytest.raises(BadRequest, match=f"field '{name}': is not supported: {re.escape(remedy)}"):
             check({**body, name: "x"})
 
@@ -91,9 +91,9 @@ def test_what_is_refused_says_what_to_do_instead(
 )
 def test_what_is_inside_a_field_is_looked_at(more: Json, message: str) -> None:
     tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as caught:
         check_create_params({"input": "hi", "tools": [tool], **more})
-    assert message in refused.value.detail
+    assert message in caught.value.detail
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_what_is_inside_a_field_is_looked_at(more: Json, message: str) -> None:
     ],
 )
 def test_what_is_inside_a_chat_field_is_looked_at(more: Json, message: str) -> None:
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as caught:
         check_chat_request({**CHAT_BODY, **more})
-    assert message in refused.value.detail
+    assert message in caught.value.detail
 
 
 def test_fields_that_clients_send_by_habit_are_taken() -> None:
@@ -121,5 +121,5 @@ def test_fields_that_clients_send_by_habit_are_taken() -> None:
     check_create_params({"input": "hi", "reasoning": {"effort": "low", "summary": None}, "text": {"format": None}})
     check_chat_request({**CHAT_BODY, "n": 1, "modalities": ["text"], "stream_options": {"include_usage": True}})
     check_messages_request({**MESSAGES_BODY, "cache_control": {"type": "ephemeral"}, "system": "", "tools": []})
-    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    check_messages_request({**MESSAGES_BODY, "context_management": kept, "thinking": {"type": "adaptive"}})
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    check_messages_request({**MESSAGES_BODY, "context_management": edits, "thinking": {"type": "adaptive"}})

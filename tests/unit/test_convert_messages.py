@@ -224,8 +224,8 @@ def test_an_answer_that_comes_back_is_the_answer_that_was_given(message: Json, b
     if blocks:
         message["thinking_blocks"] = blocks
     answer = messages_api_from_chat(completion(message))
-    spoken = check_messages_request(json.loads(json.dumps(_next(answer["content"]))))
-    back = chat_from_messages_api(spoken)["messages"][1]
+    request = check_messages_request(json.loads(json.dumps(_next(answer["content"]))))
+    back = chat_from_messages_api(request)["messages"][1]
     again = chat_from_response(response_from_chat(completion(message), {}))["choices"][0]["message"]
     empty = (None, "")  # an answer in which nothing was said is an empty block
     assert {k: v for k, v in back.items() if v not in empty} == {k: v for k, v in again.items() if v not in empty}
@@ -291,8 +291,8 @@ SERVER_TOOL: Json = {"type": "server_tool_use", "id": "srv_1", "name": "web_sear
     ],
 )
 def test_an_answer_of_anthropic_that_is_not_finished_is_an_error(change: Json, detail: str, retryable: bool) -> None:
-    whole = messages_api_from_chat(completion({"content": "a"}))
-    message = {**whole, "usage": {"input_tokens": 1, "output_tokens": 1}, **change}
+    answer = messages_api_from_chat(completion({"content": "a"}))
+    message = {**answer, "usage": {"input_tokens": 1, "output_tokens": 1}, **change}
     events = [{"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}]
     for index, block in enumerate(message["content"]):
         events.append({"type": "content_block_start", "index": index, "content_block": block})
@@ -350,14 +350,14 @@ def test_arguments_come_back_as_the_model_wrote_them(arguments: str) -> None:
 def test_anthropics_stream_as_chunks_adds_up_to_its_answer_as_a_completion(
     answer: tuple[Any, Json, list[Json]],
 ) -> None:
-    style, whole, chunks = answer
+    style, full, chunks = answer
     events = all_of(MessagesStream(style=style), chunks)
     for event in events:
         event.pop("ng", None)
     began = events[0]["message"]["usage"]
     assert all(isinstance(began[name], int) for name in ("input_tokens", "output_tokens")), "clients require them"
     began |= {name: None for name in ("input_tokens", "output_tokens") if began[name] == 0}  # not known yet
-    message = messages_api_from_chat({k: v for k, v in whole.items() if k != "ng"}, style=style)
+    message = messages_api_from_chat({k: v for k, v in full.items() if k != "ng"}, style=style)
     streamed = completion_of(all_of(MessageChunks(), events))
     whole_answer = expected(chat_from_message(message))
     assert arguments_read(streamed["message"]) == arguments_read(whole_answer["message"])
@@ -396,9 +396,9 @@ def test_anthropics_stream_as_chunks_adds_up_to_its_answer_as_a_completion(
     ],
 )
 def test_a_wrong_messages_request_is_refused_with_its_field(change: Json, message: str) -> None:
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as caught:
         check_messages_request(WHOLE | change)
-    assert message in refused.value.detail
+    assert message in caught.value.detail
 
 
 @settings(max_examples=300)
@@ -407,8 +407,8 @@ def test_no_broken_messages_request_is_answered_with_anything_but_a_result_or_a_
     try:
         create_params_from_messages_api(check_messages_request(body))
         chat_from_messages_api(check_messages_request(body))
-    except BadRequest as refused:
-        assert refused.detail
+    except BadRequest as error:
+        assert error.detail
 
 
 @settings(max_examples=300)
@@ -416,8 +416,8 @@ def test_no_broken_messages_request_is_answered_with_anything_but_a_result_or_a_
 def test_what_anthropic_does_not_have_is_refused_by_name(request: Json) -> None:
     try:
         messages_api_request(check_chat_request(request), max_tokens=1)
-    except BadRequest as refused:
-        assert refused.detail
+    except BadRequest as error:
+        assert error.detail
 
 
 @pytest.mark.parametrize(

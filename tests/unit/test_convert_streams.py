@@ -106,15 +106,15 @@ def drop_metadata(items: list[Json]) -> list[Json]:
 @given(answers())
 def test_the_events_of_a_streamed_answer_add_up_to_the_answer(answer: tuple[ReasoningStyle, Json, list[Json]]) -> None:
     style, completion, chunks = answer
-    whole = response_from_chat(completion, {"model": "m"}, style=style)
+    response = response_from_chat(completion, {"model": "m"}, style=style)
     events = all_of(ResponseStream({"model": "m"}, style=style), chunks)
-    assert drop_times(events[-1]["response"]) == drop_times(whole)
-    assert events[-1]["type"] == f"response.{whole['status']}"
+    assert drop_times(events[-1]["response"]) == drop_times(response)
+    assert events[-1]["type"] == f"response.{response['status']}"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert drop_metadata(assemble(events)) == drop_metadata(whole["output"])
+    assert drop_metadata(assemble(events)) == drop_metadata(response["output"])
     assert all(event["delta"] for event in events if event["type"].endswith(".delta"))
     finished = {e["output_index"]: e["item"] for e in events if e["type"] == "response.output_item.done"}
-    assert [finished[index] for index in sorted(finished)] == whole["output"]
+    assert [finished[index] for index in sorted(finished)] == response["output"]
 
 
 @given(answers())
@@ -122,13 +122,13 @@ def test_a_streamed_answer_has_the_same_kinds_of_events_as_a_finished_one(
     answer: tuple[ReasoningStyle, Json, list[Json]],
 ) -> None:
     style, completion, chunks = answer
-    whole = response_events(response_from_chat(completion, {}, style=style))
+    unary = response_events(response_from_chat(completion, {}, style=style))
     streamed = all_of(ResponseStream({}, style=style), chunks)
 
     def kinds(events: list[Json]) -> list[str]:
         return sorted(event["type"] for event in events if not event["type"].endswith(".delta"))
 
-    assert kinds(streamed) == kinds(list(whole))
+    assert kinds(streamed) == kinds(list(unary))
     for event in streamed:
         assert event["type"] in _FIELDS_OF
         assert set(event) == {"type", "sequence_number", *_FIELDS_OF[event["type"]]}
@@ -215,10 +215,10 @@ def test_the_chunks_made_of_events_add_up_to_the_completion(
     events = all_of(ResponseStream({}, style=style), chunks)
     response = events[-1]["response"]
     if synthetic:  # as servers do that make their stream from a finished answer
-        kept = ("response.created", "response.output_item.done", events[-1]["type"])
-        events = [event for event in events if event["type"] in kept]
-    whole = chat_from_response(response)
-    assert completion_of(all_of(ChunkStream(include_usage=True), events)) == expected(whole)
+        types = ("response.created", "response.output_item.done", events[-1]["type"])
+        events = [event for event in events if event["type"] in types]
+    completed = chat_from_response(response)
+    assert completion_of(all_of(ChunkStream(include_usage=True), events)) == expected(completed)
 
 
 # ---------------------------------------------------------------- what back ends do

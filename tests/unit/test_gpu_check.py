@@ -30,14 +30,14 @@ def test_each_stage_has_a_row_whatever_the_others_did(
     gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = sys.executable
-    made = [
+    rows = [
         gpu_check.Stage("missing", 60, ["/no/such/program"]),
         gpu_check.Stage("failing", 60, [python, "-c", "print('last words'); raise SystemExit(3)"]),
         gpu_check.Stage("hanging", 5, [python, "-c", "import time; time.sleep(3600)"]),
         gpu_check.Stage("late", 0, [python, "-c", "print('never')"]),
         gpu_check.Stage("benchmark", 60, [python, "-c", "print('noise\\n\\n2026-01-02, CPU; a table')"]),
     ]
-    monkeypatch.setattr(gpu_check, "stages", lambda *_: iter(made))
+    monkeypatch.setattr(gpu_check, "stages", lambda *_: iter(rows))
     assert gpu_check.check(options(tmp_path)) == 1
     report = (tmp_path / "report.md").read_text()
     for row in (
@@ -51,7 +51,7 @@ def test_each_stage_has_a_row_whatever_the_others_did(
         assert row in report
     assert report.endswith("2026-01-02, CPU; a table\n\n") and "noise" not in report
     assert report in capsys.readouterr().out
-    monkeypatch.setattr(gpu_check, "stages", lambda *_: iter(made[-1:]))
+    monkeypatch.setattr(gpu_check, "stages", lambda *_: iter(rows[-1:]))
     assert gpu_check.check(options(tmp_path)) == 0
 
 

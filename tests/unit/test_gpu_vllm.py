@@ -30,8 +30,8 @@ def fat_binary(*entries: bytes) -> bytes:
 
 
 def test_the_machine_code_of_other_gpus_becomes_zeros(gpu_vllm: Any) -> None:
-    made = fat_binary(entry(CUBIN, 80, b"old"), entry(PTX, 90, b"source"), entry(CUBIN, 90, b"ours"))
-    library = b"host" + made + b"more host" + fat_binary(entry(CUBIN, 120, b"newer"))
+    binary = fat_binary(entry(CUBIN, 80, b"old"), entry(PTX, 90, b"source"), entry(CUBIN, 90, b"ours"))
+    library = b"host" + binary + b"more host" + fat_binary(entry(CUBIN, 120, b"newer"))
     left = gpu_vllm.pruned(library, flash=False)
     assert len(left) == len(library)
     assert left.startswith(b"host") and b"more host" in left and b"ours" in left
@@ -40,7 +40,7 @@ def test_the_machine_code_of_other_gpus_becomes_zeros(gpu_vllm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "kind", "softcap", "kept"),
+    ("head", "kind", "softcap", "is_left"),
     [
         (64, b"10bfloat16_t", 0, True),
         (128, b"10bfloat16_t", 0, True),
@@ -50,9 +50,9 @@ def test_the_machine_code_of_other_gpus_becomes_zeros(gpu_vllm: Any) -> None:
     ],
 )
 def test_of_flash_attention_some_kernels_are_left(
-    gpu_vllm: Any, head: int, kind: bytes, softcap: int, kept: bool
+    gpu_vllm: Any, head: int, kind: bytes, softcap: int, is_left: bool
 ) -> None:
     library = fat_binary(entry(CUBIN, 90, KERNEL % (head, kind, softcap)), entry(CUBIN, 90, b".text.FwdCombine"))
     left = gpu_vllm.pruned(library, flash=True)
-    assert (b"Mainloop" in left) is kept
+    assert (b"Mainloop" in left) is is_left
     assert b"FwdCombine" in left

@@ -72,14 +72,14 @@ def row(task: int, index: int, reward: float | None, draw: random.Random, **fiel
 
     digits = (draw.randrange(1, 9), draw.randrange(1, 9))
     start = 5 + digits[0] + 3
-    whole = {
+    full = {
         "token_ids": ids(start + digits[1]),
         "mask": [[5, 5 + digits[0]], [start, start + digits[1]]],
         "logprobs": logprobs(sum(digits)),
         "policy_version": [[5, 5 + digits[0], 3], [start, start + digits[1], 4]],
     }
     first = {"token_ids": ids(9), "mask": [[6, 9]], "logprobs": logprobs(3), "policy_version": [[6, 9, 3]]}
-    trace = {"task_id": f"t{task}", "status": "ok", "segments": [whole] if index % 3 else [first, whole], "turns": 2}
+    trace = {"task_id": f"t{task}", "status": "ok", "segments": [full] if index % 3 else [first, full], "turns": 2}
     return {
         "responses_create_params": {"input": "?", "temperature": 1.0},
         "response": {"output": []},
@@ -168,10 +168,10 @@ def test_no_variant_depends_on_how_the_batch_is_cut(tokenizer: PreTrainedTokeniz
         for _ in range(2):  # the ratio of the second update is not 1
             step = one_step(trained, algorithm, batch, budget)
         found.append((weights_of(trained), step))
-    (whole, reference_step), *others = found
+    (full_weights, reference_step), *others = found
     assert reference_step.update.grad_norm > 1e-3
     for weights, step in others:
-        assert largest_difference(whole, weights) < 1e-6
+        assert largest_difference(full_weights, weights) < 1e-6
         assert step.means == pytest.approx(reference_step.means, rel=1e-4, abs=1e-6)
         assert step.update.grad_norm == pytest.approx(reference_step.update.grad_norm, rel=1e-4)
 
@@ -218,8 +218,8 @@ def test_the_entropy_bonus_has_the_gradient_of_full_logits(tokenizer: PreTrained
     picked = logprobs.gather(1, packed.token_ids_T[packed.trained_N][:, None])[:, 0]
     advantages = torch.tensor([value for segment in packed.segments for value in segment.advantages])
     (-advantages * picked - coef * entropy).sum().backward()
-    for got, parameter in zip(gradients, trained.policy.parameters(), strict=True):
-        torch.testing.assert_close(got, parameter.grad, atol=2e-5, rtol=1e-4)
+    for actual, parameter in zip(gradients, trained.policy.parameters(), strict=True):
+        torch.testing.assert_close(actual, parameter.grad, atol=2e-5, rtol=1e-4)
     mean = loss.metrics["entropy"].total / loss.metrics["entropy"].count
     assert mean == pytest.approx(float(entropy.mean()), rel=1e-5)
 
@@ -233,8 +233,8 @@ def test_a_group_that_is_equal_in_sum_but_not_in_its_parts_has_a_learning_signal
     lines += [row(1, index, 1.0, draw, reward_components={"right": 0.5, "short": 0.5}) for index in range(3)]
     trained = learner(tokenizer)
     by_part = options(advantage={"components": "normalise_then_sum"})
-    kept = policy_gradient.PolicyGradient(by_part, None, None).prepare(read(lines), trained, BUDGET)
-    assert [rollout.group for rollout in kept] == ["t0 0"] * 3
+    prepared = policy_gradient.PolicyGradient(by_part, None, None).prepare(read(lines), trained, BUDGET)
+    assert [rollout.group for rollout in prepared] == ["t0 0"] * 3
     assert policy_gradient.PolicyGradient(options(), None, None).prepare(read(lines), trained, BUDGET) == []
 
 
@@ -333,8 +333,8 @@ def test_overlong_rollouts_are_shaped_or_dropped(tokenizer: PreTrainedTokenizerB
     dropping = policy_gradient.PolicyGradient(
         options(shaping={"drop_truncated": True}, advantage={"estimator": "group_mean"}), None, None
     )
-    kept = dropping.prepare(read(lines), trained, BUDGET)
-    assert [rollout.segments[0].advantages[0] for rollout in kept] == pytest.approx([1 / 3, -2 / 3])
+    prepared = dropping.prepare(read(lines), trained, BUDGET)
+    assert [rollout.segments[0].advantages[0] for rollout in prepared] == pytest.approx([1 / 3, -2 / 3])
     lengths = [rollout.trained for rollout in read(lines)]
     limit = max(lengths)
     shaping = {"soft_overlong": {"limit": limit, "buffer": limit, "weight": 0.5}}
@@ -547,7 +547,7 @@ def test_samples_that_a_teacher_leaves_out_are_named(
 ) -> None:
     data, messages = config.DataOptions(path=str(write(tmp_path / "out.jsonl", rows()))), list[str]()
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
-    monkeypatch.setattr(algorithm, "prepare", lambda kept, *_: kept[3:])
+    monkeypatch.setattr(algorithm, "prepare", lambda all_samples, *_: all_samples[3:])
     file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, messages.append, teachers=True)
     assert messages == ["3 of 30 samples are longer than a teacher's context (with its hint): left out"]
     monkeypatch.setattr(algorithm, "prepare", lambda *_: [])

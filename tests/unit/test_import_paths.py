@@ -89,9 +89,9 @@ def refusal(*words: str) -> str:
 
 
 def test_an_estimator_of_the_users_gives_the_advantages(folder: Path) -> None:
-    made = recipe("algorithm.advantage.estimator=median_advantage.py:above_median").algorithm.advantage
-    assert advantages(made, [1.0, None, 3.0, 8.0, 5.0], [0, 0, 0, 1, 0]) == [-2.0, 0.0, 0.0, 0.0, 2.0]
-    assert advantages(made, [None, None], [0, 0]) == [0.0, 0.0]
+    advantage = recipe("algorithm.advantage.estimator=median_advantage.py:above_median").algorithm.advantage
+    assert advantages(advantage, [1.0, None, 3.0, 8.0, 5.0], [0, 0, 0, 1, 0]) == [-2.0, 0.0, 0.0, 0.0, 2.0]
+    assert advantages(advantage, [None, None], [0, 0]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_a_sandbox_of_the_users_is_found_next_to_the_config(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    made = choose_sandbox(sandbox(folder, provider="command_sandbox.py:CommandSandbox", command=["nice"]))
-    assert type(made).__name__ == "CommandSandbox" and made.command == ["nice"]  # type: ignore[attr-defined]
+    chosen = choose_sandbox(sandbox(folder, provider="command_sandbox.py:CommandSandbox", command=["nice"]))
+    assert type(chosen).__name__ == "CommandSandbox" and chosen.command == ["nice"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -236,11 +236,11 @@ def read_torn(path: Path, rows: list[bytes], offset: int) -> list[int]:
 
 def test_a_torn_last_line_is_dropped_wherever_it_is_torn(tmp_path: Path) -> None:
     rows = [line(0, 40), line(1, 40), line(2, 700)]
-    whole = len(rows[-1])
-    for offset in [*range(40), *range(40, whole - 5, 37), *range(whole - 5, whole)]:
+    length = len(rows[-1])
+    for offset in [*range(40), *range(40, length - 5, 37), *range(length - 5, length)]:
         assert read_torn(tmp_path / "out.jsonl", rows, offset) == [0, 1], offset
-    assert read_torn(tmp_path / "out.jsonl", rows, whole) == [0, 1, 2], "only the newline is missing: the row is whole"
-    assert read_torn(tmp_path / "out.jsonl", rows, whole + 1) == [0, 1, 2]
+    assert read_torn(tmp_path / "out.jsonl", rows, length) == [0, 1, 2], "only the newline is missing: the row is whole"
+    assert read_torn(tmp_path / "out.jsonl", rows, length + 1) == [0, 1, 2]
 
 
 @pytest.mark.soak

@@ -57,9 +57,9 @@ class Stepped:
 
 def make(options: dict[str, Any]) -> Any:
     """An objective; the advantages are given here, so what it says of them is not looked at."""
-    made = objective.Objective.model_validate(options)
-    assert objective.invalid_settings(made) == []
-    return made
+    spec = objective.Objective.model_validate(options)
+    assert objective.invalid_settings(spec) == []
+    return spec
 
 
 def step(
@@ -378,12 +378,12 @@ def reference_objective(spec: Any, batch: Batch, first: bool) -> tuple[float, li
         places = range(start, start + length)
         start += length
         old = [x[i].detach() if first else torch.tensor(batch.old[i], dtype=torch.float64) for i in places]
-        logs = [x[i] - then for i, then in zip(places, old, strict=True)]
+        logs = [x[i] - old_logprob for i, old_logprob in zip(places, old, strict=True)]
         if loss.ratio == "sequence" and length:
             logs = [sum(logs) / length] * length  # type: ignore[list-item]
         if loss.ratio == "product":
             logs = [sum(logs)] * length  # type: ignore[list-item]
-        log_w = [float(then) - batch.sampler[i] for i, then in zip(places, old, strict=True)]
+        log_w = [float(old_logprob) - batch.sampler[i] for i, old_logprob in zip(places, old, strict=True)]
         for t, i in enumerate(places):
             advantage, ratio = batch.advantages[rollout], logs[t].exp()
             clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
@@ -497,7 +497,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut_ordered_or_padded_with_masked_r
     options: dict[str, Any], batch: Batch, seed: int
 ) -> None:
     rng = random.Random(seed)
-    whole = step(options, batch)
+    full = step(options, batch)
     members = list(range(len(batch.lengths)))
     rng.shuffle(members)
     cuts = sorted(rng.sample(range(1, len(members)), rng.randint(0, len(members) - 1)))
@@ -512,9 +512,9 @@ def test_a_step_does_not_depend_on_how_it_is_cut_ordered_or_padded_with_masked_r
         step(options, batch, pieces, shuffle=seed),
         step(options, masked, [[len(members)], *pieces], shuffle=seed),
     ):
-        assert other.loss == pytest.approx(whole.loss, abs=1e-6)
-        assert other.grad == pytest.approx(whole.grad, abs=1e-6)
-        for name, value in whole.metrics.items():
+        assert other.loss == pytest.approx(full.loss, abs=1e-6)
+        assert other.grad == pytest.approx(full.grad, abs=1e-6)
+        for name, value in full.metrics.items():
             if name != "is_dropped_sequences":  # is a share of the rollouts that are there
                 assert other.metrics[name] == pytest.approx(value, abs=1e-5), name
 
@@ -581,10 +581,10 @@ def test_a_nan_is_not_hidden() -> None:
 
 def test_what_a_correction_drops_is_counted() -> None:
     # ratios of the three one-token rollouts: e^-0.5, e^0.5, e^-0.2
-    kept = step({"correction": {"kind": "icepop", "low": 0.7, "high": 1.2}}, THREE).metrics
-    assert kept["is_dropped_ratio"] == kept["is_oob_ratio"] == pytest.approx(2 / 3)
-    assert kept["is_dropped_sequences"] == pytest.approx(2 / 3)
-    assert kept["sampling_importance_ratio"] == pytest.approx(math.exp(-0.2) / 3, rel=1e-5)
+    metrics = step({"correction": {"kind": "icepop", "low": 0.7, "high": 1.2}}, THREE).metrics
+    assert metrics["is_dropped_ratio"] == metrics["is_oob_ratio"] == pytest.approx(2 / 3)
+    assert metrics["is_dropped_sequences"] == pytest.approx(2 / 3)
+    assert metrics["sampling_importance_ratio"] == pytest.approx(math.exp(-0.2) / 3, rel=1e-5)
     masked = replace(THREE, lengths=[1, 1, 1, 0], tasks=[0] * 4, advantages=[*THREE.advantages, 1.0])
     assert step({"correction": {"kind": "icepop", "low": 0.7, "high": 1.2}}, masked).metrics[
         "is_dropped_sequences"

@@ -64,9 +64,9 @@ def test_each_replica_gets_its_own_slice_and_the_first_gpus_are_left_for_a_train
 )
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, resources: dict, message: str):
     services = config(tmp_path, policy={"replicas": 2, "resources": resources})
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         gpu_slices(services, Machine(("0", "1", "2", "3"), 8, 16))
-    assert message in str(refused.value) and "\n" not in str(refused.value) and "c.yaml:" in str(refused.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and "c.yaml:" in str(caught.value)
 
 
 def test_a_config_without_resources_asks_for_nothing(tmp_path: Path):

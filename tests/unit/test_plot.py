@@ -270,8 +270,8 @@ def test_another_kind_of_picture_is_refused(written: Written, tmp_path: Path) ->
 
 def test_the_words_of_a_picture_are_not_formulas_and_no_markup() -> None:
     series = Series("a$_x$ <b>&\x1b", (1, 2), (1.0, 2.0))
-    made = picture([Panel("$\\frac{1", [Line(series)])], "svg")
-    words = "".join(ElementTree.fromstring(made).itertext())
+    image = picture([Panel("$\\frac{1", [Line(series)])], "svg")
+    words = "".join(ElementTree.fromstring(image).itertext())
     assert "a$_x$ <b>&\\x1b" in words and "$\\frac{1" in words
 
 
@@ -292,11 +292,11 @@ def test_a_logarithm_of_what_is_not_positive_is_not_an_error(tmp_path: Path) -> 
 
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG"))}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG"))}
     return subprocess.run(
         [sys.executable, "-c", code],
         check=False,
-        env={**kept, **environment},
+        env={**variables, **environment},
         capture_output=True,
         text=True,
         timeout=300,

@@ -42,9 +42,9 @@ def resolve(words: list[str]) -> Any:
 
 def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("optimizer: {lr: 5.0e-3, betas: [0.8, 0.9]}\nbatch_size: 8\n")
-    shown = resolve(["sft.yaml", str(tmp_path / "mine.yaml"), "batch_size=4", "data.max_tokens=${batch_size}"])
-    assert shown["optimizer"]["lr"] == 5e-3 and shown["optimizer"]["betas"] == [0.8, 0.9]
-    assert shown["optimizer"]["muon_lr"] == 0.02 and shown["batch_size"] == shown["data"]["max_tokens"] == 4
+    options = resolve(["sft.yaml", str(tmp_path / "mine.yaml"), "batch_size=4", "data.max_tokens=${batch_size}"])
+    assert options["optimizer"]["lr"] == 5e-3 and options["optimizer"]["betas"] == [0.8, 0.9]
+    assert options["optimizer"]["muon_lr"] == 0.02 and options["batch_size"] == options["data"]["max_tokens"] == 4
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_mistake_is_one_line_that_says_what_to_write(recipe: str, override: st
 
 
 def test_a_warm_up_as_a_share_replaces_one_in_steps() -> None:
-    shown = resolve(["sft.yaml", "schedule.warmup_steps=null", "schedule.warmup_ratio=0.1"])
-    assert shown["schedule"]["warmup_ratio"] == 0.1
+    options = resolve(["sft.yaml", "schedule.warmup_steps=null", "schedule.warmup_ratio=0.1"])
+    assert options["schedule"]["warmup_ratio"] == 0.1
     assert recipe("sft.yaml", "schedule.warmup_steps=null").schedule.warmup(100) == 0
 
 

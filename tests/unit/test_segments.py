@@ -51,8 +51,8 @@ def test_an_unbroken_rollout_is_one_segment_whose_masked_tokens_are_the_sampled_
 
 
 def test_token_data_is_all_or_nothing():
-    whole = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
-    assert tokens_of({"output": [{"type": "message"}, whole], "ng": {"policy_version": [[0, 1, 7]]}}).versions == [
+    complete = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    assert tokens_of({"output": [{"type": "message"}, complete], "ng": {"policy_version": [[0, 1, 7]]}}).versions == [
         [0, 1, 7]
     ]
     assert tokens_of({"output": [{"type": "message"}]}) is None
@@ -60,7 +60,7 @@ def test_token_data_is_all_or_nothing():
     with pytest.raises(ValueError, match="all or nothing"):
         tokens_of({"output": [{"prompt_token_ids": [1], "generation_token_ids": [2]}]})
     with pytest.raises(ValueError, match="1 generated tokens but 2 logprobs"):
-        tokens_of({"output": [{**whole, "generation_log_probs": [-1.0, -2.0]}]})
+        tokens_of({"output": [{**complete, "generation_log_probs": [-1.0, -2.0]}]})
 
 
 def test_items_are_shown_to_verifiers_without_their_token_data():

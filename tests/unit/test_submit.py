@@ -208,9 +208,9 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\n")
     words = ["--dry-run", "slurm", str(file), "time=00:10:00", "ng_train", "sft.yaml"]
-    shown = CliRunner().invoke(submit.main, words)
-    assert shown.exit_code == 0 and "#SBATCH --time=00:10:00" in shown.stdout
-    assert "command=(ng_train --on ray sft.yaml)" in shown.stdout
+    result = CliRunner().invoke(submit.main, words)
+    assert result.exit_code == 0 and "#SBATCH --time=00:10:00" in result.stdout
+    assert "command=(ng_train --on ray sft.yaml)" in result.stdout
     assert sorted(tmp_path.iterdir()) == [file]
 
 
@@ -222,12 +222,12 @@ def test_a_dry_run_shows_everything_and_fails_where_the_command_would(
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\nimage: i\nsecrets: [HF_TOKEN]\n")
     words = ["--dry-run", to, str(file), "ng_train", "sft.yaml"]
-    shown = CliRunner().invoke(submit.main, words)
-    assert (shown.exit_code, "name: one" in shown.stdout) == (2, True)
-    assert "secrets: not set here: HF_TOKEN" in shown.stderr
+    result = CliRunner().invoke(submit.main, words)
+    assert (result.exit_code, "name: one" in result.stdout) == (2, True)
+    assert "secrets: not set here: HF_TOKEN" in result.stderr
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
-    shown = CliRunner().invoke(submit.main, words)
-    assert shown.exit_code == 0 and "hf_secret_value" not in shown.output
+    result = CliRunner().invoke(submit.main, words)
+    assert result.exit_code == 0 and "hf_secret_value" not in result.output
 
 
 @pytest.mark.parametrize("to", ["slurm", "kuberay", "skypilot"])
@@ -243,8 +243,8 @@ def test_the_command_and_its_options_are_checked_for_each_cluster(
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\nimage: i\n")
-    shown = CliRunner().invoke(submit.main, ["--dry-run", to, str(file), *words])
-    assert (shown.exit_code, shown.stdout) == (2, "") and message in shown.stderr
+    result = CliRunner().invoke(submit.main, ["--dry-run", to, str(file), *words])
+    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
 
 
 def run_submit(file: Path, *words: str, dry_run: bool = True) -> Result:
@@ -327,12 +327,12 @@ def test_a_recipe_may_need_a_variable_that_setup_exports(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     file, words = tmp_path / "cluster.yaml", ["ng_train", "sft.yaml", "output=${oc.env:SHARED_DISK}/run"]
     file.write_text("name: one\nsetup: module load ours; export OTHER=1 SHARED_DISK=/mnt/disk\n")
-    shown = run_submit(file, *words)
-    assert shown.exit_code == 0 and "it needs SHARED_DISK, which `setup` exports" in shown.stderr, shown.output
-    assert "'output=${oc.env:SHARED_DISK}/run'" in shown.stdout
+    result = run_submit(file, *words)
+    assert result.exit_code == 0 and "it needs SHARED_DISK, which `setup` exports" in result.stderr, result.output
+    assert "'output=${oc.env:SHARED_DISK}/run'" in result.stdout
     for setup in ("source ours", "SHARED_DISK=/mnt/disk; export OTHER=1", "export NOT_SHARED_DISK=1"):
-        refused = run_submit(file, f"setup={setup}", *words)
-        assert refused.exit_code == 2 and "or in `setup` with `export SHARED_DISK=...`" in refused.stderr
+        refusal = run_submit(file, f"setup={setup}", *words)
+        assert refusal.exit_code == 2 and "or in `setup` with `export SHARED_DISK=...`" in refusal.stderr
     assert run_submit(file, *words, "optimizer.lrr=1").exit_code == 0  # the job checks the whole recipe
     monkeypatch.setenv("SHARED_DISK", str(tmp_path))
     assert "unknown key 'optimizer.lrr'" in run_submit(file, *words, "optimizer.lrr=1").stderr

@@ -9,9 +9,9 @@ from ngym.files import task_rows
 
 
 def test_draws_are_distinct_in_the_order_of_their_first_appearance() -> None:
-    offered = iter(["b", None, "a", "b", "a", "c", "d"])
-    assert task_rows.draw_distinct(3, lambda _: next(offered), str) == ["b", "a", "c"]
-    assert next(offered) == "d"
+    items = iter(["b", None, "a", "b", "a", "c", "d"])
+    assert task_rows.draw_distinct(3, lambda _: next(items), str) == ["b", "a", "c"]
+    assert next(items) == "d"
 
 
 def test_draws_receive_how_many_there_are() -> None:

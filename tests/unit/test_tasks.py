@@ -40,8 +40,8 @@ def two(folder: Path, **options: Any) -> Any:
     return rollout_options.RolloutOptions(environments=environments, **options)
 
 
-def inputs(taken: list[Any]) -> list[str]:
-    return [task.row["responses_create_params"]["input"] for task in taken]
+def inputs(tasks: list[Any]) -> list[str]:
+    return [task.row["responses_create_params"]["input"] for task in tasks]
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,8 +50,8 @@ def test_after_any_number_of_turns_each_has_had_its_share_to_within_one(weights:
     order = task_sampler.RoundRobin(weights)
     for turn in range(1, 150):
         order.next()
-        for taken, weight in zip(order.taken, weights, strict=True):
-            assert abs(taken - turn * weight / sum(weights)) < 1
+        for count, weight in zip(order.taken, weights, strict=True):
+            assert abs(count - turn * weight / sum(weights)) < 1
 
 
 def test_each_step_has_the_environments_in_their_shares(tmp_path: Path) -> None:
@@ -61,17 +61,17 @@ def test_each_step_has_the_environments_in_their_shares(tmp_path: Path) -> None:
 
 
 def test_a_task_is_a_row_for_its_agent_with_a_number_of_its_own(tmp_path: Path) -> None:
-    taken = task_sampler.TaskSource(two(tmp_path), seed=0).take(9)
-    assert [task.number for task in taken] == [task.row["_ng_task_index"] for task in taken] == list(range(9))
-    assert {(task.environment, task.row["agent_ref"]["name"]) for task in taken} == {
+    tasks = task_sampler.TaskSource(two(tmp_path), seed=0).take(9)
+    assert [task.number for task in tasks] == [task.row["_ng_task_index"] for task in tasks] == list(range(9))
+    assert {(task.environment, task.row["agent_ref"]["name"]) for task in tasks} == {
         ("sums", "sums"),
         ("proofs", "proofs"),
     }
-    longest = {task.environment: task.row["responses_create_params"].get("max_output_tokens") for task in taken}
+    longest = {task.environment: task.row["responses_create_params"].get("max_output_tokens") for task in tasks}
     assert longest == {"sums": None, "proofs": 9}
-    rollouts = list(plan_rollouts((task.row for task in taken), CollectionPlan(repeats=2, params={"temperature": 0.5})))
+    rollouts = list(plan_rollouts((task.row for task in tasks), CollectionPlan(repeats=2, params={"temperature": 0.5})))
     assert [(one.agent, one.key.task_index, one.key.rollout_index) for one in rollouts] == [
-        (task.environment, task.number, attempt) for task in taken for attempt in (0, 1)
+        (task.environment, task.number, attempt) for task in tasks for attempt in (0, 1)
     ]
 
 
@@ -113,23 +113,23 @@ def test_the_first_epoch_may_go_from_easy_to_hard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"curriculum": {"decay": 0.6, "floor": 0.05}}])
 def test_a_run_continues_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, options: Values) -> None:
     def step(source: Any, draw: random.Random) -> tuple[list[Any], Values]:
-        taken = source.take(5)
-        for task in taken:
+        tasks = source.take(5)
+        for task in tasks:
             source.learned(task.key, [draw.random() for _ in range(draw.randrange(4))])
-        return taken, source.metrics()
+        return tasks, source.metrics()
 
     options = two(tmp_path, **options)
-    whole, draw = task_sampler.TaskSource(options, seed=1), random.Random(0)
+    uninterrupted, draw = task_sampler.TaskSource(options, seed=1), random.Random(0)
     for _ in range(40):
-        step(whole, draw)
-    state, drawn = json.loads(json.dumps(whole.state())), draw.getstate()
-    expected = [step(whole, draw) for _ in range(40)]
+        step(uninterrupted, draw)
+    state, drawn = json.loads(json.dumps(uninterrupted.state())), draw.getstate()
+    expected = [step(uninterrupted, draw) for _ in range(40)]
 
     resumed = task_sampler.TaskSource(options, seed=1)
     resumed.restore(state)
     draw.setstate(drawn)
     assert [step(resumed, draw) for _ in range(40)] == expected
-    assert resumed.state() == whole.state()
+    assert resumed.state() == uninterrupted.state()
     task = expected[7][0][2]
     assert resumed.again(task.environment, task.index, task.number) == task
 
@@ -141,8 +141,8 @@ def test_other_shares_on_resume_hold_from_then_on(tmp_path: Path) -> None:
     equal = [each.model_copy(update={"weight": 1.0}) for each in options.environments]
     resumed = task_sampler.TaskSource(options.model_copy(update={"environments": tuple(equal)}), seed=0)
     resumed.restore(source.state())
-    taken = resumed.take(6)
-    assert Counter(task.environment for task in taken) == {"sums": 3, "proofs": 3} and taken[0].number == 30
+    tasks = resumed.take(6)
+    assert Counter(task.environment for task in tasks) == {"sums": 3, "proofs": 3} and tasks[0].number == 30
 
 
 def test_a_state_of_other_tasks_is_refused(tmp_path: Path) -> None:

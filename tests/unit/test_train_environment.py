@@ -42,9 +42,9 @@ def test_the_environment_of_ng_init_can_be_trained(here: Path) -> None:
         "schedule.warmup_steps=0",
         MODEL,
     ]
-    shown = CliRunner().invoke(main, ["--environment", "my_env", MODEL, "--dry-run"])
-    assert shown.exit_code == 0, shown.stderr
-    assert shown.stderr.startswith("the same as: ng_train grpo.yaml rollouts.agent=my_env_agent ")
+    result = CliRunner().invoke(main, ["--environment", "my_env", MODEL, "--dry-run"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith("the same as: ng_train grpo.yaml rollouts.agent=my_env_agent ")
 
 
 def test_what_is_given_wins_and_train_and_validation_files_are_used(here: Path) -> None:
@@ -113,9 +113,9 @@ def test_ng_init_names_the_files_that_it_wrote_or_would_write(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     would = CliRunner().invoke(init.main, ["my_env", "--dry-run"]).output.partition("\nnext:")[0].split("\n")
     assert not any(tmp_path.iterdir())
-    wrote = CliRunner().invoke(init.main, ["my_env"]).output.partition("\nnext:")[0].split("\n")
-    assert [line.replace("would write ", "wrote ") for line in would] == wrote
-    named = {tmp_path / line.removeprefix("wrote ") for line in wrote if line}
+    wrote_lines = CliRunner().invoke(init.main, ["my_env"]).output.partition("\nnext:")[0].split("\n")
+    assert [line.replace("would write ", "wrote ") for line in would] == wrote_lines
+    named = {tmp_path / line.removeprefix("wrote ") for line in wrote_lines if line}
     assert named == {path for path in tmp_path.rglob("*") if path.is_file()} and len(named) > 3
 
 

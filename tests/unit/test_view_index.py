@@ -149,13 +149,13 @@ def test_blocks_of_any_size_hold_each_line_once(
     content = b"\n".join(lines) + b"\n"
     path = tmp_path_factory.mktemp("file") / "out.jsonl"
     path.write_bytes(content)
-    whole = scan(ScanJob(str(path), 0, len(content), len(content)))
+    full = scan(ScanJob(str(path), 0, len(content), len(content)))
     ends = sorted({min(cut, len(content)) for cut in cuts} | {len(content)})
     blocks = [scan(ScanJob(str(path), start, end, len(content))) for start, end in zip([0, *ends], ends, strict=False)]
-    assert [row[1:] for block in blocks for row in block.rows] == [row[1:] for row in whole.rows]
-    assert sum(block.lines for block in blocks) == whole.lines == len(lines)
-    assert sum(block.bad_lines for block in blocks) == whole.bad_lines
-    assert max(block.end for block in blocks) == whole.end == len(content)
+    assert [row[1:] for block in blocks for row in block.rows] == [row[1:] for row in full.rows]
+    assert sum(block.lines for block in blocks) == full.lines == len(lines)
+    assert sum(block.bad_lines for block in blocks) == full.bad_lines
+    assert max(block.end for block in blocks) == full.end == len(content)
 
 
 def test_a_row_says_what_the_rollout_was(tmp_path: Path) -> None:
@@ -308,12 +308,12 @@ def test_what_was_indexed_is_not_read_again(tmp_path: Path, cache: Path) -> None
 
 
 def test_an_index_that_no_one_opened_for_a_month_is_removed(tmp_path: Path, cache: Path) -> None:
-    forgotten, kept = write(tmp_path / "forgotten.jsonl", [rollout(0)]), write(tmp_path / "kept.jsonl", [rollout(0)])
+    forgotten, recent = write(tmp_path / "forgotten.jsonl", [rollout(0)]), write(tmp_path / "kept.jsonl", [rollout(0)])
     with open_index(forgotten):
         pass
     for path in cache.iterdir():
         os.utime(path, (0, 0))
-    with open_index(kept):
+    with open_index(recent):
         pass
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".sqlite"]
     with open_index(forgotten) as index:
@@ -412,8 +412,8 @@ def test_an_index_that_is_broken_is_rebuilt(tmp_path: Path, cache: Path) -> None
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     with open_index(path):
         pass
-    (kept,) = cache.glob("*.sqlite")
-    kept.write_bytes(b"this is no database" * 500)
+    (index_file,) = cache.glob("*.sqlite")
+    index_file.write_bytes(b"this is no database" * 500)
     with open_index(path) as index:
         assert len(rows_of(index)) == 1
         assert index.note is None

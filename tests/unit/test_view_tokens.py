@@ -33,13 +33,13 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def line_with(ids: list[int]) -> bytes:
     row = rollout(0, 0, 1.0)
-    whole = {
+    segment_row = {
         "token_ids": ids,
         "mask": [[0, len(ids)]],
         "logprobs": [-1.0] * len(ids),
         "policy_version": [[0, len(ids), 1]],
     }
-    row["ng"]["segments"] = [whole]
+    row["ng"]["segments"] = [segment_row]
     return orjson.dumps(row)
 
 
@@ -104,10 +104,10 @@ def test_segments_that_are_invalid_are_reported(byte_level: Path, damage: tuple[
 def test_the_advantage_of_a_row_is_that_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = write(tmp_path / "out.jsonl", [rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(0, 2, reward="high")])
-    shown = RolloutRun("r1", "out", path, None)
-    shown.index.catch_up()
-    assert [shown.tokens(seq)["segments"][0]["advantage"] for seq in range(3)] == [0.5, -0.5, None]
-    shown.index.close()
+    rollout_run = RolloutRun("r1", "out", path, None)
+    rollout_run.index.catch_up()
+    assert [rollout_run.tokens(seq)["segments"][0]["advantage"] for seq in range(3)] == [0.5, -0.5, None]
+    rollout_run.index.close()
 
 
 def test_the_tokenizer_is_the_one_that_was_named_or_lies_beside_or_the_run_s_record_names(
@@ -123,9 +123,9 @@ def test_the_tokenizer_is_the_one_that_was_named_or_lies_beside_or_the_run_s_rec
     found = tokenizer_file(None, output)
     assert found is not None and found.samefile(byte_level)  # named as in a config beside the rollouts
     (tmp_path / "policy").mkdir()
-    beside = tmp_path / "policy" / "tokenizer.json"
-    beside.write_bytes(byte_level.read_bytes())
-    assert tokenizer_file(None, output) == beside
+    file = tmp_path / "policy" / "tokenizer.json"
+    file.write_bytes(byte_level.read_bytes())
+    assert tokenizer_file(None, output) == file
     assert tokenizer_file(byte_level.parent, output) == tokenizer_file(byte_level, output) == byte_level
 
 
