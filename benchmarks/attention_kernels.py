@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ngym.trainer.model.attention import Layout, flex_attended, packed_attention
+from ngym.trainer.model.attention import Layout, flex_attend, packed_attention
 
 
 @dataclass
@@ -91,7 +91,7 @@ def padded_attention(
 
 def flex(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: PackedRows) -> Tensor:
     """The trainer's own with `engine.compile` on a GPU; on a CPU uncompiled, and without a backward."""
-    return flex_attended(query_THD, key_TKD, value_TKD, batch.layout)
+    return flex_attend(query_THD, key_TKD, value_TKD, batch.layout)
 
 
 def varlen(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: PackedRows) -> Tensor:

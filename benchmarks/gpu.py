@@ -319,7 +319,7 @@ def in_group(measure: Callable[[Row], Row]) -> Callable[[Row], Row]:
         from ngym.trainer.engine import distributed
         from ngym.trainer.recipe import recipe
 
-        with distributed.joined(recipe.Launch(rank=0, local_rank=0, ranks=1)):
+        with distributed.join_process_group(recipe.Launch(rank=0, local_rank=0, ranks=1)):
             return measure(spec)
 
     return join_and_measure

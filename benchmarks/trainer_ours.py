@@ -55,7 +55,7 @@ def main() -> None:
     torch = sys.modules["torch"]
     torch.set_num_threads(spec["threads"])
     launch = config.read_launch()
-    with distributed.joined(launch):
+    with distributed.join_process_group(launch):
         tokenizer = model.load_tokenizer(recipe.model)
         policy = model.load_policy(recipe.model, tokenizer, 0)
         policy.eval()

@@ -150,7 +150,7 @@ class Problem(NamedTuple):
     message: str
 
 
-def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
+def bad_request(problems: Iterable[Problem], what: str = "") -> BadRequest:
     """A BadRequest with the first of these problems; the rest are not computed.
 
     Args:

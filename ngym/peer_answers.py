@@ -42,7 +42,7 @@ def json_of(reply: Reply, service: str, path: str) -> Any:
     return value
 
 
-async def parsed(reply: Reply, service: str, path: str) -> Any:
+async def parse_large(reply: Reply, service: str, path: str) -> Any:
     """As `json_of`; a large answer is parsed in a thread."""
     if len(reply.body) <= LOOP_BYTES:
         return json_of(reply, service, path)

@@ -23,7 +23,7 @@ import orjson
 from ngym.client import CONNECT_TIMEOUT_S, AnswerTooLong, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
-from ngym.net.json_limits import serialized
+from ngym.net.json_limits import serialize
 from ngym.net.load_balancer import Replicas, RetryBudget, SessionReplica, StickyReplica
 from ngym.peer_answers import (
     MAYBE_PROCESSED,
@@ -31,7 +31,7 @@ from ngym.peer_answers import (
     SHOWN_STATUSES,
     InSession,
     is_own,
-    parsed,
+    parse_large,
     refusal,
     upstream_of,
 )
@@ -54,7 +54,7 @@ FOLLOW_S = 5.0
 ToolErrors = Literal["fail", "show"]
 
 
-def jittered(pause: float) -> float:
+def add_jitter(pause: float) -> float:
     return random.uniform(0.5, 1.0) * pause
 
 
@@ -147,7 +147,7 @@ class PeerSession:
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         reply = await self.request(path, body, timeout=timeout, idempotent=idempotent)
-        return await parsed(reply, self.peer.name, path)
+        return await parse_large(reply, self.peer.name, path)
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class Peer:
 
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
         reply = await self.request("GET", path, None, timeout=timeout, idempotent=True)
-        return await parsed(reply, self.name, path)
+        return await parse_large(reply, self.name, path)
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         """POST JSON and return the JSON of the answer.
@@ -209,7 +209,7 @@ class Peer:
                 one that is not JSON.
         """
         reply = await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)
-        return await parsed(reply, self.name, path)
+        return await parse_large(reply, self.name, path)
 
     async def request(
         self,
@@ -230,7 +230,7 @@ class Peer:
         session: the session of the call.
         """
         self._peers.follow()
-        payload = None if body is None else body if isinstance(body, bytes) else serialized(body)
+        payload = None if body is None else body if isinstance(body, bytes) else serialize(body)
         correlation = request_context.current.get()
         remaining = correlation.remaining_s()
         began = time.monotonic()
@@ -299,7 +299,7 @@ class Peer:
                 f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
                 upstream=upstream_of(self.name, url),
             ) from None
-        return self._pause(url, call.affinity, jittered(BROKEN_S[call.retries]))
+        return self._pause(url, call.affinity, add_jitter(BROKEN_S[call.retries]))
 
     def _pause_after_refusal(self, call: _Call, url: str, reply: Reply, own: bool) -> float:
         """Seconds until the next attempt after an answer that is not a success. own: the service itself sent it.
@@ -323,7 +323,7 @@ class Peer:
                 # until a full garbage collection.
                 del error
         call.last_detail = error.detail
-        pause = retry_delay(retry_s) if retry_s else jittered(pauses[call.retries])
+        pause = retry_delay(retry_s) if retry_s else add_jitter(pauses[call.retries])
         return self._pause(url, call.affinity, pause)
 
     def _budget(self) -> RetryBudget:

@@ -28,7 +28,7 @@ from ngym.config.import_path import load_file
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, NgymError, ServiceError, UsageError
 from ngym.files.atomic import check_writable, write_whole
-from ngym.files.jsonl import checked
+from ngym.files.jsonl import check_lines
 from ngym.files.task_rows import assistant_message, task_row
 from ngym.option_names import another_output
 from ngym.peers import Peer
@@ -156,7 +156,7 @@ TIMEOUT_S = 60.0  # for a connection, and for each piece
 AGAIN = "run the command again, it continues where it stopped"
 
 
-def joined(paths: Sequence[Path]) -> Iterator[Json]:
+def merge_records(paths: Sequence[Path]) -> Iterator[Json]:
     """The merged records of files that belong together: by `id` if they have one, else line by line.
 
     Raises:
@@ -205,7 +205,7 @@ def _json(path: Path) -> Iterator[Json]:
     with path.open("rb") as file:
         is_array = file.read(64).lstrip()[:1] == b"["
     if not is_array:
-        yield from (line.row for line in checked(path, lambda row: None))
+        yield from (line.row for line in check_lines(path, lambda row: None))
         return
     try:
         yield from orjson.loads(path.read_bytes())
@@ -322,7 +322,7 @@ class Converted(NamedTuple):
     made: ConvertedRow
 
 
-def converted(
+def convert_rows(
     public_set: PublicSet, paths: Mapping[File, Path], agent: str, limit: int | None, left_out: Counter[str]
 ) -> Iterator[Converted]:
     """The rows of all parts, at most `limit` of each split; records without a row are counted in `left_out`, by reason.
@@ -336,7 +336,7 @@ def converted(
         return limit is not None and all(counts[each] >= limit for each in ([split] if split else SPLITS))
 
     for part in public_set.parts:
-        for number, record in enumerate(joined([paths[file] for file in part.files]), 1):
+        for number, record in enumerate(merge_records([paths[file] for file in part.files]), 1):
             if full(part.split):
                 break
             try:
@@ -443,7 +443,7 @@ def _question(row: Json) -> bytes:
     return orjson.dumps(row["responses_create_params"], option=orjson.OPT_SORT_KEYS)
 
 
-async def accepted(
+async def accept_rows(
     peer: Peer, rows: Mapping[Split, list[Converted]], left_out: Counter[str]
 ) -> dict[Split, list[Converted]]:
     """The rows that the server accepts and whose reference answer gets the full reward; the others are counted.

@@ -120,7 +120,7 @@ def versions_in(segments: list[Segment]) -> list[int]:
     return sorted({version for segment in segments for _, _, version in segment["policy_version"]})
 
 
-def added(total: Json | None, usage: Json | None) -> Json | None:
+def add_usage(total: Json | None, usage: Json | None) -> Json | None:
     """The sum of two calls' usage; None if either is unknown."""
     if total is None or usage is None:
         return None
@@ -131,7 +131,7 @@ def _add(left: Any, right: Any) -> Any:
     if isinstance(left, _NUMBER) and isinstance(right, _NUMBER):
         return left + right
     if isinstance(left, dict) and isinstance(right, dict):
-        return added(left, right)
+        return add_usage(left, right)
     return None
 
 

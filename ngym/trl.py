@@ -33,9 +33,9 @@ from ngym.collect.collection_session import discover
 from ngym.config.service_config import load_config
 from ngym.convert import items_from_messages, messages_from_items
 from ngym.errors import BadRequest, ServiceError, UsageError
-from ngym.files.jsonl import checked
+from ngym.files.jsonl import check_lines
 from ngym.net.auth import RUN_TOKEN, token_from
-from ngym.net.json_limits import serialized
+from ngym.net.json_limits import serialize
 from ngym.peers import Peer, Peers, PeerSession, ToolErrors
 from ngym.schema import Json
 from ngym.services.agents.rollout_context import MAX_TOOL_ERROR_CHARS
@@ -178,7 +178,7 @@ class TrlGym:
         Raises:
             UsageError: a line is not a row, or declares tools that the gym server does not offer.
         """
-        lines = checked(Path(path), self._problem)
+        lines = check_lines(Path(path), self._problem)
         return [{"prompt": _prompt(line.row), "row": json.dumps(line.row), "environment": self.name} for line in lines]
 
     def verify(
@@ -298,7 +298,7 @@ def _prompt(row: Json) -> list[Json]:
 def _verify_body(row: Json, completion: list[Json] | str) -> bytes:
     """The body of /verify. Raises BadRequest if the completion cannot be written as the items of a response."""
     try:
-        return serialized({**row, "response": {"output": _items(completion)}})
+        return serialize({**row, "response": {"output": _items(completion)}})
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise BadRequest(f"the completion cannot be scored: {type(error).__name__}: {error}") from error
 

@@ -51,7 +51,7 @@ from ngym.config.shipped_files import shipped_path
 from ngym.config.yaml_tree import ConfigTree, parse
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, PeerTimeout, ServiceError, UsageError
-from ngym.files.jsonl import Line, checked
+from ngym.files.jsonl import Line, check_lines
 from ngym.files.task_rows import assistant_message
 from ngym.peers import Peer
 from ngym.schema import Json
@@ -125,7 +125,7 @@ def app_folder(app: str) -> Path:
 
 def _lines(path: Path) -> list[Line]:
     """None if there is no such file."""
-    return list(checked(path, lambda row: None)) if path.is_file() else []
+    return list(check_lines(path, lambda row: None)) if path.is_file() else []
 
 
 def _case(row: Json, where: str) -> Case:
@@ -427,7 +427,7 @@ def _question(row: Json) -> str:
     )
 
 
-async def described(environment: Environment, readme: Path, peer: Peer) -> Finding:
+async def check_facts(environment: Environment, readme: Path, peer: Peer) -> Finding:
     """The finding `facts`. UsageError when a file of the environment cannot be read."""
     try:
         facts = facts_in(readme)

@@ -76,7 +76,7 @@ def only_rank() -> Iterator[None]:
     from ngym.trainer.engine import distributed
     from ngym.trainer.recipe import recipe
 
-    with distributed.joined(recipe.Launch(rank=0, local_rank=0, ranks=1)):
+    with distributed.join_process_group(recipe.Launch(rank=0, local_rank=0, ranks=1)):
         yield
 
 

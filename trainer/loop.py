@@ -28,7 +28,7 @@ from .data import file_batches
 from .data.samples import Batch, Sample
 from .engine import sanity_checks
 from .engine.engine import Engine, Update
-from .losses.policy_loss import Mean, Totals, detached, logged, measured
+from .losses.policy_loss import Mean, Totals, detach_totals, log_values, measure
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
 from .recipe.recipe import DataOptions, Recipe, read_launch
@@ -123,7 +123,7 @@ def _compute_step(
         # A loss that is not finite on one rank must make the gradient not finite on all ranks.
         poison = torch.where(loss.sum.detach().isfinite(), 1.0, math.nan)
         engine.backward(weight * poison * loss.sum, step_loss.divisor, last=index == len(micro_batches) - 1)
-        losses.append((weight, detached(loss.totals)))
+        losses.append((weight, detach_totals(loss.totals)))
     update = engine.step(lr_multiplier)
     return Step(step_loss.derived(_means(engine, losses), bins=False), update)
 
@@ -134,12 +134,12 @@ def _means(engine: Engine, micro_batches: Sequence[tuple[float, Totals]]) -> dic
     """
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for weight, totals in micro_batches:
-        for name, mean in measured(totals).items():
+        for name, mean in measure(totals).items():
             sums[name][0] += weight * mean.total
             sums[name][1] += weight * mean.count
     names = sorted(sums)
     flat = engine.all_reduce([value for name in names for value in sums[name]])
-    return logged(
+    return log_values(
         {name: Mean(*pair) for name, pair in zip(names, zip(flat[::2], flat[1::2], strict=True), strict=True)}
     )
 
@@ -189,7 +189,7 @@ class FileSource:
         options = recipe.algorithm
         drops = isinstance(options, PolicyGradientOptions) and options.shaping.drop_truncated
         teachers, budget = _has_teachers(recipe), recipe.micro_batch_tokens
-        self._samples = file_batches.prepared(
+        self._samples = file_batches.prepare_samples(
             recipe.data, algorithm, tokenizer, learner, budget, say, drops_truncated=drops, teachers=teachers
         )
         self.steps = file_batches.steps(self._samples, recipe)
@@ -225,7 +225,7 @@ class FileSource:
         batches = file_batches.batches(self._samples, recipe, done)
         if algorithm.asks.values:
             batches = file_batches.in_turn(batches, algorithm, learner, recipe.micro_batch_tokens)
-        batches = checked(self._parts, batches, sampled=done == 0)
+        batches = check_rollouts(self._parts, batches, sampled=done == 0)
         if recipe.evaluation is None or not self._held_out:
             return batches
         from .evaluation.heldout_loss import HeldOutData
@@ -253,7 +253,7 @@ def _held_out(parts: Parts, say: Say) -> list[Sample]:
         return []
     data = DataOptions(path=recipe.evaluation.data, max_tokens=recipe.data.max_tokens)
     budget, limit, teachers = recipe.micro_batch_tokens, recipe.evaluation.limit, _has_teachers(recipe)
-    return file_batches.prepared(
+    return file_batches.prepare_samples(
         data, algorithm, tokenizer, learner, budget, lambda text: say(f"held-out: {text}"), limit, teachers=teachers
     )
 
@@ -318,7 +318,7 @@ class LiveSource:
             at_hand = self._live.open(state)
             if at_hand:
                 self._say(f"{at_hand:,} rollouts were collected before and are used again")
-            yield from checked(self._parts, self._live.batches(done, evaluation, metrics.say))
+            yield from check_rollouts(self._parts, self._live.batches(done, evaluation, metrics.say))
         except BaseException:
             with suppress(NgymError):  # the error that ended the run matters more than those of closing
                 self._close(evaluation)
@@ -356,7 +356,7 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
     pusher.finish()
 
 
-def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> Iterator[Batch]:
+def check_rollouts(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> Iterator[Batch]:
     """Check rollouts before they are trained: a wrong sampler or temperature would otherwise go unnoticed.
 
     sampled: the current policy sampled them. A resumed run on a file has moved away from that policy, as intended.
@@ -365,7 +365,7 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
         return batches
     bound = parts.recipe.algorithm.max_mismatch
     sampler_N = parts.algorithm.sampler_N if sampled else None
-    return sanity_checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
+    return sanity_checks.check_batches(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
 
 
 def temperature(recipe: Recipe) -> float:

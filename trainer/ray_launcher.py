@@ -22,7 +22,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ngym.cluster.ray_placement import CHUNK_BYTES, RayPlacer, RayProcess, bundle, connect, in_group, of_actor, reserved
+from ngym.cluster.ray_placement import (
+    CHUNK_BYTES,
+    RayPlacer,
+    RayProcess,
+    bundle,
+    connect,
+    in_group,
+    of_actor,
+    reserve_group,
+)
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
 from ngym.runtime.event_loop import run_unless_failed
@@ -36,7 +45,7 @@ from .checkpoints import NAME
 from .online.services import HEAD, config_for, config_for_agents, serving_options
 from .recipe.recipe import Recipe, TrainerOptions
 from .run_folder import METRICS, RESOLVED, summary
-from .train import agents_of, checked
+from .train import agents_of, check_recipe
 
 PLACEMENT_TIMEOUT_S = 600.0
 USAGE, TRY_AGAIN, INTERRUPTED = 2, 75, 130  # exit codes that another group of ranks does not change
@@ -94,7 +103,7 @@ def _set_up_rank() -> None:
 
 def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: bool, resume: bool) -> Path:
     """Run a recipe on the cluster `to`; returns the run's folder. Raises as `train.main`, and SystemExit(130)."""
-    recipe, _ = checked(files, overrides, on_ray=True)
+    recipe, _ = check_recipe(files, overrides, on_ray=True)
     if recipe.live and recipe.live.colocated:
         raise UsageError("rollouts.colocated: trainer and policy have GPUs of their own on Ray; remove this key")
     if recipe.served_base is not None:
@@ -191,7 +200,7 @@ class _Run:
         """Run one group; returns the first exit code that is not 0."""
         options, size = self._options, self._options.ranks
         of_rank = bundle(options.resources, options.pool)
-        group = await reserved([of_rank] * size, PLACEMENT_TIMEOUT_S, _say)
+        group = await reserve_group([of_rank] * size, PLACEMENT_TIMEOUT_S, _say)
         kind = ray.remote(Rank)
         actors: list[Any] = [
             kind.options(scheduling_strategy=in_group(group, index), **of_actor(of_rank)).remote()

@@ -43,7 +43,7 @@ from .checkpoints import FREE, differences, read_recipe_of_run
 from .recipe.recipe import SWEEP, read_launch
 from .recipe.recipe_reader import as_yaml
 from .run_folder import METRICS, POLICY, RESOLVED
-from .train import OTHERWISE, checked
+from .train import OTHERWISE, check_recipe
 
 SHUTDOWN_S = 60  # seconds for its child processes to stop and its last output to arrive
 Status = Literal["finished", "failed", "interrupted"]
@@ -177,7 +177,7 @@ def read(folder: Path) -> dict[str, SweepOutcome]:
     def wrong(row: dict[str, object]) -> str | None:
         return None if set(row) == set(SweepOutcome._fields) else "no outcome of a run; is this file of a sweep?"
 
-    rows = [line.row for line in jsonl.checked(folder / FILE, wrong)]
+    rows = [line.row for line in jsonl.check_lines(folder / FILE, wrong)]
     return {row["run"]: SweepOutcome(**row) for row in rows}
 
 
@@ -429,8 +429,8 @@ def _make_plan(
     for combination in planned:
         try:
             words = [*overrides, *combination.overrides]
-            parent = checked(files, words)[0].output
-            recipe, tree = checked(files, [*words, _output(parent / combination.name)])
+            parent = check_recipe(files, words)[0].output
+            recipe, tree = check_recipe(files, [*words, _output(parent / combination.name)])
         except ConfigError as error:
             for line in str(error).splitlines():
                 mistakes[line].append(combination.name)

@@ -57,7 +57,7 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
     """
     warnings: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: warnings.append(number))
-    recipe, tree = checked(files, overrides)
+    recipe, tree = check_recipe(files, overrides)
     launch = read_launch()
     if launch.rank:
         _run(recipe, launch, resume, lambda: None, warnings)
@@ -83,7 +83,7 @@ def dry_run(
     Raises:
         UsageError: the recipe cannot run, as far as this is known without loading anything.
     """
-    recipe, tree = checked(files, overrides, on_ray=on_ray)
+    recipe, tree = check_recipe(files, overrides, on_ray=on_ray)
     if recipe.live:
         check_live(recipe, recipe.live)
     text = as_yaml(recipe, tree)
@@ -102,7 +102,7 @@ def dry_run(
     print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
 
 
-def checked(files: Sequence[str], overrides: Sequence[str], *, on_ray: bool = False) -> tuple[Recipe, ConfigTree]:
+def check_recipe(files: Sequence[str], overrides: Sequence[str], *, on_ray: bool = False) -> tuple[Recipe, ConfigTree]:
     """The recipe, checked as far as possible without loading anything. on_ray: for the ranks that Ray starts.
 
     Raises:
@@ -228,7 +228,7 @@ def _services(recipe: Recipe) -> Services:
     """The services of the recipe's config, or of a running ng_run; they start in the background while torch is
     imported.
     """
-    from .online.services import HEAD, Services, running, serving_options, started
+    from .online.services import HEAD, Services, running, serving_options, start_services
 
     options = recipe.live
     assert options is not None
@@ -236,7 +236,9 @@ def _services(recipe: Recipe) -> Services:
     if options.config is None or HEAD in os.environ:
         return Services(partial(running, Path(options.services or Path.cwd()), agents, options.policy))
     serving, ranks = serving_options(recipe), read_launch().local_ranks
-    return Services(partial(started, options.config, agents, options.policy, serving, _say, options.policy_app, ranks))
+    return Services(
+        partial(start_services, options.config, agents, options.policy, serving, _say, options.policy_app, ranks)
+    )
 
 
 @contextmanager

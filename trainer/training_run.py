@@ -19,7 +19,7 @@ from .algorithms import Setup
 from .checkpoints import Checkpoint, Checkpoints, CheckpointSaver, model_digest
 from .data import file_batches
 from .engine import engine, optimizer
-from .engine.distributed import barrier, joined
+from .engine.distributed import barrier, join_process_group
 from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, memory_explained, to_fit
 from .evaluation.heldout_loss import HeldOutNotFinite
 from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
@@ -74,10 +74,10 @@ def train_policy(job: TrainingJob, imports: ExitStack) -> int:
     imports: closed when the policy is loaded; until then, imports leave out what training does not need.
     """
     recipe = job.recipe
-    engine.imported()
+    engine.import_deepspeed()
     gc.freeze()
     gc.enable()
-    with joined(job.launch):
+    with join_process_group(job.launch):
         if recipe.data is not None and job.launch.rank == 0:
             file_batches.make(recipe.data, job.say)
         if job.new_policy is not None and job.launch.rank == 0:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, agent
 from ngym.errors import Boundary
-from ngym.net.json_limits import by_size, serialized
+from ngym.net.json_limits import by_size, serialize
 from ngym.rollout import without_tokens
 from ngym.services.agents.rollout_context import act, user
 
@@ -59,7 +59,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 async def _post(rollout: RolloutContext, path: str, body: dict[str, Any]) -> dict[str, Any]:
     with Boundary("tool_error", f"{path} failed"):
-        raw = await by_size(rollout.request_bytes, serialized, body)
+        raw = await by_size(rollout.request_bytes, serialize, body)
         answer = await rollout.gym.post(path, raw, timeout=rollout.options.tool_timeout_s)
     fields = {"observation"} if path == "/reset" else {"observation", "terminated", "truncated"}
     if not isinstance(answer, dict) or fields - answer.keys():

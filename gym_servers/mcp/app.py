@@ -37,7 +37,7 @@ from ngym.grading.text_match import exact
 from ngym.rollout import calls_in
 from ngym.schema import RESERVED
 from ngym.services.gym.server import ReferenceText
-from ngym.services.gym.tools import Tool, described, exact_arguments, inspected, register_tool
+from ngym.services.gym.tools import Tool, describe_tool, exact_arguments, inspect_function, register_tool
 
 log = logging.getLogger("ngym.mcp")
 MAX_TOOLS = 1000
@@ -370,7 +370,7 @@ def callable_tools(tools: Sequence[types.Tool], server: Connections) -> Iterator
             log.warning("the MCP server's tool %.100r is left out: its schema is not JSON: %s", tool.name, error)
             continue
         description = _utf8((tool.description or "")[:MAX_DESCRIPTION_CHARS]).decode()
-        yield Tool(described(name, description, schema), _caller(server, tool.name))
+        yield Tool(describe_tool(name, description, schema), _caller(server, tool.name))
 
 
 def function_name(server_name: str, used_names: set[str]) -> str:
@@ -517,7 +517,7 @@ async def serving(context: ServiceContext) -> AsyncIterator[None]:
     options: Options = context.options
     if options.verify is not None:
         file = shipped_file(options.verify, context.root, "verify")
-        app.state.verifier = inspected(_verify_in(file), VerifyRequest)
+        app.state.verifier = inspect_function(_verify_in(file), VerifyRequest)
     async with Connections(options, context.root) as connections:
         for tool in callable_tools(await connections.list_tools(), connections):
             register_tool(app, tool)

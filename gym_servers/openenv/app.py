@@ -24,7 +24,7 @@ from ngym.rollout import calls_in
 from ngym.schema import RESERVED, Json
 from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
-from ngym.services.gym.tools import Tool, described, register_tool
+from ngym.services.gym.tools import Tool, describe_tool, register_tool
 
 MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # action schemas of a server of MCP tools
 OVER = "The episode is over."
@@ -90,7 +90,7 @@ async def _tools(server: Server) -> tuple[Json, ...]:
         raise ConfigError(f"the tools of {server.url} cannot be listed: {type(error).__name__} {error}") from error
     finally:
         await client.close()
-    return tuple(described(tool["name"], tool["description"], tool["input_schema"]) for tool in tools)
+    return tuple(describe_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in tools)
 
 
 class Refused(Exception):

@@ -34,7 +34,7 @@ from ngym.schema import RESERVED, Json
 from ngym.services.base.app import add_route
 from ngym.services.base.options import ProjectPath, ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
-from ngym.services.gym.tools import Tool, described, register_tool
+from ngym.services.gym.tools import Tool, describe_tool, register_tool
 
 from .environment import Environment, Source, items_of, load, prompt_of, record_prompt, record_turn
 from .scoring import NotScored, pool, scored
@@ -107,7 +107,7 @@ class Toolbox:
                 f"invalid tool name {name!r}: it is a route of every gym server, or the name of another tool"
             )
         self.tools[name] = (server, tool.name)
-        self.described.append(described(name, tool.description, tool.input_schema))
+        self.described.append(describe_tool(name, tool.description, tool.input_schema))
 
 
 def toolsets_of(environment: Environment) -> Toolsets:

@@ -19,7 +19,7 @@ from ngym.convert import (
     overflow_response,
 )
 from ngym.errors import UpstreamError
-from ngym.remote import ContextOverflow, RemoteOptions, Upstream, answer_validation, watched
+from ngym.remote import ContextOverflow, RemoteOptions, Upstream, answer_validation, watch_upstream
 from ngym.services.models.server import ModelOptions
 
 Json = dict[str, Any]
@@ -110,7 +110,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     async def headers() -> dict[str, str]:
         return default_headers
 
-    async with watched(Upstream(options, context.name, options.model, headers), app) as upstream:
+    async with watch_upstream(Upstream(options, context.name, options.model, headers), app) as upstream:
         yield Backend(options, upstream)
 
 

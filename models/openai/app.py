@@ -23,7 +23,7 @@ from ngym.convert import (
     unfinished,
 )
 from ngym.errors import UpstreamError
-from ngym.remote import ContextOverflow, NotSupported, RemoteOptions, Upstream, answer_validation, watched
+from ngym.remote import ContextOverflow, NotSupported, RemoteOptions, Upstream, answer_validation, watch_upstream
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.server import ModelOptions
 
@@ -255,7 +255,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     options: Options = context.options
     async with headers(options.azure, options.key) as credentials:
         endpoint = Upstream(options, context.name, options.model, credentials, address(options.base_url, options.azure))
-        async with watched(endpoint, app) as upstream:
+        async with watch_upstream(endpoint, app) as upstream:
             yield Backend(options, upstream)
 
 

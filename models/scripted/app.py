@@ -92,7 +92,7 @@ class Answer(NamedTuple):
 
 def read_replies(file: Path) -> tuple[Reply, ...]:
     """The replies of a JSONL file; a UsageError names every bad line."""
-    return tuple(Reply.model_validate(line.row) for line in jsonl.checked(file, _problem))
+    return tuple(Reply.model_validate(line.row) for line in jsonl.check_lines(file, _problem))
 
 
 def situation(items: str | list[dict[str, Any]]) -> Situation:

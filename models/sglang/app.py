@@ -46,9 +46,9 @@ from ngym.convert import chat_chunks, chat_from_response, overflow_response
 from ngym.errors import BadRequest, ConfigError, NotFound, ServiceError, Unauthorized, UpstreamError
 from ngym.net.auth import TokenAuth
 from ngym.net.json_limits import BULK_WEIGHT
-from ngym.remote import ContextOverflow, NotSupported, OutcomeUnknown, RemoteOptions, Upstream, watched
+from ngym.remote import ContextOverflow, NotSupported, OutcomeUnknown, RemoteOptions, Upstream, watch_upstream
 from ngym.services.base.app import JsonResponse, add_route
-from ngym.services.base.request_bodies import json_body, validated
+from ngym.services.base.request_bodies import json_body, validate
 from ngym.services.models.server import ModelOptions
 
 Json = dict[str, Any]
@@ -344,8 +344,8 @@ class Weights:
         self._check(request)
         body = await json_body(request, BULK_WEIGHT)
         if "tensors" in body:
-            return await self._begin(validated(Begin, body, "a weight push"))
-        update: Update = validated(Update, body, "a weight update")
+            return await self._begin(validate(Begin, body, "a weight push"))
+        update: Update = validate(Update, body, "a weight update")
         return await self._load(update.version, update.path)
 
     async def _load(self, version: int, path: str, abort: bool = False) -> Response:
@@ -378,7 +378,7 @@ class Weights:
 
     async def add_file(self, request: Request) -> Response:
         push = self._current(request)
-        file: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
+        file: NamedFile = validate(NamedFile, await json_body(request), "a file of a push")
         assert self._root is not None
         source = (self._root / file.path).resolve()
         if not (source.is_relative_to(self._root) and source.is_file()):
@@ -388,7 +388,7 @@ class Weights:
 
     async def commit(self, request: Request) -> Response:
         push = self._current(request)
-        commit: Commit = validated(Commit, await json_body(request), "a commit")
+        commit: Commit = validate(Commit, await json_body(request), "a commit")
         if push.missing:
             raise BadRequest(f"{len(push.missing)} tensors are missing, such as {min(push.missing)!r}")
         try:
@@ -403,7 +403,7 @@ class Weights:
 
     async def prove(self, request: Request) -> Response:
         self._check(request)
-        proof: Prove = validated(Prove, await json_body(request), "a proof")
+        proof: Prove = validate(Prove, await json_body(request), "a proof")
         version, logprobs = await self._engine.prompt_logprobs(proof.prompt_token_ids)
         return JsonResponse({"policy_version": version, "dtype": self._engine.dtype, "logprobs": logprobs})
 
@@ -439,7 +439,7 @@ class Weights:
 
     async def wake(self, request: Request) -> Response:
         self._check(request)
-        wake: Wake = validated(Wake, await json_body(request), "a waking")
+        wake: Wake = validate(Wake, await json_body(request), "a waking")
         if strange := set(wake.parts) - MEMORY:
             raise BadRequest(
                 f"a waking: field 'parts': {', '.join(sorted(strange))} is not one of {', '.join(sorted(MEMORY))}"
@@ -522,7 +522,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     async def headers() -> dict[str, str]:
         return {"authorization": f"Bearer {options.key}"} if options.key else {}
 
-    async with watched(Upstream(options, context.name, options.model, headers), app) as upstream:
+    async with watch_upstream(Upstream(options, context.name, options.model, headers), app) as upstream:
         engine = Engine(upstream, options.base_url.rstrip("/"))
         await engine.ask()
         tokenizer = _tokenizer(options.tokenizer, engine.model_path, context)

@@ -29,13 +29,13 @@ from ngym.chat_codec import ChatCodec, Template, turn_ends
 from ngym.config.service_config import model_problem
 from ngym.convert import check_chat_request
 from ngym.errors import BadRequest, ConfigError, NotReady, ServiceError, openai_refusal
-from ngym.files.atomic import appeared
+from ngym.files.atomic import wait_for_file
 from ngym.files.hub_download import hub_model_problem
 from ngym.net.json_limits import ROW_BYTES
 from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import lean_imports
 from ngym.services.base.app import JsonResponse, add_route
-from ngym.services.base.request_bodies import json_body, validated
+from ngym.services.base.request_bodies import json_body, validate
 from ngym.services.models.request_handler import Refusals
 
 from .options import Options
@@ -91,7 +91,7 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     _prepare_environment()
     if options.model_within_s:
         await asyncio.to_thread(_import_engine)  # while the folder is written
-        await appeared(context.root / options.model / "config.json", options.model_within_s)
+        await wait_for_file(context.root / options.model / "config.json", options.model_within_s)
     folder = _find(options.model, context.root, context.name)
     if not os.path.isabs(folder) and (problem := await asyncio.to_thread(hub_model_problem, folder)):
         raise ConfigError(f"service {context.name!r}: model: {problem}")
@@ -195,7 +195,7 @@ async def classify(request: Request) -> Response:
     with Refusals(openai_refusal):
         if not isinstance(state, Scoring):
             raise BadRequest("this model generates text; /classify needs a folder for sequence classification")
-        classification: Classification = validated(Classification, await json_body(request), "a classification")
+        classification: Classification = validate(Classification, await json_body(request), "a classification")
         conversation = check_chat_request({"messages": classification.messages})
         ids = state.template.whole(conversation | {"chat_template_kwargs": classification.chat_template_kwargs})
         limit = state.classifier.context

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ngym.errors import BadRequest, ServiceError
 from ngym.schema import Json
-from ngym.services.base.request_bodies import validated
-from ngym.weight_push.shared_memory import SharedTensors, device_id, opened
+from ngym.services.base.request_bodies import validate
+from ngym.weight_push.shared_memory import SharedTensors, device_id, open_tensor
 from ngym.weight_push.stage import Shapes
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class Transfer:
 
     async def update(self, update_info: Json) -> None:
         """Open tensors of the trainer. Raises BadRequest: they are not those of this model."""
-        for shared in validated(SharedTensors, update_info, "the tensors of a transfer").tensors:
+        for shared in validate(SharedTensors, update_info, "the tensors of a transfer").tensors:
             if self._ours.get(shared.name) != shared.shape or shared.name in self._received:
                 raise BadRequest(f"tensor {shared.name}: is not one that is missing, with the shape {shared.shape}")
-            self._received[shared.name] = opened(shared, self._engine.device)
+            self._received[shared.name] = open_tensor(shared, self._engine.device)
 
     async def finish(self, version: int) -> None:
         """Copy the tensors and resume generation. Raises BadRequest: some are missing."""

@@ -13,7 +13,7 @@ from ngym.config.service_config import Config
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.peers import Peers
-from ngym.runtime.live_region import sanitized
+from ngym.runtime.live_region import sanitize
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
@@ -23,7 +23,7 @@ from ngym.validation import (
     Environment,
     Finding,
     can_be_alone,
-    described,
+    check_facts,
     find_environment,
     named_services,
     readme_of,
@@ -57,12 +57,12 @@ async def try_environments(
     environments = [_environment(config, name) for name in names] or _all(config, say)
     results = []
     alone = with_stand_ins(config, environments)
-    async with started(alone, alone.services, launcher) as peers:
+    async with start_services(alone, alone.services, launcher) as peers:
         for environment in environments:
             if needed := named_services(config, environment.name):
                 say(f"{environment.name} asks {', '.join(needed)}: a scripted model answers instead and judges nothing")
             peer = peers[environment.name]
-            facts = await described(environment, readme_of(_app(config, environment.name)), peer)
+            facts = await check_facts(environment, readme_of(_app(config, environment.name)), peer)
             results.append(
                 EnvironmentResult(
                     environment.name, [facts, *await validate_environment(environment, peer, within_s, call_s)]
@@ -78,7 +78,7 @@ async def try_environments(
 
 
 @asynccontextmanager
-async def started(config: Config, names: Collection[str], launcher: ZygoteClient) -> AsyncIterator[Peers]:
+async def start_services(config: Config, names: Collection[str], launcher: ZygoteClient) -> AsyncIterator[Peers]:
     """Start only these services of the config; they stop when the block ends.
 
     They get free ports: their own may be those of a run that uses the same config.
@@ -138,4 +138,4 @@ def _show(result: EnvironmentResult, say: Say) -> None:
 
 def _print_failure(state: ReplicaState) -> None:
     if state.status in ("restarting", "failed"):
-        click.echo(sanitized(f"{state.name}: {state.detail or state.status}"), err=True)
+        click.echo(sanitize(f"{state.name}: {state.detail or state.status}"), err=True)

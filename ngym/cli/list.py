@@ -14,7 +14,7 @@ import orjson
 from ngym.cli.shell.main import command, config_files
 from ngym.config.shipped_files import app_file, shipped
 from ngym.did_you_mean import did_you_mean
-from ngym.runtime.live_region import aligned
+from ngym.runtime.live_region import align
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
@@ -142,7 +142,7 @@ def _print(records: Sequence[ListedEnvironment], title: str) -> None:
     if not records:
         return
     click.echo(title)
-    for line in aligned([HEADER, *map(_row, records)]):
+    for line in align([HEADER, *map(_row, records)]):
         click.echo(f"  {line}")
 
 

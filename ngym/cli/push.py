@@ -11,7 +11,7 @@ import orjson
 from ngym.cli.shell.main import command, hub_token_option
 from ngym.errors import UsageError
 from ngym.files.hub_upload import CARD, REPOSITORY, commit_upload, policy_upload, rollouts_upload
-from ngym.telemetry.log_format import redacted
+from ngym.telemetry.log_format import redact
 
 EXIT_CODES = """\
 Exit codes: 0  everything is uploaded, in one commit
@@ -55,7 +55,7 @@ def main(
     if not REPOSITORY.fullmatch(repository):
         raise UsageError(f"{repository}: not a repository of the Hub; name it OWNER/NAME")
     upload = (
-        rollouts_upload(sources, repository) if sources[0].is_file() else policy_upload(sources, repository, redacted)
+        rollouts_upload(sources, repository) if sources[0].is_file() else policy_upload(sources, repository, redact)
     )
     if dry_run and not as_json:
         click.echo(upload.card)

@@ -17,7 +17,7 @@ from ngym.cli.shell.main import command, config_options, on_option
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError, UsageError
 from ngym.extras import require
-from ngym.runtime.live_region import aligned
+from ngym.runtime.live_region import align
 from ngym.supervise.head_file import FOLDER
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
     """
     import yaml
 
-    from ngym.config.service_config import missing_models, shown_config
+    from ngym.config.service_config import missing_models, redacted_config
     from ngym.supervise.placement import gpu_slices, with_own_gpus
 
     slices = gpu_slices(with_own_gpus(config)) if on == "local" else {}  # on a cluster, Ray chooses them
@@ -265,11 +265,11 @@ def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
             head = head.model_copy(update={"host": "the address of this node"})
     if as_json:
         plan = {"services": [each.as_json() for each in services], "head": head.model_dump(), "logs": str(logs)}
-        plan |= {"missing_models": missing_models(config), "config": shown_config(config)}
+        plan |= {"missing_models": missing_models(config), "config": redacted_config(config)}
         click.echo(orjson.dumps(plan, option=orjson.OPT_INDENT_2))
         return
-    click.echo(yaml.safe_dump(shown_config(config), sort_keys=False), nl=False)
-    for line in aligned([HEADER, *map(_row, services)]):
+    click.echo(yaml.safe_dump(redacted_config(config), sort_keys=False), nl=False)
+    for line in align([HEADER, *map(_row, services)]):
         click.echo(line, err=True)
     click.echo(f"the head at {_address(head.host, head.port)}, logs in {logs}; nothing was started", err=True)
     for line in missing_models(config):
@@ -283,7 +283,7 @@ def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int,
     if as_json:
         click.echo(orjson.dumps(one.as_json(), option=orjson.OPT_INDENT_2))
         return
-    for line in aligned([HEADER, _row(one)]):
+    for line in align([HEADER, _row(one)]):
         click.echo(line)
     click.echo("nothing was started", err=True)
 

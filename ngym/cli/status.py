@@ -15,7 +15,7 @@ import click
 from ngym.cli.shell.main import command
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import RUN_TOKEN, wrong_url
-from ngym.runtime.live_region import aligned, duration, sanitized
+from ngym.runtime.live_region import align, duration, sanitize
 from ngym.supervise.head_file import find_running, token_of
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
     """Lines of the tables: all services, and why they are not ready; model servers; failures by class and by status."""
     ready = sum(server["status"] == "ready" for server in servers)
     yield f"{ready} of {len(servers)} services ready; {url}"
-    yield from aligned([COLUMNS, *map(_row, servers)])
-    reasons = [f"  {server['name']}: {sanitized(server['detail'])}" for server in servers if server["detail"]]
+    yield from align([COLUMNS, *map(_row, servers)])
+    reasons = [f"  {server['name']}: {sanitize(server['detail'])}" for server in servers if server["detail"]]
     if reasons:
         yield ""
         yield "reasons:"
@@ -46,7 +46,7 @@ def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
     models = [server for server in servers if "waiting" in (server.get("metrics") or {})]
     if models:
         yield ""
-        yield from aligned([OF_MODELS, *map(_of_model, models)])
+        yield from align([OF_MODELS, *map(_of_model, models)])
     failed = [line for server in servers if (line := _failures(server))]
     if failed:
         yield ""

@@ -94,11 +94,11 @@ def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
 
 
 class CommandLine(NamedTuple):
-    """A command of ngym as it runs on the cluster. given: its parameters by name."""
+    """A command of ngym as it runs on the cluster. params: its parameters by name."""
 
     called: Command
     words: list[str]
-    given: dict[str, Any]
+    params: dict[str, Any]
 
 
 def _parse(run: Sequence[str]) -> CommandLine | None:
@@ -131,14 +131,14 @@ def _check_command(target: Target, run: Sequence[str]) -> None:
         if not target.setup and shutil.which(name) is None:  # `setup` can bring it
             raise UsageError(f"{name}: no such command here; name one, such as ng_train")
         return
-    called, words, given = parsed
-    if given.get("overwrite") and name in ("ng_train", "ng_collect_rollouts"):
+    called, words, params = parsed
+    if params.get("overwrite") and name in ("ng_train", "ng_collect_rollouts"):
         raise UsageError(
             f"{name} --overwrite: a job that continues the run would begin it again; choose another output"
         )
     if name != "ng_train":
         return
-    if given["sweeps"] and given["on"] != "local":
+    if params["sweeps"] and params["on"] != "local":
         raise UsageError("--sweep runs on one machine: submit ng_train --on local, or its runs one by one")
     if any(option.startswith(("--dependency", "-d")) for option in target.options):
         return  # an earlier job may make the model or the data

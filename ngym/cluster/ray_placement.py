@@ -259,7 +259,7 @@ class RayPlacer:
     async def _reserved(self, config: Config, stanzas: Sequence[Stanza], strategy: str) -> list[_OnRay]:
         """A placement group with a place for each of these stanzas."""
         bundles = [bundle_of(stanza) for stanza in stanzas]
-        group = await reserved(bundles, config.settings.ready_timeout_s, self._say, strategy)
+        group = await reserve_group(bundles, config.settings.ready_timeout_s, self._say, strategy)
         tls = config.settings.tls is not None
         places = [
             _OnRay(stanza, _port(stanza, index), tls, _creator(group, index, bundle))
@@ -341,7 +341,7 @@ def _connection_error(error: BaseException) -> str:
     return f"no Ray cluster to join ({reason}); start one with `ray start --head`, and run this command on one of its nodes"
 
 
-async def reserved(
+async def reserve_group(
     bundles: list[dict[str, float]], within_s: float, say: Callable[[str], None], strategy: str = "PACK"
 ) -> PlacementGroup:
     """A placement group with these bundles. ConfigError if the cluster has no room for them within this time."""

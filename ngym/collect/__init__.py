@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 
-from ngym.collect.plan import CollectionPlan, checked_rows, plan_rollouts
+from ngym.collect.plan import CollectionPlan, check_rows, plan_rollouts
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, Rollout, TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.peers import Peers
@@ -46,6 +46,6 @@ async def collect(
     scheduler = RolloutScheduler(
         peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate, models=models
     )
-    async with aclosing(scheduler.outcomes(plan_rollouts(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
+    async with aclosing(scheduler.outcomes(plan_rollouts(check_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
         async for outcome in outcomes:
             yield outcome

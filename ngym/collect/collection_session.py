@@ -48,7 +48,7 @@ class Discovered:
 
     @classmethod
     def of(cls, stanzas: Json) -> Discovered:
-        """From a config whose services are not started yet, as `shown_config` returns it."""
+        """From a config whose services are not started yet, as `redacted_config` returns it."""
         return cls({}, frozenset(name for name, stanza in stanzas.items() if stanza.get("kind") == "agent"), stanzas)
 
 

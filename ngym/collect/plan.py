@@ -24,7 +24,7 @@ import orjson
 
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import BadRequest, UsageError
-from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, open_rows
+from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, check_lines, open_rows
 from ngym.option_names import option, option_name
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
 from ngym.stats import DenseInts
@@ -155,7 +155,7 @@ def input_rows(
     """
     check_agent(recipe, agents)
     check = RowCheck(recipe, agents, replaced)
-    return (line.row for line in checked(paths, check, recipe.limit))
+    return (line.row for line in check_lines(paths, check, recipe.limit))
 
 
 def check_agent(recipe: CollectionPlan, agents: Collection[str] | None) -> None:
@@ -167,7 +167,7 @@ def check_agent(recipe: CollectionPlan, agents: Collection[str] | None) -> None:
                 raise UsageError(f"{option_name(argument)}: no agent named {name!r}{did_you_mean(name, agents)}")
 
 
-def checked_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collection[str]) -> Iterator[Json]:
+def check_rows(rows: Iterable[Json], recipe: CollectionPlan, agents: Collection[str]) -> Iterator[Json]:
     """Yield the rows, each checked when it is taken. Raises UsageError: what is wrong with the first bad one."""
     check = RowCheck(recipe, agents)
     for position, row in enumerate(rows):

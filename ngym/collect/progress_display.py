@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 from ngym.collect.aggregate import AgentTally, Aggregates
 from ngym.collect.collection_files import CollectionPaths, Progress
 from ngym.files.jsonl import read
-from ngym.runtime.live_region import Screen, Size, bar, captured, clock, is_live, packed, sanitized
+from ngym.runtime.live_region import Screen, Size, bar, capture_output, clock, is_live, pack_facts, sanitize
 from ngym.schema import Json
 from ngym.stats import Interval, Subsets
 
@@ -224,7 +224,7 @@ class ProgressMeter:
         remaining = total - self.settled
         seconds = remaining / rollouts if complete and remaining and rollouts > 0 else None
         elapsed = time.monotonic() - self.started
-        pauses = tuple(f"paused: {sanitized(reason)}; it continues by itself" for reason in self.reasons.values())
+        pauses = tuple(f"paused: {sanitize(reason)}; it continues by itself" for reason in self.reasons.values())
         return ProgressSnapshot(self.settled, total, elapsed, seconds, tuple(self._facts()), pauses, complete)
 
     def _facts(self) -> list[str]:
@@ -282,7 +282,7 @@ class ProgressSnapshot:
         progress_bar = bar(self.settled, self.total, size.width - len(count) - 2)
         first = progress_bar.append("  ").append(count) if progress_bar else Text(count)
         pauses = [Text(line, "bold yellow") for pause in self.pauses for line in wrap(pause, size.width)]
-        facts = [Text(line, "dim") for line in packed(self.facts, size.width)]
+        facts = [Text(line, "dim") for line in pack_facts(self.facts, size.width)]
         return [first, *pauses, *facts]
 
 
@@ -302,7 +302,7 @@ class _Plain:
         self._last: ProgressSnapshot | None = None
 
     def say(self, text: str) -> None:
-        print(sanitized(text), file=self._stream, flush=True)
+        print(sanitize(text), file=self._stream, flush=True)
 
     def draw(self, snapshot: ProgressSnapshot) -> None:
         last = self._last
@@ -342,7 +342,7 @@ async def display(meter: ProgressMeter, stream: TextIO, lost: Callable[[], None]
             yield show
         return
     screen = Screen(stream)
-    with captured(screen):
+    with capture_output(screen):
         async with drawing(meter, _Live(screen), LIVE_TICK_S, lost) as show:
             yield show
 

@@ -46,7 +46,7 @@ from ngym.collect.rollout_rows import (
 from ngym.errors import Boundary, NgymError, ServiceError
 from ngym.grading import group_rewards
 from ngym.net import request_context
-from ngym.net.json_limits import serialized
+from ngym.net.json_limits import serialize
 from ngym.option_names import option
 from ngym.peer_answers import json_of
 from ngym.peers import Peers
@@ -409,13 +409,13 @@ class RolloutScheduler:
                     request_context.new_correlation(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
                 )
                 try:
-                    return await group_rewards.verified_together(self._peers[agent].post, rows)
+                    return await group_rewards.verify_group(self._peers[agent].post, rows)
                 except ServiceError as error:
                     failure = failure_of(error, agent)
                     if outages < FREE_OUTAGES and await self._outages.explain(failure, began):
                         outages += 1
                         continue
-                    return [group_rewards.unjudged(row, failure["class"], failure["message"]) for row in rows]
+                    return [group_rewards.mark_unscored(row, failure["class"], failure["message"]) for row in rows]
 
     async def _deliver(self, outcome: Outcome) -> None:
         """Keep an outcome, then hand it to the reader."""
@@ -465,7 +465,7 @@ class RolloutScheduler:
         began = time.perf_counter()
         try:
             peer = self._peers[planned.agent]
-            body = serialized(planned.row)
+            body = serialize(planned.row)
             reply = await peer.request("POST", "/run", body, headers=self._headers, timeout=limits.timeout_s)
             waiting = reply.headers.get(WAITING_HEADER, "")
             if waiting.isdecimal() and len(waiting) < 10:

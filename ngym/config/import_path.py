@@ -49,7 +49,7 @@ class Choice:
         return ":" in value
 
 
-def imported_class(path: str, base: type[Any], root: Path = Path()) -> type[Any]:
+def import_class(path: str, base: type[Any], root: Path = Path()) -> type[Any]:
     """The subclass of `base` at this import path. root: the folder of relative files.
 
     Raises:
@@ -66,7 +66,7 @@ def imported_class(path: str, base: type[Any], root: Path = Path()) -> type[Any]
     return value
 
 
-def imported_function(path: str, root: Path = Path()) -> Callable[..., Any]:
+def import_function(path: str, root: Path = Path()) -> Callable[..., Any]:
     """The function, or other callable, at this import path. root: the folder of relative files.
 
     Raises:

@@ -19,7 +19,7 @@ from ngym.net.auth import wrong_url
 from ngym.net.tls import check_pair, client_context, trust
 from ngym.option_names import option
 from ngym.schema import Kind
-from ngym.telemetry.log_format import redacted, secrets_in
+from ngym.telemetry.log_format import redact, secrets_in
 from ngym.telemetry.tracing import Destination
 
 SETTINGS_KEY = "ngym"
@@ -478,11 +478,11 @@ def _problems_of_nodes(stanza: Stanza, part: ConfigTree) -> Iterator[str]:
         yield f"{where}: a replica on {stanza.nodes} machines cannot be one per_node; give `replicas` a number"
 
 
-def shown_config(config: Config) -> dict[str, Any]:
+def redacted_config(config: Config) -> dict[str, Any]:
     """The resolved config in the form that users write, with secrets redacted."""
     tree: dict[str, Any] = {SETTINGS_KEY: config.settings.model_dump(mode="json")}
     for stanza in config.services.values():
-        tree[stanza.name] = _explicit_fields(stanza) | redacted(stanza.options)
+        tree[stanza.name] = _explicit_fields(stanza) | redact(stanza.options)
     return tree
 
 

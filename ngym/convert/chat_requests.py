@@ -27,7 +27,7 @@ from ngym.convert.chat_items import (
 )
 from ngym.convert.reasoning import BETWEEN, GAVE_UP, ReasoningStyle, block_from_reasoning
 from ngym.convert.request_validation import SAMPLING, VLLM_CHAT
-from ngym.errors import BadRequest, Problem, UpstreamError, refused
+from ngym.errors import BadRequest, Problem, UpstreamError, bad_request
 from ngym.schema import TOKEN_FIELDS, FinishReason, Json, token_fields
 
 PASSED = (
@@ -142,7 +142,7 @@ def refuse_token_ids(request: Json) -> None:
 def _refuse(names: Iterable[str]) -> None:
     why = "is not supported by this model's back end (models/vllm supports it); leave it out"
     if problems := [Problem(name, why) for name in names]:
-        raise refused(problems)
+        raise bad_request(problems)
 
 
 def without_allowed_tools(request: Json) -> Json:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import Problem, refused
+from ngym.errors import Problem, bad_request
 from ngym.schema import TOKEN_FIELDS, Json
 
 _ROLES = frozenset({"user", "assistant", "system", "developer", "tool"})
@@ -403,7 +403,7 @@ def sound(value: Json, *problems: Iterable[Problem]) -> Json:
     first = next(all_problems, None)
     if first is None:
         return value
-    raise refused(chain((first,), all_problems))
+    raise bad_request(chain((first,), all_problems))
 
 
 def _background(value: Any) -> str | None:

@@ -83,7 +83,7 @@ def _reasoning_deltas(message: Json) -> Iterator[Json]:
 
 
 def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
-    started = begun_response(response)
+    started = initial_response(response)
     yield "response.created", {"response": started}
     yield "response.in_progress", {"response": started}
     for index, item in enumerate(response["output"]):
@@ -104,7 +104,7 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
     yield f"response.{response['status']}", {"response": response}
 
 
-def begun_response(response: Json) -> Json:
+def initial_response(response: Json) -> Json:
     """The Response as it was at its beginning, without output."""
     initial = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     return initial | {"incomplete_details": None, "error": None}
@@ -417,7 +417,7 @@ class ResponseStream:
         model = self._model or head.get("model") or self._params.get("model") or ""
         created = head.get("created")
         self._base = new_response(self._params, [], response_id=response_id, model=model, created_at=created)
-        initial = begun_response(self._base)
+        initial = initial_response(self._base)
         yield self._event("response.created", {"response": initial})
         yield self._event("response.in_progress", {"response": initial})
 

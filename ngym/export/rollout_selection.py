@@ -146,7 +146,7 @@ class ExportCounts:
     def count(self, rows: Sequence[Row]) -> None:
         """Count the rows to write."""
         self.rows = len(rows)
-        self.kept = len(used(rows))
+        self.kept = len(exported_candidates(rows))
         self.labels = Counter(row.label for row in rows if isinstance(row, Single))
         self.margins = [row.margin for row in rows if isinstance(row, Pair)]
 
@@ -166,7 +166,7 @@ class ExportCounts:
         return summary
 
 
-def used(rows: Iterable[Row]) -> set[Candidate]:
+def exported_candidates(rows: Iterable[Row]) -> set[Candidate]:
     """The rollouts in these rows."""
     return {candidate for row in rows for candidate in row.candidates}
 
@@ -190,7 +190,7 @@ class PairCriterion:
 Pairing = Callable[[Sequence[Candidate], PairCriterion], Iterator[Pair]]
 
 
-def ranked(group: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
+def rank(group: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
     """Best first; ties in random order, because the order of a file favours rollouts that finished first."""
     shuffled = rng.sample(group, len(group))
     return sorted(shuffled, key=lambda candidate: -candidate.reward)
@@ -238,7 +238,7 @@ def choose(candidates: Sequence[Candidate], options: Options, tally: ExportCount
 def _singles(candidates: Sequence[Candidate], options: Options, tally: ExportCounts, rng: random.Random) -> list[Row]:
     selected = set(candidates)
     if options.best is not None:
-        selected = {best for group in _groups(candidates) for best in ranked(group, rng)[: options.best]}
+        selected = {best for group in _groups(candidates) for best in rank(group, rng)[: options.best]}
     tally.drop(Reason.NOT_BEST, len(candidates) - len(selected))
     return [Single(candidate, candidate.exemplary) for candidate in candidates if candidate in selected]
 
@@ -253,9 +253,9 @@ def _pairs(candidates: Sequence[Candidate], options: Options, tally: ExportCount
     fits, pair_up = PairCriterion(options.margin or 0.0), pairings[options.strategy]
     rows: list[Row] = []
     for group in _groups(candidates):
-        best_first = ranked(group, rng)
+        best_first = rank(group, rng)
         pairs = list(islice(pair_up(best_first, fits), options.pairs_per_task))
-        paired = used(pairs)
+        paired = exported_candidates(pairs)
         for candidate in group:
             if candidate not in paired:
                 tally.drop(_why_unpaired(candidate, group, fits))
@@ -276,7 +276,7 @@ def _limited(rows: list[Row], limit: int | None, tally: ExportCounts, rng: rando
     if limit is None or len(rows) <= limit:
         return rows
     selected = [rows[index] for index in sorted(rng.sample(range(len(rows)), limit))]
-    tally.drop(Reason.LIMIT, len(used(rows)) - len(used(selected)))
+    tally.drop(Reason.LIMIT, len(exported_candidates(rows)) - len(exported_candidates(selected)))
     return selected
 
 

@@ -69,7 +69,7 @@ def _check_regular(path: Path) -> None:
         raise UsageError(f"{path} is not a regular file, but a device or a pipe; name a file")
 
 
-async def appeared(file: Path, within_s: float) -> bool:
+async def wait_for_file(file: Path, within_s: float) -> bool:
     """Wait for a file that another process writes completely or not at all; whether it is there in time."""
     deadline = time.monotonic() + within_s
     while not file.is_file() and time.monotonic() < deadline:

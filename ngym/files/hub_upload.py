@@ -125,7 +125,7 @@ def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
 
     rewards, counts = defaultdict[str, list[float]](list), defaultdict[str, Counter[str]](Counter)
     for source in sources:
-        for line in jsonl.checked(source, wrong):
+        for line in jsonl.check_lines(source, wrong):
             row, reward = line.row, line.row.get("reward")
             agent = str(agent_name(row))
             counts[agent]["failed" if is_failed_attempt(row) else "unscored" if reward is None else "scored"] += 1

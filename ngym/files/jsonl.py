@@ -47,7 +47,7 @@ class Line(NamedTuple):
     complete: bool
 
 
-def expanded(inputs: Iterable[str | Path], name: str = "input") -> tuple[Path, ...]:
+def expand_paths(inputs: Iterable[str | Path], name: str = "input") -> tuple[Path, ...]:
     """The files of these paths and patterns (`runs/*/out.jsonl.zst`), each once; those of a pattern are sorted. A file
     of the Hugging Face Hub (`ngym.files.hub_download`) is downloaded.
 
@@ -223,7 +223,7 @@ class _Problem:
     count: int = 1
 
 
-def checked(
+def check_lines(
     paths: Path | Sequence[Path], check: Callable[[Json], str | None], limit: int | None = None
 ) -> Iterator[Line]:
     """`CheckedLines` for callers that only want the lines."""

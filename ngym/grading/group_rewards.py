@@ -18,7 +18,7 @@ TIMEOUT_S = 600.0
 Post = Callable[..., Awaitable[Any]]
 
 
-async def verified_together(post: Post, rows: Sequence[Json]) -> list[Json]:
+async def verify_group(post: Post, rows: Sequence[Json]) -> list[Json]:
     """The rows of one task with their comparative rewards. post: that of their agent or gym server.
 
     Raises:
@@ -28,23 +28,23 @@ async def verified_together(post: Post, rows: Sequence[Json]) -> list[Json]:
     outcomes = answer.get("rollouts") if isinstance(answer, dict) else None
     if not isinstance(outcomes, list) or len(outcomes) != len(rows) or not all(map(_is_outcome, outcomes)):
         raise ServiceError(f"{ROUTE} answered without one reward for each rollout", failure="verify_error")
-    return [rescored(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
+    return [apply_outcome(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
 
 
-async def judged(post: Post, rows: Sequence[Json]) -> list[Json]:
-    """As `verified_together`, but an error leaves the rows unscored, with the reason."""
+async def try_verify_group(post: Post, rows: Sequence[Json]) -> list[Json]:
+    """As `verify_group`, but an error leaves the rows unscored, with the reason."""
     try:
-        return await verified_together(post, rows)
+        return await verify_group(post, rows)
     except ServiceError as error:
-        return [unjudged(row, error.failure or "verify_error", error.detail) for row in rows]
+        return [mark_unscored(row, error.failure or "verify_error", error.detail) for row in rows]
 
 
-def unjudged(row: Json, failure: str, reason: str) -> Json:
+def mark_unscored(row: Json, failure: str, reason: str) -> Json:
     """A row that could not be compared: its reward is null. failure: a failure class."""
-    return rescored(row, {"reward": None, "outcome": failure, "reason": reason})
+    return apply_outcome(row, {"reward": None, "outcome": failure, "reason": reason})
 
 
-def rescored(row: Json, outcome: Json) -> Json:
+def apply_outcome(row: Json, outcome: Json) -> Json:
     """A row with a verifier's new fields and reward, and the derived values in `ng`."""
     fields = {name: value for name, value in row.items() if name not in (REWARD_PENDING, "reward_components")}
     trace = row.get("ng")

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from ngym.errors import ServiceError
-from ngym.grading.group_rewards import rescored
+from ngym.grading.group_rewards import apply_outcome
 from ngym.peers import Peer, PeerSession, ToolErrors
 from ngym.rollout import calls_in
 from ngym.schema import Json, is_pending
@@ -29,7 +29,7 @@ class ReverifiedRollout(NamedTuple):
     failure: str | None = None
 
 
-async def reverified(
+async def reverify_rows(
     rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_once: int
 ) -> AsyncIterator[ReverifiedRollout]:
     """Each row's new reward, in the order of the rows. gym_of: row -> its gym server."""
@@ -46,7 +46,7 @@ async def reverified(
             task.cancel()
 
 
-async def verified(row: Json, gym: Peer) -> Json:
+async def verify_row(row: Json, gym: Peer) -> Json:
     """The answer of /verify, in a session in which the rollout's tool calls were repeated.
 
     Raises:
@@ -62,7 +62,7 @@ async def verified(row: Json, gym: Peer) -> Json:
 async def _verify_row(row: Json, gym: Peer) -> ReverifiedRollout:
     before: float | None = row.get("reward")
     try:
-        scored = await verified(row, gym)
+        scored = await verify_row(row, gym)
     except ServiceError as error:
         # gym servers begin with the row's number in the input of the collection, which has other rows than this file
         prefix = f"row {row.get('_ng_task_index')}: "
@@ -71,7 +71,7 @@ async def _verify_row(row: Json, gym: Peer) -> ReverifiedRollout:
         return ReverifiedRollout(
             row, before, None, "its reward comes from a comparison with the other rollouts of its task"
         )
-    return ReverifiedRollout(rescored(row, scored), before, scored.get("reward"))
+    return ReverifiedRollout(apply_outcome(row, scored), before, scored.get("reward"))
 
 
 async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> None:

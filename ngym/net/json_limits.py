@@ -58,7 +58,7 @@ def parsed_bytes(raw: bytes) -> int:
     return len(raw) + OBJECT_BYTES * len(raw.translate(None, _NOT_BEFORE_VALUES))
 
 
-def fitted(data: bytes | memoryview) -> bytes:
+def trim(data: bytes | memoryview) -> bytes:
     """A copy of the bytes without spare capacity, for storage: orjson's output keeps its whole buffer, up to 13 times
     as large.
     """
@@ -98,9 +98,9 @@ async def by_size(size: int, function: Callable[..., Result], *args: Any) -> Res
     return await asyncio.get_running_loop().run_in_executor(_threads, function, *args)
 
 
-def serialized(value: Any) -> bytes:
+def serialize(value: Any) -> bytes:
     """The value as JSON, without spare memory."""
-    return fitted(orjson.dumps(value))
+    return trim(orjson.dumps(value))
 
 
 def json_weight(raw: bytes) -> int:

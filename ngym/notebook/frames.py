@@ -175,7 +175,7 @@ def full(row: Json) -> Json:
     return {**record, **lists, **{name: row.get(name) for name in sorted(OBJECT_FIELDS)}}
 
 
-def failed(row: Json) -> Json:
+def failure_record(row: Json) -> Json:
     """A failed attempt as one flat record."""
     return {**_identity(row), "attempt": row.get("attempt"), **row["failure"]}
 
@@ -207,7 +207,7 @@ COLOURS = {"user": "#4a7fd6", "assistant": "#3a9a5c", "tool": "#c28a1e", "system
 SHOWN_ROWS = 8
 
 
-def escaped(value: Any) -> str:
+def escape_html(value: Any) -> str:
     """The value as HTML text."""
     return html.escape(printable(str(value)))
 
@@ -215,18 +215,18 @@ def escaped(value: Any) -> str:
 def conversation(row: Json) -> str:
     """A rollout as a conversation, with folded reasoning."""
     parts = "".join(_turn(who, text) for who, text in turns(row))
-    return f'<div style="{BOX}"><strong>{escaped(headline(row))}</strong>{parts}</div>'
+    return f'<div style="{BOX}"><strong>{escape_html(headline(row))}</strong>{parts}</div>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
     """An HTML table; None is an empty cell, long texts are cut."""
-    head = "".join(f"<th>{escaped(name)}</th>" for name in header)
+    head = "".join(f"<th>{escape_html(name)}</th>" for name in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    title = f"<div>{escaped(caption)}</div>" if caption else ""
+    title = f"<div>{escape_html(caption)}</div>" if caption else ""
     return f'<div style="{BOX};max-width:100%">{title}<table><tr>{head}</tr>{body}</table></div>'
 
 
-def shortened(text: str, chars: int = CELL_CHARS) -> str:
+def shorten(text: str, chars: int = CELL_CHARS) -> str:
     """The text in one line, cut to `chars` characters."""
     line = " ".join(text.split())
     return line if len(line) <= chars else f"{line[: chars - 1]}…"
@@ -239,15 +239,15 @@ def _cell(value: Any) -> str:
         return f"<td>{value:.4g}</td>"
     if isinstance(value, int):
         return f"<td>{value:,}</td>"
-    return f'<td style="text-align:left">{escaped(shortened(str(value)))}</td>'
+    return f'<td style="text-align:left">{escape_html(shorten(str(value)))}</td>'
 
 
 def _turn(who: str, text: str) -> str:
-    block = f'<pre style="{TEXT}">{escaped(text)}</pre>'
+    block = f'<pre style="{TEXT}">{escape_html(text)}</pre>'
     style = CARD.format(colour=COLOURS.get(who, "#888"))
     if who == "reasoning":
         return f'<details style="{style}"><summary>reasoning</summary>{block}</details>'
-    return f'<div style="{style}"><small>{escaped(who)}</small>{block}</div>'
+    return f'<div style="{style}"><small>{escape_html(who)}</small>{block}</div>'
 
 
 class Failures(list[Json]):
@@ -261,13 +261,13 @@ class Failures(list[Json]):
         return self._table().to_polars()
 
     def _table(self) -> Table:
-        return Table(map(failed, self), FAILURE_COLUMNS)
+        return Table(map(failure_record, self), FAILURE_COLUMNS)
 
     def __repr__(self) -> str:
         return f"<{len(self):,} failed attempts>"
 
     def _repr_html_(self) -> str:
-        records = [failed(row) for row in self[:SHOWN_ROWS]]
+        records = [failure_record(row) for row in self[:SHOWN_ROWS]]
         names = ("task_index", "rollout_index", "attempt", "class", "service", "message")
         return table(names, [[record.get(name) for name in names] for record in records], repr(self)[1:-1])
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 from ngym.collect.progress_display import ProgressSnapshot
-from ngym.runtime.live_region import Picture, Screen, Size, is_live, sanitized
+from ngym.runtime.live_region import Picture, Screen, Size, is_live, sanitize
 from ngym.supervise.service import ReplicaState
 from ngym.supervise.status_display import Board, status_line
 
@@ -70,7 +70,7 @@ class LineDisplay:
         self._now: Callable[[], str] = lambda: ""
 
     def say(self, text: str) -> None:
-        print(sanitized(text), file=self._stream, flush=True)
+        print(sanitize(text), file=self._stream, flush=True)
 
     def draw(self, picture: Picture, line: Callable[[], str]) -> None:
         self._now = line
@@ -95,7 +95,7 @@ class NotebookDisplay:
         self._html = ""
 
     def say(self, text: str) -> None:
-        self._messages.append(sanitized(text))
+        self._messages.append(sanitize(text))
         self._show([])
 
     def draw(self, picture: Picture, line: Callable[[], str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 import uvloop
 
 from ngym.collect.collection_session import ConnectedServices, Discovered, discover
-from ngym.config.service_config import Config, load_config, shown_config
+from ngym.config.service_config import Config, load_config, redacted_config
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import wrong_url
 from ngym.notebook.arguments import as_arguments
@@ -180,7 +180,7 @@ class ServiceTarget:
         """The services that exist or will be started."""
         config = self._life.config if self._life else self.config
         if config is not None:
-            return Discovered.of(shown_config(config))
+            return Discovered.of(redacted_config(config))
         url = head_of(Path.cwd(), self._url, "or name a run with head=, or a config with config=")
         return await discover(url, token_of(url, Path.cwd()))
 

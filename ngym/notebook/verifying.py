@@ -15,7 +15,7 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
 from ngym.files.task_rows import assistant_message
 from ngym.grading import reverify
-from ngym.grading.group_rewards import judged
+from ngym.grading.group_rewards import try_verify_group
 from ngym.notebook.arguments import as_arguments, at_least_one, row_as_json
 from ngym.notebook.collecting import rows_of
 from ngym.notebook.progress import CallDisplay
@@ -154,7 +154,7 @@ class _Call:
         for (gym, *task), group in waiting.items():
             if task == [None, None] and len(group) > 1:
                 raise UsageError(NO_TASK)
-            together = await judged(reached.peers[gym].post, list(group.values()))
+            together = await try_verify_group(reached.peers[gym].post, list(group.values()))
             for index, row in zip(group, together, strict=True):
                 scored[index] = row
         return list(map(_verdict, scored))
@@ -163,7 +163,7 @@ class _Call:
         """The answer of /verify, or the message of its error."""
         async with self._slots:
             try:
-                return await reverify.verified(row, peers[gym])
+                return await reverify.verify_row(row, peers[gym])
             except ServiceError as error:
                 return error.detail
 

@@ -33,7 +33,7 @@ CALIBRATION, CONFIDENCE = "val/calibration/", "confidence"
 HELD_OUT = ("eval/", "val/")  # few values that are already means: drawn without smoothing
 
 
-def smoothed(series: Series, weight: float) -> Series:
+def smooth(series: Series, weight: float) -> Series:
     """The exponential moving average with this weight of the past, in [0, 1), without its bias towards the first values.
 
     m_n = w m_{n-1} + (1 - w) y_n, shown as m_n / (1 - w^n) (Adam's correction, arXiv 1412.6980, section 3). A band is
@@ -219,7 +219,7 @@ def _of_group(metric: str, group: Sequence[PlottedRun], by: Axis) -> Series:
 def _smooth(curve: Curve, weight: float) -> Curve:
     if weight == 0 or curve.metric.startswith(HELD_OUT):
         return curve
-    return curve._replace(series=smoothed(curve.series, weight), behind=curve.series)
+    return curve._replace(series=smooth(curve.series, weight), behind=curve.series)
 
 
 MARKS = "·#o+x*%@"

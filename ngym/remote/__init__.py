@@ -12,7 +12,7 @@ from ngym.remote.upstream import (
     RemoteOptions,
     RequestTarget,
     Upstream,
-    watched,
+    watch_upstream,
 )
 
 __all__ = [
@@ -23,5 +23,5 @@ __all__ = [
     "RemoteOptions",
     "RequestTarget",
     "Upstream",
-    "watched",
+    "watch_upstream",
 ]

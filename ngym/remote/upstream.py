@@ -26,7 +26,7 @@ from ngym.client import AnswerTooLong, Client, Streamed
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError, shorten
 from ngym.net import request_context
 from ngym.net.auth import wrong_url
-from ngym.net.json_limits import serialized
+from ngym.net.json_limits import serialize
 from ngym.net.load_balancer import RetryBudget
 from ngym.peer_answers import is_context_overflow, words
 from ngym.remote.rate_limiter import Caps, ConcurrencyLimiter, QuotaExhausted, RequestSlot, TokenUsage
@@ -381,7 +381,7 @@ class Upstream:
         once: never process the request twice: it is only retried if it was certainly not processed, else OutcomeUnknown is
         raised.
         """
-        site, raw, attempt = self._site(path), None if body is None else serialized(body), 0
+        site, raw, attempt = self._site(path), None if body is None else serialize(body), 0
         self.budget.request()
         while True:
             self.caps.check()
@@ -405,7 +405,7 @@ class Upstream:
         """
         site, used = self._site(path), TokenUsage()
         try:
-            async with self._open(site, serialized(body)) as answer:
+            async with self._open(site, serialize(body)) as answer:
                 if "text/event-stream" not in answer.headers.get("content-type", ""):
                     raise site.invalid_answer("did not answer with a stream, which was requested")
                 data = EventData()
@@ -568,7 +568,7 @@ class UpstreamMetrics(Collector):
 
 
 @asynccontextmanager
-async def watched(upstream: Upstream, app: FastAPI) -> AsyncIterator[Upstream]:
+async def watch_upstream(upstream: Upstream, app: FastAPI) -> AsyncIterator[Upstream]:
     """Register the metrics of an upstream during the block; it is closed at the end.
 
     While it cannot be reached, the app's `/ready` answers 503 with the reason, and a run that collects from it waits.

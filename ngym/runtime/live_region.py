@@ -50,12 +50,12 @@ def is_live(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown")
 
 
-def sanitized(text: str) -> str:
+def sanitize(text: str) -> str:
     """Untrusted text with the same lines, without colours and with all other control characters escaped."""
     return printable(COLOUR.sub("", text.replace("\r\n", "\n").expandtabs()))
 
 
-def packed(facts: Sequence[str], width: int) -> list[str]:
+def pack_facts(facts: Sequence[str], width: int) -> list[str]:
     """Facts side by side, two spaces apart, in as few lines as possible."""
     lines: list[str] = []
     for fact in facts:
@@ -144,7 +144,7 @@ class Screen:
     def say(self, text: str) -> None:
         """Print above the region. The text may be untrusted: its control characters are escaped."""
         with self._lock:
-            text_lines = "".join(f"{line}\n" for line in sanitized(text).split("\n"))
+            text_lines = "".join(f"{line}\n" for line in sanitize(text).split("\n"))
             self._send(f"\r{ERASE_BELOW}{text_lines}{self._frame(self._lines(self.size))}")
 
     def keep(self) -> None:
@@ -166,7 +166,7 @@ class Screen:
 
     def _render(self, line: Text, width: int) -> str:
         if not line.plain.isprintable():
-            line = type(line)(sanitized(line.plain).replace("\n", " "))
+            line = type(line)(sanitize(line.plain).replace("\n", " "))
         with self._console.capture() as capture:
             self._console.print(line, width=width, no_wrap=True, overflow="ellipsis", end="")
         return capture.get().rstrip("\n")
@@ -210,7 +210,7 @@ class _StreamAboveRegion(io.TextIOBase):
 
 
 @contextmanager
-def captured(screen: Screen) -> Iterator[None]:
+def capture_output(screen: Screen) -> Iterator[None]:
     """Print what goes to a terminal during the block above the region."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr") if getattr(sys, name).isatty()}
     streams = {name: _StreamAboveRegion(screen) for name in before}
@@ -232,7 +232,7 @@ def terminal() -> Iterator[Screen]:
     here sees a terminal. Descriptor 2 is unchanged, for the last words of a dying process.
     """
     screen = Screen(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding))
-    with _piped(screen) if os.isatty(1) else nullcontext(), captured(screen):
+    with _piped(screen) if os.isatty(1) else nullcontext(), capture_output(screen):
         try:
             yield screen
         finally:
@@ -268,7 +268,7 @@ def _pump(fd: int, screen: Screen) -> None:
     above.end()
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
-from ngym.config.import_path import check_arguments, imported_class, refusal
+from ngym.config.import_path import check_arguments, import_class, refusal
 from ngym.sandbox.base import Sandbox
 from ngym.sandbox.docker import IMAGE, DockerSandbox
 from ngym.sandbox.local import PRELOAD, LocalSandbox
@@ -63,7 +63,7 @@ class CustomOptions(BaseModel):
         """Import the class. A relative file is searched next to the config, which `parse_options` passes as `root`."""
         root = (info.context or {}).get("root", Path())
         try:
-            self._kind = imported_class(self.provider, Sandbox, root)
+            self._kind = import_class(self.provider, Sandbox, root)
             check_arguments(self.provider, self._kind, self.arguments)
         except ValueError as error:
             raise refusal("provider", self.provider, error) from None

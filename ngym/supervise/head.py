@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ngym.config.service_config import Config, Stanza, shown_config
+from ngym.config.service_config import Config, Stanza, redacted_config
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.net.api_docs import api_docs_routes
 from ngym.net.auth import (
@@ -41,7 +41,7 @@ from ngym.supervise import metrics_scraper
 from ngym.supervise.head_file import http_get
 from ngym.supervise.metrics_scraper import resident_bytes
 from ngym.supervise.service import ReplicaState, called_urls, listen, url_of
-from ngym.telemetry.log_format import redacted
+from ngym.telemetry.log_format import redact
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -101,7 +101,7 @@ def server_instances(states: Sequence[ReplicaState], uptime_seconds: Mapping[str
 
 
 def _nemo_server(stanza: Stanza, url: str) -> dict[str, Any]:
-    server = {**_address(url), **redacted(stanza.options)}
+    server = {**_address(url), **redact(stanza.options)}
     if stanza.kind == "gym_server":
         server.setdefault("domain", "other")
     if stanza.kind == "agent":
@@ -329,7 +329,7 @@ def _app(supervisor: SupervisedRun) -> Starlette:
         return JSONResponse({"waiting": waiting})
 
     async def show_config(request: Request) -> Response:
-        return JSONResponse(shown_config(config))
+        return JSONResponse(redacted_config(config))
 
     async def nemo_config(request: Request) -> Response:
         text = global_config_dict_yaml(config, supervisor.urls, supervisor.head_url)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.runtime.live_region import sanitized
+from ngym.runtime.live_region import sanitize
 from ngym.schema import Kind
 from ngym.supervise.head_file import health
 from ngym.supervise.venvs import Venv, find_uv, make
@@ -62,7 +62,7 @@ class ServiceLog:
 
     def tail(self, count: int) -> list[str]:
         """The last lines of the current process, oldest first, with control characters made visible for display."""
-        return list(map(sanitized, list(self._lines)[-count:]))
+        return list(map(sanitize, list(self._lines)[-count:]))
 
     @property
     def reason(self) -> str:
@@ -272,7 +272,7 @@ class PolledReplica:
         write it.
         """
         if "detail" in changes:
-            changes["detail"] = sanitized(changes["detail"])
+            changes["detail"] = sanitize(changes["detail"])
         state = replace(self.state, **changes)
         if state != self.state:
             self.state = state

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ngym.runtime.live_region import Picture, Screen, Size, captured, duration, is_live, sanitized
+from ngym.runtime.live_region import Picture, Screen, Size, capture_output, duration, is_live, sanitize
 from ngym.supervise.service import ReplicaState
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Board:
     def line(self) -> str:
         """`2 of 3 services ready, 12 s; waiting for policy (loading the weights)`."""
         waiting, line = self.waiting(), self._count()
-        names = [state.label + (f" ({sanitized(state.detail)})" if state.detail else "") for state in waiting]
+        names = [state.label + (f" ({sanitize(state.detail)})" if state.detail else "") for state in waiting]
         if not names:
             return line
         return f"{line}; waiting for {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else "")
@@ -110,10 +110,10 @@ class Board:
         )
         errors = f"{traffic.errors:,} error{'s' * (traffic.errors != 1)}" if traffic and traffic.errors else ""
         return Row(
-            sanitized(state.label),
+            sanitize(state.label),
             word,
             STYLES.get(state.status, BUSY),
-            state.url if ready and not state.detail else sanitized(state.detail),
+            state.url if ready and not state.detail else sanitize(state.detail),
             rate,
             ", ".join(filter(None, (restarts, errors))),
         )
@@ -231,7 +231,7 @@ class PlainLines:
 
     def event(self, state: ReplicaState) -> None:
         self._board.event(state)
-        text = sanitized(state.detail) or (state.url if state.status == "ready" else "")
+        text = sanitize(state.detail) or (state.url if state.status == "ready" else "")
         self._print(f"{state.label:<24} {state.status:<10} {text}".rstrip())
 
     def say(self, kind: str, text: str, **details: Any) -> None:
@@ -320,7 +320,7 @@ async def display(as_json: bool, lost: Callable[[], None], plain: bool = False) 
     screen = Screen(sys.stdout)
     live = LiveBoard(output, screen)
     try:
-        with captured(screen):
+        with capture_output(screen):
             async with _every(TICK_S, live.refresh):
                 yield live
     finally:

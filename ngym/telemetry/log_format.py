@@ -42,14 +42,14 @@ _IN_COMMAND = (  # parts of a shell command; each has the text before the value,
 Form = Literal["text", "json"]
 
 
-def redacted(value: Any, key: str = "") -> Any:
+def redact(value: Any, key: str = "") -> Any:
     """The value with every secret leaf replaced. A name that ends in `_env` holds a variable's name and is shown."""
     if isinstance(value, dict):
         if is_map_of_secrets(key):
             return {name: REDACTED if item else item for name, item in value.items()}
-        return {name: redacted(item, str(name)) for name, item in value.items()}
+        return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [REDACTED if hidden else redacted(item, key) for item, hidden in _arguments(value)]
+        return [REDACTED if hidden else redact(item, key) for item, hidden in _arguments(value)]
     if not isinstance(value, str) or not value:
         return value
     return REDACTED if is_secret(key) else _without_secrets(value)

@@ -90,7 +90,7 @@ FIRST_TEXT = ScannedLine._fields.index("task_id")
 
 def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
     """text: the line without its end. Raises NoRollout: it is corrupt, of a newer format, or something else."""
-    row = parsed(text)
+    row = parse_line(text)
     failure = _object(row, "failure") if is_failed_attempt(row) else {}
     if not failure and "response" not in row:
         raise NoRollout("no rollout: it has neither 'response' nor 'failure'")
@@ -135,7 +135,7 @@ def record(text: bytes, line: int, start: int, size: int) -> ScannedLine:
     )
 
 
-def parsed(text: bytes) -> Json:
+def parse_line(text: bytes) -> Json:
     """The line as an object; of its token segments only that there are some, because they are most of its bytes.
 
     Raises:
@@ -458,7 +458,7 @@ if __name__ == "__main__":
     serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
-def scanned(path: str, start: int, size: int) -> Iterator[ScannedBatch]:
+def scan_rows(path: str, start: int, size: int) -> Iterator[ScannedBatch]:
     """The rows in the bytes from `start` to `size`, in order.
 
     Raises:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.errors import NgymError, NotFound
-from ngym.view.file_scanner import FIRST_TEXT, REPORTED, ScannedBatch, ScannedLine, scanned
+from ngym.view.file_scanner import FIRST_TEXT, REPORTED, ScannedBatch, ScannedLine, scan_rows
 
 PART_BITS = 40
 FAILURES = 1  # the part of a run that is its failures file; its rollouts are part 0
@@ -405,7 +405,7 @@ class Writer:
     def _read_new_rows(self, part: int, stat: os.stat_result) -> None:
         known = self._parts.get(part, IndexedPart())
         known = known._replace(device=stat.st_dev, inode=stat.st_ino, mtime=stat.st_mtime_ns)
-        for batch in scanned(str(self._paths[part]), known.bytes, stat.st_size):
+        for batch in scan_rows(str(self._paths[part]), known.bytes, stat.st_size):
             if self._stopped.is_set():
                 return
             known = self._add_batch(part, known, batch)

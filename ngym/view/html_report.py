@@ -50,7 +50,7 @@ def bundle(folder: Path, data: bytes, title: str) -> bytes:
     """
     page = (folder / "index.html").read_text(encoding="utf-8")
     styles = [(folder / name).read_text(encoding="utf-8") for name in _STYLE.findall(page)]
-    style, script = "".join(styles), joined(folder)
+    style, script = "".join(styles), join_modules(folder)
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -66,7 +66,7 @@ def bundle(folder: Path, data: bytes, title: str) -> bytes:
     return b"".join([before.encode(), opening.encode(), data.replace(b"<", b"\\u003c"), b"</script>\n", tail.encode()])
 
 
-def joined(folder: Path) -> str:
+def join_modules(folder: Path) -> str:
     """All modules as one, each after those that it imports.
 
     Raises:
@@ -311,7 +311,7 @@ def _training(runs: OpenedRuns) -> Json | None:
     """As the page's calls answer it."""
     if not runs.training:
         return None
-    packed = training.packed(runs.training.values())
+    packed = training.pack_runs(runs.training.values())
     for id, run in runs.training.items():
         packed["samples"][id] |= {"file": runs.id_of(run.rollouts), "held_out": runs.id_of(run.held_out)}
     return packed

@@ -19,7 +19,7 @@ from ngym.view.growing_index import Extent, Index, path_text
 from ngym.view.rows import RunRows
 from ngym.view.stats import Stats
 from ngym.view.tokens import row_tokens, tokenizer_file
-from ngym.view.training import READ, ROLLOUTS, TrainingRun, is_training, summary, trained, training_run
+from ngym.view.training import READ, ROLLOUTS, TrainingRun, is_training, summary, training_run, training_values
 
 MAX_DEPTH = 3
 MAX_RUNS = 100
@@ -72,7 +72,7 @@ class RolloutRun:
         """What the trainer made of a rollout; None: no trainer recorded that."""
         (row,) = self.rows.rows([seq])
         known = self.path.name == ROLLOUTS and row["rollout_id"]
-        return trained(self.path, row["rollout_id"]) if known else None
+        return training_values(self.path, row["rollout_id"]) if known else None
 
     def as_json(self) -> Json:
         """Its line in the list of runs."""

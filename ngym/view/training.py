@@ -154,7 +154,7 @@ def samples(run: TrainingRun) -> Json:
     return {"field": "learned", "max_lag": lag, "note": "; ".join(notes) or None}
 
 
-def trained(rollouts: Path, rollout_id: str) -> Json | None:
+def training_values(rollouts: Path, rollout_id: str) -> Json | None:
     """The mean advantage of a rollout's tokens as the trainer had it, and the last step that trained it.
 
     An empty object: no step trained it (yet). None: there is no such record.
@@ -173,7 +173,7 @@ def trained(rollouts: Path, rollout_id: str) -> Json | None:
     return record
 
 
-def packed(runs: Iterable[TrainingRun]) -> Json:
+def pack_runs(runs: Iterable[TrainingRun]) -> Json:
     """Everything of these runs for an exported page, by their ids; of many entries some, evenly, and all evaluations."""
     some = list(runs)
     return {

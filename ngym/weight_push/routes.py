@@ -40,7 +40,7 @@ from ngym.net.auth import TokenAuth
 from ngym.net.json_limits import BULK_WEIGHT, CALL_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route
-from ngym.services.base.request_bodies import json_body, validated
+from ngym.services.base.request_bodies import json_body, validate
 from ngym.weight_push.stage import (
     AdapterFiles,
     AdapterShape,
@@ -165,7 +165,7 @@ class PushTransfer(Protocol):
     def broken(self, reason: str) -> ServiceError: ...
 
 
-def guarded(route: Route, token: str | None) -> Route:
+def require_token(route: Route, token: str | None) -> Route:
     """The route with a check of the token, before the body is read."""
 
     async def opened(request: Request) -> Response:
@@ -259,7 +259,7 @@ class Push:
 
 
 class Sleep:
-    """The handlers of sleep and wake, behind `guarded`.
+    """The handlers of sleep and wake, behind `require_token`.
 
     Args:
         patience_s: how long generations in flight may take to end.
@@ -274,7 +274,7 @@ class Sleep:
         engine = self._engine
         if engine.sleep_problem is not None:
             raise ServiceError(engine.sleep_problem, status=409)
-        body: SleepBody = validated(SleepBody, await json_body(request), "a sleep")
+        body: SleepBody = validate(SleepBody, await json_body(request), "a sleep")
         async with self._one_at_a_time:
             if not engine.asleep:
                 await engine.pause_for_push("wait", self._patience_s)
@@ -285,7 +285,7 @@ class Sleep:
 
     async def wake(self, request: Request) -> Response:
         engine = self._engine
-        body: Wake = validated(Wake, await json_body(request), "a waking")
+        body: Wake = validate(Wake, await json_body(request), "a waking")
         async with self._one_at_a_time:
             if engine.weights_dropped and "kv_cache" in body.parts:
                 raise ServiceError(
@@ -335,7 +335,7 @@ class WeightPush:
     @property
     def routes(self) -> list[tuple[str, str, Route, str]]:
         """(method, path, handler, summary)."""
-        guard = partial(guarded, token=self._options.token)
+        guard = partial(require_token, token=self._options.token)
         routes = [
             ("GET", "/weights", self._describe, "The served policy version, and how to push another"),
             ("POST", "/weights", guard(self._begin), "Begin a weight push"),
@@ -380,7 +380,7 @@ class WeightPush:
         )
 
     async def _begin(self, request: Request) -> Response:
-        body: Begin = validated(Begin, await json_body(request, BULK_WEIGHT), "a weight push")
+        body: Begin = validate(Begin, await json_body(request, BULK_WEIGHT), "a weight push")
         if self._shapes is None:
             raise _conflict(
                 "this server cannot replace the weights of its model; the README of its app says which ones it can"
@@ -430,7 +430,7 @@ class WeightPush:
             if push.stage is None:
                 raise BadRequest("this push is a transfer, which has no files")
             if request.headers.get("content-type", "").startswith("application/json"):
-                body: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
+                body: NamedFile = validate(NamedFile, await json_body(request), "a file of a push")
                 part = await asyncio.to_thread(push.stage.copy, file_under_root(body.path, self._options.root))
             else:
                 part = await received(request, push.stage, self._options.lease_s)
@@ -438,7 +438,7 @@ class WeightPush:
         return JsonResponse({"push": push.id})
 
     async def _commit(self, request: Request) -> Response:
-        body: Commit = validated(Commit, await json_body(request), "a commit")
+        body: Commit = validate(Commit, await json_body(request), "a commit")
         self._switching = asyncio.create_task(self._switch(request, body.mode))
         return await asyncio.shield(self._switching)  # the caller may hang up; a switch always runs to its end
 
@@ -466,13 +466,13 @@ class WeightPush:
         return await self._adapters.engine.switch_adapter(files, push.version, mode, patience_s)
 
     async def _connect(self, request: Request) -> Response:
-        body: Received = validated(Received, await json_body(request), "a connection")
+        body: Received = validate(Received, await json_body(request), "a connection")
         async with self._working(request) as push:
             connection = await self._checked_transfer(push, started=False).connect(body.info)
         return JsonResponse({"connection": connection})
 
     async def _start(self, request: Request) -> Response:
-        body: Commit = validated(Commit, await json_body(request), "the start of a transfer")
+        body: Commit = validate(Commit, await json_body(request), "the start of a transfer")
         async with self._working(request) as push:
             transfer = self._checked_transfer(push, started=False)
             await self._refuse_stale(push.version)
@@ -486,7 +486,7 @@ class WeightPush:
         return JsonResponse({"push": push.id})
 
     async def _update(self, request: Request) -> Response:
-        body: Received = validated(Received, await json_body(request), "an update")
+        body: Received = validate(Received, await json_body(request), "an update")
         async with self._working(request) as push:
             await self._checked_transfer(push, started=True).update(body.info)
         return JsonResponse({"push": push.id})
@@ -505,7 +505,7 @@ class WeightPush:
         return Response(status_code=204)
 
     async def _prove(self, request: Request) -> Response:
-        body: Prove = validated(Prove, await json_body(request), "a proof")
+        body: Prove = validate(Prove, await json_body(request), "a proof")
         proof = await self._engine.prove(body.prompt_token_ids)
         return JsonResponse({"policy_version": proof.version, "dtype": proof.dtype, "logprobs": proof.logprobs})
 

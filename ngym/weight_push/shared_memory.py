@@ -132,7 +132,7 @@ def _shared_file(tensors: Mapping[str, Tensor]) -> SharedForReader:
     return SharedForReader(problems, folder)
 
 
-def opened(shared: SharedTensor, device: torch.device) -> Tensor:
+def open_tensor(shared: SharedTensor, device: torch.device) -> Tensor:
     """The tensor, in the trainer's memory.
 
     Raises:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from ngym.rollout import ModelCall as Tokens
 from ngym.schema import Json
-from ngym.services.models.token_capture import Captures, answered, request_turns
+from ngym.services.models.token_capture import Captures, conversation_digest, request_turns
 
 REPLIES: list[Json] = [
     {
@@ -201,7 +201,7 @@ def test_an_answer_that_continues_from_what_the_client_began_is_found_again():
         "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]
     }
     sent_back: Json = {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is 4"}]}
-    assert answered(request_turns(request), answer) == request_turns(sent_back).turns[-1].digest
+    assert conversation_digest(request_turns(request), answer) == request_turns(sent_back).turns[-1].digest
 
 
 def test_the_oldest_rollouts_are_forgotten_first_and_counted():

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from machine import PATIENCE_S, until
 from stub_agents import head, problem, scored_row, task
 
-from ngym.cli.rollouts.collect import hint, main, translated
+from ngym.cli.rollouts.collect import hint, main, translate_flags
 from ngym.collect.plan import CollectionPlan, input_rows, plan_rollouts
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
@@ -502,10 +502,10 @@ def test_nemo_gyms_flags_in_our_spelling() -> None:
         "--json",
         "policy.model=x",
     ]
-    assert translated(words) == [
+    assert translate_flags(words) == [
         *("--config", "a.yaml", "--config", "b.yaml", "--agent", "math", "--resume", "--seed", "0"),
         *("--set", "temperature=0.5", "--set", 'reasoning={"effort": "low"}', "--json", "policy.model=x"),
     ]
     assert hint(["--agent", "math", "policy.model=x"]) is None
     with pytest.raises(UsageError, match="must be a mapping"):
-        translated(["+responses_create_params=3"])
+        translate_flags(["+responses_create_params=3"])

@@ -21,8 +21,18 @@ from shipped import says, serving
 
 from ngym.cli.rollouts.prepare import main
 from ngym.errors import ConfigError, UsageError
-from ngym.files.jsonl import checked
-from ngym.prepare import DownloadFailed, Unconvertible, accepted, converted, distinct, fetch, find_sets, joined, records
+from ngym.files.jsonl import check_lines
+from ngym.prepare import (
+    DownloadFailed,
+    Unconvertible,
+    accept_rows,
+    convert_rows,
+    distinct,
+    fetch,
+    find_sets,
+    merge_records,
+    records,
+)
 from ngym.validation import facts_in
 
 SETS = find_sets([ROOT])
@@ -320,9 +330,9 @@ async def accepted_rows(name: str, folder: Path) -> tuple[dict[str, list[dict[st
         paths[file].parent.mkdir(parents=True, exist_ok=True)
         paths[file].write_bytes(content(name, file.path))
     left_out: Counter[str] = Counter()
-    rows = distinct(converted(chosen, paths, "an_agent", None, left_out), left_out)
+    rows = distinct(convert_rows(chosen, paths, "an_agent", None, left_out), left_out)
     async with serving(chosen.environment) as peers:
-        by_split = await accepted(peers[chosen.environment], rows, left_out)
+        by_split = await accept_rows(peers[chosen.environment], rows, left_out)
     return {split: [each.made.row for each in several] for split, several in by_split.items()}, left_out
 
 
@@ -463,7 +473,7 @@ def test_a_set_is_fetched_converted_tried_and_written_with_a_manifest(web: Web, 
     result = run(web, tmp_path, "nq_open", "--revision", revision)
     assert result.exit_code == 0, result.output
     out = tmp_path / "out"
-    [train] = [line.row for line in checked(out / "train.jsonl", lambda row: None)]
+    [train] = [line.row for line in check_lines(out / "train.jsonl", lambda row: None)]
     assert train["expected_answer"] == ["Ann Lee", "A. Lee"]
     assert train["agent_ref"] == {"type": "responses_api_agents", "name": "qa_short_agent"}
     manifest = json.loads((out / "manifest.json").read_text())
@@ -574,9 +584,9 @@ def test_texts_of_different_lengths_do_not_belong_together(tmp_path: Path) -> No
     one.write_text("a\nb\n")
     other.write_text("c\n")
     with pytest.raises(UsageError, match="nothing for record 2"):
-        list(joined([one, other]))
+        list(merge_records([one, other]))
     with pytest.raises(UsageError, match=r"has 2 records, and other\.txt has 1"):
-        list(joined([other, one]))
+        list(merge_records([other, one]))
 
 
 def test_a_json_array_and_lines_of_json_are_read_alike(tmp_path: Path) -> None:
@@ -596,14 +606,14 @@ async def test_a_record_of_another_form_is_reported_with_its_number(tmp_path: Pa
     path.write_bytes(as_lines(GSM8K[0], {"problem": "How many?"}))
     chosen = SETS["gsm8k"].model_copy(update={"parts": SETS["gsm8k"].parts[:1]})
     with pytest.raises(UsageError, match="record 2 does not have the format"):
-        list(converted(chosen, {chosen.parts[0].files[0]: path}, "an_agent", None, Counter()))
+        list(convert_rows(chosen, {chosen.parts[0].files[0]: path}, "an_agent", None, Counter()))
 
 
 def test_a_limit_is_of_each_split(tmp_path: Path) -> None:
     path = tmp_path / "many.jsonl"
     path.write_bytes(as_lines(*({**IFEVAL[0], "prompt": f"Write about bridge {number}."} for number in range(200))))
     chosen = SETS["ifeval"]
-    rows = list(converted(chosen, {chosen.parts[0].files[0]: path}, "an_agent", 5, Counter()))
+    rows = list(convert_rows(chosen, {chosen.parts[0].files[0]: path}, "an_agent", 5, Counter()))
     assert Counter(each.split for each in rows) == {"train": 5, "validation": 5}
 
 

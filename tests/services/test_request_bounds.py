@@ -20,7 +20,7 @@ from ngym.net import json_limits
 from ngym.net.json_limits import BYTES_OF_WEIGHT, NODE_WEIGHT
 from ngym.schema import Json
 from ngym.services.base import request_bodies
-from ngym.services.base.request_bodies import CALL_WEIGHT, ROW_WEIGHT, is_light, parsed
+from ngym.services.base.request_bodies import CALL_WEIGHT, ROW_WEIGHT, is_light, parse_body
 
 MB = 1_000_000
 HOSTILE_TEXTS = ["", "a", ",,,[{:", '"', "\\", '\\"', '\\\\",{', "\U0001f600,", "[" * 50, "x" * 200]
@@ -91,10 +91,10 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pyt
     for one, weight in ((b"[]", NODE_WEIGHT + 1), (b"{}", NODE_WEIGHT + 1), (b"300", 1), (b'{"a":1}', 17), (b'"a"', 1)):
         for most in (CALL_WEIGHT, ROW_WEIGHT):
             with pytest.raises(BadRequest, match="too many values") as caught:
-                parsed(b'{"input":[' + (one + b",") * (most // weight) + one + b"]}", "/verify", most)
+                parse_body(b'{"input":[' + (one + b",") * (most // weight) + one + b"]}", "/verify", most)
             assert caught.value.status == 413
     with pytest.raises(BadRequest, match="too many values"):
-        parsed(b'{"input":' + b"7" * (BYTES_OF_WEIGHT * ROW_WEIGHT) + b"}", "/verify", ROW_WEIGHT)
+        parse_body(b'{"input":' + b"7" * (BYTES_OF_WEIGHT * ROW_WEIGHT) + b"}", "/verify", ROW_WEIGHT)
     assert not parses
 
 
@@ -122,7 +122,7 @@ def test_long_conversations_images_and_token_ids_are_light_enough() -> None:
     }
     ids = {"prompt_token_ids": list(range(100_000, 1_000_000)), "generation_token_ids": [1] * 100_000}
     for items in ([message] * 20_000, [image], [{**message, **ids}]):
-        body = parsed(json.dumps({"input": items}).encode(), "/v1/responses", ROW_WEIGHT)
+        body = parse_body(json.dumps({"input": items}).encode(), "/v1/responses", ROW_WEIGHT)
         assert len(body["input"]) == len(items)
 
 

@@ -20,9 +20,9 @@ from starlette.responses import Response
 
 from ngym import ServiceError, Session, VerifyRequest, gym_server
 from ngym.cli.rollouts.reverify import _replace_file, main
-from ngym.grading.reverify import verified
+from ngym.grading.reverify import verify_row
 from ngym.peers import Peer
-from ngym.services.gym.tools import Tool, described, register_tool
+from ngym.services.gym.tools import Tool, describe_tool, register_tool
 
 
 class Add(BaseModel):
@@ -214,7 +214,7 @@ def test_a_signal_leaves_no_file(root: Path, stored: Path, tmp_path: Path, monke
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("ngym.grading.reverify.verified", interrupt)
+    monkeypatch.setattr("ngym.grading.reverify.verify_row", interrupt)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         result = run(root, "--input", str(stored), "--output", str(tmp_path / "again.jsonl"))
@@ -234,9 +234,9 @@ async def test_a_tool_that_crashes_now_is_not_a_reward_unless_the_model_read_it_
     async with house(counter=gym_server(tools=[add], verify=verify)) as peers:
         if reward is None:
             with pytest.raises(ServiceError, match="the database is gone"):
-                await verified(row, peers["counter"])
+                await verify_row(row, peers["counter"])
         else:
-            assert (await verified(row, peers["counter"]))["reward"] == reward
+            assert (await verify_row(row, peers["counter"]))["reward"] == reward
 
 
 async def test_calls_are_repeated_with_all_digits_of_their_integers() -> None:
@@ -247,9 +247,9 @@ async def test_calls_are_repeated_with_all_digits_of_their_integers() -> None:
         return Response("sent")
 
     gym = gym_server(verify=verify)
-    register_tool(gym, Tool(described("send", "Send.", {"type": "object"}), send))
+    register_tool(gym, Tool(describe_tool("send", "Send.", {"type": "object"}), send))
     arguments = {"account": 123456789012345678901234567890}
     call = {"type": "function_call", "name": "send", "call_id": "a", "arguments": json.dumps(arguments)}
     async with house(counter=gym) as peers:
-        await verified(rollout("counter_agent", [call, says("Sent.")], 1.0), peers["counter"])
+        await verify_row(rollout("counter_agent", [call, says("Sent.")], 1.0), peers["counter"])
     assert [json.loads(body) for body in bodies] == [arguments]

@@ -22,7 +22,7 @@ from pydantic import BaseModel, model_validator
 
 from ngym import RolloutContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, agent, gym_server
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
-from ngym.grading.group_rewards import rescored
+from ngym.grading.group_rewards import apply_outcome
 from ngym.net.load_balancer import rendezvous
 from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
@@ -622,7 +622,7 @@ async def test_an_agent_that_does_not_look_how_its_turns_ended_leaves_a_row_that
         row = await peers["agent"].post("/run", ROW)
     ng = row["ng"]
     assert (ng["finish_reasons"], ng["stop_reason"], ng["status"]) == (finishes, stop, status)
-    assert rescored(row, {"reward": 1.0})["ng"]["status"] == status
+    assert apply_outcome(row, {"reward": 1.0})["ng"]["status"] == status
 
 
 async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_called():

@@ -89,7 +89,7 @@ def main(data: Path, output: Path, ways: list[str]) -> None:
             groups = [samples.Batch([batch]) for batch in batches]
             loop.train(learner, Faulty(kind, launch.rank), groups, 150, lambda step: 1.0, watch, report)
 
-    with distributed.joined(launch):
+    with distributed.join_process_group(launch):
         for way in ways:
             learner, skipped = new(way), []
             watch = sanity_checks.NanGuard(None, 3)

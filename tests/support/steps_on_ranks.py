@@ -43,7 +43,7 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
         policy = model.load_policy(recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
         return engine.Engine(policy, launch, recipe.EngineOptions(**options), recipe.OptimizerOptions(**OPTIMIZER))
 
-    with distributed.joined(launch):
+    with distributed.join_process_group(launch):
         for place, options in enumerate(every):
             learner = new(options)
             steps = take(learner, batches[:1])

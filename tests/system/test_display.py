@@ -29,7 +29,7 @@ from terminals import Terminal, terminal
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.collection_files import Progress
 from ngym.collect.progress_display import ProgressMeter, ProgressSnapshot, display
-from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
+from ngym.runtime.live_region import Screen, Size, capture_output, is_live, sparkline
 from ngym.schema import Json
 from ngym.supervise.metrics_scraper import ServiceTraffic
 from ngym.supervise.service import ReplicaState, ServiceLog
@@ -164,7 +164,7 @@ def test_prints_of_others_go_above(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stderr", tty.stream)
         screen = Screen(tty.stream)
         screen.show(picture("below"))
-        with captured(screen):
+        with capture_output(screen):
             print("a warning", file=sys.stderr)
             print("10 %\r20 %", end="", file=sys.stderr)
         assert tty.lines == ["a warning", "20 %", "below"]

@@ -14,7 +14,7 @@ from ngym import VerifyRequest, gym_server
 from ngym.cli.init import project
 from ngym.cli.list import main
 from ngym.errors import ConfigError
-from ngym.validation import Environment, described, facts_in, readme_of
+from ngym.validation import Environment, check_facts, facts_in, readme_of
 
 FACTS = "---\ndescription: Says a word.\ndomain: other\nkind: single_turn\nlicense: MIT\n---\n# words\n"
 
@@ -106,6 +106,6 @@ async def test_a_kind_that_is_not_what_the_server_offers_is_reported(tmp_path: P
     (tmp_path / "gold.jsonl").write_text("")
     path = readme(tmp_path, FACTS.replace("single_turn", kind))
     async with house({}, words=gym_server(verify=verify, reward_range=(-0.5, 1))) as peers:
-        finding = await described(Environment("words", tmp_path), path, peers["words"])
+        finding = await check_facts(Environment("words", tmp_path), path, peers["words"])
     assert len(finding.mistakes) == mistakes
     assert mistakes or finding.looked_at.endswith(", rewards -0.5 to 1")

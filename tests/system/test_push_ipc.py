@@ -16,7 +16,7 @@ from vllm_service import Server, endless, start, tokens_of, wait_until_ready, wr
 
 from ngym.errors import BadRequest
 from ngym.trainer.weights import push, transfer
-from ngym.weight_push.shared_memory import SharedTensor, SharedTensors, device_id, opened, share
+from ngym.weight_push.shared_memory import SharedTensor, SharedTensors, device_id, open_tensor, share
 from ngym.weight_push.stage import SHARED_MEMORY
 
 TOKEN = "a token for this test only"
@@ -242,7 +242,7 @@ def test_shared_tensors_are_read_back_and_freed() -> None:
     shared_tensors = share(weights)
     sent = SharedTensors(tensors=shared_tensors.tensors).model_dump_json()
     for tensor_info in SharedTensors.model_validate_json(sent).tensors:
-        tensor = opened(tensor_info, CPU)
+        tensor = open_tensor(tensor_info, CPU)
         assert tensor.dtype == weights[tensor_info.name].dtype and torch.equal(tensor, weights[tensor_info.name])
     (folder,) = {SHARED_MEMORY / tensor_info.memory.folder for tensor_info in shared_tensors.tensors}
     assert device_id(CPU) == "cpu" and folder.is_dir()
@@ -258,4 +258,4 @@ def test_a_link_is_not_opened(tmp_path: Path) -> None:
     (folder / "tensors").unlink()
     (folder / "tensors").symlink_to(tmp_path / "secret")
     with pytest.raises(BadRequest, match="tensor x: there is no shared memory"):
-        opened(SharedTensor.model_validate(info), CPU)
+        open_tensor(SharedTensor.model_validate(info), CPU)

@@ -29,7 +29,7 @@ from ngym.supervise.head_file import Reply, find_running, health, http_get
 from ngym.supervise.service import STABLE_S, CrashCounter, ReplicaState, ServiceFailed, ServiceRefused
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteGone, receive, send
-from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
+from ngym.telemetry.log_format import REDACTED, redact, secrets_in
 
 YES = """
 from ngym import VerifyRequest, gym_server
@@ -502,7 +502,7 @@ def test_secrets_are_known_by_whole_words() -> None:
         "primary_key": "id",
         "api_key_env": "OPENAI_API_KEY",
     }
-    redacted_config = redacted({"policy": config, "keys": [{"password": "x"}]})
+    redacted_config = redact({"policy": config, "keys": [{"password": "x"}]})
     assert redacted_config["policy"] == {**config, "api_key": REDACTED, "hf_token": REDACTED}
     assert redacted_config["keys"] == [{"password": REDACTED}]
 
@@ -516,7 +516,7 @@ def test_every_value_of_env_and_headers_is_a_secret_and_so_is_a_password_in_a_ur
         "nested": [{"env": {"A": "canary-8"}, "cookie": "canary-9", "max_tokens": 5}],
         "base_url": "http://127.0.0.1:8000",
     }
-    redacted_config = redacted(options)
+    redacted_config = redact(options)
     assert "canary" not in json.dumps(redacted_config)
     assert redacted_config["server"] == ["npx", "some-server", f"postgres://{REDACTED}@db/x", "https://h/a@b"]
     assert redacted_config["env"].keys() == options["env"].keys() and redacted_config["env"]["EMPTY"] == ""
@@ -542,7 +542,7 @@ def test_secrets_among_the_arguments_of_a_program_and_in_the_query_of_a_url_are_
         "--password",
         "--port",
     ]
-    redacted_config = redacted({"server": command, "url": "https://h/?api_key=canary-7"})
+    redacted_config = redact({"server": command, "url": "https://h/?api_key=canary-7"})
     assert "canary" not in json.dumps(redacted_config)
     assert redacted_config["server"][:4] == ["npx", "some-server", f"--token={REDACTED}", "--api-key"]
     assert redacted_config["server"][6:9] == [
@@ -560,7 +560,7 @@ def test_the_secrets_within_a_shell_command_are_hidden() -> None:
         "cd /srv && GITHUB_TOKEN=canary-11 npx srv --token canary-12 --api-key 'canary-13' --max-tokens 50 "
         "-H 'Authorization: Bearer canary-14' --password=\"canary-15\" PWD=/tmp"
     )
-    text = redacted({"server": ["sh", "-c", command]})["server"][2]
+    text = redact({"server": ["sh", "-c", command]})["server"][2]
     assert "canary" not in text
     assert "--max-tokens 50 -H 'Authorization: Bearer <redacted>'" in text and text.endswith("PWD=/tmp")
     assert {f"canary-{number}" for number in range(11, 16)} <= set(secrets_in({"server": ["sh", "-c", command]}))

@@ -259,7 +259,7 @@ def largest_difference(checkpoint: Path, segments: list[Any]) -> float:
     batch = [samples.Sample((samples.Segment(one["token_ids"], [tuple(s) for s in one["mask"]]),)) for one in segments]
     samplers = {id(sample.segments[0]): one["logprobs"] for sample, one in zip(batch, segments, strict=True)}
     worst = 0.0
-    with distributed.joined(config.Launch(rank=0, local_rank=0, ranks=1)), torch.no_grad():
+    with distributed.join_process_group(config.Launch(rank=0, local_rank=0, ranks=1)), torch.no_grad():
         policy = model.load_policy(options, model.load_tokenizer(options), 0)
         for micro_batch in packing.plan(batch, 8192):
             packed = packing.pack(micro_batch, torch.device("cpu"))

@@ -14,7 +14,7 @@ import pytest
 from viewing import failure, rollout, run, write
 
 from ngym.view.app import STATIC
-from ngym.view.html_report import joined
+from ngym.view.html_report import join_modules
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)>"
 DATA = re.compile(r'<script type="application/json" id="ngym-data">(.*?)</script>', re.DOTALL)
@@ -141,7 +141,7 @@ def test_a_report_that_cannot_be_made_is_said_why(
 
 
 def test_the_modules_of_the_page_can_be_joined_into_one() -> None:
-    script = joined(STATIC)
+    script = join_modules(STATIC)
     assert "function start()" in script
     assert not re.search(r"^(?:import|export)\b", script, re.MULTILINE)
 
@@ -168,4 +168,4 @@ def test_modules_that_cannot_be_joined_are_refused(tmp_path: Path, modules: dict
     for name, text in modules.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
-        joined(tmp_path)
+        join_modules(tmp_path)

@@ -159,19 +159,19 @@ def test_a_run_from_a_file_says_that_its_rows_name_no_step(run: TrainingRun) -> 
 def test_a_report_holds_some_entries_and_all_evaluations(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "PACKED_ENTRIES", 5)
     append(run, b"".join(line(n, loss=1.0) for n in range(4, 40)) + line(40, eval__a__greedy=0.5))
-    found = training.packed([run])
+    found = training.pack_runs([run])
     assert found["runs"][0]["id"] == "t1" and 5 <= found["metrics"]["t1"]["entries"] <= 7
     assert found["metrics"]["t1"]["columns"]["eval/a/greedy"][-1] == 0.5
 
 
 def test_the_last_step_that_trained_a_rollout_is_found(run: TrainingRun) -> None:
     rollouts = run.folder / "rollouts.jsonl"
-    assert training.trained(rollouts, "r-1") is None
+    assert training.training_values(rollouts, "r-1") is None
     entries = [{"step": 1, "advantages": {"r-1": 0.5}}, {"step": 2, "advantages": {"r-1": -1.5, "r-2": 1}}]
     torn = '{"step": 3, "advantages": {"r-1'
     (run.folder / "advantages.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in entries) + torn)
-    assert training.trained(rollouts, "r-1") == {"step": 2, "advantage": -1.5}
-    assert training.trained(rollouts, "r-3") == {}
+    assert training.training_values(rollouts, "r-1") == {"step": 2, "advantage": -1.5}
+    assert training.training_values(rollouts, "r-3") == {}
 
 
 # In a browser, against ng_view itself.

@@ -270,13 +270,13 @@ def test_short_attention_in_16_bits_on_a_cpu_is_that_of_float32_rounded_once(dty
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
     gradient = torch.randn(shapes[0], dtype=dtype)
-    ours = attention.attended(*inputs, attention.AttentionKind())
-    reference = attention.attended(*exact, attention.AttentionKind())
+    ours = attention.attend(*inputs, attention.AttentionKind())
+    reference = attention.attend(*exact, attention.AttentionKind())
     ours.backward(gradient)
     reference.backward(gradient.float())
     assert ours.dtype == dtype and torch.equal(ours, reference.to(dtype))
     with torch.no_grad():  # so are the scores of a batch before it is trained
-        assert torch.equal(attention.attended(*inputs, attention.AttentionKind()), ours)
+        assert torch.equal(attention.attend(*inputs, attention.AttentionKind()), ours)
     for rounded, tensor in zip(inputs, exact, strict=True):
         assert rounded.grad is not None and tensor.grad is not None
         assert torch.equal(rounded.grad, tensor.grad.to(dtype))

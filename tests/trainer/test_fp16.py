@@ -160,7 +160,7 @@ def test_a_model_whose_activations_overflow_is_named_before_its_first_step_and_p
     trained = engine.Engine(policy, launch, recipe.EngineOptions(zero_stage=1, precision="fp16"), OPTIMIZER)
     message = "logprobs after step 0 are not finite in float16: .* set engine.precision to bf16 or fp32"
     with pytest.raises(sanity_checks.NotFinite, match=message):
-        next(sanity_checks.checked([samples_module.Batch([batch(0)])], trained, BUDGET, None, 1.05))
+        next(sanity_checks.check_batches([samples_module.Batch([batch(0)])], trained, BUDGET, None, 1.05))
     pushes = WeightSync(trained, None, [5, 6, 7], trained.weights)
     with pytest.raises(sanity_checks.NotFinite, match=message):
         pushes.publish(lambda version: None)

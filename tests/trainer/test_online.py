@@ -206,7 +206,7 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
         arguments(tmp_path, policy, stays, 1)
         later._version = 7  # of another run
         wrong._logprobs = lambda ids: [0.0] * (len(ids) - 1)  # type: ignore[method-assign]
-        connect = partial(services.started, tmp_path / "services.yaml", ["agent"], "policy", [], messages.append)
+        connect = partial(services.start_services, tmp_path / "services.yaml", ["agent"], "policy", [], messages.append)
         with services.Services(connect) as there:
             membership = services.HeadMembership(there, "policy", messages.append)
             called = partial(there.addresses, "policy")

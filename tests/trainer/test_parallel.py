@@ -29,7 +29,7 @@ from ngym.files.atomic import write_whole
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe as config
-from ngym.trainer.train import checked
+from ngym.trainer.train import check_recipe
 
 Options = dict[str, Any]
 OFFLOADED: Options = {"offload": {"optimizer": "cpu"}}
@@ -207,7 +207,7 @@ def test_ranks_on_ray_resume_only_what_this_run_has_begun(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").touch()
     files, overrides = ["sft.yaml"], ["data={path: data.jsonl}", "output=run"]
-    recipe, _ = checked(files, overrides, on_ray=True)
+    recipe, _ = check_recipe(files, overrides, on_ray=True)
     (tmp_path / "run").mkdir()
     write_whole(tmp_path / "run" / "recipe.yaml", b"seed: 0\n")
     groups: list[list[str]] = []
@@ -231,7 +231,7 @@ def run_on_ray(group: Callable[..., Awaitable[int]], folder: Path, monkeypatch: 
     (folder / "data.jsonl").touch()
     words = ["data={path: data.jsonl}", "output=run"]
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
-    return ray_launcher._Run(checked(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
+    return ray_launcher._Run(check_recipe(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
 
 
 @pytest.mark.parametrize("code", [2, 75, 130])
@@ -292,7 +292,7 @@ async def test_ranks_on_ray_see_the_gpus_that_ray_assigns_to_them(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     words = ["data={path: data.jsonl}", "output=run"]
-    recipe, _ = checked(["sft.yaml"], words, on_ray=True)
+    recipe, _ = check_recipe(["sft.yaml"], words, on_ray=True)
     async with ray_launcher._Run(recipe, ["sft.yaml", *words], False, False)._services() as (environment, _):
         assert environment["CUDA_LAUNCH_BLOCKING"] == "1" and "CUDA_VISIBLE_DEVICES" not in environment
 
@@ -306,13 +306,13 @@ def test_a_signal_ends_a_run_on_ray_whose_ranks_wait_for_room(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").touch()
     files, overrides = ["sft.yaml"], ["data={path: data.jsonl}", "output=run"]
-    recipe, _ = checked(files, overrides, on_ray=True)
+    recipe, _ = check_recipe(files, overrides, on_ray=True)
 
     async def reserved(*_: object) -> None:
         os.kill(os.getpid(), number)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(ray_launcher, "reserved", reserved)
+    monkeypatch.setattr(ray_launcher, "reserve_group", reserved)
     with pytest.raises(SystemExit) as ended:
         asyncio.run(ray_launcher._Run(recipe, [*files, *overrides], False, False).run())
     assert ended.value.code == 130

@@ -299,7 +299,7 @@ def test_a_part_of_the_critic_without_a_gradient_is_noticed(tokenizer: PreTraine
         trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
         algorithm = policy_gradient.PolicyGradient(options(), None, None)
         prepared = algorithm.prepare(batch(), trained, BUDGET)
-        watched = sanity_checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
+        watched = sanity_checks.check_batches([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
         if not unused:
             assert [loop.take_step(trained, algorithm, b.updates[0], BUDGET, 1.0) for b in watched]
             continue

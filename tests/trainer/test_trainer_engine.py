@@ -441,7 +441,7 @@ def test_two_ranks_learn_what_one_learns(
 
 def test_importing_deepspeed_leaves_out_mlflow_and_does_not_hide_it_afterwards() -> None:
     program = (
-        "import importlib.util, sys; from ngym.trainer.engine.engine import imported; imported(); "
+        "import importlib.util, sys; from ngym.trainer.engine.engine import import_deepspeed; import_deepspeed(); "
         "sys.exit(('mlflow' in sys.modules) or importlib.util.find_spec('mlflow') is None)"
     )
     assert importlib.util.find_spec("mlflow") is not None  # it is among the packages of the tests

@@ -212,20 +212,22 @@ def test_a_batch_in_which_every_episode_broke_ends_the_training_with_the_reason(
 
 
 def test_a_process_with_one_rollout_of_an_environment_survives_two_failures_in_a_row() -> None:
-    with served(counter()) as gym:
+    with serve_gym(counter()) as gym:
         for failures in (2, 2, 3):
-            scored = begun(gym, target=0)
-            assert gym.verify([said("done")], [scored]) == [1.0]
-            assert gym.verify([said("done")], [object()]) == [None]  # a batch with rollouts of other environments only
+            scored = begin_episode(gym, target=0)
+            assert gym.verify([completion_messages("done")], [scored]) == [1.0]
+            assert gym.verify([completion_messages("done")], [object()]) == [
+                None
+            ]  # a batch with rollouts of other environments only
             for number in range(1, failures + 1):
-                lost = begun(gym, target=0)
+                lost = begin_episode(gym, target=0)
                 with pytest.raises(ServiceError, match="the database is gone"):
                     lost.lose(amount=1)
                 if number < 3:
-                    assert gym.verify([said("done")], [lost]) == [None]
+                    assert gym.verify([completion_messages("done")], [lost]) == [None]
                     continue
                 with pytest.raises(ServiceError, match="the database is gone"):
-                    gym.verify([said("done")], [lost])
+                    gym.verify([completion_messages("done")], [lost])
 
 
 def test_a_row_that_is_not_a_task_ends_the_training_before_a_model_speaks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ngym import chat_codec
 from ngym.chat_codec import AnswerParser, AnswerPiece, Detokenizer, Stops, Template, turn_ends
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.models.token_capture import take_seen
+from ngym.services.models.token_capture import take_prior_call
 
 TOKENS = tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
@@ -103,7 +103,7 @@ def test_nothing_is_sent_from_the_first_stop_string_on(text: str, stops: list[st
 
 def prompt(messages: list[dict[str, Any]], **more: Any) -> list[int]:
     messages = [dict(message) for message in messages]
-    prior = take_seen(messages)
+    prior = take_prior_call(messages)
     return Template(TOKENS, turn_ends(TOKENS, 2)).prompt({"messages": messages} | more, prior)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from ngym.config.service_config import load_config, shown_config
+from ngym.config.service_config import load_config, redacted_config
 from ngym.config.yaml_tree import load_tree, parse
 from ngym.errors import ConfigError
 from ngym.services.base.options import (
@@ -232,7 +232,7 @@ def test_a_token_of_others_is_named_and_never_written(tmp_path: Path, monkeypatc
     monkeypatch.setenv("JUDGE_TOKEN", "the-token-of-the-judge")
     config = load_config([file])
     assert config.others == {"judge": "the-token-of-the-judge"}
-    assert "the-token-of-the-judge" not in str(shown_config(config))
+    assert "the-token-of-the-judge" not in str(redacted_config(config))
 
 
 @pytest.mark.parametrize("target", ["a", "b"])

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from ngym import ConfigError, UsageError, extras
 from ngym.cli import doctor, quickstart
-from ngym.cli.shell.main import ended
+from ngym.cli.shell.main import run_command
 from ngym.config.import_path import load_file
 from ngym.config.service_config import load_config
 
@@ -51,7 +51,7 @@ def fails_to_import(module: str) -> None:
 def test_a_missing_module_of_an_extra_is_one_line(
     command: str, module: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ended(lambda: fails_to_import(module), command) == 2
+    assert run_command(lambda: fails_to_import(module), command) == 2
     assert capsys.readouterr().err == f"{says}\n"
 
 
@@ -62,7 +62,7 @@ def test_every_extra_for_users_is_found_by_its_modules() -> None:
 
 
 def test_a_missing_module_of_no_extra_is_still_unexpected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(lambda: fails_to_import("nobodys_module"), "ng_train") == 1
+    assert run_command(lambda: fails_to_import("nobodys_module"), "ng_train") == 1
     assert "unexpected ModuleNotFoundError" in capsys.readouterr().err
 
 

@@ -265,7 +265,7 @@ def test_the_components_of_the_rewards_are_metrics(tokenizer: PreTrainedTokenize
     draw = random.Random(0)
     parts = [{"right": 1.0}, {"right": 0.0, "short": 0.25}, None]
     lines = [row(0, index, 1.0, draw, reward_components=each) for index, each in enumerate(parts)]
-    found = samples.described(samples.ReadRollouts(read(lines)))
+    found = samples.rollout_metrics(samples.ReadRollouts(read(lines)))
     assert {name: value for name, value in found.items() if name.startswith("reward_component/")} == {
         "reward_component/right": 0.5,
         "reward_component/short": 0.25,
@@ -288,7 +288,7 @@ def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedToken
 def test_a_batch_without_anything_to_learn_is_a_step_that_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
     guard = sanity_checks.NanGuard(None, 3)
     reports: list[dict[str, float]] = []
-    batches = sanity_checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
+    batches = sanity_checks.check_batches([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
     trained = learner(tokenizer)
     loop.train(trained, algorithm, batches, BUDGET, lambda step: 1.0, guard, lambda _, values: reports.append(values))
@@ -321,7 +321,7 @@ def test_what_was_collected_is_described(tokenizer: PreTrainedTokenizerBase) -> 
     found = rollout_samples.ReadRollouts()
     for line in lines:
         rollout_samples.add_row(line, found)
-    values = rollout_samples.described(found)
+    values = rollout_samples.rollout_metrics(found)
     assert values["reward/mean"] == 0.5 and values["num_unscored"] == 1 and values["num_valid_samples"] == 2
     assert values["completions/clipped_ratio"] == 0.5 and values["tool_errors"] == 1
 
@@ -413,7 +413,7 @@ def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer:
 
     def run(batch: list[Any]) -> list[Any]:
         prepared = algorithm.prepare(batch, trained, BUDGET)
-        watched = sanity_checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1.05)
+        watched = sanity_checks.check_batches([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1.05)
         return [one_step(trained, algorithm, found.updates[0]) for found in watched]
 
     with pytest.raises(sanity_checks.CheckFailed, match=r"token_mult_prob_error is .*model\.path"):
@@ -431,7 +431,7 @@ def test_the_sampler_is_compared_in_the_first_batch_of_the_current_weights(token
     batches = [samples.Batch(updates, {"lag": lag}) for lag in (2, 1, 0)]
     passed = []
     with pytest.raises(sanity_checks.CheckFailed, match="token_mult_prob_error"):
-        for found in sanity_checks.checked(batches, trained, BUDGET, algorithm.sampler_N, 1.05):
+        for found in sanity_checks.check_batches(batches, trained, BUDGET, algorithm.sampler_N, 1.05):
             passed.append(found.values["lag"])
             one_step(trained, algorithm, found.updates[0])
     assert passed == [2, 1]
@@ -464,13 +464,13 @@ def test_parameters_that_do_not_learn_are_noticed_after_the_first_step(
     trained = learner(tokenizer, stage=stage)
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
     batch = samples.Batch([algorithm.prepare(own(read(rows()), trained), trained, BUDGET)])
-    for found in sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
+    for found in sanity_checks.check_batches([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
         one_step(trained, algorithm, found.updates[0])
     if stage == 3:  # its parameters are shards: none can be added now
         return
     # a weight that the network has and never uses
     trained.policy.network.forgotten = torch.nn.Parameter(torch.zeros(3))
-    watched = sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100)
+    watched = sanity_checks.check_batches([batch], trained, BUDGET, algorithm.sampler_N, 100)
     with pytest.raises(sanity_checks.CheckFailed, match=r"1 of \d+ trainable parameters got no gradient.*forgotten"):
         for found in watched:
             one_step(trained, algorithm, found.updates[0])
@@ -485,7 +485,7 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
     algorithm = policy_gradient.PolicyGradient(options(), 1, None)
     batch = samples.Batch([algorithm.prepare(read(rows()), trained, BUDGET)])
     with pytest.raises(sanity_checks.CheckFailed, match="does not reproduce its own logprobs"):
-        next(sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
+        next(sanity_checks.check_batches([batch], trained, BUDGET, algorithm.sampler_N, 100))
 
 
 @pytest.mark.parametrize(
@@ -548,18 +548,20 @@ def test_samples_that_a_teacher_leaves_out_are_named(
     data, messages = config.DataOptions(path=str(write(tmp_path / "out.jsonl", rows()))), list[str]()
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
     monkeypatch.setattr(algorithm, "prepare", lambda all_samples, *_: all_samples[3:])
-    file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, messages.append, teachers=True)
+    file_batches.prepare_samples(data, algorithm, tokenizer, learner(tokenizer), 200, messages.append, teachers=True)
     assert messages == ["3 of 30 samples are longer than a teacher's context (with its hint): left out"]
     monkeypatch.setattr(algorithm, "prepare", lambda *_: [])
     with pytest.raises(UsageError, match="no sample to train on: 30 are longer than a teacher's context"):
-        file_batches.prepared(data, algorithm, tokenizer, learner(tokenizer), 200, messages.append, teachers=True)
+        file_batches.prepare_samples(
+            data, algorithm, tokenizer, learner(tokenizer), 200, messages.append, teachers=True
+        )
 
 
 def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
     messages: list[str] = []
-    prepared = file_batches.prepared(
+    prepared = file_batches.prepare_samples(
         data, policy_gradient.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, messages.append
     )
     assert len(messages) == 1 and messages[0].endswith(f"of {len(lines)} samples have no learning signal: left out")

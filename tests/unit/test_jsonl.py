@@ -21,7 +21,7 @@ from machine import PATIENCE_S
 from ngym.errors import UsageError
 from ngym.files import row_log
 from ngym.files.atomic import FileLocked, WriteFailed, whole_folder, write_whole
-from ngym.files.jsonl import checked, expanded, read
+from ngym.files.jsonl import check_lines, expand_paths, read
 from ngym.files.row_log import COMMIT_ROWS, RowLog
 from ngym.schema import Json
 
@@ -79,7 +79,7 @@ def test_paths_and_patterns_are_files_each_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a" / "2.jsonl")
 
     def names(*inputs: str) -> list[str]:
-        return [str(path.relative_to(tmp_path)) for path in expanded(str(tmp_path / one) for one in inputs)]
+        return [str(path.relative_to(tmp_path)) for path in expand_paths(str(tmp_path / one) for one in inputs)]
 
     assert names("*/1.jsonl", "link", "a/*") == ["a/1.jsonl", "b/1.jsonl", "link"]
     assert names("b/[1].jsonl") == ["b/[1].jsonl"], "a file of this name comes before the pattern"
@@ -94,7 +94,7 @@ def test_bad_lines_of_several_files_have_their_file(tmp_path: Path) -> None:
     files[0].write_bytes(b'{"n": 1}\n{"m": 1}\n')
     files[1].write_bytes(b'{"m": 1}\n[]\n')
     with pytest.raises(UsageError) as caught:
-        list(checked(files, lambda row: None if "n" in row else "no n"))
+        list(check_lines(files, lambda row: None if "n" in row else "no n"))
     assert str(caught.value).splitlines() == [
         f"{files[0]}:2: no n (and 1 more lines like it)",
         f"{files[1]}:2: not a JSON object but list: '[]'",
@@ -105,7 +105,7 @@ def test_all_bad_lines_are_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n": \n[1, 2]\n{"n": NaN}\n{"m": 1}\n"\xff"\n')
     with pytest.raises(UsageError) as caught:
-        list(checked(path, lambda row: None if "n" in row else "no n"))
+        list(check_lines(path, lambda row: None if "n" in row else "no n"))
     assert str(caught.value).splitlines() == [
         f"{path}:2: not JSON: unexpected end of data (column 6); the line begins '{{\"n\":'",
         f"{path}:3: not a JSON object but list: '[1, 2]'",
@@ -119,7 +119,7 @@ def test_a_problem_of_many_lines_is_named_once(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"n": 1}\n{"m": 1}\n?\n' + b'{"m": 2}\n' * 1000)
     with pytest.raises(UsageError) as caught:
-        list(checked(path, lambda row: None if "n" in row else "no n"))
+        list(check_lines(path, lambda row: None if "n" in row else "no n"))
     first, second = str(caught.value).splitlines()
     assert first == f"{path}:2: no n (and 1,000 more lines like it)" and second.startswith(f"{path}:3: not JSON")
 
@@ -128,7 +128,7 @@ def test_of_many_problems_the_first_twenty_are_named(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"".join(b"?%d\n" % number for number in range(1000)))
     with pytest.raises(UsageError) as caught:
-        list(checked(path, lambda row: None))
+        list(check_lines(path, lambda row: None))
     lines = str(caught.value).splitlines()
     assert len(lines) == 21 and lines[-1] == f"... and 980 more lines of {path}"
 
@@ -136,7 +136,7 @@ def test_of_many_problems_the_first_twenty_are_named(tmp_path: Path) -> None:
 def test_only_the_lines_that_are_used_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n": 2}\n?\n')
-    assert [found.row["n"] for found in checked(path, lambda row: None, limit=2)] == [1, 2]
+    assert [found.row["n"] for found in check_lines(path, lambda row: None, limit=2)] == [1, 2]
 
 
 def test_a_line_that_is_too_long_is_not_read_whole_and_those_after_it_are(
@@ -156,7 +156,7 @@ def test_utf_16_is_recognised(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"n": 1}\n', encoding="utf-16")
     with pytest.raises(UsageError, match="looks like UTF-16"):
-        list(checked(path, lambda row: None))
+        list(check_lines(path, lambda row: None))
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_large_file_is_streamed(tmp_path: Path) -> None:
         for n in range(120):
             file.write(line(n, 1 << 20) + b"\n")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert sum(1 for _ in checked(path, lambda row: None)) == 120
+    assert sum(1 for _ in check_lines(path, lambda row: None)) == 120
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mb < 60
 

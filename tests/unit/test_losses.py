@@ -354,10 +354,10 @@ def test_preference_losses_begin_where_they_must() -> None:
 
 def test_the_mismatch_is_one_when_sampler_and_trainer_agree_and_grows_with_their_difference() -> None:
     trainer_N = torch.tensor([-1.0, -2.0, -3.0])
-    same = policy_loss.measured(policy_loss.mismatch(trainer_N, trainer_N))
+    same = policy_loss.measure(policy_loss.mismatch(trainer_N, trainer_N))
     assert same["token_mult_prob_error"].total / same["token_mult_prob_error"].count == 1.0
     assert same["mismatch_kl"].total == 0.0
-    apart = policy_loss.measured(policy_loss.mismatch(trainer_N, trainer_N + torch.tensor([0.1, -0.1, 0.0])))
+    apart = policy_loss.measure(policy_loss.mismatch(trainer_N, trainer_N + torch.tensor([0.1, -0.1, 0.0])))
     assert apart["token_mult_prob_error"].total == pytest.approx(2 * math.exp(0.1) + 1, rel=1e-5)
     assert apart["mismatch_kl"].total == pytest.approx(math.exp(0.1) + math.exp(-0.1) - 2, rel=1e-3)
 

@@ -24,7 +24,7 @@ from ngym.plot.figure import (
     default_series,
     matching_metrics,
     picture,
-    smoothed,
+    smooth,
     together,
     write_picture,
 )
@@ -144,9 +144,9 @@ def test_an_unknown_metric_gets_the_nearest_one() -> None:
 
 
 def test_smoothing_has_no_bias_towards_the_first_values() -> None:
-    found = smoothed(Series("x", (0, 1, 2), (1.0, 0.0, 4.0)), 0.5)
+    found = smooth(Series("x", (0, 1, 2), (1.0, 0.0, 4.0)), 0.5)
     assert found.y == pytest.approx((1.0, 0.25 / 0.75, (0.125 + 2.0) / 0.875))
-    assert smoothed(Series("x", (0, 1), (3.0, 3.0)), 0.9).y == pytest.approx((3.0, 3.0))
+    assert smooth(Series("x", (0, 1), (3.0, 3.0)), 0.9).y == pytest.approx((3.0, 3.0))
 
 
 def test_evaluations_are_not_smoothed(written: Written) -> None:

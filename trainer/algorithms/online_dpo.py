@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ngym.stats import all_equal
 
-from ..data.samples import RolloutSample, Sample, grouped, trainable_rollouts
+from ..data.samples import RolloutSample, Sample, group_by_task, trainable_rollouts
 from ..engine.engine import score
 from ..model.chunked_logprobs import RequestedScores
 from ..model.packing import MicroBatch
@@ -51,7 +51,7 @@ class OnlineDpo:
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """A pair of each group with different rewards, with the reference's log p of both sides."""
         rollouts = [rollout for rollout in cast(Sequence[RolloutSample], samples) if rollout.trained]
-        groups = [group for group in grouped(rollouts) if not all_equal([rollout.reward for rollout in group])]
+        groups = [group for group in group_by_task(rollouts) if not all_equal([rollout.reward for rollout in group])]
         pairs = [_make_pair(group) for group in groups]
         if self._reference is None or not pairs:
             return list(self._dpo.prepare(pairs, engine, budget))

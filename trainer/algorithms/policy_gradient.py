@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ngym.errors import UsageError
 
-from ..data.samples import RolloutSample, Sample, SampledSegment, grouped, trainable_rollouts, with_values
+from ..data.samples import RolloutSample, Sample, SampledSegment, group_by_task, trainable_rollouts, with_values
 from ..engine.engine import score
 from ..losses.advantages import (
     advantages,
@@ -330,7 +330,7 @@ class PolicyGradient:
         return self._updates != 1 and (objective.loss.anchor == "trainer" or objective.correction.kind != "none")
 
     def _with_learning_signal(self, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
-        groups = grouped(rollout for rollout in rollouts if rollout.trained)
+        groups = group_by_task(rollout for rollout in rollouts if rollout.trained)
         if self._options.shaping.skip_equal_groups:
             groups = [group for group in groups if has_learning_signal(self._options, group)]
         return [rollout for group in groups for rollout in group]

@@ -23,7 +23,7 @@ from ngym.errors import UsageError
 from ..data.chat_dataset import Judged, read_judged
 from ..data.samples import Sample, Segment
 from ..losses.policy_loss import Loss, TokenRows
-from ..losses.reward_loss import derived, label_loss, moments, pair_loss
+from ..losses.reward_loss import derive_metrics, label_loss, moments, pair_loss
 from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.packing import MicroBatch
 from ..recipe.algorithms import RewardModelOptions
@@ -73,7 +73,7 @@ class RewardModelTraining:
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         pairs = self._options.supervision == "pairs"
         count = len(samples) if pairs else sum(len(sample.segments) for sample in samples)
-        return StepLoss(count, self._loss, derived)
+        return StepLoss(count, self._loss, derive_metrics)
 
     def _loss(self, scores: Scores, packed: MicroBatch) -> Loss:
         assert scores.values_N is not None

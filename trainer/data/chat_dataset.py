@@ -157,7 +157,7 @@ def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Sup
             return "chosen and rejected are equal, so there is no learning signal; drop the row"
         return None
 
-    for _ in jsonl.checked(path, check):
+    for _ in jsonl.check_lines(path, check):
         pass
     ids_of = _ids_of({text for row in texts for answer in row for text in answer[:2]}, tokenizer)
     answers_by_row = [
@@ -220,7 +220,7 @@ def _read(
                 return str(error)
         return reason
 
-    for _ in jsonl.checked(path, check):
+    for _ in jsonl.check_lines(path, check):
         pass
     return conversations
 

@@ -59,7 +59,7 @@ def digest(path: str) -> str:
     return file_digest(find_path(path) or Path(path))
 
 
-def prepared(
+def prepare_samples(
     data: DataOptions,
     algorithm: Algorithm,
     tokenizer: PreTrainedTokenizerBase,

@@ -155,7 +155,7 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
     def wrong(row: Json) -> str | None:
         return problem(row, temperature, fields) or copies.problem(row)
 
-    for line in jsonl.checked(path, wrong):
+    for line in jsonl.check_lines(path, wrong):
         add_row(line.row, result)
     return result
 
@@ -326,7 +326,7 @@ def with_values(
     ]
 
 
-def grouped(rollouts: Iterable[RolloutSample]) -> list[list[RolloutSample]]:
+def group_by_task(rollouts: Iterable[RolloutSample]) -> list[list[RolloutSample]]:
     """The rollouts grouped by task, in the order of each task's first."""
     groups: dict[str, list[RolloutSample]] = {}
     for rollout in rollouts:
@@ -334,7 +334,7 @@ def grouped(rollouts: Iterable[RolloutSample]) -> list[list[RolloutSample]]:
     return list(groups.values())
 
 
-def described(result: ReadRollouts) -> dict[str, float]:
+def rollout_metrics(result: ReadRollouts) -> dict[str, float]:
     """Metrics of the collected rollouts."""
     rollouts = result.rollouts
     counts: dict[str, float] = {
@@ -345,7 +345,7 @@ def described(result: ReadRollouts) -> dict[str, float]:
     }
     if not rollouts:
         return counts
-    groups = grouped(rollouts)
+    groups = group_by_task(rollouts)
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.trained for rollout in rollouts]
     equal = [all_equal([rollout.reward for rollout in group]) for group in groups]

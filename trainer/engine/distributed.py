@@ -216,7 +216,7 @@ def _address() -> tuple[str, int]:
 
 
 @contextmanager
-def watched(rank: int, ranks: int) -> Iterator[None]:
+def watch_ranks(rank: int, ranks: int) -> Iterator[None]:
     """Watch the other ranks and name the lost ones; does nothing with a single rank.
 
     Raises:
@@ -242,7 +242,7 @@ def _key(rank: int) -> str:
 
 
 @contextmanager
-def joined(launch: Launch) -> Iterator[None]:
+def join_process_group(launch: Launch) -> Iterator[None]:
     """In the process group (the launcher's environment has its address), or alone without a launcher."""
     os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))
     backend = "gloo"
@@ -250,7 +250,7 @@ def joined(launch: Launch) -> Iterator[None]:
         backend = "nccl"
         torch.cuda.set_device(launch.local_rank)
     try:
-        with watched(launch.rank, launch.ranks):
+        with watch_ranks(launch.rank, launch.ranks):
             if launch.launched:
                 distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
             else:

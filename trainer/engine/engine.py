@@ -115,7 +115,7 @@ def keep_freed_memory() -> None:
         mallopt(M_MMAP_MAX, 0)
 
 
-def imported() -> Any:
+def import_deepspeed() -> Any:
     """deepspeed with less logging. Without a GPU this is set explicitly; otherwise it would look for a compiler."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -198,7 +198,7 @@ class Engine:
     def __init__(
         self, policy: TrainedNetwork, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions
     ) -> None:
-        deepspeed = imported()
+        deepspeed = import_deepspeed()
         deepspeed.init_distributed(verbose=False)
         self.policy = policy
         self.rank = launch.rank

@@ -52,7 +52,7 @@ class CheckFailed(NgymError):
     """Training would go wrong from its first step."""
 
 
-def checked(
+def check_batches(
     batches: Iterable[Batch],
     engine: Engine,
     budget: int,

@@ -20,7 +20,7 @@ from ..algorithms import Algorithm, StepLoss
 from ..algorithms.sft import Sft
 from ..data.samples import Batch, Sample
 from ..engine.sanity_checks import NOT_SAVED, NotFinite
-from ..losses.policy_loss import Mean, logged
+from ..losses.policy_loss import Mean, log_values
 from ..model.packing import pack
 from ..model.policy import dropout_off
 
@@ -104,7 +104,7 @@ class HeldOutData:
                 self._add(step_loss, self._samples[start : start + PLANNED_AT_ONCE], sums, counts)
         names = sorted(sums)  # the same on every rank
         totals = self._engine.all_reduce([*(sums[name] for name in names), *(counts[name] for name in names)])
-        means = logged({name: Mean(totals[place], totals[len(names) + place]) for place, name in enumerate(names)})
+        means = log_values({name: Mean(totals[place], totals[len(names) + place]) for place, name in enumerate(names)})
         return step_loss.derived(means, bins=True)
 
     def _add(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from numbers import Real
 from statistics import fmean
 
-from ngym.config.import_path import imported_function
+from ngym.config.import_path import import_function
 from ngym.errors import UsageError
 from ngym.stats import all_equal
 
@@ -53,7 +53,7 @@ def _custom_advantages(path: str, rewards_B: Sequence[Reward], groups_B: Sequenc
     indices = [index for index, reward in enumerate(rewards_B) if reward is not None]
     if not indices:
         return [0.0] * len(rewards_B)
-    estimator: AdvantageEstimator = imported_function(path)
+    estimator: AdvantageEstimator = import_function(path)
     returned = estimator([reward for reward in rewards_B if reward is not None], [groups_B[index] for index in indices])
     values = list(returned) if isinstance(returned, Sequence) else None
     if values is None or len(values) != len(indices):

@@ -78,7 +78,7 @@ class Mean:
     count: float
 
 
-def logged(means: Mapping[str, Mean]) -> dict[str, float]:
+def log_values(means: Mapping[str, Mean]) -> dict[str, float]:
     """The values of these metrics. A metric without a count is a sum; the mean of nothing is left out."""
     return {
         name: mean.total / max(mean.count, 1.0) for name, mean in means.items() if mean.count > 0 or mean.total != 0
@@ -94,7 +94,7 @@ class Loss(NamedTuple):
     @property
     def metrics(self) -> dict[str, Mean]:
         """The metrics as numbers. On a GPU, it waits for them."""
-        return measured(self.totals)
+        return measure(self.totals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +167,14 @@ def loss_weights(
     return Weights(token_B, [weight * length for weight, length in zip(token_B, lengths_B, strict=True)])
 
 
-def detached(totals: Totals) -> Totals:
+def detach_totals(totals: Totals) -> Totals:
     """The totals without their graph, so that they can be read after the backward."""
     return {
         name: (total.detach() if isinstance(total, Tensor) else total, count) for name, (total, count) in totals.items()
     }
 
 
-def measured(totals: Totals) -> dict[str, Mean]:
+def measure(totals: Totals) -> dict[str, Mean]:
     """Metrics of a micro-batch; one transfer from the device for all of them."""
     on_device = {name: total.detach().double() for name, (total, _) in totals.items() if isinstance(total, Tensor)}
     values = dict(zip(on_device, torch.stack([*on_device.values()]).tolist(), strict=True)) if on_device else {}

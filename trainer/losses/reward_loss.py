@@ -82,7 +82,7 @@ def moments(scores_N: Tensor, lengths_N: Tensor) -> dict[str, tuple[Tensor | flo
     return {f"{MOMENTS}{name}": (part_N.sum(), float(len(x_N))) for name, part_N in parts.items()}
 
 
-def derived(means: dict[str, float], *, bins: bool) -> dict[str, float]:
+def derive_metrics(means: dict[str, float], *, bins: bool) -> dict[str, float]:
     """The means with `length_correlation` and `calibration_error` in place of their parts; with the bins if asked.
 
     calibration_error is the expected calibration error: the mean of |accuracy - confidence| over the bins, by share.

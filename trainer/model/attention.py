@@ -73,7 +73,7 @@ class AttentionKind:
         return cls(scaling, dropout, sliding_window, softcap, s_aux)
 
 
-def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: AttentionKind) -> Tensor:
+def attend(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: AttentionKind) -> Tensor:
     """Attention of S sequences of L tokens each, [S, H, L, D]; K key heads serve H query heads."""
     length = query_SHLD.shape[2]
     window = kind.window if kind.window is not None and kind.window < length else None
@@ -220,7 +220,7 @@ def _load_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def flex_attended(
+def flex_attend(
     query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Layout, scaling: float | None = None
 ) -> Tensor:
     """FlexAttention over rows, [T, H, D]. On a CPU its kernel is not compiled, and has no backward."""
@@ -303,7 +303,7 @@ def packed_attention(
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
     if flex and layout.row_P is not None and _flex_supports(query, kind):
-        attended_THD = flex_attended(query_THD, key_TKD, value_TKD, layout, kind.scaling)
+        attended_THD = flex_attend(query_THD, key_TKD, value_TKD, layout, kind.scaling)
         return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
     # every place has the key and value of its row; only the query at the row's output place counts
     batches = zip(
@@ -312,7 +312,7 @@ def packed_attention(
         _split_into_buckets(_spread_rows(value_TKD, layout, summed=layout.shared), layout),
         strict=True,
     )
-    outputs = [attended(*batch, kind).transpose(1, 2).flatten(0, 1) for batch in batches]
+    outputs = [attend(*batch, kind).transpose(1, 2).flatten(0, 1) for batch in batches]
     attended_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if layout.place_T is not None:
         attended_THD = cast(Tensor, _Collect.apply(attended_THD, layout.place_T))  # type: ignore[no-untyped-call]
@@ -360,7 +360,7 @@ def compiled_attention(
             q_SHLD, k_SKLD, v_SKLD = (
                 x.squeeze(0).unflatten(1, (layout.equal, -1)).transpose(0, 1) for x in (query, key, value)
             )
-            return attended(q_SHLD, k_SKLD, v_SKLD, kind).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
+            return attend(q_SHLD, k_SKLD, v_SKLD, kind).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
         from torch.nn.attention.flex_attention import flex_attention
 
         grouped = query.shape[1] != key.shape[1]

@@ -29,8 +29,8 @@ from ..data.samples import (
     Sample,
     add_row,
     check_model_calls,
-    described,
     problem,
+    rollout_metrics,
 )
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
@@ -136,7 +136,7 @@ class LiveBatches:
                 "time/logprob": time.monotonic() - collected_at,
             }
             values |= {} if unfit is None else {"teacher_too_long": unfit}
-            values = {**described(result), **values, **times, "policy_version": self._weight_sync.version}
+            values = {**rollout_metrics(result), **values, **times, "policy_version": self._weight_sync.version}
             yield Batch(self._split_rollouts(samples, step), values)
         self._publish(self._steps, last=True)
         self._weight_sync.train()

@@ -292,7 +292,7 @@ def _gpus_of(config: Config, service: str, machine: Machine) -> set[str]:
 
 
 @asynccontextmanager
-async def started(
+async def start_services(
     file: Path,
     agents: Sequence[str],
     policy: str,

@@ -194,7 +194,7 @@ class TaskFile:
     def __init__(self, path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> None:
         self._path = path
         self._starts, self._ends = array("Q"), array("Q")
-        for line in jsonl.checked(path, check, limit):
+        for line in jsonl.check_lines(path, check, limit):
             self._starts.append(line.start)
             self._ends.append(line.end)
         if not self._starts:

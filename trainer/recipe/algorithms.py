@@ -37,7 +37,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
-from ngym.config.import_path import imported_class
+from ngym.config.import_path import import_class
 from ngym.did_you_mean import did_you_mean
 
 from .objective import (
@@ -431,7 +431,7 @@ def options_class(name: str) -> type[AlgorithmOptions]:
             names = "".join(f"\n  {algorithm:22} {_first_line(options)}" for algorithm, options in ALGORITHMS.items())
             raise ValueError(f"{problem}{did_you_mean(name, ALGORITHMS)}; known:{names}")
         return ALGORITHMS[name]
-    return imported_class(name, AlgorithmOptions)
+    return import_class(name, AlgorithmOptions)
 
 
 def _first_line(options: type[AlgorithmOptions]) -> str:
@@ -450,7 +450,7 @@ def _parse(value: object) -> object:
 AnyAlgorithm = Annotated[SerializeAsAny[BuiltIn | AlgorithmOptions], BeforeValidator(_parse)]
 
 
-def corrected(options: PolicyGradientOptions) -> PolicyGradientOptions:
+def add_correction(options: PolicyGradientOptions) -> PolicyGradientOptions:
     """Adds importance weights for rollouts of older weights, if the recipe has no correction and no ratio that includes
     them. Online DPO has no ratios.
     """

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import AfterValidator
 
-from ngym.config.import_path import Choice, imported_class, imported_function
+from ngym.config.import_path import Choice, import_class, import_function
 from ngym.errors import NgymError
 from ngym.schema import Json
 
@@ -145,20 +145,20 @@ TRANSPORTS = Choice(("http", "filesystem", "lora", "nccl", "ipc"), "my_file.py:M
 
 def _estimator(name: str) -> str:
     if ESTIMATORS.check(name):
-        imported_function(name)
+        import_function(name)
     return name
 
 
 def _transport(name: str) -> str:
     if TRANSPORTS.check(name):
-        imported_class(name, PushTransport)
+        import_class(name, PushTransport)
     return name
 
 
 def _sink(path: str) -> str:
     if ":" not in path:
         raise ValueError("Input should be an import path such as my_file.py:MySink")
-    imported_class(path, MetricSink)
+    import_class(path, MetricSink)
     return path
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ngym.config.import_path import check_arguments, imported_class, refusal
+from ngym.config.import_path import check_arguments, import_class, refusal
 from ngym.config.service_config import Resources
 from ngym.extras import needs
 
@@ -72,7 +72,7 @@ class SinkOptions(FrozenOptions):
     @model_validator(mode="after")
     def _check_constructor_arguments(self) -> Self:
         try:
-            check_arguments(self.sink, imported_class(self.sink, MetricSink), self.options, own=("output", "recipe"))
+            check_arguments(self.sink, import_class(self.sink, MetricSink), self.options, own=("output", "recipe"))
         except ValueError as error:
             raise refusal("options", list(self.options), error) from None
         return self

@@ -14,9 +14,9 @@ from ngym.config.yaml_tree import ConfigTree, load_tree, parse
 from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
 from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, holds_classifier
-from ngym.telemetry.log_format import redacted
+from ngym.telemetry.log_format import redact
 
-from .algorithms import OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, corrected
+from .algorithms import OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions, add_correction
 from .objective import UNCOMPARED, InvalidSetting, find_path
 from .other_names import OTHER_NAMES
 from .recipe import Launch, Recipe
@@ -40,7 +40,7 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
     if refused:
         raise ConfigError("\n".join(refused))
     if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.live and recipe.live.max_lag:
-        recipe = recipe.model_copy(update={"algorithm": corrected(recipe.algorithm)})
+        recipe = recipe.model_copy(update={"algorithm": add_correction(recipe.algorithm)})
     return recipe, tree
 
 
@@ -198,7 +198,7 @@ def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
 
     A value from an environment variable is written as its `${oc.env:...}`, so that no secret reaches the disk.
     """
-    values = redacted(recipe.model_dump(mode="json"))
+    values = redact(recipe.model_dump(mode="json"))
     for key, text in tree.environment.items():
         _set_value(values, key.split("."), text)
     return yaml.safe_dump(values, sort_keys=False)

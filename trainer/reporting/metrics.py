@@ -23,8 +23,8 @@ from ngym.runtime.live_region import (
     bar,
     clock,
     is_live,
-    packed,
-    sanitized,
+    pack_facts,
+    sanitize,
     sparkline,
     terminal,
 )
@@ -231,7 +231,7 @@ class Lines(Display):
             self.end()
 
     def say(self, text: str) -> None:
-        print(sanitized(text), flush=True)
+        print(sanitize(text), flush=True)
 
     def end(self) -> None:
         """Print the last step if it was not printed yet."""
@@ -281,8 +281,8 @@ class LiveDisplay(Display):
         curves = [_curve(name, self._curves[name], size) for name in names if name in self._curves]
         figures = {name: form for name, form in SHOWN.items() if name in self._values and name not in names}
         facts = [form.format(self._values[name]) for name, form in figures.items()]
-        lines = [Text(line, "dim") for line in packed(facts, size.width)]
-        shares = [Text(line, "dim") for line in packed(_time_shares(self._values), size.width)]
+        lines = [Text(line, "dim") for line in pack_facts(facts, size.width)]
+        shares = [Text(line, "dim") for line in pack_facts(_time_shares(self._values), size.width)]
         return [self._bar(size), *curves, *lines, *shares]
 
     def _bar(self, size: Size) -> Text:

@@ -32,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from ngym.config.import_path import imported_class
+from ngym.config.import_path import import_class
 from ngym.errors import NgymError
 from ngym.schema import Json
 
@@ -258,5 +258,5 @@ def open_sinks(options: LoggingOptions, output: Path, resolved: Path, done: int 
 
 def _open_custom(options: SinkOptions, output: Path, recipe: Json) -> SinkThread:
     """A sink of the user's, under the name of its class."""
-    kind: type[MetricSink] = imported_class(options.sink, MetricSink)
+    kind: type[MetricSink] = import_class(options.sink, MetricSink)
     return SinkThread(kind.__name__, kind(output, recipe, **options.options))

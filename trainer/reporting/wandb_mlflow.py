@@ -14,7 +14,7 @@ from typing import Any
 
 from ngym.files.atomic import write_whole
 from ngym.schema import Json
-from ngym.telemetry.log_format import redacted
+from ngym.telemetry.log_format import redact
 
 from ..recipe.recipe import SWEEP, MlflowOptions, WandbOptions, run_file
 
@@ -111,7 +111,7 @@ def _run_id(folder: Path, name: str, target: Json, create: Callable[[], str]) ->
 
     target: an id that belongs to another project or server is not used. Passwords in it are not written.
     """
-    target = redacted(target)
+    target = redact(target)
     file = run_file(folder, name)
     record: Json = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     if record and record == {"id": record["id"], **target}:

@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ngym.config.import_path import imported_class
+from ngym.config.import_path import import_class
 from ngym.errors import NgymError, UsageError
 from ngym.net.tls import client_context
 
@@ -346,7 +346,7 @@ class Pusher:
         self._replicas: list[Replica] = []
         self._follow()
         in_files: type[PushTransport] | None = (
-            imported_class(transport, PushTransport) if is_custom else IN_FILES.get(transport)
+            import_class(transport, PushTransport) if is_custom else IN_FILES.get(transport)
         )
         self._files = in_files(folder) if in_files else None
         self._server_transport = in_files.server_transport if in_files else transport

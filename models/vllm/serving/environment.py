@@ -13,7 +13,7 @@ from typing import Any
 
 from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
-from ngym.files.atomic import appeared
+from ngym.files.atomic import wait_for_file
 from ngym.files.hub_download import hub_model_problem
 from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import lean_imports, leave_out_compiler, quick_metadata
@@ -54,7 +54,7 @@ async def written(name: str, root: Path, service: str, within_s: float) -> Model
 
     The folder must appear complete, by a rename, as the trainer writes a new policy.
     """
-    await appeared(root / name / "config.json", within_s)
+    await wait_for_file(root / name / "config.json", within_s)
     return find_model(name, root, service)
 
 

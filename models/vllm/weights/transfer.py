@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from ngym.errors import ServiceError
 from ngym.schema import Json
-from ngym.services.base.request_bodies import validated
+from ngym.services.base.request_bodies import validate
 from ngym.weight_push.shared_memory import SharedFile, SharedTensor, SharedTensors, cuda_arguments
 from ngym.weight_push.stage import DTYPES
 
@@ -81,7 +81,7 @@ class Transfer:
     async def update(self, update_info: Json) -> None:
         """Receive tensors. update_info: vLLM's record for the backend; for `ipc` that of `shared_memory`."""
         if self.backend == "ipc":
-            shared = validated(SharedTensors, update_info, "the tensors of a transfer").tensors
+            shared = validate(SharedTensors, update_info, "the tensors of a transfer").tensors
             if any(isinstance(tensor.memory, SharedFile) for tensor in shared):
                 raise self.broken("vLLM reads only the memory of its GPU")
             update_info = to_vllm_request(shared, self._trainers_gpu)

@@ -36,7 +36,7 @@ class CollectCommand(Command):
         if any("=" in argument for argument in args):
             try:
                 text = hint(args)
-                args = translated(args)
+                args = translate_flags(args)
             except UsageError as error:
                 raise click.UsageError(str(error), ctx) from None
             if text:
@@ -126,7 +126,7 @@ NOT_NEEDED = ("upload_rollouts", "upload_rollouts_to_wandb", "disable_aggregatio
 FLAG = re.compile(r"(?P<plus>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 
 
-def translated(arguments: Sequence[str]) -> list[str]:
+def translate_flags(arguments: Sequence[str]) -> list[str]:
     """The arguments with every NeMo Gym flag translated; other arguments and `key=value` config overrides are kept.
 
     Raises:
@@ -144,7 +144,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
 
 def hint(arguments: Sequence[str]) -> str | None:
     """One line with the translated command, if it has NeMo Gym's flags."""
-    ours = translated(arguments)
+    ours = translate_flags(arguments)
     return (
         None if ours == list(arguments) else f"NeMo Gym's flags, understood as: ng_collect_rollouts {shlex.join(ours)}"
     )

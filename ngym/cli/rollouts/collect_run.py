@@ -31,16 +31,16 @@ from ngym.collect.progress_display import (
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate
 from ngym.collect.run_record import CollectionSettings, RunRecord
-from ngym.config.service_config import Config, load_config, shown_config, tracing_of
+from ngym.config.service_config import Config, load_config, redacted_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import NgymError, UsageError
-from ngym.files.jsonl import expanded, read
+from ngym.files.jsonl import expand_paths, read
 from ngym.files.row_log import DiskFull
 from ngym.net.auth import wrong_url
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.event_loop import EXIT_INTERRUPTED, calls_on_interrupt, signals_as_keyboard_interrupt
-from ngym.runtime.live_region import clock, is_live, sanitized
+from ngym.runtime.live_region import clock, is_live, sanitize
 from ngym.schema import Json, RolloutKey, is_failed_attempt
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.service import ReplicaState
@@ -106,7 +106,7 @@ class Options:
 
     @cached_property
     def inputs(self) -> tuple[Path, ...]:
-        return expanded(self.sources)
+        return expand_paths(self.sources)
 
     @property
     def recipe(self) -> CollectionPlan:
@@ -290,7 +290,7 @@ def _collect_and_report(options: Options) -> int:
 def _discover(options: Options, config: Config | None) -> Discovered:
     """The known services: from the config that is started here, else from the head."""
     if config is not None:
-        return Discovered.of(shown_config(config))
+        return Discovered.of(redacted_config(config))
     url = head_of(
         options.root,
         options.head_url,
@@ -338,7 +338,7 @@ class Command:
                 tracing.end()
                 self._print_result(store, session)
         except DiskFull as error:
-            click.echo(sanitized(str(error)), err=True)
+            click.echo(sanitize(str(error)), err=True)
             return EXIT_TRY_AGAIN
         finally:
             store.close()
@@ -414,7 +414,7 @@ class Command:
     async def _startup(self) -> AsyncIterator[None]:
         if self.options.as_json:
             self._on_state = lambda state: self._echo(
-                sanitized(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip())
+                sanitize(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip())
             )
             yield
             return
@@ -455,7 +455,7 @@ class Command:
         more = "" if store.progress.complete else " or more"  # the input was not read to its end
         self._echo(f"{session.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(session.seconds)}")
         for line in first_failures(aggregates, self.options.inputs):
-            self._echo(f"  {sanitized(line)}")
+            self._echo(f"  {sanitize(line)}")
         if aggregates.done + aggregates.given_up < total or more:
             self._echo(
                 "to continue, run the same command with --resume instead of --overwrite"

@@ -59,9 +59,9 @@ def main(ctx: click.Context, /, source: str | None, more: tuple[str, ...], as_js
               ng_export --format kto --input out.jsonl --output kto.jsonl --dry-run --json
               ng_export --format preferences --input runs/*/out.jsonl --output dpo.jsonl --pairs all --margin 0.5
     """
-    from ngym.files.jsonl import expanded
+    from ngym.files.jsonl import expand_paths
 
-    inputs = expanded((source, *more) if source else more)
+    inputs = expand_paths((source, *more) if source else more)
     ctx.exit(_export(Options(inputs=inputs, **options), as_json))
 
 

@@ -15,7 +15,7 @@ import orjson
 from ngym.cli.shell.main import command, config_files, count, hub_token_option
 from ngym.config.shipped_files import shipped
 from ngym.errors import NgymError, UsageError
-from ngym.runtime.live_region import aligned
+from ngym.runtime.live_region import align
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
@@ -151,7 +151,7 @@ def show_sets(as_json: bool) -> None:
         count = f"{each.rows:,}" if each.rows is not None else "?"
         rows.append((each.name, each.environment, count, each.licence, f"{each.host}:{each.repo}@{each.revision[:12]}"))
     notes = [each.note for each in sets]
-    for line, note in zip(aligned(rows), ["", *notes], strict=True):
+    for line, note in zip(align(rows), ["", *notes], strict=True):
         click.echo(line)
         if note:
             click.echo(f"    {note}")
@@ -199,16 +199,16 @@ async def _prepare(
     launcher: ZygoteClient,
     say: Callable[[str], None],
 ) -> None:
-    from ngym.cli.environments import started
-    from ngym.prepare import accepted, converted, digest, distinct, some, write
+    from ngym.cli.environments import start_services
+    from ngym.prepare import accept_rows, convert_rows, digest, distinct, some, write
 
     config, stanza = _environment(public_set, configs)
     left_out: Counter[str] = Counter()
     agent = _agent(config, stanza.name)
-    rows = distinct(converted(public_set, paths, agent, limit, left_out), left_out)
+    rows = distinct(convert_rows(public_set, paths, agent, limit, left_out), left_out)
     say(f"checking {sum(map(len, rows.values())):,} rows on {stanza.name}")
-    async with started(config, {stanza.name}, launcher) as peers:
-        rows = await accepted(peers[stanza.name], rows, left_out)
+    async with start_services(config, {stanza.name}, launcher) as peers:
+        rows = await accept_rows(peers[stanza.name], rows, left_out)
     if not any(rows.values()):
         raise NgymError("\n".join([f"none of {public_set.name}'s records made a row:", *some(left_out, SHOWN)]))
     files = [{"path": file.path, "sha256": digest(path), "expected": file.sha256} for file, path in paths.items()]

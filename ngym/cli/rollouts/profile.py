@@ -52,16 +52,16 @@ def main(
               ng_profile out.jsonl --json
     """
     from ngym.files.atomic import check_new_output, write_whole
-    from ngym.files.jsonl import checked, expanded
+    from ngym.files.jsonl import check_lines, expand_paths
     from ngym.stats import profile
 
     if not is_reward(solved):
         raise UsageError(f"--solved: must be a number within ±{LARGEST_REWARD:g}, not {solved}")
-    inputs = expanded(sources, "")
+    inputs = expand_paths(sources, "")
     if output is not None:
         check_new_output(output, inputs, overwrite)
     copies = RolloutCopies()
-    tasks = profile((line.row for line in checked(inputs, lambda row: _problem(row) or copies.problem(row))), by)
+    tasks = profile((line.row for line in check_lines(inputs, lambda row: _problem(row) or copies.problem(row))), by)
     if not tasks:
         raise UsageError(f"{', '.join(sources)}: no rollouts in it")
     lines = b"".join(orjson.dumps(task.as_json(solved)) + b"\n" for task in tasks)

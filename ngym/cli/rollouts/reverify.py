@@ -16,7 +16,7 @@ import orjson
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_files, count, writing
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
-from ngym.runtime.live_region import sanitized
+from ngym.runtime.live_region import sanitize
 from ngym.schema import Json, agent_name, row_problem, trace_of
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ def main(
     """
     from ngym.config.service_config import load_config
     from ngym.files.atomic import check_new_output
-    from ngym.files.jsonl import expanded
+    from ngym.files.jsonl import expand_paths
     from ngym.runtime.event_loop import signals_as_keyboard_interrupt
     from ngym.supervise.zygote_client import ZygoteClient
 
-    inputs = expanded(sources)
+    inputs = expand_paths(sources)
     check_new_output(output, inputs, overwrite or dry_run)
     if dry_run:
         _show(_needs(load_config(configs, overrides), inputs, models), output, as_json)
@@ -162,22 +162,22 @@ async def _reverify(
     output: Path,
     concurrency: int,
 ) -> _Report:
-    from ngym.cli.environments import started
-    from ngym.grading.reverify import reverified
+    from ngym.cli.environments import start_services
+    from ngym.grading.reverify import reverify_rows
 
     report = _Report()
-    async with started(needs.config, needs.services, launcher) as peers:
+    async with start_services(needs.config, needs.services, launcher) as peers:
         with writing(output):
-            async for result in reverified(_rows(inputs), _gym_of_row(needs.gyms, peers), concurrency):
+            async for result in reverify_rows(_rows(inputs), _gym_of_row(needs.gyms, peers), concurrency):
                 report.add(result)
                 file.write(orjson.dumps(result.row) + b"\n")
     return report
 
 
 def _rows(inputs: Sequence[Path]) -> Iterator[Json]:
-    from ngym.files.jsonl import checked
+    from ngym.files.jsonl import check_lines
 
-    return (line.row for line in checked(inputs, _problem))
+    return (line.row for line in check_lines(inputs, _problem))
 
 
 def _problem(row: Json) -> str | None:
@@ -223,7 +223,7 @@ class _Report:
         self.rows += 1
         if result.failure is not None:
             self.failed += 1
-            click.echo(sanitized(f"row {self.rows}: {result.failure}"), err=True)
+            click.echo(sanitize(f"row {self.rows}: {result.failure}"), err=True)
         elif result.before == result.after:
             self.same += 1
         else:

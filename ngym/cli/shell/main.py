@@ -41,9 +41,9 @@ MISTAKES = (
 
 
 def exit_code(run: Callable[[], object], name: str) -> int:
-    """`ended` for a process that exits with this code: after an interrupt, no further signal changes the code."""
+    """`run_command` for a process that exits with this code: after an interrupt, no further signal changes the code."""
     try:
-        code = ended(run, name)
+        code = run_command(run, name)
         if code != EXIT_INTERRUPTED:
             return code
     except KeyboardInterrupt:
@@ -52,7 +52,7 @@ def exit_code(run: Callable[[], object], name: str) -> int:
     return EXIT_INTERRUPTED
 
 
-def ended(run: Callable[[], object], name: str) -> int:
+def run_command(run: Callable[[], object], name: str) -> int:
     """Run a command to its end. Returns its result if that is a number, or the code of the error that ended it."""
     _make_streams_usable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -94,9 +94,9 @@ def _make_streams_usable() -> None:
 
 def _say(text: str, code: int) -> int:
     """Print an error and return its code. The text may quote untrusted text: control characters are made visible."""
-    from ngym.runtime.live_region import sanitized
+    from ngym.runtime.live_region import sanitize
 
-    click.echo(sanitized(text), err=True)
+    click.echo(sanitize(text), err=True)
     return code
 
 
@@ -271,7 +271,7 @@ class Command(click.Command):
         if not standalone_mode:
             return run()
         is_process = not args and extra.get("args") is None  # not a test runner
-        code = exit_code(run, self.name or "ng") if is_process else ended(run, self.name or "ng")
+        code = exit_code(run, self.name or "ng") if is_process else run_command(run, self.name or "ng")
         if is_process and "torch" in sys.modules:
             exit_process(code)
         sys.exit(code)

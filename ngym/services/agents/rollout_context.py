@@ -14,9 +14,9 @@ import orjson
 
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response, unfinished
 from ngym.errors import Boundary, ServiceError, UpstreamError
-from ngym.net.json_limits import LONG_NUMBER, MAX_DEPTH, by_size, is_deep, serialized
+from ngym.net.json_limits import LONG_NUMBER, MAX_DEPTH, by_size, is_deep, serialize
 from ngym.peer_answers import SHOWN_BYTES
-from ngym.rollout import added, extend, tokens_of, versions_in, with_latest_tokens
+from ngym.rollout import add_usage, extend, tokens_of, versions_in, with_latest_tokens
 from ngym.schema import (
     RESERVED,
     SCHEMA_VERSION,
@@ -140,14 +140,14 @@ class RolloutContext:
         self.turns += 1
         self.so_far += response["output"]
         self.finish_reasons.append(finish_reason(response))
-        self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
+        self._usage = response.get("usage") if self.turns == 1 else add_usage(self._usage, response.get("usage"))
         self.took("model", started, "model_s")
         return response
 
     async def _call_model(self, request: Json) -> Any:
         timeout_s = self.options.model_timeout_s
         try:
-            raw = await by_size(self.request_bytes, serialized, request)
+            raw = await by_size(self.request_bytes, serialize, request)
             return await self.model.post("/v1/responses", raw, timeout=timeout_s, idempotent=True)
         except ServiceError as error:
             if error.failure != "context_length":
@@ -273,7 +273,7 @@ class RolloutContext:
             self.seconds["model_s"] += seconds
         self.spans.sort(key=itemgetter(1))
         self.segments += captured["segments"]
-        self._usage = captured["usage"] if self.turns == 0 else added(self._usage, captured["usage"])
+        self._usage = captured["usage"] if self.turns == 0 else add_usage(self._usage, captured["usage"])
         self.turns += captured["calls"]
         self.finish_reasons += captured["finish_reasons"]
         return {**response, "usage": self._usage}

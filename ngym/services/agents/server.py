@@ -26,9 +26,9 @@ from starlette.responses import Response
 from ngym.errors import BadRequest, Boundary, NotFound, PeerTimeout, ServiceError
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
-from ngym.net.json_limits import LOOP_BYTES, ROW_BYTES, by_size, serialized
+from ngym.net.json_limits import LOOP_BYTES, ROW_BYTES, by_size, serialize
 from ngym.net.request_context import header
-from ngym.peer_answers import parsed
+from ngym.peer_answers import parse_large
 from ngym.peers import PeerSession, ToolErrors, given_up
 from ngym.rollout import without_tokens
 from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
@@ -423,11 +423,11 @@ async def _verify(rollout: RolloutContext, body: Json) -> Json:
     started = time.perf_counter()
     rollout.doing = "verify"
     with Boundary("verify_error", "the rollout could not be verified"):
-        raw = await by_size(rollout.request_bytes, serialized, body)
+        raw = await by_size(rollout.request_bytes, serialize, body)
         timeout_s = rollout.options.verify_timeout_s
         once_more = rollout.stateless  # a call that is lost may be made again
         reply = await rollout.gym.request("/verify", raw, timeout=timeout_s, prefer=MINIMAL, idempotent=once_more)
-        scored: Json = await parsed(reply, rollout.gym.peer.name, "/verify")
+        scored: Json = await parse_large(reply, rollout.gym.peer.name, "/verify")
     if not isinstance(scored, dict) or "reward" not in scored:
         raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
     rollout.took("verify", started, "verify_s")

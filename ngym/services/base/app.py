@@ -37,8 +37,8 @@ from ngym.errors import (
     Problem,
     ServiceError,
     ToolError,
+    bad_request,
     openai_refusal,
-    refused,
     shorten,
 )
 from ngym.net import request_context
@@ -418,7 +418,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """Validation errors of a route that an author wrote with FastAPI's own decorators."""
     assert isinstance(error, RequestValidationError)
     wrong = (Problem(".".join(map(str, one["loc"])), str(one["msg"])) for one in error.errors())
-    return _problem(request, refused(wrong, shorten(request.url.path, MAX_NAME)))
+    return _problem(request, bad_request(wrong, shorten(request.url.path, MAX_NAME)))
 
 
 async def _no_memory(request: Request, error: Exception) -> Response:

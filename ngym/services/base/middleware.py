@@ -524,7 +524,7 @@ def verify() -> tracing.Span:
     return span
 
 
-def scored(span: tracing.Span, outcome: Json) -> None:
+def record_rewards(span: tracing.Span, outcome: Json) -> None:
     """Record the rewards on the span; a null reward is left out."""
     if not span.is_recording:
         return

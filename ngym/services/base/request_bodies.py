@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from ngym.did_you_mean import nearest
-from ngym.errors import MAX_NAME, MAX_PROBLEMS, BadRequest, NotReady, Problem, refused, shorten
+from ngym.errors import MAX_NAME, MAX_PROBLEMS, BadRequest, NotReady, Problem, bad_request, shorten
 from ngym.net.json_limits import (
     LOOP_BYTES,
     MAX_DEPTH,
@@ -141,7 +141,7 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
     args = raw, request.scope["path"], own or most_weight
     try:
-        return parsed(*args) if len(raw) <= LOOP_BYTES else await by_size(len(raw), parsed, *args)
+        return parse_body(*args) if len(raw) <= LOOP_BYTES else await by_size(len(raw), parse_body, *args)
     except BadRequest as error:
         encoding = request.headers.get("content-encoding", "identity")
         if error.status == 400 and encoding != "identity":
@@ -151,7 +151,7 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
 
 
 async def valid_body(request: Request, model: type[BaseModel], value: Json, what: str) -> Any:
-    """As `validated`, for a value from the request's body. In a large body, each list is checked up to its first
+    """As `validate`, for a value from the request's body. In a large body, each list is checked up to its first
     problem.
     """
     size = request.scope.get(BODY_BYTES) or len(await whole_body(request))
@@ -160,12 +160,12 @@ async def valid_body(request: Request, model: type[BaseModel], value: Json, what
     return await by_size(size, _validate, model, value, what, True)
 
 
-def validated(model: type[BaseModel], value: Json, what: str) -> Any:
+def validate(model: type[BaseModel], value: Json, what: str) -> Any:
     """The value as a record. Raises BadRequest with one line that names the first wrong fields."""
     return _validate(model, value, what, False)
 
 
-def parsed(raw: bytes, path: str, most_weight: int) -> Json:
+def parse_body(raw: bytes, path: str, most_weight: int) -> Json:
     """A body's JSON object. path: of the request.
 
     Raises:
@@ -252,7 +252,7 @@ def _validate(model: type[BaseModel], value: Json, what: str, stops_early: bool)
         return _stopping(model).validate_python(value) if stops_early else model.model_validate(value)
     except ValidationError as error:
         problems = _problems(model, value, error)
-        raise refused(
+        raise bad_request(
             (Problem(_location(one), one["msg"] + _similar_name_hint(model, value, one)) for one in problems), what
         ) from None
 

@@ -27,7 +27,7 @@ from ngym.schema import SESSION_HEADER, Json
 from ngym.services.base.app import JsonResponse, Lifespan
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import CALL_WEIGHT, is_light, off_loop
-from ngym.services.gym.sessions import Session, begun, session_id_of
+from ngym.services.gym.sessions import Session, begin_session, session_id_of
 
 if TYPE_CHECKING:
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
@@ -156,7 +156,7 @@ def _session(request: Request, method: str | None) -> Session | None:
     if session_id is not None:
         session: Session = store.get(session_id)
         return session
-    return begun(store, request) if method in BEGIN_A_SESSION else None
+    return begin_session(store, request) if method in BEGIN_A_SESSION else None
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

@@ -33,7 +33,7 @@ from ngym.services.gym.sessions import (
     IdempotentCalls,
     Session,
     SessionStore,
-    begun,
+    begin_session,
     session_for,
     session_headers,
     session_id_of,
@@ -45,7 +45,7 @@ from ngym.services.gym.tools import (
     check_options_type,
     check_reward_type,
     has_nan,
-    inspected,
+    inspect_function,
     missing_tools,
     of_function,
     register_tool,
@@ -76,7 +76,7 @@ NEVER_SEEDED = (
 MAX_ANSWER = 1_000  # characters of a reported answer; the response has the full program or document
 
 
-def aggregated(body: Json, compute_metrics: ComputeMetrics | None) -> Json:
+def aggregate_rows(body: Json, compute_metrics: ComputeMetrics | None) -> Json:
     """The answer to a metrics request; its `by` names a field by whose values the scores are also grouped.
 
     Raises:
@@ -249,7 +249,7 @@ def gym_server(
     app.state.serving.answer_headers = session_headers
     app.state.sessions = store
     idempotent = app.state.idempotent = IdempotentCalls()
-    app.state.verifier = inspected(verify, VerifyRequest)
+    app.state.verifier = inspect_function(verify, VerifyRequest)
     check_reward_type(verify)
     check_options_type([verify, *([verify_group] if verify_group else []), *tools], options)
     if stateless and app.state.verifier.session:
@@ -262,7 +262,7 @@ def gym_server(
     async def seed_session(request: Request) -> Response:
         row = await json_body(request)
         await valid_body(request, app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
-        session = begun(store, request, header(request.scope, SESSION_HEADER))
+        session = begin_session(store, request, header(request.scope, SESSION_HEADER))
         await set_task(store, session, row, request)
         seeded: Json = {"tools": app.state.tools} if app.state.tools else {}
         seeded |= {"stateless": True} if app.state.stateless else {}
@@ -284,7 +284,7 @@ def gym_server(
                 raise copy.copy(session.failure)
             with middleware.verify() as span, Boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request), reward_range)
-                middleware.scored(span, outcome)
+                middleware.record_rewards(span, outcome)
                 try:
                     if header(request.scope, PREFER_HEADER) == MINIMAL:
                         return JsonResponse(outcome, headers={APPLIED_HEADER: MINIMAL})
@@ -311,7 +311,7 @@ def gym_server(
 
     async def aggregate_route(request: Request) -> Response:
         body = await json_body(request, BULK_WEIGHT)
-        return JsonResponse(await in_thread(aggregated, body, compute_metrics))
+        return JsonResponse(await in_thread(aggregate_rows, body, compute_metrics))
 
     async def has_metrics(request: Request) -> Response:
         return JsonResponse({"compute_metrics": compute_metrics is not None})
@@ -353,7 +353,7 @@ def gym_server(
         answer=object_of({"compute_metrics": _BOOLEAN}),
     )
     if verify_group is not None:
-        _add_group_route(app, inspected(verify_group, VerifyGroup), rewarded, reward_range)
+        _add_group_route(app, inspect_function(verify_group, VerifyGroup), rewarded, reward_range)
     for tool in map(of_function, tools):
         name = tool.described["name"]
         if name in app.state.callable:

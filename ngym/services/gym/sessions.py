@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from ngym.errors import BadRequest, NotFound, Overloaded, ServiceError
-from ngym.net.json_limits import fitted, parsed_bytes
+from ngym.net.json_limits import parsed_bytes, trim
 from ngym.net.request_context import header, headers_of
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, Json
 from ngym.services.base.middleware import Handler, in_time
@@ -180,11 +180,11 @@ def session_for(store: SessionStore, request: Request, *, start: bool = False) -
     """
     session_id = session_id_of(request.scope)
     if start and (session_id is None or session_id not in store):
-        return begun(store, request, session_id)
+        return begin_session(store, request, session_id)
     return Session() if session_id is None else store.get(session_id)
 
 
-def begun(store: SessionStore, request: Request, session_id: str | None = None) -> Session:
+def begin_session(store: SessionStore, request: Request, session_id: str | None = None) -> Session:
     """A new session, whose id is in the answer to this request."""
     session = store.start(session_id)
     request.scope[BEGUN_SESSION] = session.id
@@ -284,7 +284,7 @@ class IdempotentCalls:
         self._done[call] = asyncio.get_running_loop().time()
         self._of_session.setdefault(call[0], []).append(call)
         if isinstance(answer, Response):
-            answer.body = fitted(answer.body)
+            answer.body = trim(answer.body)
         if answer is not None:
             self._answers[call] = answer
             self._bytes += _size(answer)

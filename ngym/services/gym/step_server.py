@@ -17,7 +17,7 @@ from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, object_of
 from ngym.services.base.options import ServiceOptions
-from ngym.services.base.request_bodies import json_body, valid_body, validated
+from ngym.services.base.request_bodies import json_body, valid_body, validate
 from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, RewardRange, VerifyRequest, gym_server
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import of_function
@@ -111,7 +111,7 @@ def step_server(
     async def say(body: Turn, session: Session) -> Json:
         """Take your next turn; answers with what came of it."""
         answer = {"output": [message_item([output_text(body.text)], "msg_turn")]}
-        turn = validated(task, {**session[TASK], "response": answer}, "the row")
+        turn = validate(task, {**session[TASK], "response": answer}, "the row")
         outcome = await _advance(turn, session, step)
         return {"observation": outcome.observation, "over": session["over"]}
 

@@ -163,7 +163,7 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
 def of_function(function: Callable[..., Any]) -> Tool:
     """A tool from a function of the author's. SignatureError if it cannot be a tool."""
     name = _tool_name(function)
-    author = inspected(function, BaseModel, fields=True)
+    author = inspect_function(function, BaseModel, fields=True)
 
     async def call(arguments: Json, session: Session, request: Request) -> Response:
         try:
@@ -229,7 +229,7 @@ def _contains_itself(value: Any) -> bool:
     return False
 
 
-def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> AuthorFunction:
+def inspect_function(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> AuthorFunction:
     """Which parameters are the body, the session, the options and the peers, by their annotations.
 
     Args:
@@ -419,10 +419,10 @@ def _describe(name: str, tool: AuthorFunction) -> Json:
     for field in schema.get("properties", {}).values():
         field.pop("title", None)
     schema["additionalProperties"] = False
-    return described(name, tool.description, schema)
+    return describe_tool(name, tool.description, schema)
 
 
-def described(name: str, description: str | None, schema: Json) -> Json:
+def describe_tool(name: str, description: str | None, schema: Json) -> Json:
     """A function tool in the format of the Responses API."""
     text = description or ""
     return {"type": "function", "name": name, "description": text, "parameters": schema, "strict": False}

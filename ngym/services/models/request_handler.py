@@ -28,7 +28,7 @@ from starlette.responses import Response
 from ngym.convert import finish_reason, sse, usage_from_chat
 from ngym.errors import MAX_NAME, BadRequest, Boundary, NotFound, ServiceError, shorten
 from ngym.net import request_context
-from ngym.net.json_limits import LOOP_BYTES, by_size, fitted
+from ngym.net.json_limits import LOOP_BYTES, by_size, trim
 from ngym.rollout import ModelCall as CallTokens
 from ngym.rollout import tokens_of, without_tokens
 from ngym.schema import TOKEN_FIELDS, Json
@@ -37,7 +37,7 @@ from ngym.services.base.middleware import Admission, EventStream, Handler, whole
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body, off_loop, whole_body
 from ngym.services.models.api_dialects import ApiDialect, Native
-from ngym.services.models.token_capture import Captures, ModelCall, PendingCall, Respond, Stream, take_seen
+from ngym.services.models.token_capture import Captures, ModelCall, PendingCall, Respond, Stream, take_prior_call
 from ngym.telemetry import tracing
 
 MAX_RESPONSES = 20_000
@@ -71,7 +71,7 @@ class ResponseStore:
     def keep(self, response_id: str, request: bytes, response: bytes, previous: str | None) -> None:
         if response_id in self._stored:
             self._drop(response_id)
-        self._stored[response_id] = _Stored(request, fitted(response), previous)
+        self._stored[response_id] = _Stored(request, trim(response), previous)
         self._bytes += len(request) + len(response)
         while self._bytes > self._max_bytes or len(self._stored) > self._max_responses:
             self._drop(next(iter(self._stored)))
@@ -420,7 +420,7 @@ class RequestHandler:
         if previous is not None:
             whole["input"] = self._store.conversation(previous) + input_items(whole["input"])
         native = dialect.request(whole, context.options.reasoning_style)
-        prior_call = take_seen(native["messages"] if "messages" in native else native["input"])
+        prior_call = take_prior_call(native["messages"] if "messages" in native else native["input"])
         question = None
         if "rollout_id" in request.path_params:
             repeated = request.headers.get(RETRIES, "0") != "0"

@@ -28,7 +28,7 @@ from ngym.convert import finish_reason
 from ngym.errors import BadRequest
 from ngym.net.json_limits import is_deep
 from ngym.rollout import ModelCall as CallTokens
-from ngym.rollout import added
+from ngym.rollout import add_usage
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, FinishReason, Json
 from ngym.schema import Segment as SegmentJson
 
@@ -52,7 +52,7 @@ class PriorCall(NamedTuple):
     turn_goes_on: bool
 
 
-def take_seen(items: Any) -> PriorCall | None:
+def take_prior_call(items: Any) -> PriorCall | None:
     """Remove the token fields from these items or messages; returns the call whose ids the last of them carried.
 
     Raises:
@@ -146,7 +146,7 @@ def request_turns(request: Json) -> RequestTurns:
     return RequestTurns(turns, run)
 
 
-def answered(before: RequestTurns, answer: Json) -> bytes:
+def conversation_digest(before: RequestTurns, answer: Json) -> bytes:
     """The digest of a conversation and its native answer, a Response or a Chat Completion."""
     items = answer["output"] if "output" in answer else [answer["choices"][0]["message"]]
     parts = [part for item in items for part in _output_content(item)]
@@ -357,7 +357,7 @@ class Captures:
         segments = [segment.json() for segment in rollout.segments()]
         now, usage = time.monotonic(), rollout.calls[0].usage
         for call in rollout.calls[1:]:
-            usage = added(usage, call.usage)
+            usage = add_usage(usage, call.usage)
         return {
             "rollout_id": rollout_id,
             "calls": len(rollout.calls),
@@ -414,7 +414,7 @@ def _place_call(question: PendingCall, tokens: CallTokens, usage: Json | None, a
         usage,
         finish_reason(answer),
         request_digest=question.turns.turns[-1].digest,
-        answer_digest=answered(question.turns, answer),
+        answer_digest=conversation_digest(question.turns, answer),
         began=question.began,
         seconds=time.monotonic() - question.began,
     )
