@@ -534,7 +534,31 @@ def test_a_hint_needs_room_in_the_context(setup: Setup, tokenizer: PreTrainedTok
     teachers = teacher.open_teachers(setup, objective.Teacher.model_validate(named), 1.0)
     [segment] = sample.segments
     longer = replace(segment, token_ids=[*segment.token_ids, *[20] * place])
-    assert teachers.fits(sample) and not teachers.fits(replace(sample, segments=(longer,)))
+    found, of_longer = teachers.scores([sample, replace(sample, segments=(longer,))], setup.engine, 8192)
+    assert found is not None and of_longer is None
+
+
+def test_a_hint_is_inserted_once_into_each_rollout(
+    setup: Setup, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inserted: list[str] = []
+    insert = teacher.Hint.inserted
+
+    def counted(hint: teacher.Hint, rollout: samples.RolloutSample) -> samples.RolloutSample:
+        inserted.append(rollout.group)
+        return insert(hint, rollout)
+
+    monkeypatch.setattr(teacher.Hint, "inserted", counted)
+    question = {"role": "user", "content": "What is 2 + 3?"}
+    sampled = [
+        replace(one_turn_rollout(tokenizer, [question], "It is 5.", expected_answer="5"), group=group) for group in ("a", "b")
+    ]
+    named = {"current_policy": True, "hint": "The answer is {expected_answer}."}
+    options = algorithms.DistillationOptions.model_validate({"teacher": named})
+    assert options.teacher is not None
+    teachers = teacher.open_teachers(setup, options.teacher, 1.0)
+    prepared = policy_gradient.PolicyGradient(options, 1, None, teachers).prepare(sampled, setup.engine, 8192)
+    assert len(prepared) == 2 and inserted == ["a", "b"]
 
 
 @pytest.mark.parametrize("source", ["current_policy", "path"])

@@ -232,8 +232,9 @@ class PolicyGradient:
             rollouts = [rollout for rollout in rollouts if not rollout.truncated]
         if self._teacher is None or self._options.teacher is None:
             return list(rollouts)
-        rollouts = [rollout for rollout in rollouts if self._teacher.fits(rollout)]
-        rollouts = with_values(rollouts, "teacher", self._teacher.scores(rollouts, engine, budget))
+        scores = self._teacher.scores(rollouts, engine, budget)
+        rollouts = [rollout for rollout, values in zip(rollouts, scores, strict=True) if values is not None]
+        rollouts = with_values(rollouts, "teacher", [values for values in scores if values is not None])
         return list(_with_teacher_advantages(self._options.teacher, rollouts))
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:

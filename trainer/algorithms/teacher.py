@@ -1,7 +1,7 @@
 """The teachers of on-policy distillation: their log-probabilities of the tokens that the policy sampled.
 
     teachers = open_teachers(setup, options, temperature)
-    teachers.scores(rollouts, engine, budget)     # by rollout, by segment, by token, without a gradient
+    teachers.scores(rollouts, engine, budget)     # by rollout, by segment, by token, without a gradient; None: too long
     teachers.distributions(packed)                # of one teacher's whole distributions, for a divergence
 
 A teacher is a local checkpoint, any server with vLLM's /inference/v1/generate, or the policy itself with a hint that the
@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from hashlib import blake2b
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
@@ -75,43 +76,56 @@ class Teachers:
     def __init__(self, teachers: Sequence[tuple[TeacherShare, OpenTeacher, Hint | None]]) -> None:
         self._teachers = teachers
 
-    def fits(self, rollout: RolloutSample) -> bool:
-        """Whether the rollout fits the contexts of its teachers, with their hints."""
-        return all(
-            (rollout if hint is None else hint.inserted(rollout)).longest <= teacher.context
-            for share, teacher, hint in self._teachers
-            if not share.agents or rollout.agent in share.agents
-        )
-
-    def scores(self, rollouts: Sequence[RolloutSample], engine: Engine, budget: int) -> Sequence[Sequence[list[float]]]:
+    def scores(self, rollouts: Sequence[RolloutSample], engine: Engine, budget: int) -> list[list[list[float]] | None]:
         """The weighted mean of the teachers' log-probabilities, by rollout, by segment, by sampled token.
 
-        Its difference to the policy's is a sample of the weighted mean of the reverse KLs. Every rank calls it.
+        None for a rollout that does not fit the contexts of all its teachers, with their hints. The difference to the
+        policy's is a sample of the weighted mean of the reverse KLs. Every rank calls it.
 
         Raises:
-            UsageError: a rollout has no teacher, or is too long for one.
+            UsageError: a rollout has no teacher.
         """
-        sums = [[[0.0] * segment.trained for segment in rollout.segments] for rollout in rollouts]
-        weights = [0.0] * len(rollouts)
-        for share, teacher, hint in self._teachers:
-            places = [
-                place for place, candidate in enumerate(rollouts) if not share.agents or candidate.agent in share.agents
-            ]
-            inputs = [rollouts[place] if hint is None else hint.inserted(rollouts[place]) for place in places]
-            logprobs = score(inputs, teacher.logprobs, engine, budget) if inputs else []
-            for place, of_segments in zip(places, logprobs, strict=True):
-                weights[place] += share.weight
+        inputs = [self._inputs(rollout) for rollout in rollouts]
+        fitting = [place for place, of_teachers in enumerate(inputs) if self._fit(of_teachers)]
+        sums = {place: [[0.0] * segment.trained for segment in rollouts[place].segments] for place in fitting}
+        for index, (share, teacher, _) in enumerate(self._teachers):
+            given = {place: asked for place in fitting if (asked := inputs[place][index]) is not None}
+            logprobs = score([*given.values()], teacher.logprobs, engine, budget) if given else []
+            for place, of_segments in zip(given, logprobs, strict=True):
                 for total, values in zip(sums[place], of_segments, strict=True):
                     total[:] = [so_far + share.weight * value for so_far, value in zip(total, values, strict=True)]
-        if 0.0 in weights:
-            agent = rollouts[weights.index(0.0)].agent
-            raise UsageError(
-                f"algorithm.teacher.several: no teacher scores the rollouts of {agent!r}; add its name to agents"
-            )
         return [
-            [[value / weight for value in of_segment] for of_segment in of_segments]
-            for of_segments, weight in zip(sums, weights, strict=True)
+            [[value / self._weight(inputs[place]) for value in total] for total in sums[place]]
+            if place in sums
+            else None
+            for place in range(len(rollouts))
         ]
+
+    def _inputs(self, rollout: RolloutSample) -> list[RolloutSample | None]:
+        """The rollout as each teacher sees it; None for a teacher of other agents."""
+        inputs = [
+            None
+            if share.agents and rollout.agent not in share.agents
+            else (rollout if hint is None else hint.inserted(rollout))
+            for share, _, hint in self._teachers
+        ]
+        if all(asked is None for asked in inputs):
+            raise UsageError(
+                f"algorithm.teacher.several: no teacher scores the rollouts of {rollout.agent!r}; add its name to agents"
+            )
+        return inputs
+
+    def _fit(self, inputs: Sequence[RolloutSample | None]) -> bool:
+        """Whether what each teacher sees of a rollout fits its context."""
+        return all(
+            asked is None or asked.longest <= teacher.context
+            for asked, (_, teacher, _) in zip(inputs, self._teachers, strict=True)
+        )
+
+    def _weight(self, inputs: Sequence[RolloutSample | None]) -> float:
+        """The sum of the weights of the teachers that score a rollout."""
+        shares = zip(inputs, self._teachers, strict=True)
+        return sum(share.weight for asked, (share, _, _) in shares if asked is not None)
 
     def distributions(self, packed: MicroBatch) -> Distributions:
         """Those of the only teacher."""
@@ -307,15 +321,11 @@ class Server:
         self._pool = ThreadPoolExecutor(CALLS, "teacher")
         self._top_k = top_k
         self._cache: OrderedDict[bytes, list[Any]] = OrderedDict()
-        self._max_model_len: int | None = None
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Without the token that a request samples. A server that does not tell its context has no limit here."""
-        if self._max_model_len is None:
-            self.tokens(KNOWN_TEXT)
-        assert self._max_model_len is not None
-        return self._max_model_len - 1
+        return int(self._tokenize(KNOWN_TEXT).get("max_model_len") or sys.maxsize) - 1
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
         logprobs = [place[0] for of_segment in self._token_logprobs(packed) for place in of_segment]
@@ -333,13 +343,14 @@ class Server:
 
     def tokens(self, text: str) -> list[int]:
         """The server's own token ids of a text."""
-        answer = self._post("/tokenize", {"prompt": text, "add_special_tokens": False})
-        self._max_model_len = answer.get("max_model_len") or sys.maxsize
-        return list(answer["tokens"])
+        return list(self._tokenize(text)["tokens"])
 
     def ask_again(self) -> None:
         """Empty the cache of answers."""
         self._cache.clear()
+
+    def _tokenize(self, text: str) -> dict[str, Any]:
+        return self._post("/tokenize", {"prompt": text, "add_special_tokens": False})
 
     def _token_logprobs(self, packed: MicroBatch) -> list[list[TokenLogprobs]]:
         """The logprobs at each segment's trained tokens."""
