@@ -156,11 +156,12 @@ def serve_teacher(
     tokens: Callable[[list[int]], list[int]] = list,
     problems: Sequence[int | type[Exception] | None] = (),
     context: int | None = None,
+    limit: int | None = None,
 ) -> Iterator[tuple[str, list[int]]]:
     """vLLM's two routes over a network in this folder; `change` alters its prompt_logprobs. Yields url and calls.
 
     problems: of the first requests in turn: a status, an exception after which the connection is closed, or none.
-    context: as /tokenize returns it.
+    context: as /tokenize returns it. limit: tokens from which a prompt is refused, in vLLM's words.
     """
     ahead = iter(problems)
     network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -180,6 +181,10 @@ def serve_teacher(
             else:
                 ids = request["token_ids"]
                 calls.append(len(ids))
+                if limit is not None and len(ids) >= limit:
+                    return self.refuse(
+                        f"The decoder prompt (length {len(ids)}) is longer than the maximum model length"
+                    )
                 with torch.no_grad():
                     log_p = network(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
                 top_k = request["sampling_params"]["prompt_logprobs"]
@@ -188,8 +193,14 @@ def serve_teacher(
                     likeliest = log_p[at - 1].topk(top_k).indices.tolist()
                     logprobs.append({str(n): {"logprob": float(log_p[at - 1, n])} for n in {ids[at], *likeliest}})
                 answer = {"choices": [], "prompt_logprobs": change(logprobs, ids)}
+            self.answer(200, answer)
+
+        def refuse(self, message: str) -> None:
+            self.answer(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
+
+        def answer(self, status: int, answer: Any) -> None:
             body = json.dumps(answer).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -381,10 +392,11 @@ def wavering() -> Change:
             {"change": lambda logprobs, ids: [None, *({str(i): {"logprob": 2.0}} for i in ids[1:])]},
             "not log-probabilities",
         ),
+        ({"limit": 5}, "its context is too small for a known text of"),
         ({"change": wavering()}, "not deterministic: two answers for the same text differ by 1"),
         ({"change": shift}, "not aligned"),
     ],
-    ids=["tokenizer", "none", "too few", "other tokens", "positive", "wavering", "shifted"],
+    ids=["tokenizer", "none", "too few", "other tokens", "positive", "short", "wavering", "shifted"],
 )
 def test_a_faulty_server_is_refused_with_a_line(setup: Setup, master: Path, faults: Any, reason: str) -> None:
     with serve_teacher(master, **faults) as (url, _), pytest.raises(ConfigError) as caught:
@@ -524,6 +536,10 @@ def test_rollouts_that_are_too_long_for_a_teacher_train_nothing(setup: Setup, ma
         assert prepare({"url": url}, 15, 16) == [15]
     with serve_teacher(master) as (url, _):  # it does not tell its context
         assert prepare({"url": url}, 16) == [16]
+    with serve_teacher(master, limit=50) as (url, _):  # nor here, and it refuses what is too long
+        assert prepare({"url": url}, 49, 50, 20) == [49, 20]
+        several = [{"url": url}, {"path": str(master)}]
+        assert prepare({"several": several}, 50, 49) == [49]
 
 
 def test_a_hint_needs_room_in_the_context(setup: Setup, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -551,7 +567,8 @@ def test_a_hint_is_inserted_once_into_each_rollout(
     monkeypatch.setattr(teacher.Hint, "inserted", counted)
     question = {"role": "user", "content": "What is 2 + 3?"}
     sampled = [
-        replace(one_turn_rollout(tokenizer, [question], "It is 5.", expected_answer="5"), group=group) for group in ("a", "b")
+        replace(one_turn_rollout(tokenizer, [question], "It is 5.", expected_answer="5"), group=group)
+        for group in ("a", "b")
     ]
     named = {"current_policy": True, "hint": "The answer is {expected_answer}."}
     options = algorithms.DistillationOptions.model_validate({"teacher": named})

@@ -12,6 +12,7 @@ value of that token changes, and no other.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from ngym.errors import ConfigError, UsageError
 from ngym.net.tls import client_context
+from ngym.peer_answers import is_context_overflow, words
 
 from ..data.samples import RolloutSample, Sample, SampledSegment, Segment
 from ..engine.engine import Engine, score
@@ -53,6 +55,7 @@ CALLS = 32  # at the same time
 TIMEOUT_S = 600.0
 PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # between the attempts of a call: asking twice changes nothing
 OVERLOADED = frozenset({429, 502, 503, 504})
+TOO_LONG = math.inf  # instead of the log-probabilities of a segment that a server refuses as too long
 CACHED_ANSWERS = 4096  # answers for segments that are scored again
 
 
@@ -64,7 +67,7 @@ class OpenTeacher(Protocol):
         """The tokens of the longest segment that it scores."""
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
-        """Its log-probabilities of the trained tokens, [N], without a gradient."""
+        """Its log-probabilities of the trained tokens, [N], without a gradient; TOO_LONG of a segment that it refuses."""
 
     def distributions(self, packed: MicroBatch) -> Distributions:
         """Its distributions of them."""
@@ -89,9 +92,12 @@ class Teachers:
         fitting = [place for place, of_teachers in enumerate(inputs) if self._fit(of_teachers)]
         sums = {place: [[0.0] * segment.trained for segment in rollouts[place].segments] for place in fitting}
         for index, (share, teacher, _) in enumerate(self._teachers):
-            given = {place: asked for place in fitting if (asked := inputs[place][index]) is not None}
+            given = {place: asked for place in sums if (asked := inputs[place][index]) is not None}
             logprobs = score([*given.values()], teacher.logprobs, engine, budget) if given else []
             for place, of_segments in zip(given, logprobs, strict=True):
+                if any(TOO_LONG in values for values in of_segments):
+                    sums.pop(place)
+                    continue
                 for total, values in zip(sums[place], of_segments, strict=True):
                     total[:] = [so_far + share.weight * value for so_far, value in zip(total, values, strict=True)]
         return [
@@ -370,9 +376,11 @@ class Server:
     def _score_segment(self, segment: Segment) -> list[TokenLogprobs]:
         ids = segment.token_ids
         params = {"prompt_logprobs": self._top_k, "max_tokens": 1, "temperature": 1.0}
-        positions = self._post("/inference/v1/generate", {"token_ids": ids, "sampling_params": params}).get(
-            "prompt_logprobs"
-        )
+        try:
+            answer = self._post("/inference/v1/generate", {"token_ids": ids, "sampling_params": params})
+        except PromptTooLong:  # the server did not tell its context, or another one answers
+            return [TokenLogprobs(TOO_LONG, [], [])] * segment.trained
+        positions = answer.get("prompt_logprobs")
         if not isinstance(positions, list) or len(positions) != len(ids):
             count = len(positions) if isinstance(positions, list) else "no"
             raise UsageError(
@@ -398,13 +406,28 @@ class Server:
                     return content
             except HTTPError as error:
                 if pause_s is None or error.code not in OVERLOADED:
-                    detail = f"{error.code} {error.read()[:300].decode(errors='replace')}"
-                    raise UsageError(f"{self._url}{path} answered {detail}") from error
+                    raise _refusal(f"{self._url}{path}", error) from error
             except (OSError, HTTPException, ValueError) as error:
                 if pause_s is None or isinstance(error, ValueError):
                     raise UsageError(f"{self._url}{path} cannot be used: {error}") from error
             time.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
+
+
+class PromptTooLong(UsageError):
+    """The server refuses a prompt that does not fit its context."""
+
+
+def _refusal(url: str, error: HTTPError) -> UsageError:
+    """The error of an answer that is not 200."""
+    body = error.read()
+    text = body.decode(errors="replace")
+    try:
+        reason, code = words(orjson.loads(body))
+    except ValueError:
+        reason, code = text, None
+    kind = PromptTooLong if is_context_overflow(error.code, code, reason) else UsageError
+    return kind(f"{url} answered {error.code} {text[:300]}")
 
 
 def _digest(segment: Segment) -> bytes:
@@ -441,6 +464,8 @@ def _find_problem(teacher: OpenTeacher, tokenizer: PreTrainedTokenizerBase, engi
         first, repeat, changed = (_score_ids(teacher, token_ids, engine) for token_ids in (ids, ids, changed_ids))
     except UsageError as error:
         return str(error)
+    if TOO_LONG in first:
+        return f"its context is too small for a known text of {len(ids)} tokens"
     if not all(value <= 1e-3 for value in first):  # also for nan
         return "its values of a known text are not log-probabilities"
     if (difference := _max_difference(first, repeat)) > TOLERANCE:
