@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from ngym.cluster.ray_placement import (
     CHUNK_BYTES,
@@ -36,7 +36,7 @@ from ngym.errors import NgymError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
 from ngym.runtime.event_loop import run_unless_failed
 from ngym.supervise.placement import VISIBLE
-from ngym.supervise.service import ReplicaState, describe_exit
+from ngym.supervise.service import EXIT_LOST, ReplicaState, describe_exit
 from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
 from ngym.supervise.supervisor import Supervisor
 
@@ -197,7 +197,7 @@ class _Run:
         return names, summary(output)["last"].get("step") if (output / METRICS).exists() else None
 
     async def _group(self, environment: Mapping[str, str], continues: Sequence[str]) -> int:
-        """Run one group; returns the first exit code that is not 0."""
+        """Run one group; returns the first exit code that is not 0. EXIT_LOST if Ray loses a rank while it starts."""
         options, size = self._options, self._options.ranks
         of_rank = bundle(options.resources, options.pool)
         group = await reserve_group([of_rank] * size, PLACEMENT_TIMEOUT_S, _say)
@@ -220,7 +220,7 @@ class _Run:
             return code
         except RayError as error:
             _say(str(error).partition("\n")[0])
-            return 1
+            return 1 if isinstance(error, RayTaskError) else EXIT_LOST  # the actor's own code failed, or Ray lost it
         finally:
             self._ranks = []
             for actor in actors:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -280,6 +281,43 @@ def test_ranks_on_ray_do_not_start_a_third_time_if_they_fail_again_at_the_same_p
     with pytest.raises(NgymError, match="twice in the same way" if starts < 4 else "failed 4 times"):
         asyncio.run(run._run_until_done({}))
     assert groups == reached[:starts]
+
+
+def task_error(ray_exceptions: Any) -> Exception:
+    cause = FileNotFoundError("no such folder on the node")
+    error: Exception = ray_exceptions.RayTaskError("start", "Traceback", cause).as_instanceof_cause()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("failure", "starts"),
+    [(lambda errors: errors.ActorDiedError(), 4), (lambda errors: errors.NodeDiedError("lost"), 4), (task_error, 2)],
+    ids=["actor", "node", "own code"],
+)
+def test_a_node_that_is_lost_while_a_rank_starts_counts_as_one_that_is_lost_later(
+    failure: Callable[[Any], Exception], starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not count as a failure of the rank itself, which would end the run at its second time."""
+    ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
+    groups: list[int] = []
+
+    async def fails() -> None:
+        raise failure(ray_launcher.ray.exceptions)
+
+    async def reserved(*_: object) -> None:
+        groups.append(len(groups))
+
+    run = run_on_ray(ray_launcher._Run._group, tmp_path, monkeypatch)
+    actor = SimpleNamespace(address=SimpleNamespace(remote=fails))
+    kind = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor))
+    monkeypatch.setattr(ray_launcher, "reserved", reserved)
+    monkeypatch.setattr(ray_launcher, "in_group", lambda *_: None)
+    monkeypatch.setattr(ray_launcher.ray, "remote", lambda _: kind)
+    monkeypatch.setattr(ray_launcher.ray, "kill", lambda _: None)
+    monkeypatch.setattr(ray_launcher.ray.util, "remove_placement_group", lambda _: None)
+    with pytest.raises(NgymError, match="twice in the same way" if starts < 4 else "failed 4 times"):
+        asyncio.run(run._run_until_done({}))
+    assert len(groups) == starts
 
 
 async def test_ranks_on_ray_see_the_gpus_that_ray_assigns_to_them(
