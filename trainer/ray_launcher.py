@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from .checkpoints import FOLDER as CHECKPOINTS
 from .checkpoints import NAME
 from .online.services import HEAD, config_for, config_for_agents, serving_options
 from .recipe.recipe import Recipe, TrainerOptions
+from .recipe.recipe_reader import environment_names
 from .run_folder import METRICS, RESOLVED, summary
 from .train import agents_of, check_recipe
 
@@ -103,7 +104,7 @@ def _set_up_rank() -> None:
 
 def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: bool, resume: bool) -> Path:
     """Run a recipe on the cluster `to`; returns the run's folder. Raises as `train.main`, and SystemExit(130)."""
-    recipe, _ = check_recipe(files, overrides, on_ray=True)
+    recipe, tree = check_recipe(files, overrides, on_ray=True)
     if recipe.live and recipe.live.colocated:
         raise UsageError("rollouts.colocated: trainer and policy have GPUs of their own on Ray; remove this key")
     if recipe.served_base is not None:
@@ -113,14 +114,20 @@ def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: 
         )
     connect(to)
     try:
-        return asyncio.run(_Run(recipe, [*files, *overrides], overwrite, resume).run())
+        return asyncio.run(_Run(recipe, [*files, *overrides], overwrite, resume, environment_names(tree)).run())
     finally:
         ray.shutdown()
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, words: list[str], overwrite: bool, resume: bool) -> None:
-        self._recipe, self._words = recipe, words
+    """A run on the cluster. named: variables that the recipe names; ranks get them in arguments of Ray's calls, not in
+    runtime_env, which Ray shows and logs.
+    """
+
+    def __init__(
+        self, recipe: Recipe, words: list[str], overwrite: bool, resume: bool, named: Collection[str] = ()
+    ) -> None:
+        self._recipe, self._words, self._named = recipe, words, named
         self._first = ["--resume"] * resume + ["--overwrite"] * overwrite
         self._options = recipe.trainer or TrainerOptions()
         self._ranks: list[RayProcess] = []
@@ -230,7 +237,11 @@ class _Run:
     @asynccontextmanager
     async def _services(self) -> AsyncIterator[tuple[dict[str, str], Callable[[], Any]]]:
         """The variables of all ranks; with those by which rank 0 finds the services, if there are any."""
-        environment = {name: value for name, value in os.environ.items() if name.partition("_")[0] in RANK_VARIABLES}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name in self._named or name.partition("_")[0] in RANK_VARIABLES
+        }
         environment.pop(VISIBLE, None)  # this machine's GPUs; Ray assigns each rank its own
         live = self._recipe.live
         if live is None or live.config is None:

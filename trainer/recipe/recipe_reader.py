@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from .recipe import Launch, Recipe
 if TYPE_CHECKING:
     from ..data.samples import Sample
 
+VARIABLE = re.compile(r"\$\{oc\.env:\s*([^,{}\s]+)")
 LARGE = 100_000_000  # pretrained weights
 HIGH_RATE = 1e-4  # for so many
 
@@ -202,6 +204,20 @@ def as_yaml(recipe: Recipe, tree: ConfigTree) -> str:
     for key, text in tree.environment.items():
         _set_value(values, key.split("."), text)
     return yaml.safe_dump(values, sort_keys=False)
+
+
+def environment_names(tree: ConfigTree) -> set[str]:
+    """The environment variables that a recipe names: `${oc.env:NAME}`, and values of keys such as `api_key_env`."""
+    return {name for text in tree.environment.values() for name in VARIABLE.findall(text)} | _env_values(tree.values)
+
+
+def _env_values(values: Any) -> set[str]:
+    if isinstance(values, list):
+        return set().union(*(_env_values(value) for value in values))
+    if not isinstance(values, dict):
+        return set()
+    own = {value for key, value in values.items() if str(key).endswith("_env") and isinstance(value, str)}
+    return own.union(*(_env_values(value) for value in values.values()))
 
 
 def _set_value(values: Any, path: Sequence[str], text: str) -> None:
