@@ -349,7 +349,7 @@ async def test_ranks_on_ray_get_the_variables_that_the_recipe_names(
     teacher = "{url: 'http://127.0.0.1:9', path: null, api_key_env: TEACHER_KEY}"
     words = ["data={path: data.jsonl}", "rollouts=null", "evaluation=null", f"algorithm.teacher={teacher}"]
     words += ["model.path=${oc.env:SHARED}/policy", "output=run", "batch_size=2", "epochs=1"]
-    recipe, tree = checked(["distillation.yaml"], words, on_ray=True)
+    recipe, tree = check_recipe(["distillation.yaml"], words, on_ray=True)
     names = recipe_reader.environment_names(tree)
     async with ray_launcher._Run(recipe, words, False, False, names)._services() as (environment, _):
         assert variables.items() - environment.items() == {("OTHER", "x")}
