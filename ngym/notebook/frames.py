@@ -45,8 +45,8 @@ FAILURE_COLUMNS: dict[str, Kind] = {
 TRACE_FIELDS = (
     "status", "stop_reason", "turns", "tool_calls", "tool_errors", "task_id", "rollout_id", "run_id", "started_at",
 )  # fmt: skip
-RENAMED_FIELDS = frozenset({"reward", "reward_components"})  # in columns with other names
-OBJECT_FIELDS = frozenset({"responses_create_params", "response", "ng", "agent_ref"})
+RENAMED_FIELDS = frozenset({"reward", "reward_components", "agent_ref"})  # in columns with other names
+OBJECT_FIELDS = frozenset({"responses_create_params", "response", "ng"})
 
 
 class Column(NamedTuple):

@@ -87,7 +87,7 @@ def verify(
     Comparative rewards need several rollouts of the same task among the rows.
 
     Args:
-        rows: the row of a rollout, or several: Rollouts, a list, or a frame of `to_pandas(full=True)`.
+        rows: the row of a rollout, or several: Rollouts, a list, a data frame with all fields.
         answer: the model's answer, for rows that are tasks without a response.
         server: the gym server that scores; None: the one of the row's agent.
         config, overrides, head: the services, as for `ngym.collect_rollouts`. models: also start the models of the
@@ -192,11 +192,6 @@ def _rows(source: Any, answer: str | None) -> list[Json]:
         row: Json = orjson.loads(row_as_json(each, number))
         if answer is not None:
             row["response"] = {"status": "completed", "output": [assistant_message(answer)]}
-        if isinstance(row.get("response"), str):
-            raise UsageError(
-                f"row {number}: its response is text; polars has lists and objects as JSON text, so pass Rollouts or "
-                "a frame of to_pandas(full=True)"
-            )
         if not isinstance(row.get("response"), dict):
             raise UsageError(f"row {number} has no response; pass the row of a rollout, or answer=")
         if problem := row_problem(row):

@@ -441,13 +441,6 @@ async def test_a_verification_without_room_is_refused_before_anything_starts(fol
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_rollouts_of_a_pandas_frame_are_verified(services: RunningServices, rollouts: ngym.Rollouts) -> None:
-    again = ngym.verify(rollouts.to_pandas(full=True), head=services, progress=False)
-    assert [verdict.reward for verdict in again] == [row["reward"] for row in rollouts]
-    with pytest.raises(ngym.UsageError, match=r"row 0: its response is text; .* to_pandas\(full=True\)"):
-        ngym.verify(rollouts.to_polars(full=True), head=services, progress=False)
-
-
 def test_verdicts_have_components_and_failures_say_why(
     services: RunningServices, rollouts: ngym.Rollouts, folder: Path
 ) -> None:
