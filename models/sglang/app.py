@@ -26,6 +26,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -284,9 +285,14 @@ class Push:
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     files: int = 0
     used: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, source: Path, sha256: str) -> None:
         """Stage a file. Raises BadRequest if it is not the announced one."""
+        with self.lock:  # requests run at once, each in a thread, and the next file's name depends on the last one
+            self._add(source, sha256)
+
+    def _add(self, source: Path, sha256: str) -> None:
         target = self.folder / f"model-{self.files + 1:05}.safetensors"
         try:
             os.link(source, target)  # the pusher removes its name

@@ -237,6 +237,24 @@ async def test_the_trainer_pushes_through_a_folder_and_proves_what_sglang_serves
         await asyncio.to_thread(pusher.finish)
 
 
+async def test_files_of_a_push_that_arrive_at_once_are_all_kept(folder: Path, tmp_path: Path):
+    contents = {f"t{number}": save({f"t{number}": torch.full((1 << 18,), float(number))}) for number in range(16)}
+    announced = [{"name": name, "shape": [1 << 18], "dtype": "F32"} for name in contents]
+    async with serving(folder, Loading, push_token=TOKEN, weights_root=str(tmp_path)) as (_, client):
+        begun = (await client.post("/weights", json={"version": 1, "tensors": announced}, headers=KEY)).json()
+
+        async def send(name: str, content: bytes) -> int:
+            (tmp_path / name).write_bytes(content)
+            where = f"/weights/files?push={begun['push']}&sha256={hashlib.sha256(content).hexdigest()}"
+            return (await client.put(where, json={"path": name}, headers=KEY)).status_code
+
+        assert await asyncio.gather(*(send(*each) for each in contents.items())) == [200] * len(contents)
+        staged = sorted(path.name for path in tmp_path.glob("push-*/*"))
+        assert staged == [f"model-{number:05}.safetensors" for number in range(1, len(contents) + 1)]
+        assert (await client.delete(f"/weights?push={begun['push']}", headers=KEY)).status_code == 200
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == contents
+
+
 async def test_a_push_that_is_not_whole_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
     content = save({"table": torch.zeros(4)})
     (tmp_path / "a.safetensors").write_bytes(content)
