@@ -17,6 +17,7 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
 from ngym.peers import FOLLOW_S, Peers, given_up
+from ngym.schema import Kind
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, RunningHead
 from ngym.supervise.metrics_scraper import load_of
@@ -139,16 +140,23 @@ class Supervisor:
         return state
 
     async def _watch_guest(self, guest: PolledReplica) -> None:
-        """Watch a guest until it was not ready for several polls."""
-        watch, missed = asyncio.create_task(guest.watch()), 0
+        """Watch a guest until it was not ready for several polls, or not for the first time within the startup limit."""
+        limit_s = self._ready_timeout_s(guest.state.kind)
+        watch, missed = asyncio.create_task(guest.watch(limit_s)), 0
         try:
-            while missed < GUEST_POLLS:
+            while missed < GUEST_POLLS and not watch.done():
                 await asyncio.sleep(READY_POLL_S)
                 missed = 0 if guest.state.status == "ready" else missed + (guest.ready_at is not None)
         finally:
             watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
             self._watched.remove(guest)
-        guest.change(status="stopped", detail="left the run", listed=False)
+        detail = f"was not ready within {limit_s:g} s" if guest.ready_at is None else "left the run"
+        guest.change(status="stopped", detail=detail, listed=False)
+
+    def _ready_timeout_s(self, kind: Kind) -> float:
+        settings = self.config.settings
+        return settings.model_ready_timeout_s if kind == "model" else settings.ready_timeout_s
 
     def trained(self, name: str, version: int, proved: Collection[str]) -> list[str]:
         """Record that a trainer has proved this policy version at these URLs of a model; returns the ready replicas that
@@ -346,7 +354,7 @@ class Supervisor:
     def _process(self, stanza: Stanza, state: ReplicaState, place: ProcessHost, spares: Spares) -> ServiceProcess:
         assert self._head_file is not None
         settings = self.config.settings
-        timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
+        timeout = self._ready_timeout_s(stanza.kind)
         redact = Redactor([*secrets_of(self.config), self.admin_token, self.run_token or ""])
         tokens = (self.admin_token, self.run_token)
         spec = service_spec(self.config, stanza, self.urls, self.head_url, state.replica, *tokens)

@@ -631,6 +631,17 @@ async def test_a_replica_joins_a_run_and_leaves_it(project: Project) -> None:
         await until(lambda: len(stack.states) == 1)
 
 
+async def test_a_replica_that_joined_and_is_never_ready_is_forgotten_after_the_startup_limit(project: Project) -> None:
+    project.write({"yes": {"kind": "gym_server", "app": "gym_servers/yes"}}, yes=YES)
+    async with project.supervisor() as stack:
+        settings = stack.config.settings.model_copy(update={"ready_timeout_s": 0.1})
+        stack.config = stack.config.model_copy(update={"settings": settings})
+        with reserved_port() as port:
+            guest = stack.join("yes", f"http://127.0.0.1:{port}")
+            assert guest in stack.states
+            await until(lambda: len(stack.states) == 1)
+
+
 async def test_a_trained_policy_that_starts_again_gets_no_calls_until_its_weights_are_proved(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
