@@ -330,6 +330,7 @@ class WeightPush:
         self._around = around
         self._sleep = Sleep(engine, options.lease_s)
         self._current: Push | None = None
+        self._beginning = asyncio.Lock()
         self._switching: asyncio.Task[Response] | None = None
 
     @property
@@ -390,18 +391,20 @@ class WeightPush:
             check_announced(body.tensors, self._shapes)
         else:
             self._check_adapter(body.adapter, body.tensors)
-        if self._current is not None:
-            other = f"version {self._current.version} is being pushed; wait until that push ends"
-            raise _conflict(other, retryable=True)
         if body.transfer and body.adapter is not None:
             raise BadRequest("field 'transfer': an adapter is pushed as files; leave it out")
         if body.transfer and self._transfer is None:
             raise _conflict(
                 "this server has no weight transfer; models/vllm has, with engine.weight_transfer_config in its stanza"
             )
-        stage = None if body.transfer else Stage(body.tensors, self._engine.dtype)
-        push = self._current = Push(body.version, stage, body.adapter)
-        self._renew_lease(push)
+        async with self._beginning:
+            if self._current is not None:
+                other = f"version {self._current.version} is being pushed; wait until that push ends"
+                raise _conflict(other, retryable=True)
+            # In a thread, because it may wait for another process's lock.
+            stage = None if body.transfer else await asyncio.to_thread(Stage, body.tensors, self._engine.dtype)
+            push = self._current = Push(body.version, stage, body.adapter)
+            self._renew_lease(push)
         return JsonResponse({"push": push.id, "lease_s": self._options.lease_s}, status_code=201)
 
     def _check_adapter(self, adapter: AdapterShape, announced: list[AnnouncedTensor]) -> None:

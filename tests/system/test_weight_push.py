@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import importlib.util
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,7 +32,9 @@ from machine import PATIENCE_S, reserved_port, wait_until
 from paths import ROOT
 from pushed_policy import PROMPT, Experts, Policy, Weights
 from safetensors.torch import save
+from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.routing import Route
 from vllm_service import (
     CONTEXT,
     ENDLESS,
@@ -715,6 +719,38 @@ def test_a_push_that_fits_nowhere_is_refused_with_the_room_there_is(staging: Any
     huge = staging.AnnouncedTensor(name="x", shape=(1 << 30, 1 << 20), dtype="F32")
     with pytest.raises(ServiceError, match=r"a push needs 4294967297 MiB, but there are only \d+ MiB in /"):
         staging.Stage([huge], torch.float32)
+
+
+async def test_a_push_waits_for_the_lock_of_a_stage_outside_of_the_event_loop(
+    staging: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes = importlib.import_module("ngym.weight_push.routes")
+
+    async def policy_version() -> int:
+        return 0
+
+    engine = SimpleNamespace(dtype=torch.float32, asleep=frozenset(), policy_version=policy_version)
+    pushes = routes.WeightPush(engine, {"x": (2,)}, routes.PushOptions(TOKEN, None, 60.0))
+    starlette = Starlette(routes=[Route(path, route, methods=[how]) for how, path, route, _ in pushes.routes])
+    locked_in: list[threading.Thread] = []
+    flocked = staging._flocked
+
+    def recorded(lock: int) -> bool:
+        locked_in.append(threading.current_thread())
+        return bool(flocked(lock))
+
+    monkeypatch.setattr(staging, "STAGE_FOLDERS", [tmp_path])
+    monkeypatch.setattr(staging, "_flocked", recorded)
+    begin = {"version": 1, "tensors": [{"name": "x", "shape": [2], "dtype": "F32"}]}
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(starlette), base_url="http://policy") as client:
+        begun = [client.post("/weights", json=begin, headers=headers) for _ in range(2)]
+        first, second = await asyncio.gather(*begun, return_exceptions=True)
+        assert isinstance(first, httpx.Response) and first.status_code == 201
+        assert isinstance(second, ServiceError) and second.status == 409
+        assert pushes._current is not None
+        pushes._end(pushes._current)
+    assert len(locked_in) == 1 and locked_in[0] is not threading.current_thread()
 
 
 def lock_of(staging: Any, place: Path) -> Path:
