@@ -232,6 +232,33 @@ def last_line(program: str, root: Path, folder: Path) -> str:
     return str(output.splitlines()[-1])
 
 
+REDIRECTS = """
+import importlib, sys
+from pathlib import Path
+from ngym.errors import ConfigError
+from ngym.services.base.app import load
+app = load(Path(sys.argv[1]))
+part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
+import vllm.envs
+options = app.Options(model=sys.argv[2], tool_call_parser=None, reasoning_parser=None)
+try:
+    part("engine")._configured("policy", options, part("serving.environment").Model(sys.argv[2], local=False))
+except ConfigError:
+    pass  # the folder has no checkpoint; the variables are set before it is read
+else:
+    raise AssertionError("the folder has no checkpoint")
+print(vllm.envs.VLLM_MEDIA_URL_ALLOW_REDIRECTS)
+"""
+
+
+@with_vllm
+def test_vllm_does_not_follow_the_redirects_of_an_image(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_MEDIA_URL_ALLOW_REDIRECTS", raising=False)
+    assert last_line(REDIRECTS, root, tmp_path) == "False"
+
+
 @with_vllm
 def test_urls_of_images_are_fetched_from_the_allowed_domains_only(root: Path, tmp_path: Path) -> None:
     found = json.loads(last_line(MEDIA, root, tmp_path))
