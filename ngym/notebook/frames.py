@@ -47,6 +47,8 @@ TRACE_FIELDS = (
 )  # fmt: skip
 RENAMED_FIELDS = frozenset({"reward", "reward_components", "agent_ref"})  # in columns with other names
 OBJECT_FIELDS = frozenset({"responses_create_params", "response", "ng"})
+ROW_OBJECTS = OBJECT_FIELDS | {"agent_ref"}
+JSON_FIELDS = "_ng_json_fields"  # the row's own fields that are lists or objects, also where their column is text
 
 
 class Column(NamedTuple):
@@ -165,14 +167,34 @@ def slim(row: Json) -> Json:
 
 
 def full(row: Json) -> Json:
-    """The record of `slim` with all other fields, lists and objects unchanged."""
-    record = slim(row)
-    lists = {
-        _column_name(name): each
-        for name, each in row.items()
-        if isinstance(each, dict | list) and not _is_elsewhere(name)
-    }
-    return {**record, **lists, **{name: row.get(name) for name in sorted(OBJECT_FIELDS)}}
+    """The record of `slim` with all other fields, lists and objects unchanged; `restored` is the inverse."""
+    lists = {name: each for name, each in row.items() if isinstance(each, dict | list) and not _is_elsewhere(name)}
+    columns = {_column_name(name): each for name, each in lists.items()}
+    objects = {name: row.get(name) for name in sorted(OBJECT_FIELDS)}
+    name = agent_name(row)
+    reference = row["agent_ref"] if isinstance(row.get("agent_ref"), dict) else name and {"name": name}
+    return {**slim(row), **columns, **objects, "agent_ref": reference, JSON_FIELDS: list(lists)}
+
+
+def restored(record: Mapping[str, Any]) -> Json:
+    """The row of a record of `full`, from a table whose lists and objects are JSON text; another row is unchanged."""
+    row = {name: _parsed(value) if name in ROW_OBJECTS else value for name, value in record.items()}
+    if JSON_FIELDS not in row:
+        return row
+    for name in _parsed(row.pop(JSON_FIELDS)):
+        row[name] = _parsed(row.pop(_column_name(name), None))
+    if "task_index" in row:
+        row.setdefault("_ng_task_index", row["task_index"])
+    return row
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)  # also integers beyond 64 bits
+    except ValueError:
+        return value
 
 
 def failure_record(row: Json) -> Json:

@@ -18,6 +18,7 @@ from ngym.grading import reverify
 from ngym.grading.group_rewards import try_verify_group
 from ngym.notebook.arguments import as_arguments, at_least_one, row_as_json
 from ngym.notebook.collecting import rows_of
+from ngym.notebook.frames import restored
 from ngym.notebook.progress import CallDisplay
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
@@ -87,7 +88,7 @@ def verify(
     Comparative rewards need several rollouts of the same task among the rows.
 
     Args:
-        rows: the row of a rollout, or several: Rollouts, a list, a data frame with all fields.
+        rows: the row of a rollout, or several: Rollouts, a list, a data frame or dataset with all fields (`full=True`).
         answer: the model's answer, for rows that are tasks without a response.
         server: the gym server that scores; None: the one of the row's agent.
         config, overrides, head: the services, as for `ngym.collect_rollouts`. models: also start the models of the
@@ -189,7 +190,7 @@ def _rows(source: Any, answer: str | None) -> list[Json]:
     for number, each in enumerate(rows_of(source)):
         if not isinstance(each, Mapping):
             raise UsageError(f"row {number} must be a rollout's row or a task, not {each!r:.60}")
-        row: Json = orjson.loads(row_as_json(each, number))
+        row: Json = orjson.loads(row_as_json(restored(each), number))
         if answer is not None:
             row["response"] = {"status": "completed", "output": [assistant_message(answer)]}
         if not isinstance(row.get("response"), dict):

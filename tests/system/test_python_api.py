@@ -470,6 +470,22 @@ def test_verdicts_have_components_and_failures_say_why(
         ngym.verify(_rollout(1.0), server="conter", head=services, progress=False)
 
 
+@pytest.mark.parametrize("table", ["to_pandas", "to_polars", "to_dataset"])
+def test_rollouts_are_verified_from_a_full_table(
+    services: RunningServices, rollouts: ngym.Rollouts, table: str
+) -> None:
+    worst = rollouts.worst(3)
+    verdicts = ngym.verify(getattr(worst, table)(full=True), head=services, progress=False)
+    assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 1.0]
+    rows = [_rollout(None, text, 0, turns=[1], note="[1]") for text in ("short", "longer")]
+    frame = getattr(ngym.Rollouts(rows), table)(full=True)
+    verdicts = ngym.verify(frame, server="longest", head=services, progress=False)
+    assert [(each.reward, each.details["turns"], each.details["note"]) for each in verdicts] == [
+        (0.0, [1], "[1]"),
+        (1.0, [1], "[1]"),
+    ]
+
+
 def test_rewards_by_comparison_are_given_to_a_group(services: RunningServices) -> None:
     rows = [_rollout(None, text, index) for text, index in (("short", 0), ("longer", 0), ("alone", 1))]
     verdicts = ngym.verify(rows, server="longest", head=services, progress=False)
