@@ -22,6 +22,7 @@ STYLES = {
     "angle_pipe": r"<ref\|({})>",
 }
 LISTS = ("cite_xml", "claim_wrap_xml")  # several ids, separated by commas
+NUMBERED = re.compile(r"(?<!\\)(?:\\\\)*(?:\\[1-9]|\(\?\([1-9])")  # `\1` and `(?(1)...)`
 TAG = re.compile(r"<cite\b|</cite\s*>", re.IGNORECASE)
 
 
@@ -38,6 +39,8 @@ def _inner_pattern(text: str) -> str:
         re.compile(f"<(?:{text})>")
     except re.error as error:
         raise ValueError(f"{text!r} cannot be part of a citation's pattern: {error} (for flags: '(?i:...)')") from None
+    if NUMBERED.search(text):  # the style's own groups come first
+        raise ValueError(f"{text!r} cannot be part of a citation's pattern: it refers to a group by number")
     return text
 
 

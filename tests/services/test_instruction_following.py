@@ -62,6 +62,7 @@ UNCHECKABLE = [
     ({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": "many"}]}, "count:numbers: N"),
     ({"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "xx"}]}, "unknown language 'xx'"),
     ({"verifier": {"type": "citation_if", "grammar": "cite_xml", "id_regex": "(?i)c[0-9]+"}}, "'(?i:...)'"),
+    ({"verifier": {"type": "citation_if", "grammar": "ref_colon", "id_regex": r"(a)(b)\2"}}, "a group by number"),
     ({"verifier": {"type": "regex", "verify_regex": ["a{99999999999999999999}"]}}, "verifier:regex cannot be checked"),
     ({"instruction_id_list": ["copy:copying_multiple"], "kwargs": [{"prompt_to_repeat": "x", "N": 10**11}]}, ": N: "),
     ({"instruction_id_list": ["copy:repeat_phrase"], "kwargs": [{"phrase": "a b c", "small_n": 10**11}]}, "small_n: "),
