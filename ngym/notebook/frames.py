@@ -69,7 +69,7 @@ class Table:
             for name, value in record.items():
                 column = values.setdefault(name, [])
                 column.extend([None] * (count - 1 - len(column)))
-                column.append(value)
+                column.append(_plain(value))
         for column in values.values():
             column.extend([None] * (count - len(column)))
         self.columns = [_column(name, column, (known or {}).get(name)) for name, column in values.items()]
@@ -110,6 +110,11 @@ def library(name: str) -> Any:
         if error.name != name:
             raise
         raise UsageError(f"the package {name} is not installed; `pip install {name}`") from None
+
+
+def _plain(value: Any) -> Any:
+    """Python's number for a scalar of numpy, which would be text."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
 
 
 def _column(name: str, values: list[Any], kind: Kind | None) -> Column:
