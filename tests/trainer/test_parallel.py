@@ -305,13 +305,13 @@ def test_a_node_that_is_lost_while_a_rank_starts_counts_as_one_that_is_lost_late
     async def fails() -> None:
         raise failure(ray_launcher.ray.exceptions)
 
-    async def reserved(*_: object) -> None:
+    async def reserve_group(*_: object) -> None:
         groups.append(len(groups))
 
     run = run_on_ray(ray_launcher._Run._group, tmp_path, monkeypatch)
     actor = SimpleNamespace(address=SimpleNamespace(remote=fails))
     kind = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor))
-    monkeypatch.setattr(ray_launcher, "reserved", reserved)
+    monkeypatch.setattr(ray_launcher, "reserve_group", reserve_group)
     monkeypatch.setattr(ray_launcher, "in_group", lambda *_: None)
     monkeypatch.setattr(ray_launcher.ray, "remote", lambda _: kind)
     monkeypatch.setattr(ray_launcher.ray, "kill", lambda _: None)
