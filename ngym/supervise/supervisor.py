@@ -149,9 +149,15 @@ class Supervisor:
                 missed = 0 if guest.state.status == "ready" else missed + (guest.ready_at is not None)
         finally:
             watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            [ended] = await asyncio.gather(watch, return_exceptions=True)
             self._watched.remove(guest)
-        detail = f"was not ready within {limit_s:g} s" if guest.ready_at is None else "left the run"
+        match ended:
+            case TimeoutError():
+                detail = f"was not ready within {limit_s:g} s: {ended}"
+            case Exception():
+                detail = str(ended)
+            case _:  # it was cancelled here
+                detail = "left the run"
         guest.change(status="stopped", detail=detail, listed=False)
 
     def _ready_timeout_s(self, kind: Kind) -> float:

@@ -100,11 +100,10 @@ class Teachers:
                     continue
                 for total, values in zip(sums[place], of_segments, strict=True):
                     total[:] = [so_far + share.weight * value for so_far, value in zip(total, values, strict=True)]
+        weights = [self._weight(of_teachers) for of_teachers in inputs]
         return [
-            [[value / self._weight(inputs[place]) for value in total] for total in sums[place]]
-            if place in sums
-            else None
-            for place in range(len(rollouts))
+            [[value / weight for value in total] for total in sums[place]] if place in sums else None
+            for place, weight in enumerate(weights)
         ]
 
     def _inputs(self, rollout: RolloutSample) -> list[RolloutSample | None]:
