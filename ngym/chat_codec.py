@@ -78,7 +78,7 @@ class Template:
         self._cached_ids = lru_cache(PROMPTS_KEPT)(
             lambda conversation, minute: tuple(self._ids(*orjson.loads(conversation)))
         )
-        self._opens = lru_cache(PROMPTS_KEPT)(self._opens_thought)
+        self._cached_opens_thought = lru_cache(PROMPTS_KEPT)(self._opens_thought)
 
     def prompt(self, request: Json, seen: PriorCall | None) -> list[int]:
         """The ids of a checked Chat request, including the generation prompt.
@@ -110,7 +110,7 @@ class Template:
 
     def in_thought(self, prompt: list[int]) -> bool:
         """Whether the template has opened a reasoning block at the prompt's end."""
-        return self._opens(tuple(prompt[-THOUGHT_TAIL:]))
+        return self._cached_opens_thought(tuple(prompt[-THOUGHT_TAIL:]))
 
     def _opens_thought(self, tail: tuple[int, ...]) -> bool:
         return self.tokenizer.decode(list(tail), skip_special_tokens=False).rstrip().endswith("<think>")
@@ -199,16 +199,16 @@ class Stops:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._buffer = ""
-        self.met: str | None = None
+        self.match: str | None = None
 
     def take(self, text: str) -> str:
-        """The text that is certain; "" once `met` is set."""
-        if self.met is not None:
+        """The text that is certain; "" once `match` is set."""
+        if self.match is not None:
             return ""
         text = self._buffer + text
         matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if matches:
-            place, self.met = min(matches)
+            place, self.match = min(matches)
             self._buffer = ""
             return text[:place]
         keep = held_back(text, self._stops)
@@ -397,8 +397,8 @@ class ChatCodec:
                 ids = [id_ for id_ in _without_end(sampled, template.ends.any) if id_ not in template.unwritten]
                 for piece in parser.take(stops.take(text.take(ids))):
                     yield piece
-                if stops.met is not None:
-                    answer.finish, answer.stop = "stop", stops.met
+                if stops.match is not None:
+                    answer.finish, answer.stop = "stop", stops.match
                     break
         for piece in parser.take(stops.take(text.end()) + stops.end()):
             yield piece
@@ -406,7 +406,7 @@ class ChatCodec:
             yield piece
 
 
-def _without_end(sampled: Sampled, ends: frozenset[int]) -> list[int]:
+def _without_end(sampled: SampledTokens, ends: frozenset[int]) -> list[int]:
     """The sampled ids without the one that ends the turn."""
     if sampled.finish == "stop" and sampled.ids and sampled.ids[-1] in ends:
         return sampled.ids[:-1]
@@ -430,7 +430,7 @@ class _Answer:
         self._texts: dict[str, list[str]] = {"reasoning_content": [], "content": []}
         self._calls: list[Json] = []
 
-    def take(self, sampled: Sampled) -> None:
+    def take(self, sampled: SampledTokens) -> None:
         first = len(self._ids)
         self._ids += sampled.ids
         self._logprobs += sampled.logprobs
@@ -544,7 +544,7 @@ class Sampling(NamedTuple):
     streamed: bool
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """The next tokens and logprobs, [n] each; the last ones with a finish reason; the version of the weights; how many
     tokens of the prompt were not computed again, if that is known.
     """
@@ -556,7 +556,7 @@ class Sampled(NamedTuple):
     cached: int | None = None
 
 
-Generate = Callable[[list[int], Sampling], AsyncGenerator[Sampled, None]]
+Generate = Callable[[list[int], Sampling], AsyncGenerator[SampledTokens, None]]
 """(prompt ids, sampling) -> a stream of tokens. Closing it ends the sampling."""
 
 

@@ -31,7 +31,7 @@ MAX_TARGETS = 1024
 MAX_NAME = 64  # characters of a header's name that is remembered
 JOINED_BYTES = 16 << 10  # a larger body is not copied behind its head
 MAX_CONNECTING = 64  # at a time: a server's queue of new connections is short
-__all__ = ["CONNECT_TIMEOUT_S", "AnswerTooLong", "Client", "Reply", "Streamed"]
+__all__ = ["CONNECT_TIMEOUT_S", "AnswerTooLong", "Client", "Reply", "StreamedReply"]
 VISIBLE = re.compile(r"[!-~]+")
 
 
@@ -124,7 +124,7 @@ class Body:
         part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts, self._size = [], 0
         if self._end is None:
-            self._connection.hold(False)
+            self._connection.set_paused(False)
         return part
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Body:
         self._parts.append(part)
         self._size += len(part)
         if self._size > MAX_BUFFERED_BYTES:
-            self._connection.hold(True)
+            self._connection.set_paused(True)
         self._wake()
 
     def end(self, reason: Exception) -> None:
@@ -149,7 +149,7 @@ class Body:
             reader.set_result(None)
 
 
-class Streamed(NamedTuple):
+class StreamedReply(NamedTuple):
     """Status and headers (lower case) of an answer whose body is not read yet."""
 
     status: int
@@ -160,8 +160,8 @@ class Streamed(NamedTuple):
 class ConnectionOwner(Protocol):
     """The owner of the connections to one server."""
 
-    def opened(self, connection: Connection) -> None: ...
-    def closed(self, connection: Connection) -> None: ...
+    def add(self, connection: Connection) -> None: ...
+    def discard(self, connection: Connection) -> None: ...
     def give_back(self, connection: Connection) -> None: ...
 
 
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Reply] | None = None
-        self._head: asyncio.Future[Streamed] | None = None  # instead of `_answer`, for a streamed body
+        self._head: asyncio.Future[StreamedReply] | None = None  # instead of `_answer`, for a streamed body
         self._body: Body | None = None
         self._received = 0  # bytes since the request was sent
         self.idle_since = 0.0
@@ -217,11 +217,11 @@ class Connection(asyncio.Protocol):
                 self.close()  # the pending answer has no reader
             raise
 
-    async def begin(self, request: Request) -> Streamed:
+    async def begin(self, request: Request) -> StreamedReply:
         """As `exchange`, but returns with the head; the connection is given back when the body is complete."""
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
-        head: asyncio.Future[Streamed] = self.loop.create_future()
+        head: asyncio.Future[StreamedReply] = self.loop.create_future()
         body = Body(self)
         self._head, self._body, self._received = head, body, 0
         self._transport.writelines(request)
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
                 self.close()
             raise
 
-    def hold(self, paused: bool) -> None:
+    def set_paused(self, paused: bool) -> None:
         """Pause reading, or resume it."""
         if self._transport is not None and paused == self._transport.is_reading():
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
@@ -244,11 +244,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        self._owner.opened(self)
+        self._owner.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = self._parser = None  # the parser references this object
-        self._owner.closed(self)
+        self._owner.discard(self)
         why = f"the connection broke: {error}" if error else "the connection was closed before an answer"
         self._fail(ConnectionResetError(why))
 
@@ -291,7 +291,7 @@ class Connection(asyncio.Protocol):
         if status >= 200 and head is not None and self._body is not None:
             self._head = None
             if not head.done():
-                head.set_result(Streamed(status, self._headers, self._body))
+                head.set_result(StreamedReply(status, self._headers, self._body))
 
     def on_body(self, part: bytes) -> None:
         if self._body is None:
@@ -314,7 +314,7 @@ class Connection(asyncio.Protocol):
     def _complete(self, *, keep: bool) -> None:
         if (streamed := self._body) is not None:
             self._body = None
-            self.hold(False)
+            self.set_paused(False)
             streamed.end(StopAsyncIteration())
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         reply = Reply(self._parser.get_status_code(), self._headers, body, self._cookies)
@@ -370,7 +370,7 @@ class Pool:
         self._connecting: set[asyncio.Task[Connection]] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
-    def idle(self) -> Connection | None:
+    def take_idle(self) -> Connection | None:
         """The most recently used connection: it is warm, and the others may expire."""
         while self._idle:
             connection = self._idle.pop()
@@ -379,7 +379,7 @@ class Pool:
             connection.close()
         return None
 
-    async def connection(self) -> Connection:
+    async def acquire(self) -> Connection:
         """Wait for the next connection that is given back or opened, in order of arrival."""
         waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
@@ -395,9 +395,9 @@ class Pool:
         for _ in range(min(MAX_CONNECTING, len(self._waiting)) - len(self._connecting)):
             task = asyncio.get_running_loop().create_task(self._connect())
             self._connecting.add(task)
-            task.add_done_callback(self._connected)
+            task.add_done_callback(self._on_connected)
 
-    def _connected(self, task: asyncio.Task[Connection]) -> None:
+    def _on_connected(self, task: asyncio.Task[Connection]) -> None:
         self._connecting.discard(task)
         if task.cancelled():
             return
@@ -432,10 +432,10 @@ class Pool:
         except OSError as error:
             raise ConnectionRefusedError(str(error)) from error
 
-    def opened(self, connection: Connection) -> None:
+    def add(self, connection: Connection) -> None:
         self._open.add(connection)
 
-    def closed(self, connection: Connection) -> None:
+    def discard(self, connection: Connection) -> None:
         self._open.discard(connection)
 
     def give_back(self, connection: Connection) -> None:
@@ -495,7 +495,7 @@ class Client:
         connection = None
         try:
             with Timeout(timeout_s):
-                connection = pool.idle() or await pool.connection()
+                connection = pool.take_idle() or await pool.acquire()
                 return await connection.exchange(request)
         except TimeoutError:
             raise TimeoutError("waited for a connection" if connection is None else "waited for the answer") from None
@@ -503,7 +503,7 @@ class Client:
     @asynccontextmanager
     async def stream(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
-    ) -> AsyncIterator[Streamed]:
+    ) -> AsyncIterator[StreamedReply]:
         """Send a request and read the body of its answer as it arrives; leaving the block early closes the connection.
 
         A slow reader slows only the server. Raises as `request`; the timeout is until the last part.
@@ -514,7 +514,7 @@ class Client:
         connection = None
         try:
             async with asyncio.timeout_at(deadline):
-                connection = pool.idle() or await pool.connection()
+                connection = pool.take_idle() or await pool.acquire()
                 answer = await connection.begin(request)
         except TimeoutError:
             raise TimeoutError("waited for a connection" if connection is None else "waited for the answer") from None

@@ -56,13 +56,13 @@ def _upstream_error(reply: Reply, service: str, what: str) -> UpstreamError:
 class InSession(NamedTuple):
     """The session that a call belongs to.
 
-    tells: whether the service has sent this id in an answer; it then does so in all of them.
-    shows: whether the model reads every refusal of the service, in any form.
+    is_echoed: whether the service has sent this id in an answer; it then does so in all of them.
+    shows_refusals: whether the model reads every refusal of the service, in any form.
     """
 
     id: str
-    tells: bool = False
-    shows: bool = False
+    is_echoed: bool = False
+    shows_refusals: bool = False
 
 
 def is_own(reply: Reply, session: InSession) -> bool:
@@ -70,7 +70,11 @@ def is_own(reply: Reply, session: InSession) -> bool:
 
     A problem document that names a service also counts: the failure may have prevented the session header.
     """
-    return not session.tells or _names(reply, session) or (reply.status >= 300 and bool(_problem(reply).get("service")))
+    return (
+        not session.is_echoed
+        or _names(reply, session)
+        or (reply.status >= 300 and bool(_problem(reply).get("service")))
+    )
 
 
 def refusal(
@@ -122,7 +126,7 @@ def _problem(reply: Reply) -> Json:
 
 def _is_for_the_model(reply: Reply, problem: Json, session: InSession) -> bool:
     """Whether the model may read this refusal: the service marks its answer so, or the session shows all refusals."""
-    if session.shows and reply.status in SHOWN_STATUSES:
+    if session.shows_refusals and reply.status in SHOWN_STATUSES:
         return True
     is_this_session = problem.get("session") == session.id or _names(reply, session)
     is_problem = reply.headers.get("content-type", "").startswith(PROBLEM)

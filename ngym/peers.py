@@ -82,7 +82,7 @@ class PeerSession:
         self.peer = peer
         self.id = session_id
         self._tool_errors: ToolErrors = tool_errors
-        self._tells = False
+        self._is_echoed = False
         self._affinity = conversation or SessionReplica(session_id)
         self._cookies: dict[str, str] = {}
         self._repeatable_s = 0.0
@@ -96,7 +96,7 @@ class PeerSession:
 
     def copy_expectations(self, other: PeerSession) -> None:
         """Expect the answers of the service to have the same headers as in another session, from the first one on."""
-        self._tells, self._repeatable_s = other._tells, other._repeatable_s
+        self._is_echoed, self._repeatable_s = other._is_echoed, other._repeatable_s
 
     async def request(
         self,
@@ -132,9 +132,9 @@ class PeerSession:
             idempotent=idempotent,
             affinity=self._affinity,
             repeatable_s=repeatable_s,
-            session=InSession(self.id, self._tells, shows),
+            session=InSession(self.id, self._is_echoed, shows),
         )
-        self._tells = self._tells or reply.headers.get(SESSION_HEADER) == self.id
+        self._is_echoed = self._is_echoed or reply.headers.get(SESSION_HEADER) == self.id
         if (seconds := reply.headers.get(REPEATABLE_HEADER, "")).isdecimal():
             self._repeatable_s = float(seconds)
         if reply.cookies:
@@ -143,7 +143,7 @@ class PeerSession:
 
     def is_showable(self, error: UpstreamError) -> bool:
         """Whether `tool_errors: show` would have shown this error to the model: an external gym server refused."""
-        return not self._tells and (error.upstream or {}).get("status") in SHOWN_STATUSES
+        return not self._is_echoed and (error.upstream or {}).get("status") in SHOWN_STATUSES
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         reply = await self.request(path, body, timeout=timeout, idempotent=idempotent)
@@ -247,11 +247,11 @@ class Peer:
             except OSError as error:
                 pause = self._pause_after_break(call, url, error)
                 if call.retries:
-                    await self._refreshed(ends)
+                    await self._refresh(ends)
             else:
                 own = session is None or is_own(reply, session)
                 if reply.status < 300 and own:
-                    self._budget().request()
+                    self._budget().record_request()
                     return reply
                 pause = self._pause_after_refusal(call, url, reply, own)
             call.retries += 1
@@ -294,7 +294,7 @@ class Peer:
         """
         refused = isinstance(error, ConnectionRefusedError)
         is_safe = refused or call.is_repeatable()
-        if not is_safe or call.retries >= len(BROKEN_S) or not (refused or self._budget().retry()):
+        if not is_safe or call.retries >= len(BROKEN_S) or not (refused or self._budget().allow_retry()):
             raise Unreachable(
                 f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
                 upstream=upstream_of(self.name, url),
@@ -315,7 +315,7 @@ class Peer:
             is_retryable = error.retryable
         retry_s, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
         too_late = retry_s is not None and self._pause(url, call.affinity, retry_s) > call.ends - time.monotonic()
-        if not is_retryable or too_late or call.retries >= len(pauses) or not (retry_s or self._budget().retry()):
+        if not is_retryable or too_late or call.retries >= len(pauses) or not (retry_s or self._budget().allow_retry()):
             try:
                 raise error
             finally:
@@ -330,7 +330,7 @@ class Peer:
         budgets = self._peers.budgets
         return budgets.get(self.name) or budgets.setdefault(self.name, RetryBudget(RETRY_RATIO))
 
-    async def _refreshed(self, ends: float) -> None:
+    async def _refresh(self, ends: float) -> None:
         """Refresh the addresses of the services, if the head answers before this time."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(ends):
@@ -344,14 +344,14 @@ class Peer:
             reply = await self._peers.send(call.method, url + call.path, call.payload, headers, timeout_s)
         except OSError as error:
             if not isinstance(error, TimeoutError):
-                replicas.failed(url)
+                replicas.record_failure(url)
             raise
         finally:
             replicas.in_flight[url] -= 1
         if reply.status == 503:
-            replicas.failed(url)
+            replicas.record_failure(url)
         else:
-            replicas.answered(url)
+            replicas.record_answer(url)
         return reply
 
     def _replicas(self) -> Replicas:
@@ -367,10 +367,12 @@ class Peer:
                 retryable=False,
             )
         if isinstance(affinity, SessionReplica):
-            return affinity.of(urls)
+            return affinity.replica(urls)
         if len(urls) == 1:
             return urls[0]
-        return self._replicas().any(urls) if affinity is None else self._replicas().of(affinity, urls)
+        return (
+            self._replicas().random_replica(urls) if affinity is None else self._replicas().replica_of(affinity, urls)
+        )
 
     def _pause(self, url: str, affinity: SessionReplica | StickyReplica | None, pause: float) -> float:
         """Seconds until the next attempt: 0 if another replica can replace the failed one."""
@@ -429,8 +431,8 @@ class Peers:
         self.budgets: dict[str, RetryBudget] = {}  # by service
         self._token = token
         self._others = dict(others or {})
-        self._asked_at = time.monotonic()
-        self._asking: asyncio.Task[None] | None = None
+        self._followed_at = time.monotonic()
+        self._following: asyncio.Task[None] | None = None
         self._client: Client | None = None
 
     def __getitem__(self, name: str) -> Peer:
@@ -464,8 +466,8 @@ class Peers:
         await self.close()
 
     async def close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._following is not None:
+            self._following.cancel()
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -473,9 +475,9 @@ class Peers:
     def follow(self) -> None:
         """Ask the head for changed addresses, in the background and at most every FOLLOW_S: replicas join and leave."""
         now = time.monotonic()
-        if self.head_url is not None and now - self._asked_at > FOLLOW_S:
-            self._asked_at = now
-            self._asking = asyncio.get_running_loop().create_task(self.follow_now())
+        if self.head_url is not None and now - self._followed_at > FOLLOW_S:
+            self._followed_at = now
+            self._following = asyncio.get_running_loop().create_task(self.follow_now())
 
     async def follow_now(self) -> None:
         """As `refresh`, from an answer that costs the head less: without the memory of each process."""

@@ -315,16 +315,16 @@ FULL_REWARD = 1.0 - 1e-6
 SHOWN_CHARS = 160
 
 
-class Converted(NamedTuple):
+class SplitRow(NamedTuple):
     """A row with its split and the set's reference answer."""
 
     split: Split
-    made: ConvertedRow
+    converted: ConvertedRow
 
 
 def convert_rows(
     public_set: PublicSet, paths: Mapping[File, Path], agent: str, limit: int | None, left_out: Counter[str]
-) -> Iterator[Converted]:
+) -> Iterator[SplitRow]:
     """The rows of all parts, at most `limit` of each split; records without a row are counted in `left_out`, by reason.
 
     Raises:
@@ -354,19 +354,19 @@ def convert_rows(
             split = made.split or part.split or _share(row)
             if not full(split):
                 counts[split] += 1
-                yield Converted(split, made._replace(row=row))
+                yield SplitRow(split, made._replace(row=row))
 
 
-def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, list[Converted]]:
+def distinct(rows: Iterable[SplitRow], left_out: Counter[str]) -> dict[Split, list[SplitRow]]:
     """The rows by split, each question once; no question of validation is in training."""
-    by_split: dict[Split, list[Converted]] = {"train": [], "validation": []}
+    by_split: dict[Split, list[SplitRow]] = {"train": [], "validation": []}
     for each in rows:
         by_split[each.split].append(each)
     digests: set[bytes] = set()
     for split in SPLITS:
         unique = []
         for each in by_split[split]:
-            key = hashlib.sha256(_question(each.made.row)).digest()
+            key = hashlib.sha256(_question(each.converted.row)).digest()
             if key in digests:
                 left_out["a duplicate question"] += 1
             else:
@@ -379,7 +379,7 @@ def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, l
 def write(
     folder: Path,
     public_set: PublicSet,
-    rows: Mapping[Split, list[Converted]],
+    rows: Mapping[Split, list[SplitRow]],
     left_out: Counter[str],
     files: list[Json],
 ) -> None:
@@ -391,7 +391,7 @@ def write(
     check_free(folder, public_set.name)
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        lines = [orjson.dumps(each.made.row, option=orjson.OPT_APPEND_NEWLINE) for each in rows[split]]
+        lines = [orjson.dumps(each.converted.row, option=orjson.OPT_APPEND_NEWLINE) for each in rows[split]]
         write_whole(folder / f"{split}.jsonl", b"".join(lines))
     # the function that made the rows, and the sha256 of its file
     file = Path(inspect.getfile(public_set.convert))
@@ -444,22 +444,22 @@ def _question(row: Json) -> bytes:
 
 
 async def accept_rows(
-    peer: Peer, rows: Mapping[Split, list[Converted]], left_out: Counter[str]
-) -> dict[Split, list[Converted]]:
+    peer: Peer, rows: Mapping[Split, list[SplitRow]], left_out: Counter[str]
+) -> dict[Split, list[SplitRow]]:
     """The rows that the server accepts and whose reference answer gets the full reward; the others are counted.
 
     A row without a reference answer must get a verdict on an empty one.
     """
     limit = asyncio.Semaphore(CONCURRENCY)
 
-    async def right(each: Converted) -> bool:
+    async def right(each: SplitRow) -> bool:
         async with limit:
-            problem = await _problem(peer, each.made)
+            problem = await _problem(peer, each.converted)
         if problem:
             left_out[problem[:SHOWN_CHARS]] += 1
         return problem is None
 
-    result: dict[Split, list[Converted]] = {}
+    result: dict[Split, list[SplitRow]] = {}
     for split, several in rows.items():
         result[split] = []
         for start in range(0, len(several), SLICE):

@@ -427,7 +427,7 @@ class Scores:
             votes.add_key(None if key == NO_ANSWER else key, self.rewards.values[place])
         return votes
 
-    def named(self) -> list[tuple[str, BestOfK]]:
+    def named_scores(self) -> list[tuple[str, BestOfK]]:
         """`pass@k` or `best@k`, then `majority@k`."""
         best = [(self.best_name(item), item) for item in self.rewards.best_of()]
         return best + [(f"majority@{item.k}", item) for item in self.majority()]
@@ -437,7 +437,7 @@ class Scores:
         mean = self.rewards.mean
         own = {} if mean is None else {"mean/reward": mean}
         own["unscored/reward"] = self.unscored_share
-        return own | {f"{name}/reward": item.mean for name, item in self.named()}
+        return own | {f"{name}/reward": item.mean for name, item in self.named_scores()}
 
 
 class Subsets:

@@ -82,7 +82,7 @@ class Episode:
             return None
         return answer["observation"] if self._gym.has_steps else None
 
-    def _use(self, tool: str, arguments: Json) -> str:
+    def _call_tool(self, tool: str, arguments: Json) -> str:
         """A tool's answer, as the model sees it."""
         if self._failure is not None:
             raise self._failure
@@ -277,7 +277,7 @@ def _method(tool: Json) -> Callable[..., str]:
     name, parameters = tool["name"], parameters_of(tool)
 
     def call(self: Episode, **arguments: Any) -> str:
-        return self._use(name, arguments)
+        return self._call_tool(name, arguments)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = docstring_of(tool)

@@ -223,7 +223,7 @@ class _Run:
                 self._ranks.append(RayProcess(actor, pid, os.dup(1 if index == 0 else 2)))
             code = await _first_failure([rank.exit_code for rank in self._ranks])
             exited = [rank for rank in self._ranks if rank.exit_code.done()]
-            await asyncio.gather(*(rank.drained() for rank in exited))
+            await asyncio.gather(*(rank.drain() for rank in exited))
             return code
         except RayError as error:
             _say(str(error).partition("\n")[0])

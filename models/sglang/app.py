@@ -42,7 +42,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ngym import ModelCall, ServiceContext, model_server
-from ngym.chat_codec import ChatCodec, Sampled, Sampling, Template, turn_ends
+from ngym.chat_codec import ChatCodec, SampledTokens, Sampling, Template, turn_ends
 from ngym.convert import chat_chunks, chat_from_response, overflow_response
 from ngym.errors import BadRequest, ConfigError, NotFound, ServiceError, Unauthorized, UpstreamError
 from ngym.net.auth import TokenAuth
@@ -112,7 +112,7 @@ class Engine:
             detail = f"{self._url}/generate answered without logprobs of the prompt"
             raise UpstreamError(detail, failure="model_error") from error
 
-    async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+    async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[SampledTokens, None]:
         """Tokens as they arrive, or all at once. If the caller stops reading, the connection ends and SGLang stops.
 
         Raises:
@@ -181,7 +181,7 @@ class Engine:
             async for event in events:
                 yield event
 
-    def _new_tokens(self, answer: Json, returned: int) -> tuple[Sampled, int]:
+    def _new_tokens(self, answer: Json, returned: int) -> tuple[SampledTokens, int]:
         """The new tokens of an answer, and the count so far. SGLang sends all tokens again, or only the new ones."""
         meta = answer["meta_info"]
         entries, count = meta["output_token_logprobs"], meta["completion_tokens"]
@@ -190,7 +190,7 @@ class Engine:
         version = _version(meta.get("weight_version", self.version))
         # arrays check the types
         ids, logprobs = array("I", [entry[1] for entry in new]), array("d", [entry[0] for entry in new])
-        return Sampled(ids.tolist(), logprobs.tolist(), finish, version), count
+        return SampledTokens(ids.tolist(), logprobs.tolist(), finish, version), count
 
 
 def _finish(reason: Json | None, url: str) -> Any:

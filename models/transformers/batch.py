@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ngym.chat_codec import Sampled, Sampling
+from ngym.chat_codec import SampledTokens, Sampling
 from ngym.errors import ServiceError
 
 from .prefix_cache import Found, Prefix, PrefixCache
@@ -72,7 +72,7 @@ class Row:
     sampling: Sampling
     draw: Draw | None
     number: int
-    answers: asyncio.Queue[Sampled | ServiceError] = field(default_factory=asyncio.Queue)
+    answers: asyncio.Queue[SampledTokens | ServiceError] = field(default_factory=asyncio.Queue)
     unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     cached: int = 0
     given_up: bool = False

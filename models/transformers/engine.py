@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ngym.chat_codec import Finish, Sampled, Sampling
+from ngym.chat_codec import Finish, SampledTokens, Sampling
 from ngym.errors import BadRequest, Boundary, NotReady, ServiceError
 from ngym.runtime.cpu_threads import cache_memory
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
@@ -132,7 +132,7 @@ class Engine:
         self._drained: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Row | Callable[[], None] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unsent: list[tuple[Row, Sampled | ServiceError]] = []
+        self._unsent: list[tuple[Row, SampledTokens | ServiceError]] = []
         self._thread = threading.Thread(target=self._work, name="transformers", daemon=True)
         self._thread.start()
 
@@ -152,7 +152,7 @@ class Engine:
         """The number of answers that wait for a place in the batch."""
         return len(self._waiting) + self._inbox.qsize()
 
-    async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+    async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[SampledTokens, None]:
         """Tokens as they are sampled, or all at once if there is no stream and no stop string. Sampling stops when the
         caller stops reading.
         """
@@ -393,7 +393,7 @@ class Engine:
         ids, logprobs = row.unsent
         row.unsent = ([], [])
         row.is_ended = row.is_ended or finish is not None
-        self._unsent.append((row, Sampled(ids, logprobs, finish, self._version, row.cached)))
+        self._unsent.append((row, SampledTokens(ids, logprobs, finish, self._version, row.cached)))
 
     def _fail(self, rows: Sequence[Row], error: ServiceError) -> None:
         for row in rows:
@@ -586,6 +586,6 @@ class Engine:
             torch.cuda.empty_cache()
 
 
-def _deliver_answers(answers: list[tuple[Row, Sampled | ServiceError]]) -> None:
+def _deliver_answers(answers: list[tuple[Row, SampledTokens | ServiceError]]) -> None:
     for row, answer in answers:
         row.answers.put_nowait(answer)

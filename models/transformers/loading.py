@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
-from ngym.files.model_checkpoint import check_loaded, is_classifier, load_report_held
+from ngym.files.model_checkpoint import check_loaded, is_classifier, suppress_load_report
 from ngym.runtime.cpu_threads import serving_threads
 
 from .grouped_attention import GROUPED
@@ -57,7 +57,7 @@ def network(kind: Any, folder: str, options: Options, tokenizer: Any) -> Any:
     """The model. Raises ValueError if its weights are incomplete, or do not fit its tokenizer."""
     how = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused in one line, with their names
-    with load_report_held():
+    with suppress_load_report():
         model, info = kind.from_pretrained(folder, **how, trust_remote_code=options.trust_remote_code)
         check_loaded(model, info, tokenizer)
     model.eval()

@@ -70,7 +70,7 @@ class Transfer:
         await self._engine.switch_tensors(self._received, version)
         self._received = {}
 
-    def broken(self, reason: str) -> ServiceError:
+    def abort(self, reason: str) -> ServiceError:
         """Resume generation with the old weights."""
         self._received = {}
         self._resuming = asyncio.get_running_loop().create_task(self._engine.resume())

@@ -156,7 +156,7 @@ async def _run(
             config = ray.reachable(config)
         elif warm and launcher:
             engine = LocalPlacer(launcher, warm=True)
-        supervisor = Supervisor(config, show.event, launcher, engine, strict)
+        supervisor = Supervisor(config, show.on_state, launcher, engine, strict)
         _stop_on_signals(supervisor, stop)
         serving = asyncio.create_task(_serve(supervisor, show))
         stopping = asyncio.create_task(stop.wait())

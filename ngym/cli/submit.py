@@ -82,7 +82,7 @@ def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
         secret_values(target)  # fails as the submission would
         return
     secret_values(target)  # sbatch gives the job the variables that are set here
-    _need("sbatch")
+    _require_program("sbatch")
     logs.mkdir(parents=True, exist_ok=True)
     path.write_text(script)
     previous = ""
@@ -96,7 +96,7 @@ def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
 class CommandLine(NamedTuple):
     """A command of ngym as it runs on the cluster. params: its parameters by name."""
 
-    called: Command
+    command: Command
     words: list[str]
     params: dict[str, Any]
 
@@ -163,7 +163,7 @@ def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:
         _apply(_yaml(render(target, run)), apply, dry_run)
         secrets(target)  # fails as the submission would
         return
-    _need("kubectl")
+    _require_program("kubectl")
     _apply(_yaml(render(target, run, secrets(target))), apply, dry_run)
 
 
@@ -173,7 +173,7 @@ def _skypilot(target: Target, run: Sequence[str], dry_run: bool) -> None:
 
     _parse(run)
     if not dry_run:
-        _need("sky")
+        _require_program("sky")
         secret_values(target)
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # `sky` reads the values of secrets from here
     names = ("RAY_AUTH_TOKEN", *target.secrets)
@@ -206,7 +206,7 @@ def _apply(text: str, words: list[str], dry_run: bool) -> None:
     click.echo(_output(words, text), nl=False)
 
 
-def _need(program: str) -> None:
+def _require_program(program: str) -> None:
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not installed here; --dry-run shows what it would get")
 

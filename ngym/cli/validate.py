@@ -87,14 +87,14 @@ def main(
         click.echo(orjson.dumps(result.as_json(config), option=orjson.OPT_INDENT_2))
     if result.mistakes:
         raise ConfigError("\n".join(result.mistakes))
-    ctx.exit(EXIT_FAILED if any(each.wrong for each in result.tried) else EXIT_DONE)
+    ctx.exit(EXIT_FAILED if any(each.wrong for each in result.environments) else EXIT_DONE)
 
 
 class ValidationResult(NamedTuple):
     """mistakes: of the config; if there are any, no environment is tested."""
 
     mistakes: list[str]
-    tried: list[EnvironmentResult]
+    environments: list[EnvironmentResult]
 
     def as_json(self, config: Config) -> dict[str, object]:
         return {
@@ -103,7 +103,7 @@ class ValidationResult(NamedTuple):
             "mistakes": self.mistakes,
             "environments": [
                 {"name": each.name, "right": not each.wrong, "checks": [finding._asdict() for finding in each.findings]}
-                for each in self.tried
+                for each in self.environments
             ],
         }
 

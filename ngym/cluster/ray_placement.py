@@ -86,7 +86,7 @@ class Host:
     async def free_port(self) -> int:
         return free_port(ray.util.get_node_ip_address())
 
-    async def shut(self) -> None:
+    async def stop_listening(self) -> None:
         if self._socket is not None:
             self._socket.close()
 
@@ -109,7 +109,7 @@ class RayProcess:
         if not self.exit_code.done():
             self._host.signal.remote(int(number))
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait until everything that the dead process wrote has been copied."""
         await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
@@ -174,9 +174,9 @@ class _OnRay:
             with suppress(RayActorError):
                 return urlsplit(self.url).hostname or "", await self._host.free_port.remote()
 
-    async def shut(self) -> None:
+    async def stop_listening(self) -> None:
         with suppress(RayError):
-            await self._host.shut.remote()
+            await self._host.stop_listening.remote()
 
     async def close(self) -> None:
         if self._host is not None:
@@ -224,7 +224,7 @@ class RayPlacer:
         groups = [(processes, "PACK")] if processes else []
         groups += [([stanza] * nodes_for(stanza), "STRICT_SPREAD") for stanza in everywhere]
         for stanzas, strategy in groups:
-            for stanza, place in zip(stanzas, await self._reserved(config, stanzas, strategy), strict=True):
+            for stanza, place in zip(stanzas, await self._reserve(config, stanzas, strategy), strict=True):
                 hosts[stanza.name].append(place)
         for stanza in large:
             hosts[stanza.name] = [await self._replica(config, stanza) for _ in range(stanza.first_replicas)]
@@ -253,10 +253,10 @@ class RayPlacer:
 
     async def _replica(self, config: Config, stanza: Stanza) -> ProcessHost:
         """A place for one replica; those of its processes are on different nodes."""
-        places = await self._reserved(config, [stanza] * stanza.nodes, "STRICT_SPREAD")
+        places = await self._reserve(config, [stanza] * stanza.nodes, "STRICT_SPREAD")
         return places[0] if len(places) == 1 else NodeGroup(places)
 
-    async def _reserved(self, config: Config, stanzas: Sequence[Stanza], strategy: str) -> list[_OnRay]:
+    async def _reserve(self, config: Config, stanzas: Sequence[Stanza], strategy: str) -> list[_OnRay]:
         """A placement group with a place for each of these stanzas."""
         bundles = [bundle_of(stanza) for stanza in stanzas]
         group = await reserve_group(bundles, config.settings.ready_timeout_s, self._say, strategy)

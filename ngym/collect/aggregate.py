@@ -195,7 +195,7 @@ class AgentTally:
             "tasks": self.rewards.tasks,
             "mean_reward": self.rewards.mean,
             "mean_reward_interval": self.rewards.interval,
-            "best_of_k": [{"name": name, **asdict(item)} for name, item in self.scores.named()],
+            "best_of_k": [{"name": name, **asdict(item)} for name, item in self.scores.named_scores()],
             "subsets": {} if self.subsets is None else {self.subsets.name: self._by_value(self.subsets)},
             "environment": self.own,
             "unscored": self.unscored,

@@ -31,7 +31,7 @@ from ngym.collect.rollout_rows import FailedAttempt, Outcome
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.collect.run_record import CollectionSettings, RunRecord, remedy
 from ngym.errors import UsageError
-from ngym.files.atomic import WriteFailed, check_output, open_held, sync_folder, whole_file, write_whole
+from ngym.files.atomic import WriteFailed, check_output, open_locked, sync_folder, whole_file, write_whole
 from ngym.files.jsonl import READ_BYTES, Line
 from ngym.files.row_log import RowLog
 from ngym.option_names import another_output, option, option_name
@@ -53,14 +53,14 @@ class CollectionPaths(NamedTuple):
     run: Path
 
     @classmethod
-    def beside(cls, output: Path) -> CollectionPaths:
+    def for_output(cls, output: Path) -> CollectionPaths:
         def sibling(ending: str) -> Path:
             return output.with_name(output.stem + ending)
 
         siblings = ("_failures.jsonl", "_materialized_inputs.jsonl", "_aggregate_metrics.json", "_run.json")
         return cls(output, *map(sibling, siblings))
 
-    def named(self, ending: str) -> CollectionPaths:
+    def with_ending(self, ending: str) -> CollectionPaths:
         """The same files with another ending: NEW or OLD. A link is followed, so that a rename stays on its file system."""
         return CollectionPaths(*(Path(os.path.realpath(path) + ending) for path in self))
 
@@ -71,10 +71,10 @@ def recover(paths: CollectionPaths) -> None:
     Raises:
         FileLocked: another process uses the output. WriteFailed: a file cannot be renamed.
     """
-    new = paths.named(NEW)
+    new = paths.with_ending(NEW)
     if not any(path.exists() for path in new):
         return
-    fd = open_held(paths.output, paths.output, another_output())
+    fd = open_locked(paths.output, paths.output, another_output())
     try:
         # `replace_files` renames the failures before the output, so an output alone is a replacement that has begun
         replaced = new.output.exists() and not new.failures.exists()
@@ -94,7 +94,7 @@ def replace_files(paths: CollectionPaths) -> None:
     Raises:
         WriteFailed: a file cannot be renamed; calling it again continues there.
     """
-    new, old = paths.named(NEW), paths.named(OLD)
+    new, old = paths.with_ending(NEW), paths.with_ending(OLD)
     keeps = _size(paths.output) > 0 or _size(old.output) == 0
     try:
         for name in ("aggregates", "run", "materialized", "failures", "output"):
@@ -112,7 +112,7 @@ def replace_files(paths: CollectionPaths) -> None:
 
 def discard(paths: CollectionPaths) -> None:
     """Remove the `.new` files, the output first (see `recover`)."""
-    for path in paths.named(NEW):
+    for path in paths.with_ending(NEW):
         path.unlink(missing_ok=True)
 
 
@@ -181,7 +181,7 @@ class CollectionFiles:
         on_stall: Callable[[str | None], None] = lambda reason: None,
     ) -> None:
         check_places(output, source.inputs)
-        self.paths = CollectionPaths.beside(output)
+        self.paths = CollectionPaths.for_output(output)
         self.source = source
         self.aggregates = Aggregates(by)
         self.progress = Progress()
@@ -278,7 +278,7 @@ class CollectionFiles:
                     self._sent.add(rollout.row)
                 yield rollout if keys == rollout.group else replace(rollout, group=keys)
         if self._check is not None:
-            await self._check.done()
+            await self._check.finish()
             self._count_input()
 
     async def keep(self, outcome: Outcome) -> None:
@@ -350,7 +350,7 @@ class CollectionFiles:
 
     def _stage(self) -> None:
         """Begin a new run in `.new` files next to those of the old one."""
-        new = self.paths.named(NEW)
+        new = self.paths.with_ending(NEW)
         self._old = self._rows, self._failures
         self._failures = RowLog(new.failures, _failure_key, on_stall=self._on_stall)  # first, see `recover`
         self._rows = RowLog(new.output, _row_key, on_stall=self._on_stall)
@@ -374,13 +374,13 @@ class CollectionFiles:
         """Check the part of the input that a new run needs before its first rollout."""
         recipe, progress = self.source.recipe, self.progress
         self._check = InputCheck(self.source.inputs, recipe, agents)
-        self._check.first()
-        progress.agents = set(self._check.named)
+        self._check.check_first()
+        progress.agents = set(self._check.agents)
         progress.replaced = self._check.replaced.copy()
         if starts and not self._check.complete and (agents is None or not progress.agents.issuperset(agents)):
             known = self._check.names_in_rest()
             progress.agents |= known if agents is None else known & set(agents)
-        self._sent = MaterializedInputs((self.paths.named(NEW) if self._old else self.paths).materialized)
+        self._sent = MaterializedInputs((self.paths.with_ending(NEW) if self._old else self.paths).materialized)
         self._check.begin_rest()
         self._record.input_digest = self._check.digest
         self._count_input()
@@ -396,7 +396,7 @@ class CollectionFiles:
 
     def _continue(self, tick: Callable[[str], None]) -> None:
         """Continue the run whose rows are in the files."""
-        self._record = RunRecord.resumed(self.paths.run, self.source, self.paths.output)
+        self._record = RunRecord.resume(self.paths.run, self.source, self.paths.output)
         ticking = _Ticker(tick)
         for line in chain(self._rows.rows(), self._failures.rows()):
             problem, run_id = row_problem(line.row), line.row["ng"].get("run_id")
@@ -469,8 +469,8 @@ class CollectionFiles:
 def check_places(output: Path, inputs: Sequence[Path]) -> None:
     """Raise a UsageError if the output cannot be written there."""
     check_output(output)
-    paths = CollectionPaths.beside(output)
-    for written in (*paths, *paths.named(NEW), *paths.named(OLD)):
+    paths = CollectionPaths.for_output(output)
+    for written in (*paths, *paths.with_ending(NEW), *paths.with_ending(OLD)):
         if written.exists() and any(source.exists() and written.samefile(source) for source in inputs):
             of = (
                 f"is both {option_name('input')} and {option_name('output')}"

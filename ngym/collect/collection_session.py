@@ -32,7 +32,7 @@ NOT_READY_S = 2.0  # how often the head is asked which services are not ready
 
 
 @dataclass(frozen=True)
-class Discovered:
+class DiscoveredServices:
     """urls: service name -> its replicas. agents: names of the agents. services: the config, name -> stanza, if known.
 
     head_url: the head to ask when a service moves. others: external services, and the bearer token of each, or None.
@@ -47,12 +47,12 @@ class Discovered:
     lost: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stanzas: Json) -> Discovered:
+    def of(cls, stanzas: Json) -> DiscoveredServices:
         """From a config whose services are not started yet, as `redacted_config` returns it."""
         return cls({}, frozenset(name for name, stanza in stanzas.items() if stanza.get("kind") == "agent"), stanzas)
 
 
-async def discover(head_url: str, token: str | None = None) -> Discovered:
+async def discover(head_url: str, token: str | None = None) -> DiscoveredServices:
     """Ask a head of ngym or NeMo Gym.
 
     Raises:
@@ -90,7 +90,7 @@ async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], A
         raise UsageError(f"the answer of {url} is not that of a head ({error}); check the URL") from None
 
 
-def _parse_config(head_url: str, servers: list[Json], config: Json | None) -> Discovered:
+def _parse_config(head_url: str, servers: list[Json], config: Json | None) -> DiscoveredServices:
     urls = {server["name"]: server.get("urls") or [server["url"]] for server in servers}
     agents = frozenset(server["name"] for server in servers if server["kind"] == "agent")
     stanzas = config or {}
@@ -102,7 +102,7 @@ def _parse_config(head_url: str, servers: list[Json], config: Json | None) -> Di
         for server in servers
         if server["kind"] == "agent" and any(name in failed for name in _services_of(server["name"], stanzas))
     }
-    return Discovered(urls, agents, stanzas, head_url.rstrip("/"), others, lost)
+    return DiscoveredServices(urls, agents, stanzas, head_url.rstrip("/"), others, lost)
 
 
 def _services_of(agent: str, stanzas: Json) -> list[str]:
@@ -110,7 +110,7 @@ def _services_of(agent: str, stanzas: Json) -> list[str]:
     return [agent, *(value for value in stanzas.get(agent, {}).values() if isinstance(value, str))]
 
 
-def _parse_nemo_config(config: Mapping[str, Any]) -> Discovered:
+def _parse_nemo_config(config: Mapping[str, Any]) -> DiscoveredServices:
     """`instance: {type: {implementation: {host, port, ...}}}`; other keys are ignored."""
     urls: dict[str, list[str]] = {}
     agents: set[str] = set()
@@ -121,7 +121,7 @@ def _parse_nemo_config(config: Mapping[str, Any]) -> Discovered:
                     urls[name] = [f"http://{server['host']}:{server['port']}"]
                     if kind == "responses_api_agents":
                         agents.add(name)
-    return Discovered(urls, frozenset(agents))
+    return DiscoveredServices(urls, frozenset(agents))
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class CollectionSession:
     """Collects into prepared files. status: how it ended. outcomes: finished and failed attempts. seconds: of the run.
 
     Args:
-        shown: the display while rollouts run.
+        display: the display while rollouts run.
         say: prints a line after the display has ended.
     """
 
     store: CollectionFiles
     limits: CollectionLimits
     gate: Gate
-    shown: Callable[[ProgressMeter], AbstractAsyncContextManager[ProgressDisplay]]
+    display: Callable[[ProgressMeter], AbstractAsyncContextManager[ProgressDisplay]]
     say: Callable[[str], None]
     status: str = "failed"
     outcomes: int = 0
@@ -173,7 +173,7 @@ class CollectionSession:
         store = self.store
         run = store.run(reached.peers, self.limits, self.gate)
         meter = ProgressMeter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
-        async with self.shown(meter) as show:
+        async with self.display(meter) as show:
             watch = asyncio.create_task(_report_not_ready(store, reached.peers, show))
             began = time.monotonic()
             try:

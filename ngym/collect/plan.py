@@ -91,7 +91,7 @@ class PlannedRollout:
     row: Json
     group: tuple[RolloutKey, ...] = ()
 
-    def seeded(self, seed: int) -> PlannedRollout:
+    def with_seed(self, seed: int) -> PlannedRollout:
         """This rollout, sampled with this seed."""
         params = _with_seed(self.row["responses_create_params"], seed)
         return replace(self, row={**self.row, "responses_create_params": params})
@@ -137,7 +137,7 @@ def plan_rollouts(rows: Iterable[Json], recipe: CollectionPlan) -> Iterator[Plan
                 group,
             )
             if recipe.seed is not None:
-                planned = planned.seeded(sampling_seed(recipe.seed, task_index, rollout_index))
+                planned = planned.with_seed(sampling_seed(recipe.seed, task_index, rollout_index))
             yield planned
 
 
@@ -287,7 +287,7 @@ class InputCheck:
         agents: the agents that exist; None if that is not known.
 
     Attributes:
-        rows: rows checked so far. named: the agents that run them. complete: whether all are checked.
+        rows: rows checked so far. agents: the agents that run them. complete: whether all are checked.
         replaced: the rows so far of each agent that --agent replaces.
         digest: `digest_of` the files; None until it is known.
     """
@@ -295,7 +295,7 @@ class InputCheck:
     def __init__(self, paths: Sequence[Path], recipe: CollectionPlan, agents: Collection[str] | None) -> None:
         check_agent(recipe, agents)
         self.rows = 0
-        self.named: set[str] = set()
+        self.agents: set[str] = set()
         self.replaced: Counter[str] = Counter()
         self.complete = False
         self.digest: str | None = None
@@ -310,7 +310,7 @@ class InputCheck:
         self._thread: ThreadPoolExecutor | None = None
         self._rest: Future[None] | None = None
 
-    def first(self, size: int = FIRST_BYTES) -> None:
+    def check_first(self, size: int = FIRST_BYTES) -> None:
         """Check the first `size` bytes, or everything if there is a bad line among them.
 
         Raises:
@@ -320,7 +320,7 @@ class InputCheck:
             self._count(line)
             if self._checked >= size and not self._lines.bad:
                 return
-        self._all_checked()
+        self._complete()
         if sum(path.stat().st_size for path in self._paths) <= size:
             self.digest = digest_of(self._paths)
 
@@ -338,7 +338,7 @@ class InputCheck:
         if self._rest is not None and self._rest.done():
             self._rest.result()
 
-    async def done(self) -> None:
+    async def finish(self) -> None:
         """Wait for the thread. Raises UsageError: there are bad lines; all are named."""
         if self._rest is not None:
             self._hurry.set()
@@ -375,16 +375,16 @@ class InputCheck:
             if time.perf_counter() - began > SLICE_S:
                 self._hurry.wait(SLICE_S)
                 began = time.perf_counter()
-        self._all_checked()
+        self._complete()
         self.digest = digest_of(self._paths, self._stop)
 
     def _count(self, line: Line) -> None:
         self.rows += 1
         self._checked += line.end - line.start
         self._end = line.end
-        self.named.add(self._recipe.reference(line.row)["name"])
+        self.agents.add(self._recipe.reference(line.row)["name"])
 
-    def _all_checked(self) -> None:
+    def _complete(self) -> None:
         if self.rows == 0:
             raise no_rows(self._paths)
         self.complete = True

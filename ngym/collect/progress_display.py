@@ -51,12 +51,12 @@ def subset_table(subsets: Subsets) -> Table:
     from rich.table import Table
 
     by_value = sorted(subsets.scores.items())
-    names = list(dict.fromkeys(name for _, scores in by_value for name, _ in scores.named()))
+    names = list(dict.fromkeys(name for _, scores in by_value for name, _ in scores.named_scores()))
     table = Table(title=f"by {subsets.name}", title_justify="left", pad_edge=False)
     for column in (subsets.name, "rollouts", "unscored", "mean", *names):
         table.add_column(column, justify="left" if column == subsets.name else "right", overflow="fold")
     for value, scores in by_value:
-        means = {name: _number(item.mean) for name, item in scores.named()}
+        means = {name: _number(item.mean) for name, item in scores.named_scores()}
         unscored = f"{scores.unscored:,} ({scores.unscored_share:.1%})"
         counts = (f"{scores.rollouts:,}", unscored, _number(scores.rewards.mean))
         table.add_row(value, *counts, *(means.get(name, "-") for name in names))
@@ -129,7 +129,7 @@ def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     rewards, means = tally.rewards, tally.means
     unscored = f"{tally.scores.unscored_share:.1%} unscored"
     yield "mean reward", _number(rewards.mean), ", ".join(filter(None, (_interval(rewards.interval), unscored)))
-    for name, item in tally.scores.named():
+    for name, item in tally.scores.named_scores():
         fewer = f" over {item.tasks} tasks" if item.tasks < rewards.tasks else ""
         yield name, _number(item.mean), _interval(item.interval) + fewer
     for name, value in means.items():

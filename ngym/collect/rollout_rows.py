@@ -103,7 +103,7 @@ class CaptureClient:
         calls: list[tuple[Span, FinishReason]] = []
         for model in self._of_agent.get(agent, models):
             for url in self._peers.urls.get(model, ()):
-                captured, made = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
+                captured, made = await self._fetch_captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
                 segments += captured
                 calls += made
         if segments or calls:
@@ -113,7 +113,7 @@ class CaptureClient:
             trace["finish_reasons"] = [finish_reason for _, finish_reason in calls]
             trace.setdefault("spans", [span for span, _ in calls])
 
-    async def _captured(
+    async def _fetch_captured(
         self, model: str, url: str, began: float
     ) -> tuple[list[Segment], list[tuple[Span, FinishReason]]]:
         """The segments, and the span and finish reason of each call."""
@@ -211,7 +211,7 @@ def rollout_row(attempt: Attempt, answer: Any, elapsed_s: float, token_format: T
     Raises:
         ServiceError: the answer is not a scored rollout; the failure class is set.
     """
-    row = _trusted(attempt, answer)
+    row = _check_answer(attempt, answer)
     planned, response = attempt.planned, row["response"]
     row.setdefault("responses_create_params", planned.row["responses_create_params"])
     row["_ng_task_index"] = planned.key.task_index
@@ -251,7 +251,7 @@ def failure_of(error: ServiceError, agent: str) -> Failure:
     }
 
 
-def _trusted(attempt: Attempt, answer: Any) -> Json:
+def _check_answer(attempt: Attempt, answer: Any) -> Json:
     """The answer, after checking the types of its fields."""
     agent = attempt.planned.agent
     if not isinstance(answer, dict):

@@ -87,7 +87,7 @@ class Gate:
         else:
             self._open.set()
 
-    async def opened(self) -> None:
+    async def wait_until_open(self) -> None:
         if self.reasons:
             await self._open.wait()
 
@@ -260,14 +260,14 @@ class PendingGroups:
     def __init__(self) -> None:
         self._groups: dict[RolloutKey, _Group] = {}
 
-    def keeps(self, planned: PlannedRollout, outcome: Outcome) -> bool:
+    def add_if_pending(self, planned: PlannedRollout, outcome: Outcome) -> bool:
         """Whether this outcome waits here for the rest of its group."""
         waits = bool(planned.group) and isinstance(outcome, Rollout) and is_pending(outcome.row)
         if waits and isinstance(outcome, Rollout):
             self._group_of(planned).waiting.append(outcome)
         return waits
 
-    def completed(self, planned: PlannedRollout) -> list[Rollout]:
+    def settle(self, planned: PlannedRollout) -> list[Rollout]:
         """The waiting rollouts of a group, if this was its last one. Call it once for each settled rollout."""
         if len(planned.group) < 2 and not self._groups:
             return []
@@ -370,7 +370,7 @@ class RolloutScheduler:
                 async for planned in _iterate(plan):
                     await self._slots.acquire()
                     await self._window(planned.agent).enter()
-                    await self.gate.opened()
+                    await self.gate.wait_until_open()
                     await self._room.wait()
                     group.create_task(self._one(planned))
         except BaseExceptionGroup as errors:
@@ -386,14 +386,14 @@ class RolloutScheduler:
             self.in_flight -= 1
             self._slots.release()
             self._window(planned.agent).leave()
-        if not self._pending_groups.keeps(planned, outcome):
+        if not self._pending_groups.add_if_pending(planned, outcome):
             await self._deliver(outcome)
-        if group := self._pending_groups.completed(planned):
-            rows = await self.judged(planned.agent, [rollout.row for rollout in group])
+        if group := self._pending_groups.settle(planned):
+            rows = await self.verify_group(planned.agent, [rollout.row for rollout in group])
             judged = [Rollout(rollout.key, row) for rollout, row in zip(group, rows, strict=True)]
             await asyncio.gather(*map(self._deliver, judged))
 
-    async def judged(self, agent: str, rows: Sequence[Json]) -> list[Json]:
+    async def verify_group(self, agent: str, rows: Sequence[Json]) -> list[Json]:
         """The rows of a task with rewards from group verification; at most one group per slot at a time. An outage is
         waited for, any other error leaves the rows unscored, with the reason.
 
@@ -403,7 +403,7 @@ class RolloutScheduler:
         outages = 0
         async with self._slots:
             while True:
-                await self.gate.opened()
+                await self.gate.wait_until_open()
                 began = asyncio.get_running_loop().time()
                 request_context.current.set(
                     request_context.new_correlation(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
@@ -433,7 +433,7 @@ class RolloutScheduler:
     async def _attempts(self, planned: PlannedRollout) -> Outcome:
         number, outages = self._failed_before(planned), 0
         while True:
-            await self.gate.opened()
+            await self.gate.wait_until_open()
             began = asyncio.get_running_loop().time()
             outcome = await self._attempt(planned, number)
             if isinstance(outcome, Rollout):

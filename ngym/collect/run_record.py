@@ -92,7 +92,7 @@ class RunRecord:
         return cls(path, {"schema_version": SCHEMA_VERSION, "run_id": run_id, "invocations": []})
 
     @classmethod
-    def resumed(cls, path: Path, source: CollectionSettings, output: Path) -> RunRecord:
+    def resume(cls, path: Path, source: CollectionSettings, output: Path) -> RunRecord:
         """The record of the run that wrote `output`.
 
         Raises:
@@ -102,10 +102,14 @@ class RunRecord:
         before, config = record._content["digests"], source.config_digest()
         if before["config"] != config:
             difference = _difference(record._content["config"], source.config())
-            raise UsageError(_changed(output, "the config or its overrides", before["config"], config) + difference)
+            raise UsageError(
+                _changed_message(output, "the config or its overrides", before["config"], config) + difference
+            )
         record.input_digest = digest_of(source.inputs)
         if before["input"] not in (None, record.input_digest):
-            raise UsageError(_changed(output, f"the input ({source.title})", before["input"], record.input_digest))
+            raise UsageError(
+                _changed_message(output, f"the input ({source.title})", before["input"], record.input_digest)
+            )
         return record
 
     @property
@@ -164,7 +168,7 @@ def _read(path: Path, output: Path) -> Json:
     raise UsageError(f"{path} {problem}, so the run that wrote {output} is unknown; {remedy()}")
 
 
-def _changed(output: Path, what: str, before: str, now: str | None) -> str:
+def _changed_message(output: Path, what: str, before: str, now: str | None) -> str:
     return f"{output}: {what} changed since this run began: sha256 {before} then, {now} now; restore it, {remedy()}"
 
 

@@ -209,7 +209,7 @@ class Config(BaseModel):
             raise ConfigError(f"{self.files[0].name}: no service named {name!r}{did_you_mean(name, self.services)}")
         return self.services[name]
 
-    def changed(self, name: str, **keys: Any) -> Config:
+    def with_changes(self, name: str, **keys: Any) -> Config:
         """The config with these keys of a stanza changed."""
         stanza = self.stanza(name).model_copy(update=keys)
         return self.model_copy(update={"services": {**self.services, name: stanza}})

@@ -146,7 +146,7 @@ class _Turn:
     started: bool = False
 
     @property
-    def spoke(self) -> bool:
+    def has_answer(self) -> bool:
         """Whether a further message or reasoning item belongs to the next message."""
         return bool(self.parts or self.refusals) and not self.calls
 
@@ -236,7 +236,7 @@ class _MessageBuilder:
 
     def _assistant(self, item: Json, where: str) -> None:
         content = item.get("content") or ()
-        if self.turn.spoke:
+        if self.turn.has_answer:
             self.end_turn()
         for index, part in enumerate([{"type": "text", "text": content}] if isinstance(content, str) else content):
             if part["type"] == "refusal":
@@ -247,7 +247,7 @@ class _MessageBuilder:
             self._call(call["id"], call["function"]["name"], call["function"]["arguments"])
 
     def _reasoning(self, item: Json) -> None:
-        if self.turn.spoke:
+        if self.turn.has_answer:
             self.end_turn()
         tags = item["ng"]["tags"] if item.get("ng") else None
         if self.tokens:

@@ -396,10 +396,10 @@ class ResponseStream:
         yield from self.start()
         if not self._output:
             yield from self._message("output_text")
-        response = self._finished(self._reader.tokens())
+        response = self._finished_response(self._reader.tokens())
         yield from self._close()
         for call in self._calls.values():
-            yield from self._numbered(call.done())
+            yield from self._number_events(call.done())
         yield self._event(f"response.{response['status']}", {"response": response})
 
     def fail(self, message: str, code: str = "server_error") -> Iterator[Json]:
@@ -429,7 +429,7 @@ class ResponseStream:
         usage = usage_from_chat(self._reader.usage)
         return {**(self._base or {}), "output": self._output, "usage": usage}
 
-    def _finished(self, tokens: Json) -> Json:
+    def _finished_response(self, tokens: Json) -> Json:
         incomplete = INCOMPLETE.get(self._reader.finish or "")
         response = self._response()
         base = new_response(
@@ -451,9 +451,9 @@ class ResponseStream:
             case "text" | "refusal":
                 yield from self._text_events(piece)
             case "reasoning" if self._open:
-                yield from self._numbered(self._open.more("reasoning_text", piece.text))
+                yield from self._number_events(self._open.more("reasoning_text", piece.text))
             case "arguments":
-                yield from self._numbered(self._calls[piece.call].more("arguments", piece.text))
+                yield from self._number_events(self._calls[piece.call].more("arguments", piece.text))
             case "think" | "redacted":
                 yield from self._thought_events(piece)
             case "thought" if self._open:
@@ -468,13 +468,13 @@ class ResponseStream:
         if opened is None or opened.item["type"] != "message":
             opened = yield from self._message(kind)
         logprobs = self._reader.latest if self._wants_logprobs else []
-        yield from self._numbered(opened.more(kind, piece.text, logprobs))
+        yield from self._number_events(opened.more(kind, piece.text, logprobs))
 
     def _message(self, kind: str) -> Generator[Json, None, OpenItem]:
         self._messages += 1
         suffix = f"_{self._messages - 1}" if self._messages > 1 else ""
         opened = yield from self._begin_item(message_item([], f"msg_{self._stem}{suffix}"))
-        yield from self._numbered(opened.part(kind))
+        yield from self._number_events(opened.part(kind))
         return opened
 
     def _thought_events(self, piece: ReasoningPiece) -> Iterator[Json]:
@@ -486,7 +486,7 @@ class ResponseStream:
             yield from self._close()
             return
         opened = yield from self._begin_item(item)
-        yield from self._numbered(opened.part("reasoning_text"))
+        yield from self._number_events(opened.part("reasoning_text"))
 
     def _call(self, piece: ReasoningPiece) -> Iterator[Json]:
         item: Json = {"type": "function_call", "id": f"fc_{self._stem}_{len(self._calls)}"}
@@ -509,9 +509,9 @@ class ResponseStream:
     def _close(self) -> Iterator[Json]:
         if self._open is not None:
             item, self._open = self._open.done(), None
-            yield from self._numbered(item)
+            yield from self._number_events(item)
 
-    def _numbered(self, events: SplitText) -> Iterator[Json]:
+    def _number_events(self, events: SplitText) -> Iterator[Json]:
         for kind, event in events:
             yield self._event(kind, event)
 

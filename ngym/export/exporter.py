@@ -145,7 +145,7 @@ class Renderer:
         except (orjson.JSONDecodeError, NoRollout):
             rollout = None
         if not isinstance(rollout, ScoredRollout):
-            raise self._changed(candidate.place)
+            raise self._changed_error(candidate.place)
         return conversation(rollout.params, rollout.response, reasoning=self._options.keep_reasoning)
 
     def _bytes(self, place: LinePosition) -> bytes:
@@ -153,10 +153,10 @@ class Renderer:
         source.seek(place.start)
         data = source.read(place.end - place.start)
         if len(data) < place.end - place.start:
-            raise self._changed(place)
+            raise self._changed_error(place)
         return data.removeprefix(BOM).strip()
 
-    def _changed(self, place: LinePosition) -> UsageError:
+    def _changed_error(self, place: LinePosition) -> UsageError:
         path = self._options.inputs[place.file]
         return UsageError(
             f"{path} changed while it was read (at byte {place.start}); export again when no process writes it"
@@ -250,10 +250,10 @@ class Scan:
             return None if good else Reason.LOW
         if rollout.ending == "cut":
             return Reason.CUT
-        is_imitated = options.imitated or (options.format == "kto" and good)
+        is_imitated = options.is_demonstrations or (options.format == "kto" and good)
         if rollout.ending == "step limit" and is_imitated and not options.keep_truncated:
             return Reason.TRUNCATED
-        return Reason.LOW if options.imitated and not good else None
+        return Reason.LOW if options.is_demonstrations and not good else None
 
     def _candidate(self, place: LinePosition, rollout: ScoredRollout, row: Json) -> Candidate | Reason:
         """The candidate, or DUPLICATE. Raises NotRepresentable."""
@@ -270,7 +270,7 @@ class Scan:
             place,
             self._task(rollout, prompt),
             rollout.reward,
-            exemplary=whole and reaches(rollout.reward, self.options.threshold),
+            is_positive=whole and reaches(rollout.reward, self.options.threshold),
             words=fingerprint(*(message for message in own.completion if message["role"] == "assistant")),
             shape=self._shapes.number([own.prompt, own.completion, own.tools]),
         )

@@ -69,7 +69,7 @@ class Options:
         return self.max_pairs
 
     @property
-    def imitated(self) -> bool:
+    def is_demonstrations(self) -> bool:
         """Whether a trainer imitates every exported row."""
         return self.format in ("demonstrations", "sharegpt")
 

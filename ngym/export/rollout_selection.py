@@ -36,14 +36,14 @@ class LinePosition(NamedTuple):
 class Candidate:
     """A rollout that the format may use.
 
-    task: the number of its group. exemplary: may be imitated (else it can only be a bad example).
+    task: the number of its group. is_positive: may be imitated (else it can only be a bad example).
     words: fingerprint of the policy's text, over all turns. shape: the number of its columns' types (conversation.ShapeNumbers).
     """
 
     place: LinePosition
     task: int
     reward: float
-    exemplary: bool
+    is_positive: bool
     words: bytes
     shape: int
 
@@ -184,7 +184,7 @@ class PairCriterion:
         difference = chosen.reward - rejected.reward
         apart = difference > TOLERANCE and difference >= self.margin - TOLERANCE
         # equal texts with different rewards come from chance or a flaky verifier, not from the policy
-        return apart and chosen.exemplary and chosen.words != rejected.words
+        return apart and chosen.is_positive and chosen.words != rejected.words
 
 
 Pairing = Callable[[Sequence[Candidate], PairCriterion], Iterator[Pair]]
@@ -207,7 +207,7 @@ def _best_worst(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pai
 
 
 def _best_rest(group: Sequence[Candidate], fits: PairCriterion) -> Iterator[Pair]:
-    best = next((candidate for candidate in group if candidate.exemplary), None)
+    best = next((candidate for candidate in group if candidate.is_positive), None)
     if best is not None:
         yield from (Pair(best, other) for other in reversed(group) if fits(best, other))
 
@@ -230,7 +230,7 @@ def choose(candidates: Sequence[Candidate], options: Options, tally: ExportCount
     """The rows to write, in the order of the candidates. Every candidate is counted as kept or dropped."""
     rng = random.Random(options.seed)
     rows = (_pairs if options.format == "preferences" else _singles)(candidates, options, tally, rng)
-    rows = _limited(rows, options.limit, tally, rng)
+    rows = _limit_rows(rows, options.limit, tally, rng)
     tally.count(rows)
     return rows
 
@@ -240,7 +240,7 @@ def _singles(candidates: Sequence[Candidate], options: Options, tally: ExportCou
     if options.best is not None:
         selected = {best for group in _groups(candidates) for best in rank(group, rng)[: options.best]}
     tally.drop(Reason.NOT_BEST, len(candidates) - len(selected))
-    return [Single(candidate, candidate.exemplary) for candidate in candidates if candidate in selected]
+    return [Single(candidate, candidate.is_positive) for candidate in candidates if candidate in selected]
 
 
 def _pairs(candidates: Sequence[Candidate], options: Options, tally: ExportCounts, rng: random.Random) -> list[Row]:
@@ -271,7 +271,7 @@ def _why_unpaired(candidate: Candidate, group: Sequence[Candidate], fits: PairCr
     return Reason.NO_PARTNER
 
 
-def _limited(rows: list[Row], limit: int | None, tally: ExportCounts, rng: random.Random) -> list[Row]:
+def _limit_rows(rows: list[Row], limit: int | None, tally: ExportCounts, rng: random.Random) -> list[Row]:
     """A random choice of rows, in their order."""
     if limit is None or len(rows) <= limit:
         return rows

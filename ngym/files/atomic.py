@@ -177,15 +177,15 @@ class FileLocked(NgymError):
 
 @contextmanager
 def held_folder(folder: Path, otherwise: str) -> Iterator[None]:
-    """Lock the folder for this process. `otherwise` and errors are those of `open_held`."""
-    fd = open_held(folder / ".held", folder, otherwise)
+    """Lock the folder for this process. `otherwise` and errors are those of `open_locked`."""
+    fd = open_locked(folder / ".held", folder, otherwise)
     try:
         yield
     finally:
         os.close(fd)
 
 
-def open_held(path: Path, what: Path, otherwise: str) -> int:
+def open_locked(path: Path, what: Path, otherwise: str) -> int:
     """Open a file for appending and reading, and lock it; it is created if it does not exist.
 
     Args:

@@ -81,14 +81,14 @@ def open_rows(path: Path) -> Iterator[BinaryIO]:
         UsageError: it cannot be read, or its compressed content is damaged.
     """
     try:
-        with _decompressed(path) as file:
+        with _open_decompressed(path) as file:
             yield file
     except (OSError, EOFError, zlib.error) as error:
         near = near_file(path) if isinstance(error, FileNotFoundError) else ""
         raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{near}") from None
 
 
-def _decompressed(path: Path) -> BinaryIO:
+def _open_decompressed(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, gzip.open(path)), READ_BYTES))
     if path.suffix == ".zst":

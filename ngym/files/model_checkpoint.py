@@ -32,7 +32,7 @@ def holds_classifier(folder: str | Path) -> bool:
 
 
 @contextmanager
-def load_report_held() -> Iterator[None]:
+def suppress_load_report() -> Iterator[None]:
     """Hold back transformers' table of missing and unexpected tensors until the block ends. If the block raises, the table
     is dropped: `check_loaded` names them.
     """

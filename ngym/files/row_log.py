@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ngym.errors import NgymError, UsageError
-from ngym.files.atomic import WriteFailed, open_held, sync_folder
+from ngym.files.atomic import WriteFailed, open_locked, sync_folder
 from ngym.files.jsonl import READ_BYTES, Line, read
 from ngym.option_names import another_output, option
 from ngym.schema import Json
@@ -67,7 +67,7 @@ class RowLog:
         self._committer: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"write {path.name}")
         self._writing: Future[None] | None = None
-        self._fd = open_held(path, path, another_output())
+        self._fd = open_locked(path, path, another_output())
         self._size = os.fstat(self._fd).st_size
 
     @property
@@ -237,7 +237,7 @@ class RowLog:
         """Write a copy without these lines, and replace the file and its lock with it."""
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.unlink(missing_ok=True)
-        new_fd = open_held(temporary, temporary, another_output())
+        new_fd = open_locked(temporary, temporary, another_output())
         start = 0
         for line in lines:
             _copy(self._fd, new_fd, start, line.start)

@@ -23,7 +23,7 @@ SLACK = 1.25  # a replica with more than this times the average of calls in flig
 
 @dataclass(slots=True)
 class _Slice:
-    began: float
+    started_at: float
     requests: int = 0
     retries: int = 0
 
@@ -39,10 +39,10 @@ class RetryBudget:
         self.spent = 0
         self.refused = 0
 
-    def request(self) -> None:
+    def record_request(self) -> None:
         self._current_slice().requests += 1
 
-    def retry(self) -> bool:
+    def allow_retry(self) -> bool:
         """Whether one more retry is within the budget; if so, it is counted."""
         now = self._current_slice()
         retries = sum(one.retries for one in self._slices)
@@ -58,7 +58,7 @@ class RetryBudget:
         if now > self._ends:
             self._slices.append(_Slice(now))
             self._ends = now + WINDOW_S / SLICES
-        while now - self._slices[0].began > WINDOW_S:
+        while now - self._slices[0].started_at > WINDOW_S:
             self._slices.popleft()
         return self._slices[-1]
 
@@ -81,7 +81,7 @@ class SessionReplica:
     key: str
     url: str | None = None
 
-    def of(self, urls: Sequence[str]) -> str:
+    def replica(self, urls: Sequence[str]) -> str:
         """The session's replica; a new one if that has left."""
         if self.url is None or self.url not in urls:
             self.url = urls[0] if len(urls) == 1 else rendezvous(self.key, urls)
@@ -96,11 +96,11 @@ class Replicas:
         self._paused_until: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
 
-    def any(self, urls: Sequence[str]) -> str:
+    def random_replica(self, urls: Sequence[str]) -> str:
         """A random replica that is up."""
         return random.choice(self._available(urls))
 
-    def of(self, conversation: StickyReplica, urls: Sequence[str]) -> str:
+    def replica_of(self, conversation: StickyReplica, urls: Sequence[str]) -> str:
         """The replica of the conversation; a new one, which it then keeps, if that is gone or failed recently."""
         up = self._available(urls)
         if conversation.url is not None and conversation.url in up:
@@ -110,13 +110,13 @@ class Replicas:
         conversation.url = chosen
         return chosen
 
-    def failed(self, url: str) -> None:
+    def record_failure(self, url: str) -> None:
         """Record that a replica could not be reached or cannot serve: it is paused for a while."""
         rest_s = min(MAX_REST_S, REST_S * 2 ** self._failures[url])
         self._failures[url] += 1
         self._paused_until[url] = time.monotonic() + rest_s
 
-    def answered(self, url: str) -> None:
+    def record_answer(self, url: str) -> None:
         self._failures.pop(url, None)
         self._paused_until.pop(url, None)
 

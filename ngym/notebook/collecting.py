@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.collect.collection_files import CollectionFiles
-from ngym.collect.collection_session import CollectionSession, Discovered
+from ngym.collect.collection_session import CollectionSession, DiscoveredServices
 from ngym.collect.plan import CollectionPlan, replaced_note
 from ngym.collect.progress_display import drawing
 from ngym.collect.rollout_rows import TokenFormat
@@ -88,7 +88,7 @@ def collect_rollouts(
     with as_arguments():
         call = _Call(locals())
     with as_arguments(call.folder.path):
-        return call.place.run(call.collected(), call.display, progress)
+        return call.target.run(call.run(), call.display, progress)
 
 
 async def collect_rollouts_async(
@@ -118,11 +118,11 @@ async def collect_rollouts_async(
     with as_arguments():
         call = _Call(locals())
     with as_arguments(call.folder.path):
-        return await call.place.run_async(call.collected(), call.display, progress)
+        return await call.target.run_async(call.run(), call.display, progress)
 
 
 class _Call:
-    """One collection, from its input to its rollouts; `collected` runs on the loop of its services.
+    """One collection, from its input to its rollouts; `run` runs on the loop of its services.
 
     arguments: those of `collect_rollouts` by name.
     """
@@ -147,13 +147,13 @@ class _Call:
         self._output = Path(arguments["output"] or self.folder.path / "out.jsonl")
         self._done = 0
         self.display = CallDisplay()
-        self.place = ServiceTarget(arguments["config"], arguments["overrides"], arguments["head"])
+        self.target = ServiceTarget(arguments["config"], arguments["overrides"], arguments["head"])
 
-    async def collected(self) -> Rollouts:
+    async def run(self) -> Rollouts:
         if self._limits.concurrency > MANY:
             raise_file_limit()
         tasks = tasks_in(self._arguments["input"], self.folder.path)
-        known = await self.place.known()
+        known = await self.target.discover()
         gate = Gate()
         source = CollectionSettings(tasks, self._recipe, self._arguments["token_format"], known.services)
         store = CollectionFiles(self._output, source, on_stall=lambda reason: gate.hold("disk", reason))
@@ -178,8 +178,8 @@ class _Call:
             _STOPPED.append(self.folder)
         self.display.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {hint}")
 
-    async def _collect(self, store: CollectionFiles, known: Discovered, gate: Gate) -> None:
-        config = self.place.config
+    async def _collect(self, store: CollectionFiles, known: DiscoveredServices, gate: Gate) -> None:
+        config = self.target.config
         store.prepare(
             resume=self._arguments["resume"],
             overwrite=self._arguments["overwrite"],
@@ -198,7 +198,7 @@ class _Call:
         display = partial(drawing, show=self.display, tick_s=SAMPLE_S)
         try:
             session = CollectionSession(store, self._limits, gate, display, self.display.say)
-            await session.collect(self.place.reached(known, needed, self.display))
+            await session.collect(self.target.connect(known, needed, self.display))
         finally:
             tracing.end()
 

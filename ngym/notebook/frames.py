@@ -172,7 +172,7 @@ def slim(row: Json) -> Json:
 
 
 def full(row: Json) -> Json:
-    """The record of `slim` with all other fields, lists and objects unchanged; `restored` is the inverse."""
+    """The record of `slim` with all other fields, lists and objects unchanged; `restore_row` is the inverse."""
     lists = {name: each for name, each in row.items() if isinstance(each, dict | list) and not _is_elsewhere(name)}
     columns = {_column_name(name): each for name, each in lists.items()}
     objects = {name: row.get(name) for name in sorted(OBJECT_FIELDS)}
@@ -181,19 +181,19 @@ def full(row: Json) -> Json:
     return {**slim(row), **columns, **objects, "agent_ref": reference, JSON_FIELDS: list(lists)}
 
 
-def restored(record: Mapping[str, Any]) -> Json:
+def restore_row(record: Mapping[str, Any]) -> Json:
     """The row of a record of `full`, from a table whose lists and objects are JSON text; another row is unchanged."""
-    row = {name: _parsed(value) if name in ROW_OBJECTS else value for name, value in record.items()}
+    row = {name: _parse_json(value) if name in ROW_OBJECTS else value for name, value in record.items()}
     if JSON_FIELDS not in row:
         return row
-    for name in _parsed(row.pop(JSON_FIELDS)):
-        row[name] = _parsed(row.pop(_column_name(name), None))
+    for name in _parse_json(row.pop(JSON_FIELDS)):
+        row[name] = _parse_json(row.pop(_column_name(name), None))
     if "task_index" in row:
         row.setdefault("_ng_task_index", row["task_index"])
     return row
 
 
-def _parsed(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:

@@ -138,9 +138,9 @@ class CallDisplay:
         self._now: tuple[Picture, Callable[[], str]] = (self._board.picture, self._board.line)
         self._starts = True
 
-    def service(self, state: ReplicaState) -> None:
+    def on_state(self, state: ReplicaState) -> None:
         """Record a new state of a service. After startup, only problems are printed."""
-        changed = self._board.event(state)
+        changed = self._board.record_state(state)
         if not self._starts and changed and state.status in ("restarting", "failed", "not ready"):
             self.say(status_line(state))
 
@@ -156,7 +156,7 @@ class CallDisplay:
         self.draw(snapshot)
 
     @contextmanager
-    def opened(self, enabled: bool) -> Iterator[Callable[[], None]]:
+    def open(self, enabled: bool) -> Iterator[Callable[[], None]]:
         """Show the progress during the block; yields a function to call a few times a second. Printed lines stay."""
         output = progress(enabled)
 

@@ -468,7 +468,7 @@ def rollouts_of(paths: Sequence[Path], folder: object = None) -> Rollouts:
 
 
 def _failures_of(path: Path) -> Path:
-    return CollectionPaths.beside(path).failures
+    return CollectionPaths.for_output(path).failures
 
 
 def _files(source: str) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
-from ngym.collect.collection_session import ConnectedServices, Discovered, discover
+from ngym.collect.collection_session import ConnectedServices, DiscoveredServices, discover
 from ngym.config.service_config import Config, load_config, redacted_config
 from ngym.errors import NgymError, UsageError
 from ngym.net.auth import wrong_url
@@ -85,7 +85,7 @@ class _ServicesLifetime:
     def __init__(self, config: Config, launcher: ZygoteClient, display: CallDisplay) -> None:
         self.config = config
         self.background = Background("ngym services")
-        self.supervisor = Supervisor(config, display.service, launcher)
+        self.supervisor = Supervisor(config, display.on_state, launcher)
         self._started = asyncio.Event()
 
     async def ready(self) -> None:
@@ -147,7 +147,7 @@ class ServiceTarget:
         """
         task, end = self._begin(work)
         try:
-            with display.opened(progress) as tick:
+            with display.open(progress) as tick:
                 return task.result(tick, lambda: display.hurry())
         finally:
             end()
@@ -156,15 +156,15 @@ class ServiceTarget:
         """As `run`, without blocking the caller's loop."""
         task, end = self._begin(work)
         try:
-            with display.opened(progress) as tick:
-                return await task.awaited(tick, lambda: display.hurry())
+            with display.open(progress) as tick:
+                return await task.result_async(tick, lambda: display.hurry())
         finally:
             await asyncio.to_thread(end)
 
     def _begin(self, work: Coroutine[Any, Any, Result]) -> tuple[BackgroundTask[Result], Callable[[], None]]:
         """The coroutine on the loop of the services, and a function to call at the end."""
         if self._life is not None:
-            if not self._life.background.lives:
+            if not self._life.background.is_alive:
                 work.close()
                 raise UsageError("these services are stopped; start them again with ngym.run")
             return self._life.background.begin(work), self.close
@@ -176,17 +176,17 @@ class ServiceTarget:
 
         return background.begin(work), end
 
-    async def known(self) -> Discovered:
+    async def discover(self) -> DiscoveredServices:
         """The services that exist or will be started."""
         config = self._life.config if self._life else self.config
         if config is not None:
-            return Discovered.of(redacted_config(config))
+            return DiscoveredServices.of(redacted_config(config))
         url = head_of(Path.cwd(), self._url, "or name a run with head=, or a config with config=")
         return await discover(url, token_of(url, Path.cwd()))
 
     @asynccontextmanager
-    async def reached(
-        self, known: Discovered, needed: Config | None, display: CallDisplay
+    async def connect(
+        self, known: DiscoveredServices, needed: Config | None, display: CallDisplay
     ) -> AsyncIterator[ConnectedServices]:
         """The services during the block. needed: the part of the config to start."""
         if self._life is not None:
@@ -197,7 +197,7 @@ class ServiceTarget:
             async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
                 yield ConnectedServices(peers)
         else:
-            supervisor = Supervisor(needed, display.service, self._launcher)
+            supervisor = Supervisor(needed, display.on_state, self._launcher)
             display.hurry = supervisor.hurry
             async with supervisor, supervisor.peers(OWNER) as peers:
                 yield ConnectedServices(peers, supervisor.failure)
@@ -221,7 +221,7 @@ def run(*config: str | Path, only: str | Sequence[str] = (), progress: bool = Tr
     """
     life, display = _prepare_services(config, only)
     try:
-        with display.opened(progress) as tick:
+        with display.open(progress) as tick:
             life.background.begin(life.ready()).result(tick, life.supervisor.hurry)
     except BaseException:
         life.background.close()
@@ -233,8 +233,8 @@ async def run_async(*config: str | Path, only: str | Sequence[str] = (), progres
     """`run` for a coroutine: `services = await ngym.run_async(...)`, or `async with await ngym.run_async(...) as services`."""
     life, display = _prepare_services(config, only)
     try:
-        with display.opened(progress) as tick:
-            await life.background.begin(life.ready()).awaited(tick, life.supervisor.hurry)
+        with display.open(progress) as tick:
+            await life.background.begin(life.ready()).result_async(tick, life.supervisor.hurry)
     except BaseException:
         await asyncio.to_thread(life.background.close)
         raise
@@ -281,7 +281,7 @@ class Background:
         return BackgroundTask(self._loop, work)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it has not ended."""
         return self._thread.is_alive() and not self._end.is_set()
 
@@ -339,7 +339,9 @@ class BackgroundTask(Generic[Result]):
             raise
         return self._outcome()
 
-    async def awaited(self, tick: Callable[[], None] = _do_nothing, hurry: Callable[[], None] = _do_nothing) -> Result:
+    async def result_async(
+        self, tick: Callable[[], None] = _do_nothing, hurry: Callable[[], None] = _do_nothing
+    ) -> Result:
         """As `result`, for a coroutine: its own loop continues to run."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         self._loop.call_soon_threadsafe(self._notify, lambda: loop.call_soon_threadsafe(ended.set))

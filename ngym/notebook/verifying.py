@@ -18,7 +18,7 @@ from ngym.grading import reverify
 from ngym.grading.group_rewards import try_verify_group
 from ngym.notebook.arguments import as_arguments, at_least_one, row_as_json
 from ngym.notebook.collecting import rows_of
-from ngym.notebook.frames import restored
+from ngym.notebook.frames import restore_row
 from ngym.notebook.progress import CallDisplay
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
@@ -101,7 +101,7 @@ def verify(
     at_least_one(concurrency=concurrency)
     with as_arguments():
         call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
-    verdicts = call.place.run(call.verdicts(), call.display, progress)
+    verdicts = call.target.run(call.run(), call.display, progress)
     return verdicts[0] if isinstance(rows, Mapping) else verdicts
 
 
@@ -121,28 +121,28 @@ async def verify_async(
     at_least_one(concurrency=concurrency)
     with as_arguments():
         call = _Call(_rows(rows, answer), ServiceTarget(config, overrides, head), server, models, concurrency)
-    return await call.place.run_async(call.verdicts(), call.display, progress)
+    return await call.target.run_async(call.run(), call.display, progress)
 
 
 class _Call:
     """One verification of some rows."""
 
     def __init__(
-        self, rows: list[Json], place: ServiceTarget, server: str | None, models: bool, concurrency: int
+        self, rows: list[Json], target: ServiceTarget, server: str | None, models: bool, concurrency: int
     ) -> None:
         self.display = CallDisplay()
-        self.place = place
+        self.target = target
         self._rows = rows
         self._server = server
         self._models = models
         self._slots = asyncio.Semaphore(concurrency)
 
-    async def verdicts(self) -> list[VerifyResult]:
-        known = await self.place.known()
-        config = self.place.config
+    async def run(self) -> list[VerifyResult]:
+        known = await self.target.discover()
+        config = self.target.config
         gyms = [self._gym(row, known.services, known.urls or known.services) for row in self._rows]
         services = config_for_scoring(config, set(gyms), self._models, REMEDY) if config is not None else None
-        async with self.place.reached(known, services, self.display) as reached:
+        async with self.target.connect(known, services, self.display) as reached:
             return await run_unless_failed(reached.failure(), self._verify_all(gyms, reached))
 
     async def _verify_all(self, gyms: Sequence[str], reached: ConnectedServices) -> list[VerifyResult]:
@@ -190,7 +190,7 @@ def _rows(source: Any, answer: str | None) -> list[Json]:
     for number, each in enumerate(rows_of(source)):
         if not isinstance(each, Mapping):
             raise UsageError(f"row {number} must be a rollout's row or a task, not {each!r:.60}")
-        row: Json = orjson.loads(row_as_json(restored(each), number))
+        row: Json = orjson.loads(row_as_json(restore_row(each), number))
         if answer is not None:
             row["response"] = {"status": "completed", "output": [assistant_message(answer)]}
         if not isinstance(row.get("response"), dict):

@@ -65,7 +65,7 @@ class History:
 
     def __init__(self) -> None:
         self.steps: array[float] = array("d")
-        self.resumed: list[float] = []
+        self.resume_steps: list[float] = []
         self._seconds: array[float] = array("d")
         self._columns: dict[str, _Column] = {}
         self._before = 0.0  # seconds before the last restart
@@ -142,7 +142,7 @@ class History:
             for column in self._columns.values():
                 column.cut(length)
         if back or (elapsed is not None and self.steps and elapsed < self._elapsed):
-            self.resumed.append(step)
+            self.resume_steps.append(step)
             self._before = self._seconds[-1] if self._seconds else 0.0
         self._elapsed = elapsed if elapsed is not None else self._elapsed
 

@@ -177,7 +177,7 @@ class ConcurrencyLimiter:
         self.in_flight -= 1
         self._admit()
 
-    def answered(self, started: float) -> None:
+    def record_answer(self, started: float) -> None:
         """Record an answer to a request that started at `started` (loop time)."""
         latency = asyncio.get_running_loop().time() - started
         self._latency_s += (latency - self._latency_s) * (SMOOTHING if self._latency_s else 1.0)
@@ -191,7 +191,7 @@ class ConcurrencyLimiter:
             self._ceiling = max(self._ceiling, self.limit)
         self.limit = min(self.limit, self._most)
 
-    def refused(self, started: float, wait_s: float | None) -> None:
+    def record_refusal(self, started: float, wait_s: float | None) -> None:
         """Record a refusal of a request that started at `started`. wait_s: the requested pause, if any."""
         self.counts.refused += 1
         now = asyncio.get_running_loop().time()
@@ -243,11 +243,11 @@ class ConcurrencyLimiter:
 class RequestSlot(NamedTuple):
     """The slot of one request in flight. started: in loop time."""
 
-    pace: ConcurrencyLimiter
+    limiter: ConcurrencyLimiter
     started: float
 
-    def answered(self) -> None:
-        self.pace.answered(self.started)
+    def record_answer(self) -> None:
+        self.limiter.record_answer(self.started)
 
-    def refused(self, wait_s: float | None) -> None:
-        self.pace.refused(self.started, wait_s)
+    def record_refusal(self, wait_s: float | None) -> None:
+        self.limiter.record_refusal(self.started, wait_s)

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ngym.client import AnswerTooLong, Client, Streamed
+from ngym.client import AnswerTooLong, Client, StreamedReply
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError, shorten
 from ngym.net import request_context
 from ngym.net.auth import wrong_url
@@ -128,19 +128,19 @@ class RequestTarget(NamedTuple):
     def peer(self, status: int | None = None) -> Json:
         return {"service": urlsplit(self.url).hostname, "url": self.url, "status": status}
 
-    def cannot_be_reached(self, why: object) -> Unreachable:
+    def unreachable(self, why: object) -> Unreachable:
         detail = f"{self.url} cannot be reached: {why}; is base_url right, and the endpoint up?"
         return Unreachable(detail, upstream={**self.peer(), "service": self.service})
 
-    def timed_out(self, timeout_s: float) -> PeerTimeout:
+    def timeout(self, timeout_s: float) -> PeerTimeout:
         detail = f"{self.url} did not answer within {timeout_s:g} s (timeout_s) or the caller's deadline"
         return PeerTimeout(detail, upstream=self.peer())
 
-    def outcome_unknown(self, why: object) -> OutcomeUnknown:
+    def unknown_outcome(self, why: object) -> OutcomeUnknown:
         detail = f"{self.url} gave no answer ({why}): the request may or may not have been processed"
         return OutcomeUnknown(detail, failure="model_error", upstream=self.peer())
 
-    def stream_broken(self, why: object) -> UpstreamError:
+    def broken_stream(self, why: object) -> UpstreamError:
         detail = f"{self.url}: the stream broke off: {why}"
         return UpstreamError(detail, failure="model_error", upstream=self.peer(200), retryable=True)
 
@@ -149,16 +149,16 @@ class RequestTarget(NamedTuple):
         return UpstreamError(f"{self.url} {what}", failure="model_error", upstream=peer, retryable=retryable)
 
 
-def problem(site: RequestTarget, status: int, body: bytes) -> ServiceError:
+def problem(target: RequestTarget, status: int, body: bytes) -> ServiceError:
     """The error of a refusal. The message for a refused key is left out: it may quote the key."""
     message, code = words(_json(body))
-    url, peer = site.url, site.peer(status)
+    url, peer = target.url, target.peer(status)
     if status in (401, 403):
-        key = f"the key in {site.api_key_env}" if site.api_key_env else "a request without a key"
+        key = f"the key in {target.api_key_env}" if target.api_key_env else "a request without a key"
         detail = f"{url} refused {key} ({status}); put a valid key into the environment variable named by api_key_env"
         return UpstreamError(detail, failure="model_error", upstream=peer, retryable=False)
     if status in _NO_SUCH_PATH:
-        detail = f"{url} answered {status} for model {site.model!r}: {message}"
+        detail = f"{url} answered {status} for model {target.model!r}: {message}"
         return NotSupported(detail, failure="model_error", upstream=peer)
     if status == 402 or code in _PAID_OUT:
         return QuotaExhausted(f"{url}: the account has no credit left: {message}", failure="model_error", upstream=peer)
@@ -171,7 +171,7 @@ def problem(site: RequestTarget, status: int, body: bytes) -> ServiceError:
     return UpstreamError(f"{url} answered {status}: {message}", failure="model_error", upstream=peer, retryable=True)
 
 
-def problem_in_stream(site: RequestTarget, event: Json) -> ServiceError | None:
+def problem_in_stream(target: RequestTarget, event: Json) -> ServiceError | None:
     """The error in an event of a stream, in OpenAI's or Anthropic's shape; None for other events."""
     if "error" not in event and event.get("type") != "error":
         return None
@@ -179,10 +179,10 @@ def problem_in_stream(site: RequestTarget, event: Json) -> ServiceError | None:
         return None  # a Response or a chunk with an empty error
     message, code = words(event)
     if is_context_overflow(400, code, message):
-        return ContextOverflow(message, failure="context_length", upstream=site.peer(200))
-    detail = f"{site.url} failed while it answered: {message}"
+        return ContextOverflow(message, failure="context_length", upstream=target.peer(200))
+    detail = f"{target.url} failed while it answered: {message}"
     kind = Overloaded if code in _OVERLOADED else UpstreamError
-    return kind(detail, failure="model_error", upstream=site.peer(200), retryable=True)
+    return kind(detail, failure="model_error", upstream=target.peer(200), retryable=True)
 
 
 def _json(body: bytes) -> Any:
@@ -266,7 +266,7 @@ BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, an
 MAX_BACKOFF_S = 8.0
 PROBE_S = 2.0  # between two probes of an API that cannot be reached
 PROBE_TIMEOUT_S = 10.0
-MAX_SITES = 64
+MAX_TARGETS = 64
 MAX_PLACE = 200
 DONE = b"[DONE]"
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
@@ -299,7 +299,7 @@ class EventData:
 
 
 class Upstream:
-    """A remote API: its connections, and the pace, the retry budget and the caps that all callers share.
+    """A remote API: its connections, and the limiter, the retry budget and the caps that all callers share.
 
     Args:
         service: the name of the model server.
@@ -315,25 +315,25 @@ class Upstream:
         headers: Headers,
         address: Callable[[str], str] | None = None,
     ) -> None:
-        self.pace = ConcurrencyLimiter(options.max_concurrency)
+        self.limiter = ConcurrencyLimiter(options.max_concurrency)
         self.budget = RetryBudget(options.retry_ratio)
         self.caps = options.caps()
-        self._lost: asyncio.Future[str] | None = None
+        self._outage: asyncio.Future[str] | None = None
         self._options = options
         self._service = service
         self._model = model
         self._headers = headers
         self._address = address or (lambda path: options.base_url.rstrip("/") + path)
-        self._sites: dict[str, RequestTarget] = {}  # by path
+        self._targets: dict[str, RequestTarget] = {}  # by path
         self._client = Client({"content-type": "application/json", "user-agent": "ngym"}, options.proxy_for_https())
 
     async def close(self) -> None:
         await self._client.close()
 
-    async def outage(self) -> str:
+    async def wait_for_outage(self) -> str:
         """Wait until a request is given up because the API cannot be reached; returns the reason."""
-        self._lost = asyncio.get_running_loop().create_future()
-        return await self._lost
+        self._outage = asyncio.get_running_loop().create_future()
+        return await self._outage
 
     async def is_reachable(self) -> bool:
         """Whether it answers anything at all, to a GET without a key."""
@@ -363,12 +363,12 @@ class Upstream:
             parsed = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             if raw.lstrip()[:1] == b"{":  # cut off, or with text that is not UTF-8
-                raise self._site(path).invalid_answer(f"answered with broken JSON: {error}", retryable=True) from None
+                raise self._target(path).invalid_answer(f"answered with broken JSON: {error}", retryable=True) from None
             parsed = None
         if not isinstance(parsed, dict):
             detail = "answered with no JSON object; check the end of base_url (often /v1)"
-            raise self._site(path).invalid_answer(detail)
-        if "output" not in parsed and (failure := problem_in_stream(self._site(path), parsed)) is not None:
+            raise self._target(path).invalid_answer(detail)
+        if "output" not in parsed and (failure := problem_in_stream(self._target(path), parsed)) is not None:
             raise failure  # gateways send the error of their provider with a 200
         used = TokenUsage()
         used.take(parsed)
@@ -381,18 +381,18 @@ class Upstream:
         once: never process the request twice: it is only retried if it was certainly not processed, else OutcomeUnknown is
         raised.
         """
-        site, raw, attempt = self._site(path), None if body is None else serialize(body), 0
-        self.budget.request()
+        target, raw, attempt = self._target(path), None if body is None else serialize(body), 0
+        self.budget.record_request()
         while True:
             self.caps.check()
-            turn = await self._turn(site)
+            slot = await self._enter(target)
             try:
-                answer = await self._read_answer(turn, site, raw, once)
+                answer = await self._read_answer(slot, target, raw, once)
                 if isinstance(answer, bytes):
-                    turn.answered()
+                    slot.record_answer()
                     return answer
             finally:
-                self.pace.leave()
+                self.limiter.leave()
             attempt += 1
             await self._pause(attempt, answer, once)
 
@@ -403,117 +403,117 @@ class Upstream:
             as `post` before the first event; later UpstreamError, Overloaded or ContextOverflow if an event is an error
             or not JSON, or the stream breaks off.
         """
-        site, used = self._site(path), TokenUsage()
+        target, used = self._target(path), TokenUsage()
         try:
-            async with self._open(site, serialize(body)) as answer:
+            async with self._open(target, serialize(body)) as answer:
                 if "text/event-stream" not in answer.headers.get("content-type", ""):
-                    raise site.invalid_answer("did not answer with a stream, which was requested")
+                    raise target.invalid_answer("did not answer with a stream, which was requested")
                 data = EventData()
                 try:
                     async for part in answer.body:
                         for event in data.take(part):
                             if event != DONE:
-                                yield self._event(event, site, used)
+                                yield self._event(event, target, used)
                 except TimeoutError:
-                    raise site.timed_out(self._options.timeout_s) from None
+                    raise target.timeout(self._options.timeout_s) from None
                 except (ConnectionError, ValueError) as error:
-                    raise site.stream_broken(error) from None
+                    raise target.broken_stream(error) from None
         finally:
             self.caps.add(used)
 
-    def _event(self, data: bytes, site: RequestTarget, used: TokenUsage) -> Json:
+    def _event(self, data: bytes, target: RequestTarget, used: TokenUsage) -> Json:
         event = orjson.loads(data)
         if not isinstance(event, dict):
-            raise site.stream_broken("an event that is not a JSON object")
-        if (failure := problem_in_stream(site, event)) is not None:
+            raise target.broken_stream("an event that is not a JSON object")
+        if (failure := problem_in_stream(target, event)) is not None:
             raise failure
         used.take(event)
         return event
 
-    def _site(self, path: str) -> RequestTarget:
-        site = self._sites.get(path)
-        if site is None:
-            site = RequestTarget(self._address(path), self._model, self._options.api_key_env, self._service)
-            if len(self._sites) < MAX_SITES:
-                self._sites[path] = site
-        return site
+    def _target(self, path: str) -> RequestTarget:
+        target = self._targets.get(path)
+        if target is None:
+            target = RequestTarget(self._address(path), self._model, self._options.api_key_env, self._service)
+            if len(self._targets) < MAX_TARGETS:
+                self._targets[path] = target
+        return target
 
     @asynccontextmanager
-    async def _open(self, site: RequestTarget, raw: bytes) -> AsyncIterator[Streamed]:
+    async def _open(self, target: RequestTarget, raw: bytes) -> AsyncIterator[StreamedReply]:
         """A 2xx answer whose body is not read, with retries; its slot in flight is held until it is read."""
-        self.budget.request()
+        self.budget.record_request()
         attempt = 0
         while True:
             self.caps.check()
-            turn = await self._turn(site)
+            slot = await self._enter(target)
             try:
                 async with AsyncExitStack() as stack:
-                    answer = await self._start_request(stack, turn, site, raw)
-                    if isinstance(answer, Streamed):
+                    answer = await self._start_request(stack, slot, target, raw)
+                    if isinstance(answer, StreamedReply):
                         yield answer
-                        turn.answered()
+                        slot.record_answer()
                         return
             finally:
-                self.pace.leave()
+                self.limiter.leave()
             attempt += 1
             await self._pause(attempt, answer, False)
 
-    async def _turn(self, site: RequestTarget) -> RequestSlot:
-        """Wait for a slot in flight; `pace.leave` must follow."""
+    async def _enter(self, target: RequestTarget) -> RequestSlot:
+        """Wait for a slot in flight; `limiter.leave` must follow."""
         remaining = request_context.current.get().remaining_s()
         try:
-            return await self.pace.enter(remaining, self._options.timeout_s)
+            return await self.limiter.enter(remaining, self._options.timeout_s)
         except TimeoutError:
-            raise site.timed_out(self._options.timeout_s) from None
+            raise target.timeout(self._options.timeout_s) from None
 
     async def _read_answer(
-        self, turn: RequestSlot, site: RequestTarget, raw: bytes | None, once: bool
+        self, slot: RequestSlot, target: RequestTarget, raw: bytes | None, once: bool
     ) -> bytes | ServiceError:
         """The body of a 2xx answer, or a problem, which the caller raises unless it retries."""
         method = "GET" if raw is None else "POST"
         try:
             headers = {**await self._headers(), **request_context.trace_headers()}
-            reply = await self._client.request(method, site.url, raw, headers, self._timeout_s())
+            reply = await self._client.request(method, target.url, raw, headers, self._timeout_s())
         except (ConnectionError, TimeoutError) as error:
-            return self._unanswered(site, error, once)
+            return self._connection_error(target, error, once)
         if 200 <= reply.status < 300:
             return reply.body
-        return _problem(turn, site, reply.status, reply.headers, reply.body)
+        return _problem(slot, target, reply.status, reply.headers, reply.body)
 
     async def _start_request(
-        self, stack: AsyncExitStack, turn: RequestSlot, site: RequestTarget, raw: bytes
-    ) -> Streamed | ServiceError:
+        self, stack: AsyncExitStack, slot: RequestSlot, target: RequestTarget, raw: bytes
+    ) -> StreamedReply | ServiceError:
         """As `_read_answer`, for a streamed body."""
         try:
             headers = {**await self._headers(), **request_context.trace_headers()}
-            opening = self._client.stream("POST", site.url, raw, headers, self._timeout_s())
+            opening = self._client.stream("POST", target.url, raw, headers, self._timeout_s())
             answer = await stack.enter_async_context(opening)
             if 200 <= answer.status < 300:
                 return answer
             body = b"".join([part async for part in answer.body])
         except (ConnectionError, TimeoutError) as error:
-            return self._unanswered(site, error, False)
-        return _problem(turn, site, answer.status, answer.headers, body)
+            return self._connection_error(target, error, False)
+        return _problem(slot, target, answer.status, answer.headers, body)
 
     def _timeout_s(self) -> float:
         remaining = request_context.current.get().remaining_s()
         return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
 
-    def _unanswered(self, site: RequestTarget, error: OSError, once: bool) -> ServiceError:
+    def _connection_error(self, target: RequestTarget, error: OSError, once: bool) -> ServiceError:
         """The problem of a request without an answer; raised if it must not be sent again."""
         if once and not isinstance(error, ConnectionRefusedError):
-            raise site.outcome_unknown(error) from None
+            raise target.unknown_outcome(error) from None
         if isinstance(error, TimeoutError):
-            raise site.timed_out(self._options.timeout_s) from None
+            raise target.timeout(self._options.timeout_s) from None
         if isinstance(error, AnswerTooLong):
-            raise site.invalid_answer(f"cannot be used: {error}") from None
-        return site.cannot_be_reached(error)
+            raise target.invalid_answer(f"cannot be used: {error}") from None
+        return target.unreachable(error)
 
     async def _pause(self, attempt: int, failure: ServiceError, once: bool) -> None:
         """Wait before the next attempt. Raises the problem if no retry is left or it would not help."""
         if attempt > self._options.max_retries or not self._should_retry(failure, once):
-            if isinstance(failure, Unreachable) and self._lost is not None and not self._lost.done():
-                self._lost.set_result(failure.detail)
+            if isinstance(failure, Unreachable) and self._outage is not None and not self._outage.done():
+                self._outage.set_result(failure.detail)
             raise failure
         if not _is_refusal(failure):
             await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1))
@@ -522,20 +522,20 @@ class Upstream:
         """Whether to retry. A refusal for the rate slows down all callers instead of using the retry budget."""
         if once and not (_is_refusal(failure) or isinstance(failure, Unreachable)):
             return False
-        return failure.retryable and (_is_refusal(failure) or self.budget.retry())
+        return failure.retryable and (_is_refusal(failure) or self.budget.allow_retry())
 
 
 def _problem(
-    turn: RequestSlot, site: RequestTarget, status: int, headers: Mapping[str, str], body: bytes
+    slot: RequestSlot, target: RequestTarget, status: int, headers: Mapping[str, str], body: bytes
 ) -> ServiceError:
     """The problem of a refusal; one for the rate slows down all callers."""
     if 300 <= status < 400:
         place = shorten(headers.get("location") or "no place", MAX_PLACE)
-        detail = f"{site.url} answered {status}, a redirect to {place}: set base_url to where it leads"
-        return UpstreamError(detail, failure="model_error", upstream=site.peer(status), retryable=False)
-    failure = problem(site, status, body)
+        detail = f"{target.url} answered {status}, a redirect to {place}: set base_url to where it leads"
+        return UpstreamError(detail, failure="model_error", upstream=target.peer(status), retryable=False)
+    failure = problem(target, status, body)
     if status in REFUSED_FOR_RATE and failure.retryable:
-        turn.refused(wait_s(headers))
+        slot.record_refusal(wait_s(headers))
     return failure
 
 
@@ -550,14 +550,14 @@ class UpstreamMetrics(Collector):
         self._upstream = upstream
 
     def collect(self) -> Iterator[Metric]:
-        pace, budget, caps = self._upstream.pace, self._upstream.budget, self._upstream.caps
+        limiter, budget, caps = self._upstream.limiter, self._upstream.budget, self._upstream.caps
         gauge, count = GaugeMetricFamily, CounterMetricFamily
-        yield gauge("ngym_upstream_limit", "The limit of requests in flight", pace.limit)
-        yield gauge("ngym_upstream_in_flight", "Requests in flight", pace.in_flight)
-        yield gauge("ngym_upstream_waiting", "Requests that wait for a slot", pace.waiting)
-        yield gauge("ngym_upstream_paused_seconds", "Seconds until requests may start again", pace.paused_s())
-        yield count("ngym_upstream_refused", "Requests refused for the rate (429, 503, 529)", pace.counts.refused)
-        yield count("ngym_upstream_limit_halved", "Number of times the limit was halved", pace.counts.cuts)
+        yield gauge("ngym_upstream_limit", "The limit of requests in flight", limiter.limit)
+        yield gauge("ngym_upstream_in_flight", "Requests in flight", limiter.in_flight)
+        yield gauge("ngym_upstream_waiting", "Requests that wait for a slot", limiter.waiting)
+        yield gauge("ngym_upstream_paused_seconds", "Seconds until requests may start again", limiter.paused_s())
+        yield count("ngym_upstream_refused", "Requests refused for the rate (429, 503, 529)", limiter.counts.refused)
+        yield count("ngym_upstream_limit_halved", "Number of times the limit was halved", limiter.counts.cuts)
         yield count("ngym_upstream_retries", "Retries after failures", budget.spent)
         yield count("ngym_upstream_retries_refused", "Retries that the budget did not allow", budget.refused)
         tokens = count("ngym_upstream_tokens", "Tokens, from the usage of answers", labels=["way"])
@@ -586,7 +586,7 @@ async def watch_upstream(upstream: Upstream, app: FastAPI) -> AsyncIterator[Upst
 
 async def _report_outages(upstream: Upstream, app: FastAPI) -> None:
     while True:
-        app.state.not_ready = await upstream.outage()
+        app.state.not_ready = await upstream.wait_for_outage()
         while not await upstream.is_reachable():
             await asyncio.sleep(PROBE_S)
         app.state.not_ready = None

@@ -232,7 +232,7 @@ def terminal() -> Iterator[Screen]:
     here sees a terminal. Descriptor 2 is unchanged, for the last words of a dying process.
     """
     screen = Screen(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding))
-    with _piped(screen) if os.isatty(1) else nullcontext(), capture_output(screen):
+    with _redirect_stdout(screen) if os.isatty(1) else nullcontext(), capture_output(screen):
         try:
             yield screen
         finally:
@@ -240,7 +240,7 @@ def terminal() -> Iterator[Screen]:
 
 
 @contextmanager
-def _piped(screen: Screen) -> Iterator[None]:
+def _redirect_stdout(screen: Screen) -> Iterator[None]:
     """Print what goes to file descriptor 1 during the block above the region."""
     saved = os.dup(1)
     read, write = os.pipe()

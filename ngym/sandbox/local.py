@@ -191,14 +191,14 @@ class Slot:
     def _submit(self, request: GuestRequest, contents: bytes, stdin: bytes, pipes: list[_Pipe]) -> None:
         inputs = []
         try:
-            inputs = [_sealed(contents), _sealed(stdin)]
+            inputs = [_sealed_file(contents), _sealed_file(stdin)]
             fds = [*inputs, *(pipe.write_end for pipe in pipes)]
             socket.send_fds(self._control, [json.dumps(request).encode()], fds)
         finally:
             for fd in inputs:
                 os.close(fd)
             for pipe in pipes:
-                pipe.close_theirs()
+                pipe.close_write_end()
 
     async def _answer(self) -> Any:
         answer = await asyncio.get_running_loop().sock_recv(self._control, 1 << 16)
@@ -237,7 +237,7 @@ class _Pipe:
         os.set_blocking(self._read_end, False)
         self._loop.add_reader(self._read_end, self._read)
 
-    def close_theirs(self) -> None:
+    def close_write_end(self) -> None:
         """Close our copy of the end that was handed over."""
         os.close(self.write_end)
 
@@ -270,7 +270,7 @@ class _Pipe:
         return bool(chunk)
 
 
-def _sealed(content: bytes) -> int:
+def _sealed_file(content: bytes) -> int:
     """A sealed in-memory file with this content, positioned at its beginning."""
     fd = os.memfd_create("ngym", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)

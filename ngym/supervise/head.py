@@ -163,7 +163,7 @@ class SupervisedRun(Protocol):
 
     def join(self, name: str, url: str) -> ReplicaState: ...
 
-    def trained(self, name: str, version: int, proved: Collection[str]) -> list[str]: ...
+    def record_proof(self, name: str, version: int, proved: Collection[str]) -> list[str]: ...
 
 
 class Head:
@@ -323,7 +323,7 @@ def _app(supervisor: SupervisedRun) -> Starlette:
             case _:
                 raise HTTPException(422, 'send {"version": the policy version, "urls": [where it was proved]}')
         try:
-            waiting = supervisor.trained(request.path_params["name"], version, urls)
+            waiting = supervisor.record_proof(request.path_params["name"], version, urls)
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
         return JSONResponse({"waiting": waiting})

@@ -55,8 +55,8 @@ class NodeGroup:
             os.close(log)
         return _Processes(started)
 
-    async def shut(self) -> None:
-        await asyncio.gather(*(host.shut() for host in self.hosts))
+    async def stop_listening(self) -> None:
+        await asyncio.gather(*(host.stop_listening() for host in self.hosts))
 
 
 class _Processes:

@@ -66,7 +66,7 @@ class _LocalHost:
         address = urlsplit(self.url).hostname or ""
         return address, free_port(address)
 
-    async def shut(self) -> None:
+    async def stop_listening(self) -> None:
         self._socket.close()
 
     async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
@@ -139,7 +139,7 @@ class LocalPlacer:
         for host in place.hosts if isinstance(place, NodeGroup) else [place]:
             assert isinstance(host, _LocalHost)
             del self._places[host]
-            await host.shut()
+            await host.stop_listening()
 
     def _replica(self, config: Config, stanza: Stanza, slices: Sequence[tuple[str, ...] | None]) -> ProcessHost:
         """slices: the GPUs of each process. With `nodes`, this machine stands for all of them."""
@@ -167,7 +167,7 @@ class LocalPlacer:
                 client.close()
         self._launcher.close()
         for place in self._places:
-            await place.shut()
+            await place.stop_listening()
 
 
 def asked_cores(stanza: Stanza) -> dict[str, str]:
@@ -239,7 +239,7 @@ def with_own_gpus(config: Config, ranks: int = 0, machine: Machine | None = None
     changed = config
     for name, gpus in gpus_by_service.items():
         requested = config.stanza(name).resources or Resources()
-        changed = changed.changed(name, resources=requested.model_copy(update={"gpus": gpus}))
+        changed = changed.with_changes(name, resources=requested.model_copy(update={"gpus": gpus}))
     total_gpus = ranks + sum(requested.gpus or 0 for _, _, requested in processes(changed))
     return changed if total_gpus <= len(machine.gpus) else config
 

@@ -69,13 +69,13 @@ class ServiceLog:
         """Why the process ended, in its own words, as one line; empty if it did not say so."""
         return " ".join(self.tail(SHOWN_LINES)) if self._has_reason else ""
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait until everything that a dead process wrote has been read."""
         if self._readers:
             await asyncio.wait(self._readers, timeout=DRAIN_S)
 
     async def close(self) -> None:
-        await self.drained()
+        await self.drain()
         for task in self._readers:
             task.cancel()
         self._file.close()
@@ -265,7 +265,7 @@ class PolledReplica:
         self._token = token
         self.ready = asyncio.Event()
         self.ready_at: float | None = None
-        self._tell = tell
+        self._notify = tell
 
     def change(self, **changes: Any) -> None:
         """Update the state; listeners are called if something has changed. The detail is sanitized, since services
@@ -276,7 +276,7 @@ class PolledReplica:
         state = replace(self.state, **changes)
         if state != self.state:
             self.state = state
-            self._tell(state)
+            self._notify(state)
 
     async def watch(self, timeout_s: float = float("inf")) -> None:
         """Poll /ready forever.
@@ -392,7 +392,7 @@ class ProcessHost(Protocol):
         """The machine's address and a free port there, at which processes of other machines find a process here."""
         ...
 
-    async def shut(self) -> None:
+    async def stop_listening(self) -> None:
         """Let go of the listening socket: once the process stops listening, connections are refused."""
         ...
 
@@ -429,10 +429,10 @@ class ServiceProcess(PolledReplica):
         self._place = place
         self._spec = spec
         wrap = state.label if spec["logs"] == "json" else None
-        self._log = ServiceLog(log, on_status=self._status_received, redact=redact, wrap_as=wrap)
+        self._log = ServiceLog(log, on_status=self._on_status, redact=redact, wrap_as=wrap)
         self._limits = limits
         self._venv = venv
-        self._speaks = False
+        self._has_reported = False
         self._child: StartedProcess | None = None
         self._deaths = CrashCounter()
 
@@ -445,7 +445,7 @@ class ServiceProcess(PolledReplica):
         run continues without this service.
         """
         try:
-            await self._restarting()
+            await self._run_with_restarts()
         except NgymError as error:
             is_spared = self._spares == "failures" or (self._spares == "refusals" and isinstance(error, ServiceRefused))
             if not is_spared:
@@ -457,16 +457,16 @@ class ServiceProcess(PolledReplica):
             if self._child is not None:  # one that was not ready in time would keep its memory, and take calls
                 await _kill(self._child)
             self.change(status="failed", detail=reason, pid=None)
-            await self._place.shut()  # callers are refused at once
+            await self._place.stop_listening()  # callers are refused at once
             self._on_given_up(self.state)
             self.ready.set()  # the start of the run does not wait for it
             await asyncio.Event().wait()
 
-    async def _restarting(self) -> None:
+    async def _run_with_restarts(self) -> None:
         python = await self._own_python()
         for restarts in itertools.count():
             code, ready_s = await self._run_once(restarts, python)
-            await self._log.drained()
+            await self._log.drain()
             if code in (EXIT_CONFIG, EXIT_REFUSED):
                 self.change(status="failed", detail="cannot be started as it is", pid=None)
                 refusal = ServiceRefused if code == EXIT_REFUSED else ConfigError
@@ -499,7 +499,7 @@ class ServiceProcess(PolledReplica):
         """Run the process once: returns its exit code, and the seconds since it was first ready; None: never ready."""
         self.ready.clear()
         self.ready_at = None
-        self._speaks = False
+        self._has_reported = False
         output = self._log.open()
         child = self._child = await self._place.start(self.state.label, self._spec, output, python)
         now = datetime.now(UTC)
@@ -522,11 +522,11 @@ class ServiceProcess(PolledReplica):
 
     def describe(self, reason: str) -> None:
         """Prefers the service's status lines to the reason from its /ready."""
-        if not self._speaks:
+        if not self._has_reported:
             super().describe(reason)
 
-    def _status_received(self, status: str) -> None:
-        self._speaks = True
+    def _on_status(self, status: str) -> None:
+        self._has_reported = True
         self.change(detail=status)
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> None:

@@ -49,10 +49,10 @@ class Board:
         self._states: dict[str, ReplicaState] = {}
         self._since: dict[str, float] = {}  # when a service entered its state
         self._traffic: Mapping[str, ServiceTraffic] = {}
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self.footer = ""
 
-    def event(self, state: ReplicaState) -> bool:
+    def record_state(self, state: ReplicaState) -> bool:
         """Record a state; returns whether the status changed."""
         before = self._states.get(state.label)
         changed = before is None or before.status != state.status
@@ -63,7 +63,7 @@ class Board:
             del self._states[state.label]
         return changed
 
-    def traffic(self, measured: Mapping[str, ServiceTraffic]) -> None:
+    def record_traffic(self, measured: Mapping[str, ServiceTraffic]) -> None:
         """Record the traffic since the last call, by label."""
         self._traffic = measured
 
@@ -82,8 +82,8 @@ class Board:
     def _count(self) -> str:
         count = len(self._states)
         if not count:
-            return f"preparing, {time.monotonic() - self._began:.0f} s"
-        return f"{count - len(self.waiting())} of {count} services ready, {time.monotonic() - self._began:.0f} s"
+            return f"preparing, {time.monotonic() - self._started_at:.0f} s"
+        return f"{count - len(self.waiting())} of {count} services ready, {time.monotonic() - self._started_at:.0f} s"
 
     def picture(self, size: Size) -> list[Text]:
         """The services that fit, those with trouble first, and a summary line."""
@@ -194,7 +194,7 @@ class Display(Protocol):
     """
 
     def watch(self, states: States, token: str | None) -> asyncio.Task[None] | None: ...
-    def event(self, state: ReplicaState) -> None: ...
+    def on_state(self, state: ReplicaState) -> None: ...
     def say(self, kind: str, text: str, **details: Any) -> None: ...
 
 
@@ -229,8 +229,8 @@ class PlainLines:
 
     def watch(self, states: States, token: str | None) -> None: ...
 
-    def event(self, state: ReplicaState) -> None:
-        self._board.event(state)
+    def on_state(self, state: ReplicaState) -> None:
+        self._board.record_state(state)
         text = sanitize(state.detail) or (state.url if state.status == "ready" else "")
         self._print(f"{state.label:<24} {state.status:<10} {text}".rstrip())
 
@@ -257,7 +257,7 @@ class JsonLines:
 
     def watch(self, states: States, token: str | None) -> None: ...
 
-    def event(self, state: ReplicaState) -> None:
+    def on_state(self, state: ReplicaState) -> None:
         self._print({"event": "service", **asdict(state)})
 
     def say(self, kind: str, text: str, **details: Any) -> None:
@@ -281,10 +281,10 @@ class LiveBoard:
     def watch(self, states: States, token: str | None) -> asyncio.Task[None]:
         from ngym.supervise.metrics_scraper import scrape_forever
 
-        return asyncio.create_task(scrape_forever(states, token, self._board.traffic))
+        return asyncio.create_task(scrape_forever(states, token, self._board.record_traffic))
 
-    def event(self, state: ReplicaState) -> None:
-        if self._board.event(state) and self._is_up and state.status in REPORTED:
+    def on_state(self, state: ReplicaState) -> None:
+        if self._board.record_state(state) and self._is_up and state.status in REPORTED:
             now = datetime.now().strftime("%H:%M:%S")
             self._output.write(lambda: self._screen.say(f"{now}  {status_line(state)}"))
         if state.status == "failed":

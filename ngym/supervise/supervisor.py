@@ -81,7 +81,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._guests: set[asyncio.Task[None]] = set()
         self._grown: dict[ServiceProcess, tuple[ProcessHost, asyncio.Task[None]]] = {}
-        self._trained: dict[str, asyncio.TimerHandle] = {}
+        self._trainers: dict[str, asyncio.TimerHandle] = {}
         self._hurry = asyncio.Event()
         self._head: Head | None = None
         self._head_file: HeadFile | None = None
@@ -131,7 +131,7 @@ class Supervisor:
             return state_of_url
         label, node = f"{name}@{urlsplit(url).netloc}", urlsplit(url).hostname or ""
         replica = 1 + max((state.replica for state in self.states if state.name == name), default=-1)
-        is_held = name in self._trained
+        is_held = name in self._trainers
         state = ReplicaState(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=is_held)
         guest = PolledReplica(state, self._changed, self.run_token, is_guest=True)
         self._watched.append(guest)
@@ -164,7 +164,7 @@ class Supervisor:
         settings = self.config.settings
         return settings.model_ready_timeout_s if kind == "model" else settings.ready_timeout_s
 
-    def trained(self, name: str, version: int, proved: Collection[str]) -> list[str]:
+    def record_proof(self, name: str, version: int, proved: Collection[str]) -> list[str]:
         """Record that a trainer has proved this policy version at these URLs of a model; returns the ready replicas that
         wait for it.
 
@@ -177,7 +177,7 @@ class Supervisor:
         if stanza.kind != "model":
             raise ConfigError(f"{stanza.where}: {name!r} is a {stanza.kind}, not a model")
         self._forget_trainer(name)
-        self._trained[name] = asyncio.get_running_loop().call_later(TRAINED_S, self._release, name)
+        self._trainers[name] = asyncio.get_running_loop().call_later(TRAINED_S, self._release, name)
         replicas = [watched for watched in self._watched if watched.state.name == name]
         for each in replicas:
             died = isinstance(each, ServiceProcess) and each.state.status not in ("ready", "not ready")
@@ -188,8 +188,8 @@ class Supervisor:
         return [each.state.url for each in replicas if each.state.held and each.state.status == "ready"]
 
     def _forget_trainer(self, name: str) -> None:
-        if name in self._trained:
-            self._trained.pop(name).cancel()
+        if name in self._trainers:
+            self._trainers.pop(name).cancel()
 
     def _release(self, name: str) -> None:
         """The trainer has ended: every replica gets calls."""
@@ -240,7 +240,7 @@ class Supervisor:
             place.url,
             node=place.node,
             listed=False,
-            held=stanza.name in self._trained,
+            held=stanza.name in self._trainers,
         )
         process = self._process(stanza, state, place, "failures")  # the run continues without it
         self._watched.append(process)
@@ -258,7 +258,7 @@ class Supervisor:
         place, task = self._grown[process]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await place.shut()
+        await place.stop_listening()
         await process.stop(GRACE_S, self._hurry)
         process.change(status="stopped", detail="")  # also one that had failed
         del self._grown[process]
@@ -299,7 +299,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop everything within 5 s; no process is left afterwards."""
-        for name in list(self._trained):
+        for name in list(self._trainers):
             self._forget_trainer(name)
         watching = [*self._tasks, *self._guests, *(task for _, task in self._grown.values())]
         for task in watching:

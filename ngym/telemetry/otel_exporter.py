@@ -125,7 +125,7 @@ class ExportedSpan(tracing.Span):
         if value is not None:
             self._span.set_attribute(name, value)
 
-    def say(self, name: str, value: Any) -> None:
+    def set_content(self, name: str, value: Any) -> None:
         if self._contents and self._span.is_recording():
             self._span.set_attribute(name, orjson.dumps(value, default=str).decode())
 

@@ -50,7 +50,7 @@ class Span:
     def set(self, name: str, value: Value | None) -> None:
         """Set an attribute; None sets nothing."""
 
-    def say(self, name: str, value: Any) -> None:
+    def set_content(self, name: str, value: Any) -> None:
         """Set an attribute with contents, as JSON; only with `contents`."""
 
     def fail(self, kind: str, message: str) -> None:

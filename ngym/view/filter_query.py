@@ -83,10 +83,10 @@ class WrongFilter(ServiceError):
 
 
 class TextCondition(NamedTuple):
-    """A text to look for in the whole row. wanted: whether it has to be there, or must not."""
+    """A text to look for in the whole row. is_required: whether it has to be there, or must not."""
 
     text: str
-    wanted: bool
+    is_required: bool
 
 
 @dataclass(frozen=True)
@@ -302,28 +302,28 @@ class Search:
         self._moment_s = moment_s
         self._epoch: int | None = None
         self._texts: OrderedDict[str, _Text] = OrderedDict()
-        self._searched_for: tuple[Sequence[int], Sequence[TextCondition]] | None = None
+        self._last_search: tuple[Sequence[int], Sequence[TextCondition]] | None = None
         self._unknown: Sequence[int] = ()  # of what was asked, in the order of the file
-        self._looked_at = 0  # of these
+        self._searched = 0  # of these
 
-    def among(self, candidates: Sequence[int], conditions: Sequence[TextCondition], epoch: int) -> QueryResult:
+    def filter(self, candidates: Sequence[int], conditions: Sequence[TextCondition], epoch: int) -> QueryResult:
         """The candidates (rows by seq) that have, or have not, these texts, as far as a moment is enough to tell.
 
         Args:
             epoch: of the index: with another one, the rows are others.
         """
         if epoch != self._epoch:
-            self._epoch, self._searched_for = epoch, None
+            self._epoch, self._last_search = epoch, None
             self._texts.clear()
-        texts = [(self._text(each.text), PRESENT if each.wanted else ABSENT) for each in conditions]
+        texts = [(self._text(each.text), PRESENT if each.is_required else ABSENT) for each in conditions]
         while len(self._texts) > max(MAX_TEXTS, len(texts)):
             self._texts.popitem(last=False)
-        if self._searched_for != (candidates, conditions):
-            self._searched_for = (candidates, conditions)
+        if self._last_search != (candidates, conditions):
+            self._last_search = (candidates, conditions)
             self._unknown = sorted(seq for seq in candidates if any(text.verdict(seq) == UNKNOWN for text, _ in texts))
-            self._looked_at = 0
-        self._looked_at += self._search_rows([text for text, _ in texts], self._unknown[self._looked_at :])
-        remaining = len(self._unknown) - self._looked_at
+            self._searched = 0
+        self._searched += self._search_rows([text for text, _ in texts], self._unknown[self._searched :])
+        remaining = len(self._unknown) - self._searched
         rows = [seq for seq in candidates if all(text.verdict(seq) == verdict for text, verdict in texts)]
         return QueryResult(rows, 1 - remaining / len(candidates) if remaining else 1.0)
 

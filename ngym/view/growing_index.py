@@ -347,7 +347,7 @@ class Writer:
         self._paths = paths
         self._stopped = stopped
         self._parts = dict(extent_of(store, paths).parts)
-        self._looked_at: dict[int, tuple[int, int, int]] = {}  # part -> inode, size and time of its file
+        self._last_stats: dict[int, tuple[int, int, int]] = {}  # part -> inode, size and time of its file
         self._read: int | None = None  # as announced to the other processes
 
     def catch_up(self) -> bool:
@@ -362,10 +362,13 @@ class Writer:
         try:
             for part, stat in stats.items():
                 looked_at = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-                if stat.st_size > self._parts.get(part, IndexedPart()).bytes and self._looked_at.get(part) != looked_at:
+                if (
+                    stat.st_size > self._parts.get(part, IndexedPart()).bytes
+                    and self._last_stats.get(part) != looked_at
+                ):
                     self.reading_on = True
                     self._read_new_rows(part, stat)
-                self._looked_at[part] = looked_at  # a torn line is not read again before there is more of it
+                self._last_stats[part] = looked_at  # a torn line is not read again before there is more of it
         finally:
             self.reading_on = False
         if self._stopped.is_set():
@@ -399,7 +402,7 @@ class Writer:
                 database.execute(f"DELETE FROM {table}")
             database.execute("UPDATE state SET version = version + 1, epoch = epoch + 1, read = -1")
         self._parts.clear()
-        self._looked_at.clear()
+        self._last_stats.clear()
         self._read = None
 
     def _read_new_rows(self, part: int, stat: os.stat_result) -> None:
@@ -452,7 +455,7 @@ class Index:
         self.caught_up = False  # with the files, as they were a moment ago
         self._store = Store(index_path(output))
         self._writer: Writer | None = None  # while this process is the one that writes
-        self._awaited: int | None = None  # bytes that another process shall have read
+        self._awaited_bytes: int | None = None  # bytes that another process shall have read
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"index {output.name}", daemon=True)
 
@@ -536,7 +539,7 @@ class Index:
             try:
                 if self._store.is_lost():
                     self._detach_store()
-                caught_up = self._write() if self._store.is_writer() else self._look_at_another()
+                caught_up = self._write() if self._store.is_writer() else self._check_other_writer()
                 there = any(map(status, self.paths.values()))
             except sqlite3.Error as error:
                 # A broken index is rebuilt; one that cannot be stored is kept in memory
@@ -573,14 +576,16 @@ class Index:
             self._writer = Writer(self._store, self.paths, self._stopped)
         return self._writer.catch_up()
 
-    def _look_at_another(self) -> bool:
+    def _check_other_writer(self) -> bool:
         """Whether it is done. It need not be for ever with a file that grows: what was there at the first look is enough."""
         extent = self.extent()
-        self._awaited = min(extent.bytes, self._awaited if self._awaited is not None else extent.bytes)
-        return self._awaited <= extent.read <= extent.bytes
+        self._awaited_bytes = min(
+            extent.bytes, self._awaited_bytes if self._awaited_bytes is not None else extent.bytes
+        )
+        return self._awaited_bytes <= extent.read <= extent.bytes
 
     def _detach_store(self) -> None:
         """The store, which is not what this process wrote."""
-        self._writer = self._awaited = None
+        self._writer = self._awaited_bytes = None
         self.caught_up = False
         self._store.close()

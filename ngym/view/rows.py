@@ -190,7 +190,7 @@ class RunRows:
             return self._candidates(query, sort)
         key = ("candidates", f"{query.where}{query.parameters}", sort, extent.version)
         candidates = self._cached_order(key, lambda: self._candidates(query, sort))
-        result = self._search.among(candidates.keys, query.texts, extent.epoch)
+        result = self._search.filter(candidates.keys, query.texts, extent.epoch)
         return _Order(array("q", result.rows), result.scanned)
 
     def _candidates(self, query: Query, sort: str) -> _Order:

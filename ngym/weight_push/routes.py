@@ -50,7 +50,7 @@ from ngym.weight_push.stage import (
     check_adapter,
     check_announced,
     file_under_root,
-    received,
+    receive_file,
 )
 
 Route = Callable[[Request], Awaitable[Response]]
@@ -162,17 +162,17 @@ class PushTransfer(Protocol):
     async def finish(self, version: int) -> None:
         """Serve what was received, and resume generation."""
 
-    def broken(self, reason: str) -> ServiceError: ...
+    def abort(self, reason: str) -> ServiceError: ...
 
 
 def require_token(route: Route, token: str | None) -> Route:
     """The route with a check of the token, before the body is read."""
 
-    async def opened(request: Request) -> Response:
+    async def checked_route(request: Request) -> Response:
         check_token(request, token)
         return await route(request)
 
-    return opened
+    return checked_route
 
 
 def check_token(request: Request, token: str | None) -> None:
@@ -281,7 +281,7 @@ class Sleep:
                 engine.asleep = MEMORY  # before it is true, because the caller may hang up meanwhile
                 engine.weights_dropped = body.level == WEIGHTS_DROPPED
                 await engine.release_memory(body.level)
-        return self._asleep()
+        return self._sleep_state()
 
     async def wake(self, request: Request) -> Response:
         engine = self._engine
@@ -295,9 +295,9 @@ class Sleep:
             if parts:
                 await engine.restore_memory(parts)  # with the last part, generation resumes
                 engine.asleep -= frozenset(parts)
-        return self._asleep()
+        return self._sleep_state()
 
-    def _asleep(self) -> Response:
+    def _sleep_state(self) -> Response:
         return JsonResponse({"asleep": sorted(self._engine.asleep)})
 
 
@@ -327,7 +327,7 @@ class WeightPush:
         self._adapters = adapters
         self._options = options
         self._transfer = transfer if transfer is not None and transfer.backend is not None else None
-        self._around = around
+        self._wrap_route = around
         self._sleep = Sleep(engine, options.lease_s)
         self._current: Push | None = None
         self._beginning = asyncio.Lock()
@@ -350,7 +350,7 @@ class WeightPush:
             ("POST", "/weights/wake", guard(self._sleep.wake), "Restore GPU memory and resume generation"),
             ("POST", "/weights/proof", guard(self._prove), "Logprobs of a prompt under the served weights"),
         ]
-        return [(method, path, self._around(handler), summary) for method, path, handler, summary in routes]
+        return [(method, path, self._wrap_route(handler), summary) for method, path, handler, summary in routes]
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes; GET /weights replaces the model server's own."""
@@ -436,7 +436,7 @@ class WeightPush:
                 body: NamedFile = validate(NamedFile, await json_body(request), "a file of a push")
                 part = await asyncio.to_thread(push.stage.copy, file_under_root(body.path, self._options.root))
             else:
-                part = await received(request, push.stage, self._options.lease_s)
+                part = await receive_file(request, push.stage, self._options.lease_s)
             await asyncio.to_thread(push.stage.accept, part, sha256)
         return JsonResponse({"push": push.id})
 
@@ -537,7 +537,7 @@ class WeightPush:
         if push.stage is not None:
             push.stage.remove()
         if push.paused is not None and self._transfer is not None:
-            self._transfer.broken("the push did not end")
+            self._transfer.abort("the push did not end")
         if self._current is push:
             self._current = None
 

@@ -79,10 +79,10 @@ class SharedTensors(Body):
 
 
 class SharedForReader(NamedTuple):
-    """What was shared, for one reader. kept: must stay alive until the reader has copied the tensors."""
+    """What was shared, for one reader. source_tensors: must stay alive until the reader has copied the tensors."""
 
     tensors: list[SharedTensor]
-    kept: Any
+    source_tensors: Any
 
 
 def device_id(device: torch.device) -> str:
@@ -94,8 +94,10 @@ def share(tensors: Mapping[str, Tensor]) -> SharedForReader:
     """Share tensors, which are all on the GPU or all on the CPU, with one other process."""
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return _shared_file(tensors)
-    kept = [tensor.detach().contiguous() for tensor in tensors.values()]
-    return SharedForReader([_export(name, one) for name, one in zip(tensors, kept, strict=True)], kept)
+    source_tensors = [tensor.detach().contiguous() for tensor in tensors.values()]
+    return SharedForReader(
+        [_export(name, one) for name, one in zip(tensors, source_tensors, strict=True)], source_tensors
+    )
 
 
 def _export(name: str, tensor: Tensor) -> SharedTensor:

@@ -248,7 +248,7 @@ def _choosing(place: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _is_ours(os.fstat(lock), place) and _flocked(lock)
+        yield _is_ours(os.fstat(lock), place) and _try_lock(lock)
     finally:
         os.close(lock)
 
@@ -258,7 +258,7 @@ def _is_ours(status: os.stat_result, place: Path) -> bool:
     return status.st_uid in (os.getuid(), place.stat().st_uid)
 
 
-def _flocked(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     """Lock it within LOCK_TRIES times LOCK_PAUSE_S; a choice takes milliseconds."""
     for _ in range(LOCK_TRIES):
         try:
@@ -300,7 +300,7 @@ def _sweep(place: Path) -> None:
             os.close(lock)
 
 
-async def received(request: Request, stage: Stage, patience_s: float) -> Path:
+async def receive_file(request: Request, stage: Stage, patience_s: float) -> Path:
     """Write the request's body to the next file.
 
     patience_s: timeout for each chunk.

@@ -182,7 +182,7 @@ class Worker:
         self.calls = 0
         self.gone = False
 
-    def died(self) -> bool:
+    def has_died(self) -> bool:
         """Whether it went away between two calls (the zygote died, or the system needed the memory)."""
         return self.gone or self._reader.at_eof()
 
@@ -294,7 +294,7 @@ class WorkerPool:
         line = orjson.dumps([deadline_s, args]) + b"\n"
         slots = self._slots = self._slots or _Slots(self)
         slot = await slots.take()
-        slot.wanted = True
+        slot.has_caller = True
         # A separate task: a caller that is cancelled must not leave a half-made worker or a half-read reply behind.
         task = asyncio.create_task(slots.run(slot, line, deadline_s))
         try:
@@ -330,10 +330,10 @@ class _Slot:
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
-        self.wanted = False  # a caller waits for the running call
+        self.has_caller = False  # a caller waits for the running call
 
     def hang_up(self) -> None:
-        self.wanted = False
+        self.has_caller = False
         if self.worker is not None:
             self.worker.hang_up()
 
@@ -373,11 +373,11 @@ class _Slots:
             self._free.put_nowait(slot)
 
     async def _attempt(self, slot: _Slot, line: bytes, deadline_s: float) -> WorkerOutcome:
-        if slot.worker is not None and slot.worker.died():
+        if slot.worker is not None and slot.worker.has_died():
             await self._drop(slot)
         if slot.worker is None:
             slot.worker = await (await self.zygote()).fork()
-        if not slot.wanted:
+        if not slot.has_caller:
             return WorkerOutcome("crash", detail="no caller waits for this call any more", infra=True)
         outcome = await slot.worker.call(line, deadline_s)
         is_worn = slot.worker.calls >= self._pool.recycle_after or outcome.kind == "memory"

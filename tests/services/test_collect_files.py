@@ -622,7 +622,7 @@ def test_kills_while_rows_of_megabytes_are_written_lose_none_and_double_none(tmp
 @pytest.fixture
 def small_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any file is a large one: only its first two rows or so are checked before the first rollout."""
-    monkeypatch.setattr(InputCheck.first, "__defaults__", (100,))
+    monkeypatch.setattr(InputCheck.check_first, "__defaults__", (100,))
 
 
 @pytest.mark.usefixtures("small_first_part")

@@ -333,7 +333,7 @@ async def accepted_rows(name: str, folder: Path) -> tuple[dict[str, list[dict[st
     rows = distinct(convert_rows(chosen, paths, "an_agent", None, left_out), left_out)
     async with serving(chosen.environment) as peers:
         by_split = await accept_rows(peers[chosen.environment], rows, left_out)
-    return {split: [each.made.row for each in several] for split, several in by_split.items()}, left_out
+    return {split: [each.converted.row for each in several] for split, several in by_split.items()}, left_out
 
 
 # --- the sets ---

@@ -229,16 +229,16 @@ async def test_a_log_that_is_closed_while_its_disk_hangs_touches_no_other_file(
 
 
 async def test_a_waiting_caller_learns_of_a_pause_that_is_too_long() -> None:
-    pace = ConcurrencyLimiter(1)
-    turn = await pace.enter(None, 5.0)
-    waiting = asyncio.create_task(pace.enter(None, 5.0))
-    patient = asyncio.create_task(pace.enter(None, 7200.0))
+    limiter = ConcurrencyLimiter(1)
+    slot = await limiter.enter(None, 5.0)
+    waiting = asyncio.create_task(limiter.enter(None, 5.0))
+    patient = asyncio.create_task(limiter.enter(None, 7200.0))
     await asyncio.sleep(0)
-    turn.refused(3600.0)
+    slot.record_refusal(3600.0)
     with pytest.raises(Overloaded, match="a pause of 3600 s"):
         await waiting
-    pace.leave()
-    assert (pace.in_flight, patient.done()) == (0, False)
+    limiter.leave()
+    assert (limiter.in_flight, patient.done()) == (0, False)
     patient.cancel()
 
 

@@ -155,7 +155,7 @@ async def test_each_node_has_a_replica_and_one_more_gets_room_and_gives_it_back(
         place = await engine.more(stack.config, stanza)
         assert place is not None and str(urlsplit(place.url).hostname) in nodes.workers
         await until(lambda: ray.available_resources()["CPU"] == before["CPU"] - 0.5)
-        await place.shut()
+        await place.stop_listening()
         await engine.release(place)
         await until(lambda: ray.available_resources() == before)
 
@@ -256,7 +256,7 @@ async def test_the_last_lines_of_a_process_are_copied_after_its_end(tmp_path: Pa
     log = tmp_path / "log"
     process = RayProcess(host, 1, os.open(log, os.O_WRONLY | os.O_CREAT))
     assert await process.exit_code == 1 and len(chunks) == 3
-    await process.drained()
+    await process.drain()
     assert log.read_text() == "Traceback\nRuntimeError: the reason\n"
 
 

@@ -101,7 +101,7 @@ async def test_a_pause_that_one_caller_gets_is_kept_by_all():
 
     async with upstream(answer) as one:
         first = asyncio.create_task(one.post("/x", {}))
-        await until(lambda: one.pace.counts.refused)
+        await until(lambda: one.limiter.counts.refused)
         await asyncio.gather(first, *(one.post("/x", {}) for _ in range(5)))
     assert len(at) == 7
     assert min(at[1:]) - at[0] >= 0.99
@@ -115,14 +115,14 @@ async def test_the_limit_grows_with_answers_and_is_halved_once_for_those_that_ar
         return JSONResponse({}, 429, {"retry-after-ms": "1"}) if refuse.is_set() else JSONResponse({})
 
     async with upstream(answer, max_concurrency=40, max_retries=0) as one:
-        assert one.pace.limit == 16
+        assert one.limiter.limit == 16
         await asyncio.gather(*(one.post("/x", {}) for _ in range(200)))
-        assert one.pace.limit == 40
+        assert one.limiter.limit == 40
         refuse.set()
         errors = await asyncio.gather(*(one.post("/x", {}) for _ in range(40)), return_exceptions=True)
     assert all(isinstance(one, Overloaded) and one.retryable for one in errors)
-    assert (one.pace.counts.refused, one.pace.counts.cuts) == (40, 1)
-    assert one.pace.limit == 20
+    assert (one.limiter.counts.refused, one.limiter.counts.cuts) == (40, 1)
+    assert one.limiter.limit == 20
 
 
 async def test_a_pause_longer_than_anyone_waits_is_reported_at_once():
@@ -174,9 +174,9 @@ async def test_a_server_that_is_down_is_asked_again_only_within_the_budget():
 def test_the_retry_budget_forgets_after_a_minute():
     now = 0.0
     budget = RetryBudget(0.0, clock=lambda: now)
-    assert [budget.retry() for _ in range(11)] == [True] * 10 + [False]
+    assert [budget.allow_retry() for _ in range(11)] == [True] * 10 + [False]
     now = 61.0
-    assert budget.retry()
+    assert budget.allow_retry()
 
 
 async def test_a_cap_on_tokens_and_on_money_ends_it_with_what_to_raise():
@@ -324,7 +324,7 @@ async def test_a_stream_that_stalls_is_a_timeout():
     async with upstream(answer, timeout_s=0.5) as one:
         with pytest.raises(ServiceError, match=r"did not answer within 0.5 s"):
             [event async for event in one.stream("/x", {})]
-        assert one.pace.in_flight == 0
+        assert one.limiter.in_flight == 0
 
 
 async def test_a_stream_is_retried_until_its_first_event_and_never_after():
@@ -377,7 +377,7 @@ async def test_leaving_a_stream_disconnects():
         await events.aclose()
         async with asyncio.timeout(PATIENCE_S):
             await disconnected.wait()
-        assert one.pace.in_flight == 0
+        assert one.limiter.in_flight == 0
 
 
 async def test_a_caller_that_goes_away_frees_its_place_and_disconnects():
@@ -394,11 +394,11 @@ async def test_a_caller_that_goes_away_frees_its_place_and_disconnects():
         asking = asyncio.create_task(one.post("/x", {}))
         waiting = asyncio.create_task(one.post("/x", {}))
         await until(lambda: running)
-        assert one.pace.waiting == 1
+        assert one.limiter.waiting == 1
         waiting.cancel()
         asking.cancel()
         await until(lambda: not running)
-    assert (one.pace.in_flight, one.pace.waiting) == (0, 0)
+    assert (one.limiter.in_flight, one.limiter.waiting) == (0, 0)
 
 
 async def test_without_a_content_type_of_events_it_is_not_a_stream():

@@ -18,11 +18,11 @@ URLS = [f"http://replica-{number}" for number in range(4)]
 
 def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_more_than_its_share():
     replicas = Replicas()
-    first = replicas.of(StickyReplica("same"), URLS)
-    assert {replicas.of(StickyReplica("same"), URLS) for _ in range(20)} == {first}
+    first = replicas.replica_of(StickyReplica("same"), URLS)
+    assert {replicas.replica_of(StickyReplica("same"), URLS) for _ in range(20)} == {first}
     calls: Counter[str] = Counter()
     for _ in range(400):
-        url = replicas.of(StickyReplica("same"), URLS)
+        url = replicas.replica_of(StickyReplica("same"), URLS)
         replicas.in_flight[url] += 1
         calls[url] += 1
     assert calls[first] == max(calls.values()) <= 1.25 * 100 + 1
@@ -31,24 +31,24 @@ def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_more_than
 
 def test_a_conversation_stays_where_it_is_however_busy_that_is():
     replicas, conversation = Replicas(), StickyReplica("same")
-    home = replicas.of(conversation, URLS)
+    home = replicas.replica_of(conversation, URLS)
     replicas.in_flight[home] = 1000
-    assert replicas.of(conversation, URLS) == home
-    assert replicas.of(StickyReplica("same"), URLS) != home
+    assert replicas.replica_of(conversation, URLS) == home
+    assert replicas.replica_of(StickyReplica("same"), URLS) != home
 
 
 def test_a_replica_that_failed_is_left_alone_and_its_conversations_move():
     replicas, conversation = Replicas(), StickyReplica("same")
-    home = replicas.of(conversation, URLS)
-    replicas.failed(home)
-    away = replicas.of(conversation, URLS)
+    home = replicas.replica_of(conversation, URLS)
+    replicas.record_failure(home)
+    away = replicas.replica_of(conversation, URLS)
     assert away != home
-    assert home not in {replicas.any(URLS) for _ in range(100)}
-    replicas.answered(home)
-    assert replicas.of(conversation, URLS) == away
+    assert home not in {replicas.random_replica(URLS) for _ in range(100)}
+    replicas.record_answer(home)
+    assert replicas.replica_of(conversation, URLS) == away
     for url in URLS:
-        replicas.failed(url)
-    assert replicas.any(URLS) in URLS  # someone has to be asked
+        replicas.record_failure(url)
+    assert replicas.random_replica(URLS) in URLS  # someone has to be asked
 
 
 async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():

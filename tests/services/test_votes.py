@@ -127,7 +127,7 @@ def test_without_answers_no_one_votes() -> None:
     scores = Scores()
     for reward in (0.0, 1.0):
         scores.add(0, {"reward": reward})
-    assert [name for name, _ in scores.named()] == ["pass@1", "pass@2"]
+    assert [name for name, _ in scores.named_scores()] == ["pass@1", "pass@2"]
 
 
 def output_row(task: int, reward: float | None, **fields: Any) -> Json:

@@ -204,9 +204,9 @@ def draw_lines(lines: Sequence[Text], size: Size) -> list[str]:
 def test_a_board_fits_whatever_the_terminal(size: Size) -> None:
     board = Board()
     for number in range(30):
-        board.event(state(f"a_service_of_some_name-{number}", restarts=number % 2))
-    board.event(state("policy", "starting", detail="loading the weights " * 9))
-    board.traffic({f"a_service_of_some_name-{number}": ServiceTraffic(1234.5, 1) for number in range(30)})
+        board.record_state(state(f"a_service_of_some_name-{number}", restarts=number % 2))
+    board.record_state(state("policy", "starting", detail="loading the weights " * 9))
+    board.record_traffic({f"a_service_of_some_name-{number}": ServiceTraffic(1234.5, 1) for number in range(30)})
     lines = draw_lines(board.picture(size), size)
     if size.width >= 39:
         assert all(len(line) <= size.width for line in lines)
@@ -217,17 +217,17 @@ def test_a_board_fits_whatever_the_terminal(size: Size) -> None:
 
 def test_a_board_shows_state_place_traffic_and_trouble() -> None:
     board, wide, narrow = Board(), Size(100, 20), Size(39, 20)
-    board.event(state("policy", "starting", detail="loading the weights"))
-    board.event(state("math", restarts=2))
-    board.traffic({"math": ServiceTraffic(12.34, 5)})
+    board.record_state(state("policy", "starting", detail="loading the weights"))
+    board.record_state(state("math", restarts=2))
+    board.record_traffic({"math": ServiceTraffic(12.34, 5)})
     policy, math, below = draw_lines(board.picture(wide), wide)
     assert re.fullmatch(r"policy  starting \d+ s  loading the weights", policy)
     assert re.fullmatch(r"math    ready +http://127.0.0.1:40001  12.3 req/s  2 restarts, 5 errors", math)
     assert re.fullmatch(r"1 of 2 services ready, \d+ s", below)
     line = r"1 of 2 services ready, \d+ s; waiting for policy \(loading the weights\)"
     assert re.fullmatch(line, board.line())
-    board.event(state("policy"))
-    board.traffic({"policy": ServiceTraffic(0.0, 0)})
+    board.record_state(state("policy"))
+    board.record_traffic({"policy": ServiceTraffic(0.0, 0)})
     assert [line.split() for line in draw_lines(board.picture(narrow), narrow)[:2]] == [
         ["policy", "ready", ":40001", "idle"],
         ["math", "ready", ":40001", "2", "restarts"],
@@ -237,7 +237,7 @@ def test_a_board_shows_state_place_traffic_and_trouble() -> None:
 def test_a_board_forgets_a_replica_that_has_left_the_run() -> None:
     board = Board()
     for event in (state("policy-0"), state("policy-1"), state("policy-1", "stopped", listed=False)):
-        board.event(event)
+        board.record_state(event)
     assert re.fullmatch(r"1 of 1 services ready, \d+ s", board.line())
 
 

@@ -323,9 +323,9 @@ def test_a_run_whose_failures_are_a_link_that_leads_out_is_passed_over(tmp_path:
 
 def test_the_failures_of_a_run_are_where_the_collector_puts_them(tmp_path: Path) -> None:
     path = write(tmp_path / "a.b.jsonl", [rollout(0)])
-    for named in (path, write(CollectionPaths.beside(path).failures, [failure(0)])):
+    for named in (path, write(CollectionPaths.for_output(path).failures, [failure(0)])):
         (run,) = open_runs([named]).rollouts.values()
-        assert list(run.index.paths.values()) == [path, CollectionPaths.beside(path).failures]
+        assert list(run.index.paths.values()) == [path, CollectionPaths.for_output(path).failures]
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])

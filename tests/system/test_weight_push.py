@@ -733,14 +733,14 @@ async def test_a_push_waits_for_the_lock_of_a_stage_outside_of_the_event_loop(
     pushes = routes.WeightPush(engine, {"x": (2,)}, routes.PushOptions(TOKEN, None, 60.0))
     starlette = Starlette(routes=[Route(path, route, methods=[how]) for how, path, route, _ in pushes.routes])
     locked_in: list[threading.Thread] = []
-    flocked = staging._flocked
+    flocked = staging._try_lock
 
     def recorded(lock: int) -> bool:
         locked_in.append(threading.current_thread())
         return bool(flocked(lock))
 
     monkeypatch.setattr(staging, "STAGE_FOLDERS", [tmp_path])
-    monkeypatch.setattr(staging, "_flocked", recorded)
+    monkeypatch.setattr(staging, "_try_lock", recorded)
     begin = {"version": 1, "tensors": [{"name": "x", "shape": [2], "dtype": "F32"}]}
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(starlette), base_url="http://policy") as client:

@@ -96,7 +96,7 @@ def test_nothing_is_sent_from_the_first_stop_string_on(text: str, stops: list[st
     one = Stops(tuple(stops))
     text_sent = "".join(one.take(text[at : at + step]) for at in range(0, len(text), step)) + one.end()
     places = [text.find(stop) for stop in stops if stop in text]
-    assert (one.met is not None) == bool(places)
+    assert (one.match is not None) == bool(places)
     assert text.startswith(text_sent)
     assert text_sent == text if not places else not any(stop in text_sent for stop in stops)
 

@@ -72,19 +72,19 @@ def test_of_a_step_that_was_logged_twice_the_later_entry_counts() -> None:
         [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "loss": 1.5, "val/loss": 9.0}]
     )
     assert history.series("loss") == Series("loss", (1, 2), (3.0, 1.5))
-    assert history.series("val/loss").x == (2,) and history.resumed == []
+    assert history.series("val/loss").x == (2,) and history.resume_steps == []
 
 
 def test_what_was_logged_after_the_step_to_which_a_run_went_back_is_void() -> None:
     history = History.of([*steps(5), *steps(3, gain=0.2)[1:]])
     assert history.series("reward/mean").y == pytest.approx((0.1, 0.4, 0.6))
-    assert list(history.steps) == [1, 2, 3] and history.resumed == [2]
+    assert list(history.steps) == [1, 2, 3] and history.resume_steps == [2]
 
 
 def test_a_resumed_run_continues_in_time_where_it_was() -> None:
     later = [{"step": 4, "reward/mean": 1.0, "time/elapsed": 3.0}]
     history = History.of([*steps(3), *later])
-    assert history.resumed == [4]
+    assert history.resume_steps == [4]
     assert history.series("reward/mean", "time").x == (2.0, 4.0, 6.0, 9.0)
 
 

@@ -267,7 +267,7 @@ def test_a_folder_may_have_braces_spaces_and_percent_signs(tmp_path: Path, monke
     folder.mkdir()
     monkeypatch.chdir(folder)
     calls: list[list[str]] = []
-    monkeypatch.setattr(submit, "_need", lambda program: None)
+    monkeypatch.setattr(submit, "_require_program", lambda program: None)
     monkeypatch.setattr(submit, "_output", lambda words: calls.append(words) or f"{len(calls)};cluster\n")
     (folder / "cluster.yaml").write_text("name: one\nchain: 1\n")
     result = run_submit(folder / "cluster.yaml", "ng_run", dry_run=False)
@@ -301,7 +301,7 @@ def test_a_mistake_is_found_before_slurm_gets_the_job(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(submit, "_output", lambda words: pytest.fail(f"submitted: {words}"))
-    monkeypatch.setattr(submit, "_need", lambda program: None)
+    monkeypatch.setattr(submit, "_require_program", lambda program: None)
     file = tmp_path / "cluster.yaml"
     file.write_text("name: one\n")
     for dry_run in (True, False):

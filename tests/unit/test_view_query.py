@@ -256,7 +256,7 @@ def numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]
 def test_a_search_continues_where_the_last_moment_ended(numbered: Index) -> None:
     candidates, sought = range(NUMBERED - 1, -1, -1), (TextCondition("prime", True), TextCondition("number 57", False))
     search = Search(numbered, moment_s=0)
-    found = [search.among(candidates, sought, 0) for _ in range(3)]
+    found = [search.filter(candidates, sought, 0) for _ in range(3)]
     assert [len(each.rows) for each in found] == [2, 4, 7]
     assert found[0].scanned < found[1].scanned < found[2].scanned == 1.0
     assert found[2].rows == [357, 307, 257, 207, 157, 107, 7]
@@ -266,7 +266,7 @@ def test_more_texts_than_are_kept_do_not_drive_each_other_out(numbered: Index) -
     search, texts = Search(numbered, moment_s=0), [str(number) for number in range(10, 19)]
     sought = [TextCondition(f"number {text}", False) for text in texts]
     for _ in range(3):
-        found = search.among(range(NUMBERED), sought, 0)
+        found = search.filter(range(NUMBERED), sought, 0)
     assert len(sought) > MAX_TEXTS and found.scanned == 1.0
     assert found.rows == [number for number in range(NUMBERED) if str(number)[:2] not in texts]
 

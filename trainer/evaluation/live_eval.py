@@ -207,7 +207,7 @@ class Evaluation:
                     request = for_agent(row, options.agent, params)
                     recipe = CollectionPlan(repeats=attempts, params={"temperature": temperature})
                     for rollout in plan_rollouts([{**request, "_ng_task_index": number}], recipe):
-                        yield rollout if seed is None else rollout.seeded(seed + rollout.key.rollout_index)
+                        yield rollout if seed is None else rollout.with_seed(seed + rollout.key.rollout_index)
 
 
 class HeldOutRollouts:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 from ngym.files.atomic import whole_folder
-from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, check_loaded, is_classifier, load_report_held
+from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, check_loaded, is_classifier, suppress_load_report
 from ngym.runtime.lean_imports import name_dtensor
 
 from ..data.samples import Sample, Segment
@@ -524,7 +524,7 @@ def _load_network(
         stored_config = _trainable_config(str(options.path), scores)
         # tensors of another size are refused in one line, with their names
         arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        with load_report_held():
+        with suppress_load_report():
             network, info = kind.from_pretrained(str(options.path), **arguments, **SAFE, **config)
             check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(stored_config.architectures))
     except (OSError, ValueError, SafetensorError) as error:

@@ -401,7 +401,7 @@ class RolloutStream:
             key, row = plan.key._replace(rollout_index=index), {**plan.row, "_ng_rollout_index": index}
             rollout = PlannedRollout(key, plan.agent, row)  # _judge compares the group once it is complete
             if self._options.seeded:  # with the same seed, the same weights give the same rollout
-                rollout = rollout.seeded(sampling_seed(self._seed, group.task.number, index))
+                rollout = rollout.with_seed(sampling_seed(self._seed, group.task.number, index))
             self._planned.put_nowait(rollout)
 
     async def _collect(self) -> None:
@@ -452,7 +452,7 @@ class RolloutStream:
     async def _judge(self, group: Group) -> None:
         """Give rewards to rows that are compared within their group; without a judge they stay unscored."""
         pending = [row for row in group.rows if is_pending(row)]
-        scored_rows = await self._run.judged(pending[0]["agent_ref"]["name"], pending)
+        scored_rows = await self._run.verify_group(pending[0]["agent_ref"]["name"], pending)
         for row in scored_rows:
             self._files.keep(row)
         group.rows = [row for row in group.rows if not is_pending(row)] + scored_rows

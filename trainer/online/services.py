@@ -162,7 +162,9 @@ class HeadMembership:
         """The ready replicas that have not been tried with this version. has_trained: it is about to change."""
         return [url for url in self._waiting if has_trained or url not in self._failed_urls]
 
-    def proved(self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]) -> None:
+    def record_proof(
+        self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]
+    ) -> None:
         """Tell the head that these replicas serve this version. joined: some of them are new. problems: the reasons of
         those that do not serve it; they wait for the next version.
         """
@@ -246,7 +248,7 @@ def _enable_bundling(config: Config, policy: str) -> Config:
     stanza = config.stanza(policy)
     if stanza.app != VLLM or "bundle_tokens" in stanza.options:
         return config
-    return config.changed(policy, options={**stanza.options, "bundle_tokens": "auto"})
+    return config.with_changes(policy, options={**stanza.options, "bundle_tokens": "auto"})
 
 
 def place_beside_trainer(
@@ -278,7 +280,7 @@ def place_beside_trainer(
     has_own = stanza.resources is not None and stanza.resources.gpus is not None
     share = COLOCATED_SHARE if has_own else round(COLOCATED_SHARE / stanza.first_replicas, 3)
     say(f"{policy!r} and the trainer share a GPU: vLLM takes {share} of its memory for each replica (docs/gpus.md)")
-    shared = separate.changed(policy, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
+    shared = separate.with_changes(policy, options={**stanza.options, "engine": {**engine, MEMORY_SHARE: share}})
     return with_own_gpus(shared, ranks, machine)  # without the policy, the GPUs may suffice for the others
 
 

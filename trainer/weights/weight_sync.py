@@ -31,7 +31,9 @@ class Membership(Protocol):
     def waiting(self, has_trained: bool = False) -> list[str]:
         """The ready ones that have not been tried with the current version. has_trained: it is about to change."""
 
-    def proved(self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]) -> None:
+    def record_proof(
+        self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]
+    ) -> None:
         """Tell the callers' map which replicas serve this version. problems: the reasons of those that do not."""
 
     async def watch(self, notice: Callable[[], None]) -> None:
@@ -106,7 +108,7 @@ class WeightSync:
         self._pushed_steps = self._engine.steps
         if self._pusher and self.membership:
             problems = self._pusher.admit(list(joining), self.version, weights, proof)
-            self.membership.proved(self.version, self._pusher.urls, list(joining), problems)
+            self.membership.record_proof(self.version, self._pusher.urls, list(joining), problems)
 
     def _look_up(self, has_trained: bool) -> tuple[list[int], dict[str, int]]:
         """The versions of the replicas that get calls, and those of the ones that join."""
@@ -123,7 +125,7 @@ class WeightSync:
             if version > self.version
         }
         if later and self._pusher and self.membership:
-            self.membership.proved(self.version, self._pusher.urls, [], later)
+            self.membership.record_proof(self.version, self._pusher.urls, [], later)
         return {url: version for url, version in joining.items() if url not in later}
 
     def train(self) -> None:

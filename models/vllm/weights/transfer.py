@@ -83,7 +83,7 @@ class Transfer:
         if self.backend == "ipc":
             shared = validate(SharedTensors, update_info, "the tensors of a transfer").tensors
             if any(isinstance(tensor.memory, SharedFile) for tensor in shared):
-                raise self.broken("vLLM reads only the memory of its GPU")
+                raise self.abort("vLLM reads only the memory of its GPU")
             update_info = to_vllm_request(shared, self._trainers_gpu)
         await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
@@ -97,16 +97,16 @@ class Transfer:
         try:
             await self._with_timeout(work, "the trainer sent nothing")
         except BaseException as error:
-            raise self.broken(str(error)) from error
+            raise self.abort(str(error)) from error
 
     async def _with_timeout(self, work: Awaitable[Any], problem: str) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
                 await work
         except TimeoutError:  # the worker hangs in a collective operation
-            raise self.broken(f"{problem} within {self._patience_s:.0f} s") from None
+            raise self.abort(f"{problem} within {self._patience_s:.0f} s") from None
 
-    def broken(self, reason: str) -> ServiceError:
+    def abort(self, reason: str) -> ServiceError:
         """Mark the engine as broken: its weights are neither the old nor the new ones, so the server must end."""
         if self._engine.broken is None:
             self._engine.broken = f"a weight transfer failed: {reason}; the server must restart"

@@ -17,7 +17,7 @@ import orjson
 
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_TRY_AGAIN
 from ngym.collect.collection_files import CollectionFiles, CollectionPaths, check_places
-from ngym.collect.collection_session import CollectionSession, ConnectedServices, Discovered, discover
+from ngym.collect.collection_session import CollectionSession, ConnectedServices, DiscoveredServices, discover
 from ngym.collect.plan import CollectionPlan, PlannedRollout, input_rows, no_rows, plan_rollouts, replaced_note
 from ngym.collect.progress_display import (
     ProgressDisplay,
@@ -170,7 +170,7 @@ class Plan:
         return self.agents.total()
 
 
-def show_plan(options: Options, known: Discovered, config: Config | None) -> None:
+def show_plan(options: Options, known: DiscoveredServices, config: Config | None) -> None:
     """Print the plan: the rollouts, their agents, and how many are done.
 
     Raises:
@@ -180,7 +180,7 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
     earlier = _read_existing(options)
     if options.resume and (earlier.done or earlier.failed):
         source = CollectionSettings(options.inputs, options.recipe, options.token_format, known.services)
-        RunRecord.resumed(CollectionPaths.beside(options.output).run, source, options.output)
+        RunRecord.resume(CollectionPaths.for_output(options.output).run, source, options.output)
     plan = _make_plan(options, known, earlier if options.resume else ExistingOutput())
     needed = sorted(config.only(plan.agents).services) if config else None
     if options.as_json:
@@ -192,7 +192,7 @@ def show_plan(options: Options, known: Discovered, config: Config | None) -> Non
 
 
 def _read_existing(options: Options) -> ExistingOutput:
-    paths, earlier = CollectionPaths.beside(options.output), ExistingOutput()
+    paths, earlier = CollectionPaths.for_output(options.output), ExistingOutput()
     for path in (paths.output, paths.failures):
         for line in read(path) if path.is_file() else ():
             if not line.complete:
@@ -214,7 +214,7 @@ def _key(row: Json) -> RolloutKey | None:
         return None
 
 
-def _make_plan(options: Options, known: Discovered, earlier: ExistingOutput) -> Plan:
+def _make_plan(options: Options, known: DiscoveredServices, earlier: ExistingOutput) -> Plan:
     plan: Plan | None = None
     replaced: Counter[str] = Counter()
     rows = input_rows(options.inputs, options.recipe, known.agents, replaced)
@@ -229,7 +229,7 @@ def _make_plan(options: Options, known: Discovered, earlier: ExistingOutput) -> 
     return plan
 
 
-def _as_json(options: Options, known: Discovered, plan: Plan, needed: list[str] | None) -> Json:
+def _as_json(options: Options, known: DiscoveredServices, plan: Plan, needed: list[str] | None) -> Json:
     return {
         "output": str(options.output),
         "rollouts": plan.rollouts,
@@ -244,7 +244,7 @@ def _as_json(options: Options, known: Discovered, plan: Plan, needed: list[str] 
     }
 
 
-def _print(options: Options, known: Discovered, plan: Plan, needed: list[str] | None) -> None:
+def _print(options: Options, known: DiscoveredServices, plan: Plan, needed: list[str] | None) -> None:
     click.echo(f"{plan.rollouts:,} rollouts into {options.output}; the first, by {plan.first.agent}:")
     click.echo(orjson.dumps(plan.first.row, option=orjson.OPT_INDENT_2))
     for agent, rollouts in plan.agents.items():
@@ -287,10 +287,10 @@ def _collect_and_report(options: Options) -> int:
             launcher.close()
 
 
-def _discover(options: Options, config: Config | None) -> Discovered:
+def _discover(options: Options, config: Config | None) -> DiscoveredServices:
     """The known services: from the config that is started here, else from the head."""
     if config is not None:
-        return Discovered.of(redacted_config(config))
+        return DiscoveredServices.of(redacted_config(config))
     url = head_of(
         options.root,
         options.head_url,
@@ -308,9 +308,9 @@ def _discover(options: Options, config: Config | None) -> Discovered:
 class Command:
     """One `ng_collect_rollouts`, from the lock on its files to the final table."""
 
-    def __init__(self, options: Options, known: Discovered) -> None:
+    def __init__(self, options: Options, known: DiscoveredServices) -> None:
         self.options = options
-        self.known = known
+        self.services = known
         self.stream: TextIO = sys.stderr if options.as_json else sys.stdout
         self._gate = Gate()
         self._session: CollectionSession | None = None
@@ -320,7 +320,7 @@ class Command:
 
     def run(self, config: Config | None, launcher: ZygoteClient | None) -> int:
         options = self.options
-        source = CollectionSettings(options.inputs, options.recipe, options.token_format, self.known.services)
+        source = CollectionSettings(options.inputs, options.recipe, options.token_format, self.services.services)
         store = CollectionFiles(
             options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason)
         )
@@ -329,7 +329,7 @@ class Command:
             self._prepare(store)
             try:
                 if store.progress.left:
-                    tracing.begin(config.tracing if config else tracing_of(self.known.services), OWNER)
+                    tracing.begin(config.tracing if config else tracing_of(self.services.services), OWNER)
                     event_loop.run(self._collect(session, self._connect(store, config, launcher)))
                 else:
                     session.status = "done"
@@ -352,7 +352,7 @@ class Command:
             resume=options.resume,
             overwrite=options.overwrite,
             max_attempts=options.max_attempts,
-            agents=self.known.agents,
+            agents=self.services.agents,
             command=sys.argv,
             tick=lambda text: self._echo(f"\r\x1b[2K{text}", nl=False) if live else None,
             starts=bool(options.configs),
@@ -361,7 +361,7 @@ class Command:
             self._echo("\r\x1b[2K", nl=False)
         before = store.progress
         if lost := [
-            f"agent {name!r} {self.known.lost[name]}" for name in sorted(before.agents) if name in self.known.lost
+            f"agent {name!r} {self.services.lost[name]}" for name in sorted(before.agents) if name in self.services.lost
         ]:
             raise NgymError("\n".join(lost))
         if options.agent and before.replaced:
@@ -397,7 +397,7 @@ class Command:
     ) -> AsyncIterator[ConnectedServices]:
         """The services: started here, or those of a running head."""
         if config is None:
-            known = self.known
+            known = self.services
             token = token_of(known.head_url, self.options.root) if known.head_url else None
             async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
                 yield ConnectedServices(peers)
@@ -421,7 +421,7 @@ class Command:
         from ngym.supervise.status_display import display as startup_display
 
         async with startup_display(False, lost=lambda: None) as show:
-            self._on_state = show.event
+            self._on_state = show.on_state
             yield
         self._on_state = lambda state: None
 

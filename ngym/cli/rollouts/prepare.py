@@ -19,7 +19,7 @@ from ngym.runtime.live_region import align
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
-    from ngym.prepare import Converted, File, PublicSet, Split
+    from ngym.prepare import File, PublicSet, Split, SplitRow
     from ngym.supervise.zygote_client import ZygoteClient
 
 DEFAULT = Path("global_config.yaml")
@@ -243,7 +243,7 @@ def _agent(config: Config, gym: str) -> str:
 def _report(
     public_set: PublicSet,
     folder: Path,
-    rows: Mapping[Split, list[Converted]],
+    rows: Mapping[Split, list[SplitRow]],
     left_out: Counter[str],
     say: Callable[[str], None],
 ) -> None:

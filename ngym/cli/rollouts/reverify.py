@@ -131,11 +131,11 @@ def _replace_file(output: Path) -> Iterator[BinaryIO]:
     Raises:
         FileLocked: another process writes the same output.
     """
-    from ngym.files.atomic import open_held, sync_folder
+    from ngym.files.atomic import open_locked, sync_folder
 
     target = Path(os.path.realpath(output))
     aside = target.with_name(f".{target.name}.partial")
-    file = os.fdopen(open_held(aside, output, "choose another --output"), "r+b")
+    file = os.fdopen(open_locked(aside, output, "choose another --output"), "r+b")
     try:
         if os.fstat(file.fileno()).st_size:
             file.truncate(0)

@@ -76,9 +76,9 @@ def run_command(run: Callable[[], object], name: str) -> int:
         )
     except ModuleNotFoundError as error:
         message = missing_extra(error, name)
-        return _say(message, EXIT_USAGE) if message else _unexpected(error, name)
+        return _say(message, EXIT_USAGE) if message else _report_bug(error, name)
     except Exception as error:  # noqa: BLE001 (every error is reported)
-        return _unexpected(error, name)
+        return _report_bug(error, name)
     return result if isinstance(result, int) else EXIT_DONE
 
 
@@ -138,7 +138,7 @@ def _of_system(error: OSError, name: str) -> int:
         return _say(f"{place}: {reason}; make room and run it again", EXIT_TRY_AGAIN)
     if error.filename is not None and isinstance(error, MISTAKES):
         return _say(f"{os.fsdecode(error.filename)}: {reason}", EXIT_USAGE)
-    return _unexpected(error, name)
+    return _report_bug(error, name)
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def _is_folder_missing() -> bool:
     return False
 
 
-def _unexpected(error: Exception, name: str) -> int:
+def _report_bug(error: Exception, name: str) -> int:
     """Report a bug of ngym or a library: a log gets the whole traceback, a terminal the path of a file with it."""
     trace = "".join(traceback.format_exception(error))
     where = "above"

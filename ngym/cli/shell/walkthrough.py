@@ -30,12 +30,12 @@ class Background(NamedTuple):
 
 @dataclass
 class Walkthrough:
-    """of: the number of steps. dry_run: show steps without running them. err: print to standard error.
+    """step_count: the number of steps. dry_run: show steps without running them. err: print to standard error.
 
     commands: the commands shown so far.
     """
 
-    of: int
+    step_count: int
     dry_run: bool = False
     err: bool = False
     number: int = 0
@@ -44,7 +44,7 @@ class Walkthrough:
 
     def step(self, what: str) -> None:
         self.number += 1
-        click.secho(f"\n[{self.number}/{self.of}] {what}", bold=True, err=self.err)
+        click.secho(f"\n[{self.number}/{self.step_count}] {what}", bold=True, err=self.err)
 
     def ng(self, name: str, *arguments: str) -> None:
         """Run `ng_<name>`."""

@@ -144,12 +144,12 @@ def agent(
         rollout.row = row
         running_now[rollout.rollout_id] = rollout
         try:
-            seeded = await stateless.accepted(rollout) if seeds else {}
+            seeded = await stateless.earlier_answer(rollout) if seeds else {}
             rollout.stateless = seeds and seeded is not None
             if seeded is None:
                 try:
                     seeded = await _seed(rollout, await request.body())
-                    stateless.answered(rollout, seeded)
+                    stateless.remember(rollout, seeded)
                 finally:
                     stateless.release_waiting(rollout)
             rollout.missing_tools = [str(name) for name in seeded.get("missing_tools") or ()]
@@ -317,7 +317,7 @@ class _Stateless:
         self._pending_of_rollout: dict[str, tuple[bytes, asyncio.Future[None]]] = {}
         self._pending: dict[bytes, asyncio.Future[None]] = {}  # of the /seed_session calls in progress, by row
 
-    async def accepted(self, rollout: RolloutContext) -> Json | None:
+    async def earlier_answer(self, rollout: RolloutContext) -> Json | None:
         """The server's earlier answer to this row, after waiting for a call in progress. None: call /seed_session."""
         if time.monotonic() >= self._until or not self._urls or _gym_urls(rollout) != self._urls:
             self.forget()
@@ -336,7 +336,7 @@ class _Stateless:
         self._pending_of_rollout[rollout.rollout_id] = digest, self._pending[digest]
         return None
 
-    def answered(self, rollout: RolloutContext, seeded: Json) -> None:
+    def remember(self, rollout: RolloutContext, seeded: Json) -> None:
         """Remember the server's answer to the rollout's row."""
         is_stateless = seeded.get("stateless") is True
         if not is_stateless or _gym_urls(rollout) != self._urls or len(self._rows) >= MAX_ACCEPTED:

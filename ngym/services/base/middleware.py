@@ -61,8 +61,8 @@ class Admission:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._limit: int | None = None
-        self._line = 0
-        self._inside = 0
+        self._max_waiting = 0
+        self._in_flight = 0
         self._seconds = 1.0
         self._waiting: deque[asyncio.Future[None]] = deque()
         waiting = Gauge("ngym_calls_waiting", "Calls that wait for their turn", registry=registry)
@@ -71,7 +71,7 @@ class Admission:
 
     def begin(self, limit: int | None, line: int) -> None:
         """Reset. limit: concurrent calls, None for no limit. line: calls that may wait."""
-        self._limit, self._line, self._inside = limit, line, 0
+        self._limit, self._max_waiting, self._in_flight = limit, line, 0
         self._waiting.clear()
 
     @property
@@ -83,14 +83,14 @@ class Admission:
         """Wait until the call may begin. Returns the start time, for `leave`. Raises Overloaded: the line is full."""
         if self._limit is None:
             return 0.0
-        if self._inside < self._limit:
-            self._inside += 1
+        if self._in_flight < self._limit:
+            self._in_flight += 1
             return time.monotonic()
-        if len(self._waiting) >= self._line:
+        if len(self._waiting) >= self._max_waiting:
             self._refused.inc()
             wait_s = min(MAX_RETRY_AFTER_S, self._seconds * (len(self._waiting) + 1) / self._limit)
             raise Overloaded(
-                f"{self._inside} calls are in flight and {len(self._waiting)} wait (max_in_flight, max_waiting); retry "
+                f"{self._in_flight} calls are in flight and {len(self._waiting)} wait (max_in_flight, max_waiting); retry "
                 f"in about {wait_s:.0f} s",
                 retry_after_s=wait_s,
             )
@@ -119,7 +119,7 @@ class Admission:
             if not turn.done():
                 turn.set_result(None)
                 return
-        self._inside -= 1
+        self._in_flight -= 1
 
 
 async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:

@@ -57,7 +57,7 @@ class RequestBody:
         read: whether the body has been read to its end; the next message is then the caller's disconnect.
     """
 
-    __slots__ = ("_declared", "_looks_at", "_most", "_receive", "_size", "read")
+    __slots__ = ("_declared", "_most", "_next_check", "_receive", "_size", "read")
 
     def __init__(self, receive: Receive, headers: Mapping[bytes, bytes], most: int) -> None:
         declared = headers.get(b"content-length", b"")
@@ -65,7 +65,7 @@ class RequestBody:
         self._receive = receive
         self._most = most
         self._size = 0
-        self._looks_at = min(PART_BYTES, most + 1) if self._declared <= min(PART_BYTES, most) else 0
+        self._next_check = min(PART_BYTES, most + 1) if self._declared <= min(PART_BYTES, most) else 0
         self.read = False
 
     def _check_memory(self) -> None:
@@ -75,13 +75,13 @@ class RequestBody:
             raise BadRequest(f"the body is larger than {self._most >> 20} MiB", status=413)
         if largest > PART_BYTES and not is_room_for(2 * largest - self._size):
             raise NotReady("there is not enough memory for this request now")
-        self._looks_at = min(self._size + PART_BYTES, self._most + 1)
+        self._next_check = min(self._size + PART_BYTES, self._most + 1)
 
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
-            if self._size >= self._looks_at:
+            if self._size >= self._next_check:
                 self._check_memory()
             self.read = not message.get("more_body", False)
         return message

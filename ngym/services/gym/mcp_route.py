@@ -47,7 +47,7 @@ class McpRoute:
     _serving: asyncio.Task[None] | None
     _stop: asyncio.Event
 
-    def around(self, lifespan: Lifespan | None) -> Lifespan:
+    def wrap_lifespan(self, lifespan: Lifespan | None) -> Lifespan:
         """The service's lifespan, at whose end all MCP tasks have stopped."""
 
         @asynccontextmanager
@@ -66,7 +66,7 @@ class McpRoute:
 
         return running
 
-    def seeded(self, app: FastAPI, session: Session) -> Json:
+    def seed_answer(self, app: FastAPI, session: Session) -> Json:
         """What `/seed_session` returns for an agent with its own MCP client."""
         if not INSTALLED or not app.state.callable:
             return {}

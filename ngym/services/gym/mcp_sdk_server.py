@@ -34,7 +34,7 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
     """
 
     async def list_tools(context: Context, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=[_describe(tool.described) for tool in tools.values()])
+        return types.ListToolsResult(tools=[_describe(tool.definition) for tool in tools.values()])
 
     async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         tool = tools.get(params.name)

@@ -47,8 +47,8 @@ from ngym.services.gym.tools import (
     has_nan,
     inspect_function,
     missing_tools,
-    of_function,
     register_tool,
+    tool_of_function,
 )
 from ngym.stats import ANSWER, ROUNDING, Scores, Subsets, parts_of
 
@@ -245,7 +245,7 @@ def gym_server(
         raise SignatureError(f"gym_server(tools={tools!r}): give a list of functions")
     store = SessionStore()
     over_mcp = McpRoute()
-    app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
+    app = service_app("gym_server", options=options, lifespan=over_mcp.wrap_lifespan(lifespan))
     app.state.serving.answer_headers = session_headers
     app.state.sessions = store
     idempotent = app.state.idempotent = IdempotentCalls()
@@ -264,11 +264,11 @@ def gym_server(
         await valid_body(request, app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
         session = begin_session(store, request, header(request.scope, SESSION_HEADER))
         await set_task(store, session, row, request)
-        seeded: Json = {"tools": app.state.tools} if app.state.tools else {}
-        seeded |= {"stateless": True} if app.state.stateless else {}
+        answer: Json = {"tools": app.state.tools} if app.state.tools else {}
+        answer |= {"stateless": True} if app.state.stateless else {}
         missing = missing_tools(app, row)
-        seeded |= {"missing_tools": missing} if missing else {}
-        return JsonResponse(seeded | over_mcp.seeded(app, session))
+        answer |= {"missing_tools": missing} if missing else {}
+        return JsonResponse(answer | over_mcp.seed_answer(app, session))
 
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
@@ -354,8 +354,8 @@ def gym_server(
     )
     if verify_group is not None:
         _add_group_route(app, inspect_function(verify_group, VerifyGroup), rewarded, reward_range)
-    for tool in map(of_function, tools):
-        name = tool.described["name"]
+    for tool in map(tool_of_function, tools):
+        name = tool.definition["name"]
         if name in app.state.callable:
             raise SignatureError(f"gym_server(tools=...): two tools are called {name!r}; rename one")
         if stateless and tool.takes_session:

@@ -20,7 +20,7 @@ from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validate
 from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, RewardRange, VerifyRequest, gym_server
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
-from ngym.services.gym.tools import of_function
+from ngym.services.gym.tools import tool_of_function
 
 SCORED_BY = "/verify"  # in the `info` of /reset: the rollout's reward is not only the sum over its steps
 
@@ -115,7 +115,7 @@ def step_server(
         outcome = await _advance(turn, session, step)
         return {"observation": outcome.observation, "over": session["over"]}
 
-    app.state.callable["say"] = of_function(say)  # only over MCP: agents take steps
+    app.state.callable["say"] = tool_of_function(say)  # only over MCP: agents take steps
     schema, once = task.model_json_schema(), app.state.idempotent.once
     post = partial(add_route, app, "POST", most_bytes=ROW_BYTES)
     began = object_of({"observation": STRING, "info": OBJECT})

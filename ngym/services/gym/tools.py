@@ -34,11 +34,11 @@ ANYTHING: Json = {"description": "Any JSON."}
 
 
 class Tool(NamedTuple):
-    """A tool. described: in the format of the Responses API. call: returns the response whose body the model sees as
+    """A tool. definition: in the format of the Responses API. call: returns the response whose body the model sees as
     text.
     """
 
-    described: Json
+    definition: Json
     call: Callable[[Json, Session, Request], Awaitable[Response]]
     answers: Json = ANYTHING  # the JSON Schema of its result
     where: str | None = None  # file and line of the author's function
@@ -50,15 +50,15 @@ class Tool(NamedTuple):
         Raises:
             ToolError: for the model. ServiceError: the environment failed, and the session has no reward.
         """
-        with execute_tool(self.described["name"]) as span:
-            span.say("gen_ai.tool.call.arguments", arguments)
+        with execute_tool(self.definition["name"]) as span:
+            span.set_content("gen_ai.tool.call.arguments", arguments)
             try:
                 answer = await self.call(arguments, session, request)
-                check_result(self.described["name"], len(answer.body), context_of(request).options, self.where)
+                check_result(self.definition["name"], len(answer.body), context_of(request).options, self.where)
             except ServiceError as error:
                 raise _failure(error, session, request) from error.__cause__
             if span.is_recording:
-                span.say("gen_ai.tool.call.result", bytes(answer.body).decode("utf-8", "replace"))
+                span.set_content("gen_ai.tool.call.result", bytes(answer.body).decode("utf-8", "replace"))
             return answer
 
 
@@ -95,9 +95,9 @@ class AuthorFunction(NamedTuple):
 
 def register_tool(app: FastAPI, tool: Tool) -> None:
     """Add a tool to a gym server: in GET /tools, at POST /<its name> and over MCP."""
-    name, schema = tool.described["name"], tool.described["parameters"]
+    name, schema = tool.definition["name"], tool.definition["parameters"]
     app.state.stateless = app.state.stateless and not tool.takes_session
-    app.state.tools.append(tool.described)
+    app.state.tools.append(tool.definition)
     app.state.callable[name] = tool
     handler = app.state.idempotent.once(_route(tool, app))
     add_route(app, "POST", f"/{name}", handler, summary=f"Tool {name}", body=schema, answer=tool.answers)
@@ -120,7 +120,7 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
         request.scope[BEGUN_SESSION] = session.id
         return answer
 
-    call.__name__ = tool.described["name"]
+    call.__name__ = tool.definition["name"]
     return call
 
 
@@ -160,7 +160,7 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
     return error
 
 
-def of_function(function: Callable[..., Any]) -> Tool:
+def tool_of_function(function: Callable[..., Any]) -> Tool:
     """A tool from a function of the author's. SignatureError if it cannot be a tool."""
     name = _tool_name(function)
     author = inspect_function(function, BaseModel, fields=True)

@@ -141,7 +141,7 @@ class Traffic:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         tokens = Counter("ngym_model_tokens", "Tokens, from the usage of answers", ["way"], registry=registry)
-        self.read, self.written = tokens.labels("input"), tokens.labels("output")
+        self.input_tokens, self.output_tokens = tokens.labels("input"), tokens.labels("output")
         self.version = Gauge(
             "ngym_policy_version", "The newest policy version that an answer was sampled with", registry=registry
         )
@@ -153,7 +153,7 @@ class Traffic:
 
 
 class Call:
-    """The span and counters of one call: used with `with`, and given the answer by `answered`."""
+    """The span and counters of one call: used with `with`, and given the answer by `record_answer`."""
 
     def __init__(self, traffic: Traffic, native: Json, model: str, streamed: bool) -> None:
         self._traffic = traffic
@@ -174,7 +174,7 @@ class Call:
                 span.set(f"gen_ai.request.{name}", request.get(name))
             most = request.get("max_output_tokens") or request.get("max_completion_tokens") or request.get("max_tokens")
             span.set("gen_ai.request.max_tokens", most)
-            span.say("ngym.model.input", request.get("input") or request.get("messages"))
+            span.set_content("ngym.model.input", request.get("input") or request.get("messages"))
         return self
 
     def __exit__(
@@ -182,13 +182,13 @@ class Call:
     ) -> None:
         self._span.__exit__(kind, error, trace)
 
-    def answered(self, answer: Json) -> None:
+    def record_answer(self, answer: Json) -> None:
         """Record the answer, a Response or a Chat Completion."""
         is_response = "output" in answer
         usage = (answer.get("usage") if is_response else usage_from_chat(answer.get("usage"))) or {}
         read, written = usage.get("input_tokens") or 0, usage.get("output_tokens") or 0
-        self._traffic.read.inc(read)
-        self._traffic.written.inc(written)
+        self._traffic.input_tokens.inc(read)
+        self._traffic.output_tokens.inc(written)
         versions = [span[2] for span in (answer.get("ng") or {}).get("policy_version") or ()]
         if versions and max(versions) > self._traffic.newest:
             self._traffic.newest = max(versions)
@@ -202,7 +202,7 @@ class Call:
         span.set("gen_ai.usage.input_tokens", read)
         span.set("gen_ai.usage.output_tokens", written)
         span.set("ngym.policy_version", max(versions, default=None))
-        span.say("ngym.model.output", without_tokens(answer["output"]) if is_response else _messages(answer))
+        span.set_content("ngym.model.output", without_tokens(answer["output"]) if is_response else _messages(answer))
 
 
 def _messages(answer: Json) -> list[Json]:
@@ -217,19 +217,19 @@ class Writer:
         body, stored: as in `complete`.
 
     Attributes:
-        began: whether anything was written.
+        has_written: whether anything was written.
         response: the Response of the last event that carried one; empty in other APIs.
     """
 
     def __init__(self, dialect: ApiDialect, body: Json, stored: bool) -> None:
-        self.began = False
+        self.has_written = False
         self.response: Json = {}
         self._dialect = dialect
         self._body = body
         self._stored = stored
         self._number = 0
 
-    def written(self, events: Iterable[Json]) -> bytes:
+    def encode(self, events: Iterable[Json]) -> bytes:
         parts = []
         for event in events:
             if self._dialect.name == "responses":
@@ -239,16 +239,16 @@ class Writer:
                     self.response = event["response"]
                     complete(self.response, self._body, self._stored)
             parts.append(sse(event))
-        self.began = self.began or bool(parts)
+        self.has_written = self.has_written or bool(parts)
         return b"".join(parts)
 
-    def failed(self, error: ServiceError) -> bytes:
+    def encode_error(self, error: ServiceError) -> bytes:
         """The events that end a stream after an error."""
         if self._dialect.name != "responses":
             return sse(self._dialect.refusal(error))
         details = {"code": "server_error", "message": error.detail}
         response = {**self.response, "status": "failed", "error": details}
-        return self.written([{"type": "response.failed", "response": response}])
+        return self.encode([{"type": "response.failed", "response": response}])
 
 
 def complete(response: Json, body: Json, stored: bool) -> None:
@@ -451,7 +451,7 @@ class RequestHandler:
         style = active.call.options.reasoning_style
         if self._back_end.stream is None:
             writer = Writer(dialect, active.body, active.stored is not None)
-            written = writer.written(dialect.events(await self._respond(active), active.body, style))
+            written = writer.encode(dialect.events(await self._respond(active), active.body, style))
             self._store_streamed(active, writer)
             return whole_stream(written + dialect.done)
         parts = self._parts(dialect, active, self._back_end.stream(active.native, active.call))
@@ -473,7 +473,7 @@ class RequestHandler:
             with active.record, Boundary("model_error", "the model failed"):
                 async for event in events:
                     whole.take(event)
-                    written = writer.written(converter.take(event))
+                    written = writer.encode(converter.take(event))
                     if whole.answer is not None:
                         last_parts.append(written)
                     elif written:
@@ -482,12 +482,12 @@ class RequestHandler:
                         await asyncio.sleep(0)
                 if whole.answer is not None:
                     self._keep(active, whole.answer)
-                last_parts.append(writer.written(converter.end()))
+                last_parts.append(writer.encode(converter.end()))
                 self._store_streamed(active, writer)
         except ServiceError as error:
-            if not writer.began:
+            if not writer.has_written:
                 raise
-            last_parts = [writer.failed(error)]
+            last_parts = [writer.encode_error(error)]
         finally:
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
@@ -500,7 +500,7 @@ class RequestHandler:
             self._store.keep(response["id"], active.stored, orjson.dumps(response), previous)
 
     def _keep(self, active: ActiveCall, answer: Json) -> None:
-        active.record.answered(answer)
+        active.record.record_answer(answer)
         if active.question is None:
             return
         tokens = _tokens(answer)

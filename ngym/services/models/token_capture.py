@@ -239,7 +239,7 @@ class _Segment:
 class _Call:
     """One call: its context begins at `before` in its segment, its sampled tokens are [start, end).
 
-    began: by time.monotonic().
+    started_at: by time.monotonic().
 
     finish: why its turn ended.
     """
@@ -253,7 +253,7 @@ class _Call:
     finish: FinishReason
     request_digest: bytes
     answer_digest: bytes
-    began: float
+    started_at: float
     seconds: float
     continued: bool = False
 
@@ -276,7 +276,7 @@ class PendingCall(NamedTuple):
     """A call in progress: its rollout, its start, the conversation before it, and the call that it continues."""
 
     rollout_id: str
-    began: float
+    started_at: float
     turns: RequestTurns
     continues: _Call | None
     seen: PriorCall | None
@@ -365,7 +365,7 @@ class Captures:
             "policy_version": sorted({span[2] for segment in segments for span in segment["policy_version"]}),
             "usage": usage,
             "finish_reasons": [call.finish for call in rollout.calls],
-            "spans": [[round(now - call.began, 6), round(call.seconds, 6)] for call in rollout.calls],
+            "spans": [[round(now - call.started_at, 6), round(call.seconds, 6)] for call in rollout.calls],
         }
 
     def forget(self, rollout_id: str) -> bool:
@@ -415,8 +415,8 @@ def _place_call(question: PendingCall, tokens: CallTokens, usage: Json | None, a
         finish_reason(answer),
         request_digest=question.turns.turns[-1].digest,
         answer_digest=conversation_digest(question.turns, answer),
-        began=question.began,
-        seconds=time.monotonic() - question.began,
+        started_at=question.started_at,
+        seconds=time.monotonic() - question.started_at,
     )
     segment.calls.append(call)
     return call
