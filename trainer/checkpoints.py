@@ -320,7 +320,7 @@ class CheckpointSaver:
         """
         last = self._learner.broadcast(self._is_last)
         self._is_due |= last or self._checkpoints.due(step, self._steps)
-        if not self._is_due or self._guard.skipping:
+        if not self._is_due or self._guard.is_skipping:
             return
         self._is_due = False
         self.check()

@@ -82,7 +82,7 @@ def train(
         with tracing.span("train step") as span:
             for samples in batch.updates:
                 step = take_step(engine, algorithm, samples, budget, lr_multiplier(number - 1))
-                if guard.passes(number, samples, step.means.get("loss", 0.0), step.update):
+                if guard.check_step(number, samples, step.means.get("loss", 0.0), step.update):
                     steps.append(step)
             values = _values(batch, steps, guard.skipped, time.monotonic() - began)
             values |= engine.scaling() | engine.peak_memory()
@@ -232,7 +232,7 @@ class FileSource:
 
         interval = recipe.evaluation.every
         held_out = HeldOutData(self._held_out, algorithm, learner, recipe.micro_batch_tokens, interval, metrics.note)
-        return held_out.evaluated(batches, done)
+        return held_out.evaluate_between(batches, done)
 
     def state(self) -> Json | None:
         """The state on which the batches after the last trained one depend, as JSON."""
@@ -281,14 +281,14 @@ class LiveSource:
         self._pusher = None
         if services is not None:
             check_transport(options.transport)
-            ready = services.reached
+            ready = services.ready
             self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), ready.token)
         for line in live_run_sizes(recipe, read_launch()):
             say(line)
         weights = learner.adapter if options.transport == "lora" else learner.weights
         colocated = ColocatedPhases(learner, self._pusher) if options.colocated else None
         membership = None
-        if services is not None and colocated is None and services.reached.peers.head_url is not None:
+        if services is not None and colocated is None and services.ready.peers.head_url is not None:
             membership = HeadMembership(services, options.policy, say)
         weight_sync = WeightSync(learner, self._pusher, probe_ids(tokenizer), weights, colocated, membership)
         self._live = LiveBatches(recipe, algorithm, learner, weight_sync, services)
@@ -349,7 +349,7 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
 
     if services is None or recipe.live is None:
         return
-    ready = services.reached
+    ready = services.ready
     pusher = pusher_of(recipe, partial(services.addresses, recipe.live.policy), ready.token)
     pusher.prepare()
     pusher.sleep()

@@ -20,7 +20,7 @@ from .checkpoints import Checkpoint, Checkpoints, CheckpointSaver, model_digest
 from .data import file_batches
 from .engine import engine, optimizer
 from .engine.distributed import barrier, join_process_group
-from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, memory_explained, to_fit
+from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, explain_out_of_memory, to_fit
 from .evaluation.heldout_loss import HeldOutNotFinite
 from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
 from .model.policy import (
@@ -83,9 +83,9 @@ def train_policy(job: TrainingJob, imports: ExitStack) -> int:
         if job.new_policy is not None and job.launch.rank == 0:
             _initialize(job.new_policy, job)
         barrier()
-        with imports, memory_explained(lambda: "loading the model", TO_LOAD):
+        with imports, explain_out_of_memory(lambda: "loading the model", TO_LOAD):
             learner, tokenizer = _load(job)
-        with memory_explained(lambda: learner.doing, to_fit(recipe.micro_batch_tokens)):
+        with explain_out_of_memory(lambda: learner.activity, to_fit(recipe.micro_batch_tokens)):
             TrainingRun(job, learner, tokenizer).run()
     return learner.steps
 
@@ -215,7 +215,7 @@ class TrainingRun:
     def _report(self, metrics: Metrics, step: int, values: dict[str, float]) -> None:
         """Log a batch, and write a checkpoint if one is due."""
         metrics.log(step, values)
-        if idle := self._untrained.noted(values):
+        if idle := self._untrained.observe(values):
             metrics.say(f"step {step}: {idle}")
         self._saver.after(step)
         checkpoint = self._recipe.checkpoint

@@ -793,6 +793,6 @@ def test_a_failed_allocation_is_reported_in_one_line(device: torch.device) -> No
     message = r"^step 1: out of memory: [^\n]*[Tt]ried to allocate [^\n]*micro_batch_tokens \(now 8,192;[^\n]*$"
     with (
         pytest.raises(sanity_checks.OutOfMemory, match=message),
-        sanity_checks.memory_explained(lambda: "step 1", sanity_checks.to_fit(8192)),
+        sanity_checks.explain_out_of_memory(lambda: "step 1", sanity_checks.to_fit(8192)),
     ):
         torch.empty(10**15, device=device)

@@ -381,8 +381,8 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
             peers, source, options, 1.0, 1, 1, tmp_path / "rollouts.jsonl", lambda group: True
         )
         await taking.open(None)
-        taking.announced(0, 0)
-        taking.published(0, 0)
+        taking.announce_version(0, 0)
+        taking.record_version(0, 0)
         ranked_group = await taking.take()
         await taking.close()
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
@@ -428,8 +428,8 @@ async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_
         spool = tmp_path / "rollouts.jsonl"
         taking = rollout_stream.RolloutStream(peers, source, options, 1.0, 1, 1, spool, lambda group: True)
         await taking.open(None)
-        taking.announced(0, 0)
-        taking.published(0, 0)
+        taking.announce_version(0, 0)
+        taking.record_version(0, 0)
         ranked_group = await taking.take()
         await taking.close()
     assert not down and [row["reward"] for row in ranked_group.rows] == [0.0, 1.0]

@@ -519,13 +519,13 @@ def test_a_hint_is_inserted_once_into_each_rollout(
     setup: Setup, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inserted: list[str] = []
-    insert = teacher.Hint.inserted
+    insert = teacher.Hint.insert
 
     def counted(hint: teacher.Hint, rollout: samples.RolloutSample) -> samples.RolloutSample:
         inserted.append(rollout.group)
         return insert(hint, rollout)
 
-    monkeypatch.setattr(teacher.Hint, "inserted", counted)
+    monkeypatch.setattr(teacher.Hint, "insert", counted)
     question = {"role": "user", "content": "What is 2 + 3?"}
     sampled = [
         replace(one_turn_rollout(tokenizer, [question], "It is 5.", expected_answer="5"), group=group)

@@ -252,16 +252,16 @@ def test_held_out_tasks_are_those_beside_the_tasks_of_the_rollouts(tmp_path: Pat
         rollout_options.RolloutOptions(environments=[first]),
         rollout_options.RolloutOptions(environments=[first, second]),
     )
-    followed = rollout_options.EvaluationOptions(limit=1).following(one)
+    followed = rollout_options.EvaluationOptions(limit=1).with_default_tasks(one)
     assert (followed.tasks, followed.limit) == (str(tmp_path / "a" / "validation.jsonl"), 1)
-    assert [(each.agent, each.key, each.tasks) for each in rollout_options.EvaluationOptions().following(two).held_out(two)] == [
+    assert [(each.agent, each.key, each.tasks) for each in rollout_options.EvaluationOptions().with_default_tasks(two).held_out(two)] == [
         ("a", "a", str(tmp_path / "a" / "validation.jsonl")), ("b", "b", str(tmp_path / "b" / "validation.jsonl"))
     ]  # fmt: skip
     named = rollout_options.EvaluationOptions(tasks=first["tasks"])
-    assert named.following(one) is named
+    assert named.with_default_tasks(one) is named
     (tmp_path / "b" / "validation.jsonl").unlink()
     with pytest.raises(ValueError, match=r"no validation\.jsonl next to .*b/train\.jsonl; name held-out tasks with"):
-        rollout_options.EvaluationOptions().following(two)
+        rollout_options.EvaluationOptions().with_default_tasks(two)
 
 
 def test_held_out_tasks_come_in_one_form(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_perplexity_is_that_of_transformers_however_the_file_is_cut(
     learner.policy.train()
     for budget in (100_000, 300):
         held_out, records = measuring(learner, samples, sft.Sft(), budget)
-        assert list(held_out.evaluated([], 0)) == []
+        assert list(held_out.evaluate_between([], 0)) == []
         ((step, values, line),) = records
         assert step == 0 and values["val/loss"] == pytest.approx(expected, rel=1e-5)
         assert values["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
@@ -104,7 +104,7 @@ def test_it_is_measured_before_the_first_step_every_so_many_and_at_the_end(
 ) -> None:
     held_out, records = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], sft.Sft())
     batches = [samples_module.Batch([]) for _ in range(count)]
-    for number, batch in enumerate(held_out.evaluated(batches, done), done + 1):
+    for number, batch in enumerate(held_out.evaluate_between(batches, done), done + 1):
         assert batch is batches[number - done - 1]
         assert all(step < number for step, *_ in records), "a batch is trained before it is measured"
     assert [step for step, *_ in records] == measured
@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_a_number_is_logged_and_ends_the_run(
     with pytest.raises(
         heldout_loss.HeldOutNotFinite, match=r"the held-out loss after step 4 is nan: .* not saved"
     ) as caught:
-        list(held_out.evaluated([], 4))
+        list(held_out.evaluate_between([], 4))
     assert caught.value.step == 4 and math.isnan(records[0][1]["val/loss"])
 
 
@@ -140,7 +140,7 @@ def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
     algorithm = dpo.Dpo(algorithms.DpoOptions(name="dpo"))
     pairs = algorithm.prepare(algorithm.samples(path, tokenizer), learner, 1000)
     held_out, records = measuring(learner, pairs, algorithm, budget=100)
-    list(held_out.evaluated([], 0))
+    list(held_out.evaluate_between([], 0))
     ((_, values, line),) = records
     assert values["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert values["val/rewards/margins"] == pytest.approx(0, abs=1e-6)

@@ -75,7 +75,7 @@ def test_only_the_adapter_has_gradients_and_every_part_of_it_has_one(base: Path)
     names = {name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad}
     layers = trained.policy.network.config.num_hidden_layers
     assert len(names) == layers * 7 * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
-    with trained.gradients_seen() as parameters:
+    with trained.track_gradients() as parameters:
         step(trained, data)
     assert parameters == names
 

@@ -101,8 +101,8 @@ async def test_a_rollout_without_a_sampled_token_does_not_count_as_of_other_weig
         source, spool = task_sampler.TaskSource(options, seed=0), tmp_path / "rollouts.jsonl"
         stream = rollout_stream.RolloutStream(peers, source, options, 1.0, 0, 1, spool, lambda group: True)
         await stream.open(None)
-        stream.announced(1, 0)
-        stream.published(1, 0)
+        stream.announce_version(1, 0)
+        stream.record_version(1, 0)
         batch = await stream.take()
         await stream.close()
         await peers.close()
@@ -210,14 +210,14 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
         with services.Services(connect) as there:
             membership = services.HeadMembership(there, "policy", messages.append)
             called = partial(there.addresses, "policy")
-            pusher = push.Pusher(called, there.reached.token)
+            pusher = push.Pusher(called, there.ready.token)
             weight_sync = publish.WeightSync(
                 learner, pusher, publish.probe_ids(tokenizer), learner.weights, membership=membership
             )
             versions: list[int] = []
             weight_sync.publish(versions.append)
             for waiting in (joins, later, wrong):
-                there.call(join(there.reached, waiting.url))
+                there.call(join(there.ready, waiting.url))
                 there.call(wait_for_notice(membership))
                 assert membership.waiting() == [waiting.url] and waiting.url not in called()
                 weight_sync.publish(versions.append)

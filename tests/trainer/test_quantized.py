@@ -129,7 +129,7 @@ def test_only_the_adapter_learns(base: Path) -> None:
     names = {name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad}
     assert len(names) == LAYERS * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
     first = compute_logprobs(trained.logprobs, data)
-    with trained.gradients_seen() as parameters:
+    with trained.track_gradients() as parameters:
         step(trained, data, 3)
     assert parameters == names and difference(compute_logprobs(trained.logprobs, data), first) > 0.1
     assert torch.equal(compute_logprobs(trained.base_logprobs, data), first), (

@@ -294,7 +294,7 @@ def test_a_rank_that_a_scheduler_ends_waits_until_rank_0_has_committed_the_check
         def save(self, folder: Path, tokenizer: object) -> None:
             calls.append("save")
 
-    guard: Any = SimpleNamespace(skipping=False, skipped=0, check=lambda *_: None)
+    guard: Any = SimpleNamespace(is_skipping=False, skipped=0, check=lambda *_: None)
     rank, store = cast(Any, Rank1()), checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
     saver = checkpoints.CheckpointSaver(store, rank, cast(Any, None), guard, tmp_path / "m", lambda: None, 9, 1)
     with pytest.raises(KeyboardInterrupt):
@@ -568,15 +568,15 @@ async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_
             await stream.open(state)
             first = state["step"] + 1 if state else 0
             for step in range(first, first + takes):
-                stream.announced(0, 0)
-                stream.published(0, step)
+                stream.announce_version(0, 0)
+                stream.record_version(0, step)
                 for number in {2} - slow if step else ():
                     while not stream._groups[number].complete:
                         await asyncio.sleep(0.01)
                 assert await stream.take() is not None
                 if step == 0:
                     state = json.loads(json.dumps(stream.state()))
-            stream.published(0, first + takes)
+            stream.record_version(0, first + takes)
             while not {8, 9} <= rows().keys():
                 await asyncio.sleep(0.01)
             await stream.close()

@@ -366,7 +366,7 @@ def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_what_to_change
     batches = [only_batch(samples[:4]), only_batch(samples[4:8])]
     with (
         pytest.raises(sanity_checks.OutOfMemory) as e,
-        sanity_checks.memory_explained(lambda: trained.doing, sanity_checks.to_fit(10_000)),
+        sanity_checks.explain_out_of_memory(lambda: trained.activity, sanity_checks.to_fit(10_000)),
     ):
         loop.train(
             trained,
@@ -383,7 +383,7 @@ def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_what_to_change
     assert str(e.value).startswith(f"optimizer step 2, {of}: out of memory: DefaultCPUAllocator: can't allocate memory")
     assert "micro_batch_tokens (now 10,000;" in str(e.value)
     trained.weights()
-    assert trained.doing == "optimizer step 2, gathering the weights"
+    assert trained.activity == "optimizer step 2, gathering the weights"
 
 
 def test_a_gpu_that_runs_out_of_memory_is_reported_without_torchs_advice() -> None:
@@ -392,13 +392,19 @@ def test_a_gpu_that_runs_out_of_memory_is_reported_without_torchs_advice() -> No
         "Including non-PyTorch memory, this process has 138.58 GiB memory in use. If reserved but unallocated memory is large "
         "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
-    with pytest.raises(sanity_checks.OutOfMemory) as e, sanity_checks.memory_explained(lambda: "step 1", "Add some."):
+    with (
+        pytest.raises(sanity_checks.OutOfMemory) as e,
+        sanity_checks.explain_out_of_memory(lambda: "step 1", "Add some."),
+    ):
         raise torch.OutOfMemoryError(message)
     assert (
         "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.21 GiB is free. Add some."
         in str(e.value)
     )
-    with pytest.raises(RuntimeError, match="shapes"), sanity_checks.memory_explained(lambda: "step 1", "Add some."):
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        sanity_checks.explain_out_of_memory(lambda: "step 1", "Add some."),
+    ):
         raise RuntimeError("shapes do not match")
 
 

@@ -463,7 +463,7 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
 
     def step(number: int, factor: float) -> bool:
         result = loop.take_step(trained, sft.Sft(), batch, 10_000, factor)
-        passed: bool = watch.passes(number, batch, result.means["loss"], result.update)
+        passed: bool = watch.check_step(number, batch, result.means["loss"], result.update)
         return passed
 
     assert step(1, 1.0)

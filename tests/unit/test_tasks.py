@@ -50,7 +50,7 @@ def test_after_any_number_of_turns_each_has_had_its_share_to_within_one(weights:
     order = task_sampler.RoundRobin(weights)
     for turn in range(1, 150):
         order.next()
-        for count, weight in zip(order.taken, weights, strict=True):
+        for count, weight in zip(order.counts, weights, strict=True):
             assert abs(count - turn * weight / sum(weights)) < 1
 
 
@@ -115,7 +115,7 @@ def test_a_run_continues_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, o
     def step(source: Any, draw: random.Random) -> tuple[list[Any], Values]:
         tasks = source.take(5)
         for task in tasks:
-            source.learned(task.key, [draw.random() for _ in range(draw.randrange(4))])
+            source.learn(task.key, [draw.random() for _ in range(draw.randrange(4))])
         return tasks, source.metrics()
 
     options = two(tmp_path, **options)
@@ -131,7 +131,7 @@ def test_a_run_continues_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, o
     assert [step(resumed, draw) for _ in range(40)] == expected
     assert resumed.state() == uninterrupted.state()
     task = expected[7][0][2]
-    assert resumed.again(task.environment, task.index, task.number) == task
+    assert resumed.restore_task(task.environment, task.index, task.number) == task
 
 
 def test_other_shares_on_resume_hold_from_then_on(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_the_lottery_gives_each_owner_as_many_tickets_as_its_weight(
 def test_of_several_environments_each_has_its_progress(tmp_path: Path) -> None:
     source = task_sampler.TaskSource(two(tmp_path, curriculum={}), seed=0)
     for task in source.take(6):
-        source.learned(task.key, [1.0, 0.0] if task.environment == "sums" else [])
+        source.learn(task.key, [1.0, 0.0] if task.environment == "sums" else [])
     values = source.metrics()
     assert values["tasks/sums/unseen"] == pytest.approx(14 / 18) and values["tasks/proofs/unseen"] == 1
 

@@ -20,7 +20,7 @@ import torch
 
 from ngym.errors import UsageError
 
-from ..data.chat_dataset import Judged, read_judged
+from ..data.chat_dataset import JudgedAnswer, read_judged
 from ..data.samples import Sample, Segment
 from ..losses.policy_loss import Loss, TokenRows
 from ..losses.reward_loss import derive_metrics, label_loss, moments, pair_loss
@@ -95,6 +95,6 @@ def create(setup: Setup) -> RewardModelTraining:
     return RewardModelTraining(setup.recipe.algorithm)
 
 
-def _segment(answer: Judged) -> JudgedSegment:
+def _segment(answer: JudgedAnswer) -> JudgedSegment:
     end = len(answer.token_ids)
     return JudgedSegment(answer.token_ids, [(end, end + 1)], label=answer.label, length=answer.length)

@@ -111,7 +111,7 @@ class Teachers:
         inputs = [
             None
             if share.agents and rollout.agent not in share.agents
-            else (rollout if hint is None else hint.inserted(rollout))
+            else (rollout if hint is None else hint.insert(rollout))
             for share, _, hint in self._teachers
         ]
         if all(asked is None for asked in inputs):
@@ -157,7 +157,7 @@ class Hint:
         self._opening = self._ids(answering[len(self._question) :])
         self._hint_ids("")
 
-    def inserted(self, rollout: RolloutSample) -> RolloutSample:
+    def insert(self, rollout: RolloutSample) -> RolloutSample:
         """The rollout as the teacher sees it: the same sampled tokens, further back.
 
         Raises:

@@ -49,7 +49,7 @@ class Pair(NamedTuple):
     rejected: Sample
 
 
-class Judged(NamedTuple):
+class JudgedAnswer(NamedTuple):
     """A whole conversation for a reward model, as the chat template renders it. length: tokens after the prompt."""
 
     token_ids: list[int]
@@ -60,11 +60,11 @@ class Judged(NamedTuple):
 class JudgedRow(NamedTuple):
     """A pair (chosen, rejected), an answer, or the steps of one. margin: None if the row has no number there."""
 
-    answers: tuple[Judged, ...]
+    answers: tuple[JudgedAnswer, ...]
     margin: float | None = None
 
 
-class Labeled(NamedTuple):
+class LabeledAnswer(NamedTuple):
     """An answer that is good or bad. mismatched: its prompt with the answer to another prompt."""
 
     answer: Sample
@@ -103,7 +103,7 @@ def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
     return [Pair(*sides) for sides in zip(samples[::2], samples[1::2], strict=True)]
 
 
-def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Labeled]:
+def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[LabeledAnswer]:
     """The answers of a JSONL file of `{"prompt": [...], "completion": [...], "label": true, "tools": [...]}`.
 
     Raises:
@@ -127,7 +127,8 @@ def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Labeled
     samples = _tokenize(conversations, tokenizer)
     half = len(rows)
     return [
-        Labeled(*fields) for fields in zip(samples[:half], samples[half:], (row["label"] for row in rows), strict=True)
+        LabeledAnswer(*fields)
+        for fields in zip(samples[:half], samples[half:], (row["label"] for row in rows), strict=True)
     ]
 
 
@@ -161,7 +162,8 @@ def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Sup
         pass
     ids_of = _ids_of({text for row in texts for answer in row for text in answer[:2]}, tokenizer)
     answers_by_row = [
-        [Judged(ids_of[w], max(0, len(ids_of[w]) - len(ids_of[p])), label) for p, w, label in row] for row in texts
+        [JudgedAnswer(ids_of[w], max(0, len(ids_of[w]) - len(ids_of[p])), label) for p, w, label in row]
+        for row in texts
     ]
     return [JudgedRow(tuple(answers), margin) for answers, margin in zip(answers_by_row, margins, strict=True)]
 

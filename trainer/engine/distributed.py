@@ -47,8 +47,8 @@ class RankGone(NgymError):
 class LastHeartbeat(NamedTuple):
     """A rank's last heartbeat, and the check at which it was new."""
 
-    sign: bytes
-    look: int
+    value: bytes
+    check: int
 
 
 class Heartbeat:
@@ -63,14 +63,14 @@ class Heartbeat:
         self._peers = [peer for peer in range(ranks) if peer != rank]
         self._store = self._join_store()  # on rank 0 the store lives as long as this object
         self._last_seen = dict.fromkeys(self._peers, LastHeartbeat(FIRST, 0))
-        self._looks = 0
+        self._checks = 0
         self._stopped = threading.Event()
         self._last = FAILED
         # In two threads: a request to the store of a stopped rank blocks until that rank continues.
         self._watch = threading.Thread(target=self._watch_peers, name="look for the others", daemon=True)
-        self._talk = threading.Thread(target=self._exchange_signs, name="signs of life", daemon=True)
+        self._sender = threading.Thread(target=self._exchange_heartbeats, name="signs of life", daemon=True)
         self._watch.start()
-        self._talk.start()
+        self._sender.start()
 
     def _join_store(self) -> TCPStore:
         """The store, once each rank's first heartbeat has arrived."""
@@ -116,19 +116,19 @@ class Heartbeat:
             f"(about {RENDEZVOUS_TIMEOUT_S} s), so rank {self._rank} ends too; see the output of the former; start all ranks again"
         )
 
-    def part(self, last: bytes) -> None:
+    def leave(self, last: bytes) -> None:
         """Announce that this rank has finished: DONE or FAILED."""
         self._last = last
         self._stopped.set()
         self._watch.join()
-        self._talk.join(STORE_S)
+        self._sender.join(STORE_S)
 
     def dead_rank(self) -> str | None:
         """Names a rank without a heartbeat since a collective failed, or None if all ranks sent one; takes a few
         checks.
         """
-        failed = self._looks
-        while self._looks <= failed + MISSED_AFTER_ERROR + 3:  # its last heartbeat may have come while this one failed
+        failed = self._checks
+        while self._checks <= failed + MISSED_AFTER_ERROR + 3:  # its last heartbeat may have come while this one failed
             if message := self._dead_ranks_message(MISSED_AFTER_ERROR):
                 return message
             time.sleep(HEARTBEAT_CHECK_S / 4)
@@ -136,41 +136,41 @@ class Heartbeat:
 
     def _watch_peers(self) -> None:
         while not self._stopped.wait(HEARTBEAT_CHECK_S):
-            self._looks += 1
+            self._checks += 1
             if message := self._dead_ranks_message(MISSED_HEARTBEATS):
                 # the main thread may hang in a collective
                 print(f"ng_train: {message}", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _exchange_signs(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         store: TCPStore | None = self._store
         while not self._stopped.wait(HEARTBEAT_CHECK_S):
             try:
                 store = store or _reconnect()
-                store.set(_key(self._rank), str(self._looks))
-                signs = store.multi_get(list(map(_key, self._peers)))
+                store.set(_key(self._rank), str(self._checks))
+                values = store.multi_get(list(map(_key, self._peers)))
             except RuntimeError:  # the store died with its rank and heartbeats grow old, or it is unreachable
                 store = None  # a late answer on this connection would be taken for that of another request
                 continue
-            for peer, sign in zip(self._peers, signs, strict=True):
-                if sign != self._last_seen[peer].sign:
-                    self._last_seen[peer] = LastHeartbeat(sign, self._looks)
+            for peer, value in zip(self._peers, values, strict=True):
+                if value != self._last_seen[peer].value:
+                    self._last_seen[peer] = LastHeartbeat(value, self._checks)
         if store is not None:
             with suppress(RuntimeError):
                 store.set(_key(self._rank), self._last)  # type: ignore[arg-type]
 
-    def _dead_ranks_message(self, looks: int) -> str | None:
-        working = {rank: heartbeat for rank, heartbeat in self._last_seen.items() if heartbeat.sign != DONE}
-        silent = [rank for rank, heartbeat in working.items() if self._looks - heartbeat.look > looks]
+    def _dead_ranks_message(self, checks: int) -> str | None:
+        working = {rank: heartbeat for rank, heartbeat in self._last_seen.items() if heartbeat.value != DONE}
+        silent = [rank for rank, heartbeat in working.items() if self._checks - heartbeat.check > checks]
         failed = [
             rank
             for rank, heartbeat in working.items()
-            if heartbeat.sign == FAILED and self._looks - heartbeat.look >= looks - MISSED_AFTER_ERROR
+            if heartbeat.value == FAILED and self._checks - heartbeat.check >= checks - MISSED_AFTER_ERROR
         ]
         if not silent and not failed:
             return None
         ranks = "rank " + ", ".join(map(str, failed or silent))
-        reason = "has failed" if failed else f"has given no sign of life for {looks * HEARTBEAT_CHECK_S:.0f} s"
+        reason = "has failed" if failed else f"has given no sign of life for {checks * HEARTBEAT_CHECK_S:.0f} s"
         return (
             f"{ranks} {reason}, so rank {self._rank} ends too; see the output of the former; to continue, run the same "
             "command with --resume"
@@ -234,7 +234,7 @@ def watch_ranks(rank: int, ranks: int) -> Iterator[None]:
             raise RankGone(message) from error
         raise
     finally:
-        heartbeat.part(last)
+        heartbeat.leave(last)
 
 
 def _key(rank: int) -> str:

@@ -264,7 +264,7 @@ class Engine:
         return "float16" if is_tf32 and self.dtype == "float32" else self.dtype
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         """What was computed last, and when."""
         rank = f" on rank {self.rank}" if self.ranks > 1 else ""
         return f"optimizer step {self.steps + 1}{rank}, {self._activity}"
@@ -361,9 +361,9 @@ class Engine:
         """Adapt the loss scale to the result of a step."""
         value, overflowed = scale.value, False
         if math.isfinite(update.grad_norm):
-            scale.stepped()
+            scale.record_step()
         elif all(self.all_gather(all(self._finite))):
-            overflowed = scale.overflowed()
+            overflowed = scale.record_overflow()
         self._finite.clear()
         self._deepspeed.optimizer.loss_scale = scale.value
         return update._replace(loss_scale=value, overflowed=overflowed)
@@ -379,7 +379,7 @@ class Engine:
         return float(nn.utils.clip_grad_norm_(network.parameters(), bound))
 
     @contextmanager
-    def gradients_seen(self) -> Iterator[set[str]]:
+    def track_gradients(self) -> Iterator[set[str]]:
         """The names of the policy's parameters that get a gradient in this block, from this rank's micro-batches."""
         names: set[str] = set()
         hooks = [
@@ -393,7 +393,7 @@ class Engine:
             for hook in hooks:
                 hook.remove()
 
-    def overflown(self) -> list[str]:
+    def nonfinite_parameters(self) -> list[str]:
         """The names of this rank's trainable parameters (or shards) whose norm is not finite in float32."""
         trainable = ((name, parameter) for name, parameter in self.policy.named_parameters() if parameter.requires_grad)
         # under ZeRO-3, the rank's shard of the parameter

@@ -31,14 +31,14 @@ class LossScale:
         self._stable = 0  # steps since the last change
         self._initial: float | None = None  # the value before the overflows of the step in progress
 
-    def stepped(self) -> None:
+    def record_step(self) -> None:
         """Note a step with a finite gradient."""
         self._initial = None
         self._stable += 1
         if self._stable == WINDOW:
             self.value, self._stable = self.value * FACTOR, 0
 
-    def overflowed(self) -> bool:
+    def record_overflow(self) -> bool:
         """Lower the scale after a gradient that was not finite; returns whether the step is to be computed again.
 
         If it is not finite at the lowest scale either, the scale is not the cause, and goes back to where it was.

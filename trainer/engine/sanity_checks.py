@@ -83,7 +83,7 @@ def check_batches(
             yield batch
             continue
         first = False
-        with engine.gradients_seen() as names:
+        with engine.track_gradients() as names:
             yield batch
         trainable = [name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad]
         if without := [name for name in trainable if name not in names]:
@@ -132,11 +132,11 @@ class OutOfMemory(NgymError):
 
 
 @contextmanager
-def memory_explained(doing: Callable[[], str], remedy: str) -> Iterator[None]:
+def explain_out_of_memory(activity: Callable[[], str], remedy: str) -> Iterator[None]:
     """Raise OutOfMemory in place of torch's error of a failed allocation.
 
     Args:
-        doing: returns what is computed at present.
+        activity: returns what is computed at present.
         remedy: what to change.
     """
     try:
@@ -148,7 +148,7 @@ def memory_explained(doing: Callable[[], str], remedy: str) -> Iterator[None]:
         reason = " ".join(
             re.split(r"(?<=\.)\s", message)[:3]
         )  # "CUDA out of memory. Tried to ... GPU 0 has a total ..."
-        raise OutOfMemory(f"{doing()}: out of memory: {reason.rstrip('.')}. {remedy}") from error
+        raise OutOfMemory(f"{activity()}: out of memory: {reason.rstrip('.')}. {remedy}") from error
 
 
 def to_fit(budget: int) -> str:
@@ -180,7 +180,7 @@ class NothingTrained(NgymError):
 class NanGuard:
     """Counts the skipped optimizer steps, and checks the weights after the others.
 
-    skipping: the last step was skipped, so the weights before it may be at fault.
+    is_skipping: the last step was skipped, so the weights before it may be at fault.
 
     Args:
         folder: for the batches of skipped steps, one file each; None on all ranks but one.
@@ -194,7 +194,7 @@ class NanGuard:
         self._folder = folder
         self._limit = limit
 
-    def passes(self, step: int, samples: Sequence[Sample], loss: float, update: Update) -> bool:
+    def check_step(self, step: int, samples: Sequence[Sample], loss: float, update: Update) -> bool:
         """Whether the optimizer step was taken. The engine has skipped it if the gradient was not finite.
 
         Raises:
@@ -219,7 +219,7 @@ class NanGuard:
         return False
 
     @property
-    def skipping(self) -> bool:
+    def is_skipping(self) -> bool:
         return self._in_a_row > 0
 
     def check(self, engine: Engine, budget: int) -> None:
@@ -232,12 +232,12 @@ class NanGuard:
                 float32, or the policy's logprobs are not finite, or exactly uniform: an overflow within the network
                 ends in zeros. A reward model: its scores are not finite, or all 0.
         """
-        if self.skipping:
+        if self.is_skipping:
             raise NotFinite(
                 f"the last {self._in_a_row} optimizer steps were skipped, because their loss or gradient was not finite: the "
                 f"weights may be what is wrong with them, {NOT_SAVED}"
             )
-        overflown = [name for names in engine.all_gather(engine.overflown()) for name in names]
+        overflown = [name for names in engine.all_gather(engine.nonfinite_parameters()) for name in names]
         if overflown:
             raise NotFinite(
                 f"{overflown[0]}: not finite, or too large to compute with, after step {engine.steps}, {NOT_SAVED}"
@@ -269,7 +269,7 @@ class NoSignalMonitor:
     def __init__(self) -> None:
         self._reported = False
 
-    def noted(self, values: Mapping[str, float]) -> str:
+    def observe(self, values: Mapping[str, float]) -> str:
         """The message about a step with these metrics, or ""."""
         if self._reported or values["global_valid_toks"]:
             return ""

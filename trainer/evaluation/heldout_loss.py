@@ -64,7 +64,7 @@ class HeldOutData:
         self._every = every
         self._note = note
 
-    def evaluated(self, batches: Iterable[Batch], done: int) -> Iterator[Batch]:
+    def evaluate_between(self, batches: Iterable[Batch], done: int) -> Iterator[Batch]:
         """The batches after the first `done`; evaluates before the first batch, every so many batches, and at the end.
 
         A batch is evaluated after its checkpoint is saved, so a run that resumes from that evaluates it again.

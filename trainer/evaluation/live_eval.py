@@ -182,7 +182,7 @@ class Evaluation:
                 await self._rollouts.append(outcome.row)
 
         run = RolloutScheduler(
-            self._services.reached.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep
+            self._services.ready.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep
         )
         async with aclosing(run.outcomes(self._plan(step, tallies, owners, keys))) as outcomes:
             async for outcome in outcomes:

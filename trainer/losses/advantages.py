@@ -37,7 +37,7 @@ def advantages(options: Advantage, rewards_B: Sequence[Reward], groups_B: Sequen
     Raises:
         UsageError: an estimator of the user's did not return one finite number for each scored rollout.
     """
-    if options.imported:
+    if options.is_custom:
         return _custom_advantages(options.estimator, rewards_B, groups_B)
     of_group = _ESTIMATORS[options.estimator]
     result_B = [0.0] * len(rewards_B)

@@ -183,14 +183,14 @@ def measure(totals: Totals) -> dict[str, Mean]:
     }
 
 
-class Corrected(NamedTuple):
+class CorrectionWeights(NamedTuple):
     """weights_N: factors of each token's policy term."""
 
     weights_N: Tensor
     totals: Totals
 
 
-def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: TokenRows) -> Corrected:
+def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: TokenRows) -> CorrectionWeights:
     """Importance weights of the tokens.
 
     Args:
@@ -220,7 +220,7 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Tok
         "is_dropped_ratio": (dropped_N.sum(), tokens),
         "is_dropped_sequences": (dropped_R.sum(), float(rows.count)),
     }
-    return Corrected(weights_N, totals)
+    return CorrectionWeights(weights_N, totals)
 
 
 def mismatch(trainer_N: Tensor, sampler_N: Tensor) -> Totals:

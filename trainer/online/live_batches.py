@@ -75,8 +75,8 @@ class LiveBatches:
         self._evaluation: Evaluation | None = None
         self._tasks = TaskSource(recipe.live, recipe.seed, self._fields) if services else None
         self._stream: RolloutStream | None = None
-        self._following: asyncio.Task[None] | None = None
-        self._at_hand = 0
+        self._membership_watch: asyncio.Task[None] | None = None
+        self._recorded_count = 0
 
     def check(self, state: Json | None) -> None:
         """Raise UsageError if a `state()` belongs to tasks that have changed since."""
@@ -86,10 +86,10 @@ class LiveBatches:
     def open(self, state: Json | None) -> int:
         """Begin, or continue from a `state()`; returns how many earlier rollouts need not be collected again."""
         if self._services is not None:
-            self._at_hand = self._services.call(self._open(self._services, state))
+            self._recorded_count = self._services.call(self._open(self._services, state))
         if state is not None:
             self._weight_sync.version = state["version"]
-        return self._at_hand
+        return self._recorded_count
 
     def state(self) -> Json:
         """What `open` needs to continue after the last trained batch; less on ranks without services."""
@@ -168,7 +168,7 @@ class LiveBatches:
     async def _open(self, services: Services, state: Json | None) -> int:
         assert self._tasks is not None
         stream = RolloutStream(
-            services.reached.peers,
+            services.ready.peers,
             self._tasks,
             self._options,
             self._temperature,
@@ -182,12 +182,14 @@ class LiveBatches:
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream
         if (membership := self._weight_sync.membership) is not None:
-            self._following = asyncio.create_task(membership.watch(stream.replica_waits), name="replicas that join")
+            self._membership_watch = asyncio.create_task(
+                membership.watch(stream.record_waiting_replica), name="replicas that join"
+            )
         return at_hand
 
     async def _close_stream(self, stream: RolloutStream) -> None:
-        if self._following is not None:
-            self._following.cancel()
+        if self._membership_watch is not None:
+            self._membership_watch.cancel()
         await stream.close()
 
     def _publish(self, step: int, last: bool = False) -> float:
@@ -196,13 +198,13 @@ class LiveBatches:
         self._push(step)
         seconds = time.monotonic() - began
         if not last:
-            self._call_stream(RolloutStream.published, step)
+            self._call_stream(RolloutStream.record_version, step)
         if self._evaluation is not None:
             self._evaluation.after(step, last)
         return seconds
 
     def _push(self, step: int) -> None:
-        self._weight_sync.publish(lambda version: self._call_stream(RolloutStream.announced, step))
+        self._weight_sync.publish(lambda version: self._call_stream(RolloutStream.announce_version, step))
 
     def _call_stream(self, tell: Callable[[RolloutStream, int, int], None], step: int) -> None:
         """Call the stream, on its event loop, with the current version."""
@@ -219,7 +221,7 @@ class LiveBatches:
             if result is not None:
                 return result
             self._push(step)  # a server restarted with other weights, or joins
-            self._call_stream(RolloutStream.published, step)
+            self._call_stream(RolloutStream.record_version, step)
 
     def _split_rollouts(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""

@@ -76,7 +76,7 @@ class RolloutFiles:
         self._positions: dict[tuple[int, int], tuple[str, RowPosition]] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._recording: dict[int, asyncio.Task[None]] = {}
-        self.drawn: dict[int, DrawnTask] = {
+        self.drawn_tasks: dict[int, DrawnTask] = {
             line.row["number"]: DrawnTask(line.row["environment"], line.row["index"])
             for line in self._order.rows()
             if is_due(line.row["number"])
@@ -104,7 +104,7 @@ class RolloutFiles:
 
     def record(self, task: Task) -> None:
         """Write the number of a newly drawn task, before any of its rows."""
-        if task.number in self.drawn:
+        if task.number in self.drawn_tasks:
             return
         row = orjson.dumps({"number": task.number, "environment": task.environment, "index": task.index})
         self._recording[task.number] = self._write(self._order.append(row))
@@ -228,7 +228,7 @@ def next_batch(groups: Iterable[Group], size: int, step: int, max_lag: int) -> l
 
 
 class RolloutStream:
-    """Runs on the event loop of the services. Call `open`, then `announced`, `published` and `take` in turn; always
+    """Runs on the event loop of the services. Call `open`, then `announce_version`, `record_version` and `take` in turn; always
     `close`.
 
     Args:
@@ -287,11 +287,12 @@ class RolloutStream:
             self._tasks.restore(state["tasks"])
             self._step, self._admitted, self._excluded = state["step"], state["admitted"], state["left_out"]
             groups = [
-                Group(self._tasks.again(*group_state["task"]), group_state["step"]) for group_state in state["groups"]
+                Group(self._tasks.restore_task(*group_state["task"]), group_state["step"])
+                for group_state in state["groups"]
             ]
         numbers = {group.task.number for group in groups}
         self._files = RolloutFiles(self._file, lambda number: number in numbers or number >= self._admitted)
-        self._tasks.repeat(self._files.drawn)
+        self._tasks.replay(self._files.drawn_tasks)
         at_hand = len(self._files)
         for group in groups:
             self._begin(group)
@@ -312,11 +313,11 @@ class RolloutStream:
             ],
         }
 
-    def announced(self, version: int, step: int) -> None:
+    def announce_version(self, version: int, step: int) -> None:
         """This version, after `step` batches, is about to be pushed: rollouts with it may arrive before the push ends."""
         self._batches_of_version[version] = step
 
-    def published(self, version: int, step: int) -> None:
+    def record_version(self, version: int, step: int) -> None:
         """The services serve this version."""
         self._batches_of_version[version] = self._step = step
         self._joining = False
@@ -327,7 +328,7 @@ class RolloutStream:
         self._admit()
         self._served.set()
 
-    def replica_waits(self) -> None:
+    def record_waiting_replica(self) -> None:
         """A replica waits for the weights."""
         self._joining = True
         self._changed.set()
@@ -478,7 +479,7 @@ class RolloutStream:
         """Finish a group with all attempts. With dynamic sampling, one without a learning signal is replaced."""
         room = (self._options.dynamic_sampling - 1) * self._options.tasks_per_step
         if self._equal < room and not self._has_learning_signal(group):
-            self._tasks.learned(group.task.key, group.rewards)
+            self._tasks.learn(group.task.key, group.rewards)
             del self._groups[group.task.number]
             self._equal += 1
             self._excluded += 1
@@ -490,7 +491,7 @@ class RolloutStream:
         rewards: dict[str, list[float]] = {}
         for group in sorted(chosen, key=lambda group: group.task.number):
             del self._groups[group.task.number]
-            self._tasks.learned(group.task.key, group.rewards)
+            self._tasks.learn(group.task.key, group.rewards)
             rewards.setdefault(group.task.environment, []).extend(group.rewards)
             rows += sorted(group.rows, key=lambda row: row["_ng_rollout_index"])
         metrics = self._tasks.metrics()

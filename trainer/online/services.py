@@ -61,7 +61,7 @@ class ReadyServices:
 
 
 class Services:
-    """`with Services(connect) as services`: starts them in the background; `reached` waits until they are ready.
+    """`with Services(connect) as services`: starts them in the background; `ready` waits until they are ready.
 
     Args:
         connect: an async context manager of the services: `started(...)` or `running(...)`.
@@ -70,7 +70,7 @@ class Services:
     def __init__(self, connect: Callable[[], AbstractAsyncContextManager[ReadyServices]]) -> None:
         self._connect = connect
         self._thread = ThreadPoolExecutor(1, "services")
-        self._life: Future[None] | None = None
+        self._running: Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._started = threading.Event()
         self._settled = threading.Event()
@@ -78,8 +78,8 @@ class Services:
 
     def __enter__(self) -> Self:
         try:
-            self._life = self._thread.submit(lambda: event_loop.run(self._run_services()))
-            self._life.add_done_callback(self._release_waiters)
+            self._running = self._thread.submit(lambda: event_loop.run(self._run_services()))
+            self._running.add_done_callback(self._release_waiters)
         except BaseException:  # such as a signal
             self.__exit__()
             raise
@@ -98,12 +98,12 @@ class Services:
         self._settled.set()
 
     @property
-    def reached(self) -> ReadyServices:
+    def ready(self) -> ReadyServices:
         """Block until every service is ready. Raises NgymError: a service cannot be started or found."""
         self._settled.wait()
-        assert self._life is not None
+        assert self._running is not None
         if self._ready is None:
-            self._life.result()
+            self._running.result()
         assert self._ready is not None
         return self._ready
 
@@ -113,7 +113,7 @@ class Services:
         Raises:
             NgymError: a service was given up in the meantime.
         """
-        ready = self.reached
+        ready = self.ready
         assert self._task is not None
         future = asyncio.run_coroutine_threadsafe(run_unless_failed(ready.failure(), work), self._task.get_loop())
         try:
@@ -124,8 +124,8 @@ class Services:
 
     def addresses(self, name: str) -> list[str]:
         """The current addresses of a service's replicas, which the head knows."""
-        self.call(self.reached.peers.follow_now())
-        return self.reached.peers.urls[name]
+        self.call(self.ready.peers.follow_now())
+        return self.ready.peers.urls[name]
 
     async def _run_services(self) -> None:
         self._task = asyncio.current_task()
@@ -191,7 +191,7 @@ class HeadMembership:
 
     async def _renew(self, urls: Sequence[str]) -> None:
         """Renew the membership. If a head does not answer, the next renewal tries again."""
-        ready = self._services.reached
+        ready = self._services.ready
         opener = {"authorization": f"Bearer {ready.token}"}
         body = orjson.dumps({"version": self._version, "urls": urls})
         with suppress(OSError, ValueError, KeyError):

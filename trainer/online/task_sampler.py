@@ -3,7 +3,7 @@
     environments --weights--> whose turn --an epoch's order, or the curriculum--> which task --> its row
 
 The next draw depends on the seed, the state and the learned rewards. Which rewards are known at a draw depends on
-timing, so draws are recorded (`RolloutFiles` in rollout_stream.py), and a resumed run repeats the recorded ones (`repeat`).
+timing, so draws are recorded (`RolloutFiles` in rollout_stream.py), and a resumed run repeats the recorded ones (`replay`).
 
 A curriculum draws tasks that are always or never solved less often. For each task, m is the running mean of its groups' mean rewards x in [0, 1], and w its weight in the draw:
 
@@ -240,7 +240,7 @@ def for_agent(row: Json, agent: str, params: Mapping[str, Any]) -> Json:
 class RoundRobin:
     """Weighted round robin: after any number of turns n, each has had n times its share, rounded up or down.
 
-    taken: the turns so far of each. A turn goes to the one with the earliest deadline among those that are allowed it:
+    counts: the turns so far of each. A turn goes to the one with the earliest deadline among those that are allowed it:
     turn number j of one with share s belongs in floor(j / s) to ceil((j + 1) / s) - 1. Earliest deadline first keeps
     all deadlines, because a schedule that keeps them exists (Tijdeman, 10.1016/0012-365X(80)90269-1).
     """
@@ -248,17 +248,17 @@ class RoundRobin:
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
         self._periods = [sum(exact) / weight for weight in exact]
-        self.taken = [0] * len(weights)
+        self.counts = [0] * len(weights)
 
     def next(self) -> int:
-        turn = sum(self.taken)
+        turn = sum(self.counts)
         places = [
             (math.ceil((count + 1) * period), place)
-            for place, (count, period) in enumerate(zip(self.taken, self._periods, strict=True))
+            for place, (count, period) in enumerate(zip(self.counts, self._periods, strict=True))
             if math.floor(count * period) <= turn
         ]
         _, place = min(places)
-        self.taken[place] += 1
+        self.counts[place] += 1
         return place
 
 
@@ -312,7 +312,7 @@ class TaskSource:
         self._next_number += count
         return redrawn + self._draw(numbers[len(redrawn) :])
 
-    def repeat(self, drawn: Mapping[int, DrawnTask]) -> None:
+    def replay(self, drawn: Mapping[int, DrawnTask]) -> None:
         """Assign these numbers to the tasks that were drawn before a resumption, independent of later rewards."""
         self._recorded = drawn
 
@@ -323,9 +323,9 @@ class TaskSource:
                 f"task {number} was drawn from {name!r}, which is no longer an environment; set "
                 "rollouts.environments back, or begin a new run"
             )
-        self._turns.taken[list(self._environments).index(name)] += 1
+        self._turns.counts[list(self._environments).index(name)] += 1
         self._environments[name].replay_draw(index)
-        return self.again(name, index, number)
+        return self.restore_task(name, index, number)
 
     def _draw(self, numbers: Sequence[int]) -> list[Task]:
         names = list(self._environments)
@@ -337,11 +337,11 @@ class TaskSource:
             tasks.append(_task(name, index, number, row))
         return tasks
 
-    def again(self, environment: str, index: int, number: int) -> Task:
+    def restore_task(self, environment: str, index: int, number: int) -> Task:
         """A task that was taken before, unchanged."""
         return _task(environment, index, number, self._environments[environment].row(index))
 
-    def learned(self, key: str, rewards: Sequence[float]) -> None:
+    def learn(self, key: str, rewards: Sequence[float]) -> None:
         """Record the rewards of a group of attempts at this task, without null ones."""
         if rewards:
             name, index = key.rsplit("/", 1)
@@ -361,7 +361,7 @@ class TaskSource:
 
     def state(self) -> Json:
         """What `restore` needs to continue from here, as JSON."""
-        turns = self._turns.taken
+        turns = self._turns.counts
         return {
             "seed": self._seed,
             "taken": self._next_number,
@@ -392,7 +392,7 @@ class TaskSource:
             environment.restore(environments[name])
         self._next_number = state["taken"]
         if all(environments[name]["weight"] == source.weight for name, source in self._environments.items()):
-            self._turns.taken = [environments[name]["turns"] for name in self._environments]
+            self._turns.counts = [environments[name]["turns"] for name in self._environments]
 
 
 def _task(environment: str, index: int, number: int, row: Json) -> Task:

@@ -117,7 +117,7 @@ class Advantage(FrozenOptions):
     lam: Discount = Field(default=1.0, description="Trace decay of GAE, per sampled token.")
 
     @property
-    def imported(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether the estimator is a function of the user's, named by its import path."""
         return ":" in self.estimator
 

@@ -515,7 +515,7 @@ class Recipe(FrozenOptions):
         of_rollouts = isinstance(algorithm, PolicyGradientOptions)
         if problem := evaluation_problem(value, live, algorithm.name, learns_from_rollouts=of_rollouts):
             raise ValueError(problem)
-        return value if live is None else value.following(live)
+        return value if live is None else value.with_default_tasks(live)
 
     @field_validator("engine")
     @classmethod

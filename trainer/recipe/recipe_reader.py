@@ -96,10 +96,10 @@ def _check_single_attempts(recipe: Recipe) -> Iterator[InvalidSetting]:
     advantage, teacher = recipe.algorithm.advantage, recipe.algorithm.teacher
     if teacher is not None and teacher.reward_coef == 0:
         return
-    if advantage.imported and recipe.algorithm.shaping.skip_equal_groups:
+    if advantage.is_custom and recipe.algorithm.shaping.skip_equal_groups:
         reason = "every group of one is a group of equal rewards, and would be left out; set it to false"
         yield InvalidSetting("algorithm.shaping.skip_equal_groups", reason)
-    elif advantage.estimator not in UNCOMPARED and not advantage.imported:
+    elif advantage.estimator not in UNCOMPARED and not advantage.is_custom:
         remedy = f"set at least 2, or advantage.estimator {' or '.join(UNCOMPARED)}"
         yield InvalidSetting("rollouts.group_size", f"{advantage.estimator} compares the attempts at a task: {remedy}")
     elif recipe.live.dynamic_sampling > 1:

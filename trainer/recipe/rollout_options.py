@@ -203,7 +203,7 @@ class EvaluationOptions(FrozenOptions):
         source = rollouts.sources[0]
         return (source.model_copy(update={"tasks": self.tasks}),)
 
-    def following(self, rollouts: RolloutOptions) -> EvaluationOptions:
+    def with_default_tasks(self, rollouts: RolloutOptions) -> EvaluationOptions:
         """These options, with the held-out tasks next to the rollouts' own if none are named.
 
         Raises:

@@ -217,17 +217,17 @@ class Lines(Display):
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._clock = Clock(steps)
-        self._printed = float("-inf")
-        self._unsaid = ""
+        self._printed_at = float("-inf")
+        self._pending = ""
 
     def step(self, step: int, values: Values) -> None:
         self._clock.step(step)
         left_s = self._clock.left_s
         remaining = "" if left_s is None else f"  {left_s:.0f} s left"
-        self._unsaid = f"step {step}/{self._steps}  {line(values)}{remaining}"
+        self._pending = f"step {step}/{self._steps}  {line(values)}{remaining}"
         now = time.monotonic()
-        if _is_live(values) or step in (1, self._steps) or now - self._printed >= PLAIN_INTERVAL_S:
-            self._printed = now
+        if _is_live(values) or step in (1, self._steps) or now - self._printed_at >= PLAIN_INTERVAL_S:
+            self._printed_at = now
             self.end()
 
     def say(self, text: str) -> None:
@@ -235,9 +235,9 @@ class Lines(Display):
 
     def end(self) -> None:
         """Print the last step if it was not printed yet."""
-        if self._unsaid:
-            self.say(self._unsaid)
-            self._unsaid = ""
+        if self._pending:
+            self.say(self._pending)
+            self._pending = ""
 
 
 class LiveDisplay(Display):
@@ -322,7 +322,7 @@ class Curve:
     def __init__(self) -> None:
         self.first = self.last = math.nan
         self._means: list[float] = []
-        self._of = 1  # number of values in a mean
+        self._group_size = 1  # number of values in a mean
         self._open: list[float] = []  # values of the next mean
 
     @property
@@ -333,13 +333,13 @@ class Curve:
         self.first = value if math.isnan(self.first) else self.first
         self.last = value
         self._open.append(value)
-        if len(self._open) < self._of:
+        if len(self._open) < self._group_size:
             return
         self._means.append(fmean(self._open))
         self._open = []
         if len(self._means) == MAX_MEANS:
             self._means = [fmean(pair) for pair in zip(self._means[::2], self._means[1::2], strict=True)]
-            self._of *= 2
+            self._group_size *= 2
 
 
 class Clock:
@@ -347,14 +347,14 @@ class Clock:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._resumed_at: int | None = None  # number of steps before a resumption
         self.at = 0
         self.left_s: float | None = None
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._started_at
 
     def step(self, step: int) -> None:
         if self._resumed_at is None:
@@ -427,7 +427,7 @@ class Metrics:
         self._shown = shown
         self._sinks = sinks or Sinks()
         self._stack = ExitStack()
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self.history = list(history)
 
     def __enter__(self) -> Self:
@@ -455,7 +455,7 @@ class Metrics:
         self._display.say(text)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
-        elapsed = time.monotonic() - self._began
+        elapsed = time.monotonic() - self._started_at
         row = {"step": step, **values, "time/elapsed": round(elapsed, 3)}
         self.history.append(row)
         if problem := self._rows.append(orjson.dumps(row) + b"\n"):

@@ -297,7 +297,7 @@ IN_FILES: dict[str, type[PushTransport]] = {
 }
 
 
-class Pushed(NamedTuple):
+class PushResult(NamedTuple):
     """Statistics of a push, from the first byte to the proof. difference: mean |logprob - engine's| of the worst
     replica.
     """
@@ -398,7 +398,7 @@ class Pusher:
         weights: Mapping[str, Tensor],
         proof: LogprobProof,
         before_proof: Callable[[], None] | None = None,
-    ) -> Pushed:
+    ) -> PushResult:
         """Make every server serve these weights under this version, which is higher than all previous ones.
 
         Args:
@@ -428,7 +428,9 @@ class Pusher:
                 difference = self.prove(proof, version)
             except TransientPushError as error:
                 raise PushFailed(str(error)) from error
-        return Pushed(version, sum(tensor.nbytes for tensor in tensors.values()), time.monotonic() - began, difference)
+        return PushResult(
+            version, sum(tensor.nbytes for tensor in tensors.values()), time.monotonic() - began, difference
+        )
 
     @property
     def urls(self) -> list[str]:
