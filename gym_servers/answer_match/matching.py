@@ -18,12 +18,12 @@ from ngym.grading.text_match import normal
 MAX_CHARS = 50_000  # of a text that is compared as a whole
 PREFIX = 10
 MAX_RELEVANCE = 500  # 2 to the power of more would not fit into a float, or its sum would not
-Found = str | None
+ExtractedText = str | None
 
 # Extractors
 
 
-def by_pattern(text: str, pattern: str) -> Found:
+def by_pattern(text: str, pattern: str) -> ExtractedText:
     """The first group that took part in the pattern's last match, or the match itself."""
     matches = list(re.finditer(pattern, text, re.MULTILINE))
     return (
@@ -31,12 +31,12 @@ def by_pattern(text: str, pattern: str) -> Found:
     )
 
 
-def by_tag(text: str, tag: str) -> Found:
+def by_tag(text: str, tag: str) -> ExtractedText:
     matches = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
     return matches[-1].strip() if matches else None
 
 
-def by_key(text: str, key: str) -> Found:
+def by_key(text: str, key: str) -> ExtractedText:
     """The key's value in the last JSON object of the text, as text; lists and objects as JSON."""
     value = last_object(text).get(key)
     return value if value is None or isinstance(value, str) else json.dumps(value)
@@ -59,15 +59,15 @@ def last_object(text: str) -> dict[str, Any]:
     return result
 
 
-def last_line(text: str) -> Found:
+def last_line(text: str) -> ExtractedText:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), None)
 
 
-def last_word(text: str) -> Found:
+def last_word(text: str) -> ExtractedText:
     return re.sub(r"^\W+|\W+$", "", text.split()[-1]) if text.split() else None
 
 
-EXTRACTORS: dict[str, Callable[[str], Found]] = {
+EXTRACTORS: dict[str, Callable[[str], ExtractedText]] = {
     "text": lambda text: text.strip() or None,
     "box": boxed,
     "short": short,
@@ -75,10 +75,10 @@ EXTRACTORS: dict[str, Callable[[str], Found]] = {
     "last_word": last_word,
     "fence": fenced,
 }
-WITH_ARGUMENT: dict[str, Callable[[str, str], Found]] = {"pattern": by_pattern, "tag": by_tag, "key": by_key}
+WITH_ARGUMENT: dict[str, Callable[[str, str], ExtractedText]] = {"pattern": by_pattern, "tag": by_tag, "key": by_key}
 
 
-def extracted(text: str, extract: list[str]) -> Found:
+def extract_answer(text: str, extract: list[str]) -> ExtractedText:
     """What the first extractor finds that finds anything."""
     for extractor in extract:
         kind, _, argument = extractor.partition(":")
@@ -101,13 +101,13 @@ def exact(found: str, expected: Any, _: list[str]) -> float:
 
 
 def _equal(found: str, expected: str) -> bool:
-    if folded(found) == folded(expected) or canonical(found) == canonical(expected):
+    if fold(found) == fold(expected) or canonical(found) == canonical(expected):
         return True
     a, b = number(found), number(expected)
     return a is not None and b is not None and a == b
 
 
-def folded(text: str) -> str:
+def fold(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
@@ -142,7 +142,7 @@ def letter(found: str, expected: Any, choices: list[str]) -> float:
     letters = {chr(ord("A") + place): text for place, text in enumerate(choices or [""] * 26)}
     answer = letter_of(found, letters)
     if answer is None:
-        hits = [name for name, text in letters.items() if text and folded(text) == folded(found)]
+        hits = [name for name, text in letters.items() if text and fold(text) == fold(found)]
         answer = hits[0] if len(hits) == 1 else None
     return float(answer is not None and answer in [text.strip().upper() for text in texts(expected)])
 
@@ -231,7 +231,7 @@ def _items(value: Any) -> list[str]:
             value = json.loads(value)
         except (ValueError, RecursionError):  # RecursionError: nested too deeply
             value = value.strip().removeprefix("[").removesuffix("]").split(",")
-    return [folded(str(item)).strip("\"'` ") for item in (value if isinstance(value, list) else [value]) if str(item)]
+    return [fold(str(item)).strip("\"'` ") for item in (value if isinstance(value, list) else [value]) if str(item)]
 
 
 def similarity(found: str, expected: Any, _: list[str]) -> float:
@@ -241,7 +241,7 @@ def similarity(found: str, expected: Any, _: list[str]) -> float:
 
 def weighted_similarity(found: str, expected: Any, _: list[str]) -> float:
     """85 % the similarity of the whole, 15 % that of the first ten characters; case and spacing are ignored."""
-    pairs = [(folded(found), folded(text)) for text in texts(expected)]
+    pairs = [(fold(found), fold(text)) for text in texts(expected)]
     return max(0.85 * _ratio(a, b) + 0.15 * _ratio(a[: len(b[:PREFIX])], b[:PREFIX]) for a, b in pairs)
 
 
@@ -336,14 +336,14 @@ def truth(found: str, expected: Any, _: list[str]) -> float:
 
 
 def _is_yes(value: Any) -> bool:
-    return folded(str(value)).strip(" .[]{}\"'") not in ("", "0", "no", "false", "none", "null")
+    return fold(str(value)).strip(" .[]{}\"'") not in ("", "0", "no", "false", "none", "null")
 
 
 def ndcg(found: str, expected: Any, choices: list[str]) -> float:
     """Normalised discounted cumulative gain of a ranked list, over its own length. choices: the items that `expected`
     has a relevance for, in its order.
     """
-    gains = {folded(name): float(gain) for name, gain in zip(choices, expected, strict=True)}
+    gains = {fold(name): float(gain) for name, gain in zip(choices, expected, strict=True)}
     ranked = list(dict.fromkeys(_items(found)))
     best = sorted(gains.values(), reverse=True)[: len(ranked)]
     top = sum((2**gain - 1) / _log2(place) for place, gain in enumerate(best))
@@ -434,9 +434,9 @@ def check_extractor(text: str) -> str:
 
 def score(
     text: str, extract: list[str], compare: str, expected: Any, choices: list[str], prefix: str
-) -> tuple[float, Found]:
+) -> tuple[float, ExtractedText]:
     """The reward and the answer. Runs in the worker processes."""
-    answer = extracted(text, extract)
+    answer = extract_answer(text, extract)
     if answer is None or not answer.startswith(prefix):
         return 0.0, answer
     if prefix:

@@ -101,14 +101,14 @@ class Tests(BaseModel):
     def units(self, code: str) -> list[list[str]]:
         """The programs to run one after another, before the tests. Of several forms, the first that compiles is run."""
         if self.suffix is not None:
-            middle = _between(self.prompt, code, self.suffix)
+            middle = _strip_repeated_context(self.prompt, code, self.suffix)
             return [[self.prompt + part + self.suffix for part in (middle, middle.rstrip("\n"))]]
         head = self.code_prompt or self.prompt
         forms = [code, self.prompt + code] if self.prompt else [code]  # a whole function, or its body
         return [[self.setup_code], [f"{head.rstrip()}\n    pass\n" if head else ""], forms]
 
 
-def _between(prompt: str, code: str, suffix: str) -> str:
+def _strip_repeated_context(prompt: str, code: str, suffix: str) -> str:
     """The missing part, without the lines of its surroundings that an answer repeats."""
     same = max((n for n in range(1, min(len(code), len(prompt)) + 1) if prompt.endswith(code[:n])), default=0)
     code = code[same:]
@@ -194,7 +194,7 @@ class Score:
     infra: bool = False
 
 
-async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
+async def score_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
     """Make all calls in one run. Each answer carries its call's number; a call without an answer has failed."""
     calls = [{"args": case.args, "kwargs": case.kwargs} for case in task.calls]
     stdin = json.dumps({"source": code, "function": task.function, "calls": calls, "all": partial})
@@ -211,7 +211,7 @@ async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limit
     return Score(len(task.cases) - len(wrong), reason, result.tier)
 
 
-async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
+async def score_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
     """Run the program once for each test, one after another."""
     passed, reason, tier = 0, None, ""
     for number, case in enumerate(task.executions):
@@ -228,7 +228,7 @@ async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits
     return Score(passed, reason, tier)
 
 
-async def of_tests(sandbox: Sandbox, code: str, tests: Tests, limits: Limits) -> Score:
+async def score_tests(sandbox: Sandbox, code: str, tests: Tests, limits: Limits) -> Score:
     """Run the answer and then its tests in one process. The answer that counts carries a nonce."""
     nonce = secrets.token_hex(16)
     request = {"units": tests.units(code), "test": tests.test, "entry_point": tests.entry_point, "nonce": nonce}
@@ -336,11 +336,11 @@ async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:
             "tests": total,
             "tier": None,
         }
-    run = of_function if task.function else of_program
+    run = score_function if task.function else score_program
     score = (
         await run(app.state.sandbox, code, task, options.limits, options.partial)
         if task.cases
-        else await of_tests(app.state.sandbox, code, cast(Tests, tests), options.limits)
+        else await score_tests(app.state.sandbox, code, cast(Tests, tests), options.limits)
     )
     reward = None if score.infra else score.passed / total
     if reward is not None and not options.partial:

@@ -21,16 +21,16 @@ def main() -> None:
     module = sys.modules[MODULE] = ModuleType(MODULE)
     try:
         for forms in request["units"]:
-            exec(compiled(forms), module.__dict__)  # noqa: S102  (in the sandbox)
+            exec(compile_forms(forms), module.__dict__)  # noqa: S102  (in the sandbox)
         candidate = module.__dict__[request["entry_point"]]
         exec(compile(request["test"], "test.py", "exec"), module.__dict__)  # noqa: S102
-        report = tested(module, candidate)
+        report = run_tests(module, candidate)
     except BaseException as error:  # noqa: BLE001  (SystemExit too)
         report = f"{type(error).__name__}: {error}"
     os.write(ANSWER_FD, f"{nonce} {' '.join(report.split())[:300]}\n".encode())
 
 
-def compiled(forms: list[str]) -> Any:
+def compile_forms(forms: list[str]) -> Any:
     *others, last = forms
     for form in others:
         try:
@@ -40,7 +40,7 @@ def compiled(forms: list[str]) -> Any:
     return compile(last, "answer.py", "exec")
 
 
-def tested(module: ModuleType, candidate: Any) -> str:
+def run_tests(module: ModuleType, candidate: Any) -> str:
     """ "passed", or the first failure."""
     check = module.__dict__.get("check")
     if check is not None:

@@ -43,14 +43,16 @@ ASKING = re.compile(
 )
 
 
-class Matched(NamedTuple):
+class MatchCounts(NamedTuple):
     """exact: calls that equal an expected one. named: calls of an expected tool with other arguments."""
 
     exact: int
     named: int
 
 
-def matched(made: list[tuple[str, Any]], expected: list[tuple[str, Any]], schemas: Mapping[str, Schema]) -> Matched:
+def match_calls(
+    made: list[tuple[str, Any]], expected: list[tuple[str, Any]], schemas: Mapping[str, Schema]
+) -> MatchCounts:
     """Each expected call is matched once; the order is free. Exact matches are taken before those by name."""
     remaining, rest = list(expected), []
     for name, arguments in made:
@@ -61,7 +63,7 @@ def matched(made: list[tuple[str, Any]], expected: list[tuple[str, Any]], schema
     for name in rest:
         if name in names:
             names.remove(name)
-    return Matched(exact, len(remaining) - len(names))
+    return MatchCounts(exact, len(remaining) - len(names))
 
 
 def is_schema(value: Any) -> bool:
@@ -225,7 +227,7 @@ async def verify(task: Task, options: Options) -> dict[str, Any]:
         return {"reward": float(right), "reward_components": {"no_call": float(right)}, **counts}
     made = [(call.name, call.arguments) for call in calls if call.name in task.schemas]
     expected = [(call.name, call.arguments) for call in task.expected_calls]
-    match = matched(made, expected, task.schemas)
+    match = match_calls(made, expected, task.schemas)
     whole = max(len(calls), len(expected))  # an extra call costs as much as a missing one
     if options.all_or_nothing:
         right = match.exact == whole
@@ -245,10 +247,10 @@ def _has_answer(task: Task) -> bool:
         answer = number(task.text, percent=asks_percent(task.question))
         return answer is not None and same_number(answer, task.expected_answer)
     text = without_reasoning(task.text)
-    return asks(text, task.asks_for, task.not_for, task.question) if task.asks_for else bool(text.strip())
+    return is_question_about(text, task.asks_for, task.not_for, task.question) if task.asks_for else bool(text.strip())
 
 
-def asks(text: str, things: list[str], others: list[str], user_text: str = "") -> bool:
+def is_question_about(text: str, things: list[str], others: list[str], user_text: str = "") -> bool:
     """Whether a text asks one question, for one of `things` and for none of `others`.
 
     A question is a sentence with a question mark, a question word (`which`, `could you`) and the name of the thing:

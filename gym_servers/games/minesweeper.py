@@ -24,8 +24,8 @@ class Minesweeper:
         for attempt in count():
             rng = random.Random(f"minesweeper {seed} {attempt}")
             first = rng.choice(CELLS)
-            self.mines = frozenset(rng.sample([cell for cell in CELLS if cell not in around(first)], MINES))
-            self.open = opened(frozenset(), first, self.mines)
+            self.mines = frozenset(rng.sample([cell for cell in CELLS if cell not in neighbourhood(first)], MINES))
+            self.open = reveal(frozenset(), first, self.mines)
             if len(self.open) < SIDE * SIDE - MINES and solvable(self.open, self.mines):
                 return
 
@@ -43,49 +43,49 @@ class Minesweeper:
         if cell in self.mines:
             self.score = 0.0
             return "That was a mine."
-        self.open = opened(self.open, cell, self.mines)
+        self.open = reveal(self.open, cell, self.mines)
         if len(self.open) == SIDE * SIDE - MINES:
             self.score = 1.0
         return ""
 
     def _mark(self, cell: Cell) -> str:
         if cell in self.open:
-            return str(len(around(cell) & self.mines))
+            return str(len(neighbourhood(cell) & self.mines))
         return "*" if self.score is not None and cell in self.mines else "?"
 
 
-def around(cell: Cell) -> frozenset[Cell]:
+def neighbourhood(cell: Cell) -> frozenset[Cell]:
     """The cell and its neighbours."""
     row, column = cell
     return frozenset((r, c) for r, c in CELLS if abs(r - row) <= 1 and abs(c - column) <= 1)
 
 
-def opened(before: frozenset[Cell], cell: Cell, mines: frozenset[Cell]) -> frozenset[Cell]:
+def reveal(before: frozenset[Cell], cell: Cell, mines: frozenset[Cell]) -> frozenset[Cell]:
     """The open cells after opening one. A cell without neighbouring mines also opens its neighbours."""
     visited, todo = set(before), [cell]
     while todo:
         here = todo.pop()
         if here not in visited:
             visited.add(here)
-            if not around(here) & mines:
-                todo += around(here)
+            if not neighbourhood(here) & mines:
+                todo += neighbourhood(here)
     return frozenset(visited)
 
 
 def solvable(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> bool:
-    """Whether `deduced` opens every safe cell, so that no guess is needed."""
+    """Whether `deduce_safe_cells` opens every safe cell, so that no guess is needed."""
     while len(opened_cells) < SIDE * SIDE - MINES:
-        safe = deduced(opened_cells, mines)
+        safe = deduce_safe_cells(opened_cells, mines)
         if not safe:
             return False
         for cell in safe:
-            opened_cells = opened(opened_cells, cell, mines)
+            opened_cells = reveal(opened_cells, cell, mines)
     return True
 
 
-def deduced(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> frozenset[Cell]:
+def deduce_safe_cells(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> frozenset[Cell]:
     """Closed cells that cannot be mines. A fact is a set of closed cells and the number of mines among them."""
-    facts = {(around(cell) - opened_cells, len(around(cell) & mines)) for cell in opened_cells}
+    facts = {(neighbourhood(cell) - opened_cells, len(neighbourhood(cell) & mines)) for cell in opened_cells}
     facts.add((frozenset(CELLS) - opened_cells, MINES))
     for _ in range(4):
         inside = {(big - small, many - few) for big, many in facts for small, few in facts if small < big}

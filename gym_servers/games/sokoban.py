@@ -17,7 +17,7 @@ Cell = tuple[int, int]
 
 
 class State(NamedTuple):
-    man: Cell
+    player: Cell
     boxes: frozenset[Cell]
 
 
@@ -48,7 +48,7 @@ class Sokoban:
         if len(steps) > MOVES_A_TURN or any(step not in STEPS for step in steps):
             raise IllegalMove(f"a move is 1 to {MOVES_A_TURN} of up, down, left, right")
         for number, step in enumerate(steps):
-            after = moved(self.level, self.state, step)
+            after = apply_step(self.level, self.state, step)
             if after is None:
                 if number == 0:
                     raise IllegalMove(f"you cannot go {step}: a wall or a box that cannot be pushed is there")
@@ -66,16 +66,16 @@ class Sokoban:
         if cell not in self.level.floor:
             return "#"
         goal = cell in self.level.goals
-        if cell == self.state.man:
+        if cell == self.state.player:
             return "+" if goal else "@"
         if cell in self.state.boxes:
             return "*" if goal else "$"
         return "." if goal else " "
 
 
-def moved(level: Level, state: State, step: str) -> State | None:
+def apply_step(level: Level, state: State, step: str) -> State | None:
     """The state after a step, or None if the way is blocked."""
-    (row, column), (down, right) = state.man, STEPS[step]
+    (row, column), (down, right) = state.player, STEPS[step]
     there, beyond = (row + down, column + right), (row + 2 * down, column + 2 * right)
     if there not in level.floor:
         return None
@@ -96,13 +96,13 @@ def level(seed: int) -> Level:
         boxes = frozenset(rng.sample(inner, BOXES))
         goals = frozenset(rng.sample(sorted(floor - boxes), BOXES))
         candidate = Level(floor, goals, State(rng.choice(sorted(floor - boxes)), boxes), [])
-        solution = solved(candidate)
+        solution = solve(candidate)
         if solution is not None and len(solution) >= SHORTEST:
             return candidate._replace(solution=solution)
     raise AssertionError("count() has no end")
 
 
-def solved(level: Level) -> list[str] | None:
+def solve(level: Level) -> list[str] | None:
     """A shortest solution by breadth-first search, or None if there is none."""
     predecessors: dict[State, tuple[State, str] | None] = {level.start: None}
     queue = deque([level.start])
@@ -115,7 +115,7 @@ def solved(level: Level) -> list[str] | None:
                 path.append(step)
             return path[::-1]
         for step in STEPS:
-            after = moved(level, state, step)
+            after = apply_step(level, state, step)
             if after is not None and after not in predecessors:
                 predecessors[after] = (state, step)
                 queue.append(after)

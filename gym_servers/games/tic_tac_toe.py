@@ -20,7 +20,7 @@ class TicTacToe:
             self.salt = f"tic-tac-toe {seed} {attempt}"
             self.board = " " * 9
             if random.Random(self.salt).random() < 0.5:
-                self.board = after_reply(self.board, self.salt)
+                self.board = apply_reply(self.board, self.salt)
             if winning_line(self.board, self.salt) is not None:
                 return
 
@@ -31,14 +31,14 @@ class TicTacToe:
     def play(self, move: str) -> str:
         if move not in tuple("123456789") or self.board[int(move) - 1] != " ":
             raise IllegalMove("the move is the number of a free square")
-        self.board = put(self.board, int(move) - 1, "X")
+        self.board = with_mark(self.board, int(move) - 1, "X")
         if score(self.board) is None:
-            self.board = after_reply(self.board, self.salt)
+            self.board = apply_reply(self.board, self.salt)
         self.score = score(self.board)
         return ""
 
 
-def put(board: str, square: int, mark: str) -> str:
+def with_mark(board: str, square: int, mark: str) -> str:
     return board[:square] + mark + board[square + 1 :]
 
 
@@ -50,7 +50,7 @@ def score(board: str) -> float | None:
     return None if " " in board else 0.5
 
 
-def after_reply(board: str, salt: str) -> str:
+def apply_reply(board: str, salt: str) -> str:
     """The board after O's move, which the salt and the board determine."""
     rng = random.Random(f"{salt} {board}")
     free = [square for square in range(9) if board[square] == " "]
@@ -58,11 +58,11 @@ def after_reply(board: str, salt: str) -> str:
     if rng.random() < SEES:
         for mark in "XO":  # the last mark has priority: a win over a block
             square = next((s for s in free if completes(board, s, mark)), square)
-    return put(board, square, "O")
+    return with_mark(board, square, "O")
 
 
 def completes(board: str, square: int, mark: str) -> bool:
-    after = put(board, square, mark)
+    after = with_mark(board, square, mark)
     return any(square in line and all(after[s] == mark for s in line) for line in LINES)
 
 
@@ -71,10 +71,10 @@ def winning_line(board: str, salt: str) -> list[int] | None:
     for square in range(9):
         if board[square] != " ":
             continue
-        after = put(board, square, "X")
+        after = with_mark(board, square, "X")
         if score(after) == 1.0:
             return [square]
-        after = after_reply(after, salt) if score(after) is None else after
+        after = apply_reply(after, salt) if score(after) is None else after
         rest = winning_line(after, salt) if score(after) is None else None
         if rest is not None:
             return [square, *rest]

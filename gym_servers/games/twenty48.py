@@ -21,7 +21,7 @@ class Twenty48:
         self.score: float | None = None
         self.salt, self.left = f"2048 {seed}", MOVES
         empty: Board = ((0,) * SIDE,) * SIDE
-        self.board = dropped(dropped(empty, f"{self.salt} a"), f"{self.salt} b")
+        self.board = add_tile(add_tile(empty, f"{self.salt} a"), f"{self.salt} b")
 
     def show(self) -> str:
         return "\n".join(" ".join(f"{tile:>3}" for tile in row) for row in self.board) + f"\nMoves left: {self.left}."
@@ -31,13 +31,13 @@ class Twenty48:
         if len(steps) > MOVES_A_TURN or any(step not in ("up", "down", "left", "right") for step in steps):
             raise IllegalMove(f"a move is 1 to {MOVES_A_TURN} of up, down, left, right")
         for number, step in enumerate(steps):
-            after = pushed(self.board, step)
+            after = slide(self.board, step)
             if after == self.board:
                 if number == 0:
                     raise IllegalMove(f"{step} moves no tile")
                 return f"Stopped after {number} moves: {step} moves no tile."
             self.left -= 1
-            self.board = dropped(after, f"{self.salt} {self.left}")
+            self.board = add_tile(after, f"{self.salt} {self.left}")
             self.score = score(self.board, self.left)
             if self.score is not None:
                 return f"The highest tile is {max(map(max, self.board))}."
@@ -48,11 +48,11 @@ def score(board: Board, moves_left: int) -> float | None:
     highest = max(map(max, board))
     if highest >= TARGET:
         return 1.0
-    stuck = all(pushed(board, step) == board for step in ("up", "down", "left", "right"))
+    stuck = all(slide(board, step) == board for step in ("up", "down", "left", "right"))
     return 0.5 * math.log2(highest) / math.log2(TARGET) if stuck or moves_left == 0 else None
 
 
-def dropped(board: Board, salt: str) -> Board:
+def add_tile(board: Board, salt: str) -> Board:
     """The board with one more tile on an empty square. The salt determines the square and the tile (2 or 4)."""
     rng = random.Random(salt)
     row, column = rng.choice([(r, c) for r in range(SIDE) for c in range(SIDE) if board[r][c] == 0])
@@ -61,12 +61,12 @@ def dropped(board: Board, salt: str) -> Board:
     return (*board[:row], changed, *board[row + 1 :])
 
 
-def pushed(board: Board, step: str) -> Board:
+def slide(board: Board, step: str) -> Board:
     if step == "left":
         return tuple(_merge(row) for row in board)
     if step == "right":
         return tuple(_merge(row[::-1])[::-1] for row in board)
-    transposed = pushed(tuple(zip(*board, strict=True)), "left" if step == "up" else "right")
+    transposed = slide(tuple(zip(*board, strict=True)), "left" if step == "up" else "right")
     return tuple(zip(*transposed, strict=True))
 
 

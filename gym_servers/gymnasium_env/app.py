@@ -31,7 +31,7 @@ class NoAction(Exception):
     """The answer is not an action of the space; the message says why."""
 
 
-def described(space: spaces.Space[Any]) -> str:
+def describe_space(space: spaces.Space[Any]) -> str:
     """What an action looks like, in words."""
     match space:
         case spaces.Discrete():
@@ -44,17 +44,19 @@ def described(space: spaces.Space[Any]) -> str:
         case spaces.MultiBinary():
             return f"a JSON list of {math.prod(space.shape)} numbers, each 0 or 1"
         case spaces.Box():
-            return f"a JSON list of shape {list(space.shape)} of numbers from {bound(space.low)} to {bound(space.high)}"
+            return f"a JSON list of shape {list(space.shape)} of numbers from {format_bound(space.low)} to {format_bound(space.high)}"
         case spaces.Text():
             return f"a text of {space.min_length} to {space.max_length} characters, as a JSON string"
         case spaces.Tuple():
-            return f"a JSON list of: {'; '.join(described(part) for part in space.spaces)}"
+            return f"a JSON list of: {'; '.join(describe_space(part) for part in space.spaces)}"
         case spaces.Dict():
-            return "a JSON object of: " + "; ".join(f'"{key}": {described(part)}' for key, part in space.spaces.items())
+            return "a JSON object of: " + "; ".join(
+                f'"{key}": {describe_space(part)}' for key, part in space.spaces.items()
+            )
     raise NotImplementedError(f"a space of kind {type(space).__name__} has no text form")
 
 
-def bound(values: Any) -> str:
+def format_bound(values: Any) -> str:
     return f"{values.flat[0]:g}" if np.all(values == values.flat[0]) else str(values.tolist())
 
 
@@ -63,12 +65,12 @@ def action_in(space: spaces.Space[Any], text: str) -> Any:
     try:
         value = json.loads(text[:MAX_CHARS], parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        raise NoAction(f"it must be {described(space)}, and {text[:40]!r} is not JSON") from None
+        raise NoAction(f"it must be {describe_space(space)}, and {text[:40]!r} is not JSON") from None
     if isinstance(space, spaces.Box) and space.shape == (1,) and not isinstance(value, list):
         value = [value]
     action = _read(space, value)
     if not space.contains(action):
-        raise NoAction(f"it must be {described(space)}")
+        raise NoAction(f"it must be {describe_space(space)}")
     return action
 
 
@@ -90,24 +92,24 @@ def _read(space: spaces.Space[Any], value: Any) -> Any:
             return tuple(_read(part, item) for part, item in zip(space.spaces, value, strict=True))
         case spaces.Dict(), dict() if value.keys() == space.spaces.keys():
             return {key: _read(part, value[key]) for key, part in space.spaces.items()}
-    raise NoAction(f"it must be {described(space)}")
+    raise NoAction(f"it must be {describe_space(space)}")
 
 
 def _array(value: list[Any], kind: type, space: spaces.Space[Any]) -> Any:
     allowed = (int,) if kind is int else (int, float)
     if not all(type(leaf) in allowed and abs(leaf) < 1e15 for leaf in _leaves(value)):
-        raise NoAction(f"it must be {described(space)}")
+        raise NoAction(f"it must be {describe_space(space)}")
     try:
         return np.array(value, dtype=space.dtype)
     except (ValueError, OverflowError):  # lists of different lengths
-        raise NoAction(f"it must be {described(space)}") from None
+        raise NoAction(f"it must be {describe_space(space)}") from None
 
 
 def _leaves(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list) else [value]
 
 
-def written(space: spaces.Space[Any], value: Any) -> str:
+def format_observation(space: spaces.Space[Any], value: Any) -> str:
     """An observation as JSON; numbers have six significant digits."""
     return json.dumps(_plain(space, value), ensure_ascii=False)
 
@@ -149,28 +151,30 @@ class Episode:
     """One environment from its seed. `total`: the sum of the rewards so far."""
 
     def __init__(self, task: Task, options: Options) -> None:
-        self.env = made(task, options)
+        self.env = create_environment(task, options)
         self.env.action_space.seed(task.seed)  # for random play
-        self.left = options.max_turns
+        self.remaining_turns = options.max_turns
         self.refused = 0
         self.total = 0.0
-        self.over = False
+        self.is_over = False
         observation, _ = self.env.reset(seed=task.seed)
-        self.shown = self.picture(observation)
+        self.observation_text = self.describe(observation)
 
-    def picture(self, observation: Any) -> str:
-        text = f"Observation: {written(self.env.observation_space, observation)}"
+    def describe(self, observation: Any) -> str:
+        text = f"Observation: {format_observation(self.env.observation_space, observation)}"
         rendered = self.env.render() if self.env.render_mode == "ansi" else None
         return f"{text}\n\n{rendered.strip()}" if rendered else text
 
     def play(self, action: Any, comment: str = "") -> Step:
         observation, reward, terminated, truncated, _ = self.env.step(action)
-        self.left -= 1
+        self.remaining_turns -= 1
         self.total += float(reward)
-        truncated = bool(truncated or self.left == 0)
-        self.over = bool(terminated or truncated)
-        self.shown = self.picture(observation)
-        text = f"{comment}Reward: {float(reward):g}\n{self.shown}" + ("\nThe episode is over." if self.over else "")
+        truncated = bool(truncated or self.remaining_turns == 0)
+        self.is_over = bool(terminated or truncated)
+        self.observation_text = self.describe(observation)
+        text = f"{comment}Reward: {float(reward):g}\n{self.observation_text}" + (
+            "\nThe episode is over." if self.is_over else ""
+        )
         return Step(text, reward=float(reward), terminated=bool(terminated), truncated=truncated)
 
     def say(self, text: str) -> Step:
@@ -180,19 +184,21 @@ class Episode:
         except NoAction as error:
             self.refused += 1
             if self.refused <= REFUSALS:
-                return Step(f"No action: {error}. Nothing has changed ({self.refused} of {REFUSALS}).\n\n{self.shown}")
+                return Step(
+                    f"No action: {error}. Nothing has changed ({self.refused} of {REFUSALS}).\n\n{self.observation_text}"
+                )
             return self.play(self.env.action_space.sample(), f"No action: {error}. A random one was played.\n")
         return self.play(action)
 
-    def rest(self) -> float:
+    def play_out(self) -> float:
         """Play to the end at random. Returns what that adds to the total."""
         before = self.total
-        while not self.over:
+        while not self.is_over:
             self.play(self.env.action_space.sample())
         return self.total - before
 
 
-def made(task: Task, options: Options) -> Any:
+def create_environment(task: Task, options: Options) -> Any:
     own = [name for name, spec in tuple(registry.items()) if str(spec.entry_point).startswith("gymnasium.envs.")]
     known = own if options.allowed is None else options.allowed
     if task.env_id not in known:
@@ -204,7 +210,7 @@ def made(task: Task, options: Options) -> Any:
             with FIRST:  # gymnasium's modules import one another, which fails in parallel threads
                 env = make(task)
                 imported.add(task.env_id)
-        described(env.action_space)
+        describe_space(env.action_space)
     except Exception as error:  # the row's kwargs, packages that are not installed, spaces without a text
         why = " ".join(str(error).split())[:300]
         raise ServiceError(f"{task.env_id} cannot be made: {type(error).__name__}: {why}", status=422) from error
@@ -223,16 +229,14 @@ def modes(spec: Any) -> list[str]:
     return list(getattr(env, "metadata", {}).get("render_modes") or [])
 
 
-def begun(task: Task) -> Episode:
+def begin_episode(task: Task) -> Episode:
     return Episode(task, app.state.context.options)
 
 
 async def reset(task: Task, session: Session) -> str:
-    episode = session["episode"] = await asyncio.to_thread(begun, task)
+    episode = session["episode"] = await asyncio.to_thread(begin_episode, task)
     env = episode.env
-    return (
-        f"You act in {task.env_id} of gymnasium. An action is {described(env.action_space)}. {HOW}\n\n{episode.shown}"
-    )
+    return f"You act in {task.env_id} of gymnasium. An action is {describe_space(env.action_space)}. {HOW}\n\n{episode.observation_text}"
 
 
 async def step(task: Task, session: Session) -> Step:
@@ -241,17 +245,17 @@ async def step(task: Task, session: Session) -> Step:
 
 async def verify(task: Task, session: Session) -> dict[str, Any]:
     """The sum of the rewards. Unfinished episodes are played on at random and losses count, so giving up never pays."""
-    episode = session.get("episode") or await replayed(task)
-    over, total = episode.over, episode.total
-    lost = 0.0 if over else min(0.0, await asyncio.to_thread(episode.rest))
+    episode = session.get("episode") or await replay(task)
+    over, total = episode.is_over, episode.total
+    lost = 0.0 if over else min(0.0, await asyncio.to_thread(episode.play_out))
     return {"reward": total + lost, "reward_components": {"return": total, "unfinished": lost}, "over": over}
 
 
-async def replayed(task: Task) -> Episode:
+async def replay(task: Task) -> Episode:
     """Replay a stored rollout from its seed."""
-    episode = await asyncio.to_thread(begun, task)
+    episode = await asyncio.to_thread(begin_episode, task)
     for turn in turns_of(task.response):
-        if not episode.over:
+        if not episode.is_over:
             text = task.model_copy(update={"response": {"output": turn}}).text
             await asyncio.to_thread(episode.say, move(text).strip())
     return episode

@@ -15,7 +15,7 @@ from ngym.workers import WorkerPool
 
 from .checker import CHECKS
 
-pool = WorkerPool(Path(__file__).with_name("checker.py"), "followed", deadline_s=5.0, memory_mib=512)
+pool = WorkerPool(Path(__file__).with_name("checker.py"), "check_instructions", deadline_s=5.0, memory_mib=512)
 
 READINGS = ("strict", "loose")
 

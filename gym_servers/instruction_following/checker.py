@@ -16,7 +16,7 @@ KNOWN = {**ifeval.CHECKS, **ifbench.CHECKS, **rlvr.CHECKS, **markup.CHECKS}
 CHECKS: dict[str, Check] = {name: validate_call(check) for name, check in KNOWN.items()}
 
 
-def followed(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+def check_instructions(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """`{"strict": [...], "loose": [...], "errors": {...}}`. A text without a word follows no instruction.
 
     strict, loose: an entry for each instruction; None if its check crashed. errors: instruction -> what it raised.

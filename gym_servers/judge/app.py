@@ -47,7 +47,7 @@ async def places(
     return places_by_text
 
 
-async def unrankable(
+async def find_unrankable(
     answers: set[str], rank: Callable[[list[str], int], Awaitable[Verdict[list[int]]]]
 ) -> dict[str, str]:
     """The answers that the judge cannot rank against a plain text, with the reason.
@@ -172,7 +172,7 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
     if task.mode == "group" or (task.mode == "form" and options.rows == "group"):
         return {"reward": None, "reward_pending": "group"}
     if task.mode == "form":
-        return await by_form(task, answer, options, peers)
+        return await grade_by_form(task, answer, options, peers)
     names, requests = questions(task, answer, options, peers)
     verdicts: list[Verdict[float]] = await asyncio.gather(*requests)
     values: list[float] = []
@@ -186,21 +186,23 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
     return shaped(outcome, task.response, options.shaping)
 
 
-async def by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers) -> dict[str, Any]:
+async def grade_by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers) -> dict[str, Any]:
     """The mean over the row's items, or over the row itself, of the rewards of the verdicts."""
     form = options.form
     if form is None:
-        return unverifiable("the row has no `mode`, and the stanza no `form`")
+        return unverifiable_outcome("the row has no `mode`, and the stanza no `form`")
     row = {**task.row, "$prompt": prompt_of(task.responses_create_params.get("input"))}
     material = {name: field(row, path) for name, path in form.material.items()}
     raw_items = [task.row] if form.each is None else field(task.row, form.each)
     try:
         items = json.loads(raw_items) if isinstance(raw_items, str) else raw_items
     except (ValueError, RecursionError):
-        return unverifiable(f"the row's field {form.each!r}, which the stanza's `form` names, is text that is not JSON")
+        return unverifiable_outcome(
+            f"the row's field {form.each!r}, which the stanza's `form` names, is text that is not JSON"
+        )
     if not isinstance(items, list) or not items or None in material.values():
         missing = [path for name, path in form.material.items() if material[name] is None] or [str(form.each)]
-        return unverifiable(f"the row has no field {missing[0]!r}, which the stanza's `form` names")
+        return unverifiable_outcome(f"the row has no field {missing[0]!r}, which the stanza's `form` names")
     shared_fields = {name: as_text(value) for name, value in material.items()}
     criteria = [{} if form.each is None else {"criterion": text_of(item, form.text)} for item in items]
     words = list(form.verdicts)
@@ -243,7 +245,7 @@ def prompt_of(prompt: Any) -> str:
     return "\n\n".join(str(part.get("text") or "") if isinstance(part, dict) else str(part or "") for part in parts)
 
 
-def unverifiable(reason: str) -> dict[str, Any]:
+def unverifiable_outcome(reason: str) -> dict[str, Any]:
     return {"reward": None, "outcome": "unverifiable", "reason": reason}
 
 
@@ -317,7 +319,7 @@ async def verify_group(group: JudgeGroup, options: JudgeOptions, peers: Peers) -
     result = await places(set(answers), rank) if len(answers) > 1 else "there is no other answer to compare it with"
     spoiling: dict[str, str] = {}
     if isinstance(result, str) and 1 < len(set(answers)) <= MAX_RANKED:
-        spoiling = await unrankable(set(answers), rank)
+        spoiling = await find_unrankable(set(answers), rank)
     if spoiling:
         rest = set(answers) - spoiling.keys()
         result = await places(rest, rank) if rest else {}

@@ -150,7 +150,7 @@ def state(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
     return "In which room is the key at the end?", keys[-1], sentences
 
 
-def named(text: str) -> frozenset[str]:
+def variables_in(text: str) -> frozenset[str]:
     """The variables that a text names."""
     return frozenset(re.findall(r"\b[A-Z]{2}\d\b", text))
 
@@ -194,8 +194,8 @@ async def verify(task: LongTask, options: LongOptions) -> dict[str, Any]:
     expected = task.document.answer
     answer: Any
     if task.kind == "variables":
-        answer = named(short(task.text) or "")
-        right = answer == named(expected)
+        answer = variables_in(short(task.text) or "")
+        right = answer == variables_in(expected)
         answer = sorted(answer)
     elif task.kind == "state":
         answer = short(task.text)

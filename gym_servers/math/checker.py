@@ -109,7 +109,7 @@ class MarkedAnswer(NamedTuple):
         return None
 
 
-def marks(text: str) -> MarkedAnswer:
+def read_answer(text: str) -> MarkedAnswer:
     bases = []
 
     def without_base(match: re.Match[str]) -> str:
@@ -165,14 +165,14 @@ def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str
         return {"outcome": "wrong", "reason": "the answer is not simplified"}
     if heavy := too_heavy(expected):
         return {"outcome": "unverifiable", "reason": f"expected_answer {heavy}"}
-    gold = read(hundredths(marks(expected).text))
+    gold = read(hundredths(read_answer(expected).text))
     if not any(isinstance(candidate, Basic | MatrixBase) for candidate in gold):
         return {"outcome": "unverifiable", "reason": "expected_answer cannot be read as a formula"}
     if heavy := too_heavy(answer):
         return {"outcome": "too_heavy", "reason": f"the answer {heavy}"}
-    if fault := marks(answer).contradiction(marks(expected)):
+    if fault := read_answer(answer).contradiction(read_answer(expected)):
         return {"outcome": "wrong", "reason": f"the answer {fault}"}
-    correct = verify(gold, read(hundredths(marks(answer).text)), timeout_seconds=None)
+    correct = verify(gold, read(hundredths(read_answer(answer).text)), timeout_seconds=None)
     return {"outcome": "correct" if correct else "wrong", "reason": None}
 
 

@@ -118,12 +118,12 @@ class Connections:
                 connection.end()
 
     async def call(self, session: Session, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
-        return await (await self._of(session)).call(tool, arguments)
+        return await (await self._connection_of(session)).call(tool, arguments)
 
-    async def _of(self, session: Session) -> Connection:
+    async def _connection_of(self, session: Session) -> Connection:
         if self.options.shared:
             if self._shared is not None:
-                await self._shared.checked()
+                await self._shared.wait_for_check()
             if self._shared is None or self._shared.is_over:
                 self._shared = self._connect()
             return self._shared
@@ -180,7 +180,7 @@ class Connection:
         """
         timeout_s = self._options.timeout_s
         try:
-            async with self._used_by_a_call():
+            async with self._track_call():
                 client = await self._ready()
                 async with asyncio.timeout(timeout_s + WRITE_S):
                     result = await client.call_tool(tool, arguments or {}, read_timeout_seconds=timeout_s)
@@ -199,7 +199,7 @@ class Connection:
     async def list_tools(self) -> list[types.Tool]:
         tools: list[types.Tool] = []
         try:
-            async with self._used_by_a_call():
+            async with self._track_call():
                 client, cursor = await self._ready(), None
                 async with asyncio.timeout(self._options.start_timeout_s):
                     while len(tools) <= MAX_TOOLS:
@@ -211,7 +211,7 @@ class Connection:
         except MCPError as error:
             raise self._failure(error, "tools/list", "start_timeout_s") from error
         except TimeoutError:
-            raise self._late("tools/list", "start_timeout_s") from None
+            raise self._timeout_error("tools/list", "start_timeout_s") from None
         raise ConfigError(f"server: it lists more than {MAX_TOOLS} tools")
 
     async def _ready(self) -> Client:
@@ -219,7 +219,7 @@ class Connection:
             raise Unreachable("this rollout's MCP server is gone: it died, hung, or was idle for too long")
         return await asyncio.shield(self._client)
 
-    async def checked(self) -> None:
+    async def wait_for_check(self) -> None:
         """Wait for the check that follows a failed call, so that no further call goes to a broken server."""
         if self._check is not None:
             await asyncio.wait([self._check])
@@ -256,9 +256,9 @@ class Connection:
                     await self._wait_until_over()
         except Exception as error:  # noqa: BLE001  (reported to the waiting caller, or logged)
             if not self._client.done():
-                self._fail(_reason(error))
+                self._fail(_connection_error(error))
             elif not self._over.is_set():
-                log.warning("a connection to the MCP server broke: %s", _reason(error))
+                log.warning("a connection to the MCP server broke: %s", _connection_error(error))
         finally:
             self._over.set()
             if self._check is not None:
@@ -302,7 +302,7 @@ class Connection:
                 await asyncio.wait_for(self._over.wait(), max(remaining_s, 1.0))
 
     @asynccontextmanager
-    async def _used_by_a_call(self) -> AsyncIterator[None]:
+    async def _track_call(self) -> AsyncIterator[None]:
         self._calls += 1
         try:
             yield
@@ -314,14 +314,14 @@ class Connection:
         """The error of a request. limit: the option that bounds its answer."""
         if error.code == types.REQUEST_TIMEOUT:
             self._end_or_check()
-            return self._late(tool, limit)
+            return self._timeout_error(tool, limit)
         if error.code in BROKEN:
             self._end_or_check()
             return Unreachable(f"{tool}: the MCP server failed: {error.message}")
         self._answers += 1
         return ToolError(error.message)
 
-    def _late(self, tool: str, limit: Literal["timeout_s", "start_timeout_s"]) -> ServiceError:
+    def _timeout_error(self, tool: str, limit: Literal["timeout_s", "start_timeout_s"]) -> ServiceError:
         limit_s = getattr(self._options, limit)
         return PeerTimeout(f"{tool}: the MCP server did not answer within {limit_s:g} s ({limit})")
 
@@ -347,7 +347,7 @@ async def _client(options: Options, root: Path) -> AsyncIterator[Client]:
         )
 
 
-def _reason(error: BaseException) -> ServiceError:
+def _connection_error(error: BaseException) -> ServiceError:
     """Why there is no connection. The SDK wraps one failure in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -461,12 +461,12 @@ class Task(VerifyRequest):
 
 async def verify(task: Task) -> dict[str, Any]:
     """1 if the final answer and the calls are the expected ones; checks only what the row has."""
-    answered = None if task.expected_answer is None else _is(task.text, task.expected_answer)
+    answered = None if task.expected_answer is None else _is_answer(task.text, task.expected_answer)
     called = None if task.expected_tool_calls is None else _calls_match(task.response, task.expected_tool_calls)
     return {"reward": float(answered is not False and called is not False), "answered": answered, "called": called}
 
 
-def _is(text: str, expected: str | float) -> bool:
+def _is_answer(text: str, expected: str | float) -> bool:
     try:
         expected_number = Decimal(str(expected))
     except InvalidOperation:

@@ -14,7 +14,7 @@ from ngym import ServiceContext, VerifyRequest, gym_server
 from ngym.services.gym.server import ReferenceText
 from ngym.workers import WorkerPool
 
-from .extraction import MAX_CHARS, Mode, Options, captured, chosen
+from .extraction import MAX_CHARS, Mode, Options, extract_choice, first_option
 
 
 class Template(BaseModel):
@@ -58,9 +58,9 @@ async def verify(task: McqaTask) -> dict[str, Any]:
         if answer.kind != "ok":
             failure = answer.failure()
             return {**failure, "extracted_answer": None, "reason": f"output_regex: {failure['reason']}"}
-        letter = captured(answer.value, task.choices)
+        letter = first_option(answer.value, task.choices)
     if letter is None:
-        letter = chosen(task.text, task.choices, task.grading_mode)
+        letter = extract_choice(task.text, task.choices, task.grading_mode)
     return {"reward": float(letter == task.expected_answer), "extracted_answer": letter}
 
 

@@ -15,7 +15,7 @@ _LABELLED = re.compile(r"[^A-Za-z]*([A-Z])\s*[.:)\]]\s*(.+)", re.DOTALL)  # `B: 
 _ANSWER_COLON = re.compile(r"answer[ \t]*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
 
 
-def chosen(text: str, options: Options, mode: Mode) -> str | None:
+def extract_choice(text: str, options: Options, mode: Mode) -> str | None:
     """The letter of the chosen option, or None."""
     if mode == "any":
         return option_letter(text, options)
@@ -67,7 +67,7 @@ def search(patterns: list[str], text: str) -> list[str]:
     return options_found
 
 
-def captured(texts: list[str], options: Options) -> str | None:
+def first_option(texts: list[str], options: Options) -> str | None:
     """The letter of the first captured text that is an option's letter or its whole text."""
     for match in texts:
         if match.strip().upper() in options:

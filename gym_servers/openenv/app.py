@@ -206,7 +206,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
 
 
 async def reset(task: Task, session: Session) -> str:
-    observation = observation_text(await beginning(task.reset, session))
+    observation = observation_text(await spawn_begin(task.reset, session))
     server: Server = app.state.server
     return observation if server.tools else f"{server.manual}\n\n{observation}"
 
@@ -214,7 +214,7 @@ async def reset(task: Task, session: Session) -> str:
 async def step(turn: Task, session: Session) -> Step:
     episode: Episode = session["episode"]
     server: Server = app.state.server
-    stay(session)
+    restart_idle_timer(session)
     if server.tools or episode.done:  # the model's answer without tool calls ends the rollout
         return Step(OVER, terminated=True)
     try:
@@ -233,10 +233,10 @@ async def call_tool(name: str, arguments: Json, session: Session, request: Reque
 async def tool_output(name: str, arguments: Json, session: Session) -> str:
     """Call a tool. Returns the text that the model sees."""
     if "beginning" not in session or found_no_place(session["beginning"]):
-        beginning(session["task"].get("reset") or {}, session)
+        spawn_begin(session["task"].get("reset") or {}, session)
     await asyncio.shield(session["beginning"])  # several first calls may arrive at the same time
     episode: Episode = session["episode"]
-    stay(session)
+    restart_idle_timer(session)
     try:
         async with session["turn"]:  # a connection takes one request at a time
             observation = await episode.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
@@ -286,7 +286,7 @@ async def replay(task: Task, session: Session) -> None:
         await step(task.model_copy(update={"response": {"output": turn}}), session)
 
 
-def beginning(arguments: Json, session: Session) -> asyncio.Task[Json]:
+def spawn_begin(arguments: Json, session: Session) -> asyncio.Task[Json]:
     """Start `begin` as a task that the end of the session cancels."""
     session.over()  # ends an earlier episode of this session
     task = session["beginning"] = session.spawn(begin(arguments, session))
@@ -313,7 +313,7 @@ async def begin(arguments: Json, session: Session) -> Json:
     episode = Episode(app.state.server)
     session.when_over(lambda: endings.add(asyncio.create_task(end(episode, places))))
     session.when_over(lambda: session["idle"].cancel())
-    stay(session)
+    restart_idle_timer(session)
     try:
         observation = await episode.reset(arguments)
     except BaseException:
@@ -323,7 +323,7 @@ async def begin(arguments: Json, session: Session) -> Json:
     return observation
 
 
-def stay(session: Session) -> None:
+def restart_idle_timer(session: Session) -> None:
     """Restart the idle timer of the episode, which frees the place of a rollout that failed elsewhere."""
     if "idle" in session:
         session["idle"].cancel()

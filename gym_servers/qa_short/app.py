@@ -60,7 +60,7 @@ def measures(answer: str, accepted: Sequence[str], kind: Kind, tolerance: float)
         return Measures(0.0, 0.0)
     if any(same(answer, text, kind, tolerance) for text in accepted):
         return Measures(1.0, 1.0)
-    if kind != "text" or hedged(answer, accepted):
+    if kind != "text" or is_hedged(answer, accepted):
         return Measures(0.0, 0.0)
     return Measures(0.0, max(f1(answer, text) for text in accepted))
 
@@ -96,8 +96,8 @@ class Amount(NamedTuple):
 
 def amount_of(text: str) -> Amount | None:
     """A number with at most one currency sign before it or one unit after it: `$5`, `12 km`, `3 million`, `5k`."""
-    text = apart(signed(in_one_spelling(unquoted(text[:MAX_CHARS]))))
-    return simple_amount(text) or measured(text)
+    text = apart(signed(in_one_spelling(unquote(text[:MAX_CHARS]))))
+    return simple_amount(text) or spelled_amount(text)
 
 
 def simple_amount(text: str) -> Amount | None:
@@ -122,7 +122,7 @@ def simple_amount(text: str) -> Amount | None:
     return Amount(number, name if sign is None else f"{unit(sign[2])} {name}", spelling)
 
 
-def measured(text: str) -> Amount | None:
+def spelled_amount(text: str) -> Amount | None:
     """An amount before a known unit of several words or after a number in words: `5 million dollars`, `five km`."""
     words = text.split()
     for count in range(1, min(UNIT_WORDS, len(words) - 1) + 1):
@@ -141,13 +141,13 @@ def in_one_spelling(text: str) -> str:
     return text
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     """The text without quotes, brackets and Markdown around it."""
     text = text.strip(QUOTES)
-    return unquoted(text[1:-1]) if text[:1] + text[-1:] in BRACKETS else text
+    return unquote(text[1:-1]) if text[:1] + text[-1:] in BRACKETS else text
 
 
-def hedged(answer: str, accepted: Sequence[str]) -> bool:
+def is_hedged(answer: str, accepted: Sequence[str]) -> bool:
     """Whether an answer offers several answers, denies one, or buries it in words, unlike the accepted answers."""
     for signs in (OFFERS, DENIAL):
         if set(signs.findall(answer.casefold())) - set(signs.findall("\v".join(accepted).casefold())):
@@ -178,14 +178,14 @@ class QaTask(VerifyRequest):
     tolerance: float = Field(default=0.0, ge=0)  # relative, for numbers
 
     @property
-    def accepted(self) -> list[str]:
+    def accepted_answers(self) -> list[str]:
         expected = [self.expected_answer] if isinstance(self.expected_answer, str) else self.expected_answer
         return [*expected, *self.aliases]
 
 
 def verify(task: QaTask, options: QaOptions) -> dict[str, Any]:
     answer = in_json(task.text) or short(task.text)
-    result = measures(answer or "", task.accepted, task.answer_kind, task.tolerance)
+    result = measures(answer or "", task.accepted_answers, task.answer_kind, task.tolerance)
     reward = result.exact if options.metric == "exact" else result.f1
     outcome = {"reward": reward, "extracted_answer": answer, **result._asdict()}
     return shaped(outcome, task.response, options.shaping)

@@ -68,19 +68,19 @@ async def verify(task: Task, options: Options) -> dict[str, Any]:
     answer = answer_in(task.text)
     if answer is None:
         return {**outcome_fields("wrong", 0.0, "no answer was found", options), "extracted_answer": None}
-    checked = await scored(task, answer, options)
+    checked = await score_answer(task, answer, options)
     if checked.kind == "ok":
         return {**outcome_fields(**checked.value, options=options), "extracted_answer": answer}
     failure = checked.failure()
     if not checked.infra:  # the answer's fault, unless the task cannot be generated in time
-        plain = await scored(task, PLAIN_ANSWER, options)
+        plain = await score_answer(task, PLAIN_ANSWER, options)
         if plain.kind != "ok" and not plain.infra:
             failure = {"reward": None, "outcome": "unverifiable", "reason": f"the task: {plain.kind}: {plain.detail}"}
     correct = None if failure["reward"] is None else False
     return {**failure, "score": failure["reward"], "is_correct": correct, "extracted_answer": answer}
 
 
-async def scored(task: Task, answer: str, options: Options) -> WorkerOutcome:
+async def score_answer(task: Task, answer: str, options: Options) -> WorkerOutcome:
     config = json.dumps(task.config, sort_keys=True)
     row = (task.dataset, task.seed, task.index, config, task.fingerprint)
     return await pool.run(*row, answer, task.entry, deadline_s=options.deadline_s)

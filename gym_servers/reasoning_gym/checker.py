@@ -51,7 +51,7 @@ class GeneratedTask(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def made(name: str, seed: int, index: int, config: str) -> GeneratedTask:
+def generate_task(name: str, seed: int, index: int, config: str) -> GeneratedTask:
     """Generate a task. config: JSON of the dataset's options."""
     dataset = create_dataset(name, seed=seed, size=index + 1, **json.loads(config))
     return GeneratedTask(dataset, dataset[index])
@@ -76,7 +76,7 @@ def check(
     entry: is scored instead of the generated one.
     """
     try:
-        task = made(name, seed, index, config)
+        task = generate_task(name, seed, index, config)
         task = task if entry is None else task._replace(entry=entry)
     except Exception as error:  # noqa: BLE001  the row's or the library's fault, never the answer's
         return {"outcome": "infra_error", "score": None, "reason": f"the task cannot be generated: {error}"}
@@ -88,7 +88,7 @@ def check(
         score = min(1.0, float(task.dataset.score_answer(answer, task.entry)))
     except Exception as error:  # noqa: BLE001  scorers accept the known answer, so this is the answer's fault
         return {"outcome": "wrong", "score": 0.0, "reason": f"the library cannot read it: {type(error).__name__}"}
-    if score >= 1.0 and paid_wrongly(name, answer, task.entry):
+    if score >= 1.0 and is_wrongly_rewarded(name, answer, task.entry):
         return {"outcome": "wrong", "score": 0.0, "reason": "the library accepts it, but it is not the answer"}
     return {"outcome": "correct" if score >= 1.0 else "wrong", "score": score, "reason": None}
 
@@ -105,13 +105,13 @@ def readable(name: str, answer: str) -> bool:
     return True
 
 
-def paid_wrongly(name: str, answer: str, entry: dict[str, Any]) -> bool:
+def is_wrongly_rewarded(name: str, answer: str, entry: dict[str, Any]) -> bool:
     """Whether an answer to which the library gives 1 is wrong."""
     if name == "game_of_life_halting":
         return answer.strip().casefold() != str(entry["answer"]).casefold()
     if name == "puzzle24":
         numbers = sorted(map(int, re.findall(r"\d+", answer)))
-        return "." in answer or numbers != sorted(entry["metadata"]["numbers"]) or exactly(answer) != 24
+        return "." in answer or numbers != sorted(entry["metadata"]["numbers"]) or evaluate_exactly(answer) != 24
     if name == "complex_arithmetic":
         return bool(re.search("nan|inf", answer, re.IGNORECASE))
     if name == "gsm_symbolic":
@@ -125,7 +125,7 @@ def paid_wrongly(name: str, answer: str, entry: dict[str, Any]) -> bool:
     return False
 
 
-def exactly(expression: str) -> Fraction | None:
+def evaluate_exactly(expression: str) -> Fraction | None:
     """The exact value of an expression of integers, + - * / and parentheses; None for anything else."""
 
     def value(node: ast.AST) -> Fraction:

@@ -79,7 +79,7 @@ def compute_metrics(rows: list[Json]) -> dict[str, float | None]:
     both = [(score, row["programmatic_score"]) for score, row in zip(scores, rows, strict=True) if _known(row)]
     if both:
         metrics["programmatic_correlation"] = correlation(*map(list, zip(*both, strict=True)))
-        metrics["programmatic_of_best"] = _of_best(both)
+        metrics["programmatic_of_best"] = _gain_of_best(both)
     return metrics
 
 
@@ -87,7 +87,7 @@ def _known(row: Json) -> bool:
     return isinstance(row.get("programmatic_score"), int | float)
 
 
-def _of_best(both: Sequence[tuple[float, float]]) -> float:
+def _gain_of_best(both: Sequence[tuple[float, float]]) -> float:
     best = sorted(both, key=lambda pair: -pair[0])[: max(1, len(both) // QUARTER)]
     return fmean(reward for _, reward in best) - fmean(reward for _, reward in both)
 

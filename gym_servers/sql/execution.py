@@ -60,7 +60,7 @@ def show(database: Database, sql: str) -> dict[str, Any]:
             columns, rows = fetch(connection, sql)
     except (sqlite3.Error, sqlite3.Warning, QueryTooExpensive, MemoryError, ValueError) as error:
         return {"error": str(error) or "out of memory"}
-    cells = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
+    cells = [[format_cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
     return {"columns": columns, "rows": cells, "row_count": len(rows), "truncated": len(rows) > SHOWN_ROWS}
 
 
@@ -102,7 +102,7 @@ def open_database(database: Database) -> Iterator[sqlite3.Connection]:
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # so that no script writes a file
         if database["script"] is not None:
             connection.set_authorizer(authorize_script)
-            with counted(connection):
+            with limit_steps(connection):
                 connection.executescript(database["script"])
             connection.set_authorizer(None)
         connection.execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")
@@ -138,7 +138,7 @@ def authorize_script(action: int, first: str | None, second: str | None, *_: obj
 def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
     """Column names and all rows. Raises sqlite3.Error, QueryTooExpensive or ValueError (not a query)."""
     rows: Rows = []
-    with counted(connection):
+    with limit_steps(connection):
         cursor = connection.execute(sql)
         if cursor.description is None:
             raise ValueError("not a query")
@@ -150,7 +150,7 @@ def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
 
 
 @contextmanager
-def counted(connection: sqlite3.Connection) -> Iterator[None]:
+def limit_steps(connection: sqlite3.Connection) -> Iterator[None]:
     """Raises QueryTooExpensive after MAX_STEPS of SQLite's instructions."""
     looks = 0
 
@@ -195,7 +195,7 @@ def kind(value: Any) -> str:
     return "number" if isinstance(value, int | float) else type(value).__name__
 
 
-def cell(value: Any) -> Any:
+def format_cell(value: Any) -> Any:
     """A value as the policy sees it."""
     if isinstance(value, bytes):
         value = f"x'{value[:SHOWN_CHARS].hex()}'"

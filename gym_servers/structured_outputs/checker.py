@@ -169,7 +169,7 @@ def parse_xml(text: str, schema: Schema) -> Any:
 def of_element(element: Element, schema: Schema, whole: Schema, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
-    schema = resolved(schema, whole)
+    schema = resolve_reference(schema, whole)
     text = (element.text or "").strip()
     if not len(element) and not element.attrib and "object" not in types(schema):
         return scalar(text, schema)
@@ -201,7 +201,7 @@ def parse_csv(text: str, schema: Schema) -> Any:
     header, records = lines[0], [line for line in lines[1:] if line]
     if len(set(header)) != len(header):
         raise Malformed("the header has a column twice")
-    items = resolved(resolved(schema, schema).get("items", {}), schema)
+    items = resolve_reference(resolve_reference(schema, schema).get("items", {}), schema)
     for number, record in enumerate(records, start=1):
         if len(record) != len(header):
             raise Malformed(f"record {number} has {len(record)} fields, the header {len(header)}")
@@ -211,7 +211,7 @@ def parse_csv(text: str, schema: Schema) -> Any:
     ]
 
 
-def resolved(schema: Schema, whole: Schema) -> dict[str, Any]:
+def resolve_reference(schema: Schema, whole: Schema) -> dict[str, Any]:
     """The schema that a local `$ref` names; {} if it is not an object or does not exist."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict):
@@ -227,7 +227,7 @@ def resolved(schema: Schema, whole: Schema) -> dict[str, Any]:
 
 def member(schema: Schema, name: str, whole: Schema) -> dict[str, Any]:
     properties = schema.get("properties")
-    return resolved(properties.get(name) if isinstance(properties, dict) else None, whole)
+    return resolve_reference(properties.get(name) if isinstance(properties, dict) else None, whole)
 
 
 def types(schema: Schema) -> list[str]:
@@ -284,7 +284,7 @@ def check(
     """
     try:
         schema = orjson.loads(schema_str)
-        validator = compiled(schema)
+        validator = compile_schema(schema)
     except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
         return verdict("unverifiable", f"schema_str cannot be used: {error}", None, None)
     try:
@@ -297,7 +297,7 @@ def check(
         return verdict("invalid", f"the document cannot be validated: {error}", 0.0, 0.0)
     if fault is not None:
         return verdict("invalid", f"{pointer(fault.instance_path)}: {fault.message}", 0.0, 0.0)
-    wrong = [path for path, value in expected.items() if not same(at(document, path), value)]
+    wrong = [path for path, value in expected.items() if not same(value_at(document, path), value)]
     wrong += [path for path in paths if not has_path(document, path, text, form)]
     total = len(expected) + len(paths)
     share = 1.0 - len(wrong) / total if total else 1.0
@@ -309,7 +309,7 @@ def verdict(outcome: str, reason: str | None, valid: float | None, values: float
     return {"outcome": outcome, "reason": cut, "valid": valid, "values": values}
 
 
-def compiled(schema: Any) -> Any:
+def compile_schema(schema: Any) -> Any:
     """A validator that also asserts `format`."""
     settings: dict[str, Any] = {"validate_formats": True, "offline": True}
     try:
@@ -319,7 +319,7 @@ def compiled(schema: Any) -> Any:
         return jsonschema_rs.validator_for(schema, pattern_options=careful, **settings)
 
 
-def at(document: Any, path: str) -> Any:
+def value_at(document: Any, path: str) -> Any:
     """The value at a JSON pointer (RFC 6901), or MISSING."""
     for step in path.split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")

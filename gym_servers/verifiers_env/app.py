@@ -37,7 +37,7 @@ from ngym.services.gym.step_server import Step, step_server, turns_of
 from ngym.services.gym.tools import Tool, describe_tool, register_tool
 
 from .environment import Environment, Source, items_of, load, prompt_of, record_prompt, record_turn
-from .scoring import NotScored, pool, scored
+from .scoring import NotScored, pool, score_trace
 
 _state: ContextVar[vf.State] = ContextVar("state")  # state of the rollout whose tool is running
 Toolsets = Sequence[vf.Toolset[Any, Any]]
@@ -54,7 +54,7 @@ class Toolbox:
     """Toolsets that are ready, with their tools by verifiers' names, `<server>_<tool>`."""
 
     tools: dict[str, tuple[MCPServer, str]]
-    described: list[Json]
+    tool_definitions: list[Json]
     stack: AsyncExitStack
 
     @classmethod
@@ -107,7 +107,7 @@ class Toolbox:
                 f"invalid tool name {name!r}: it is a route of every gym server, or the name of another tool"
             )
         self.tools[name] = (server, tool.name)
-        self.described.append(describe_tool(name, tool.description, tool.input_schema))
+        self.tool_definitions.append(describe_tool(name, tool.description, tool.input_schema))
 
 
 def toolsets_of(environment: Environment) -> Toolsets:
@@ -260,7 +260,7 @@ class Bridge:
     environment: Environment
     source: Source
     shared: Toolbox
-    described: list[Json]
+    tool_definitions: list[Json]
     deadline_s: float
 
     @classmethod
@@ -277,7 +277,7 @@ class Bridge:
         async with shared.stack, pool.lifespan():
             await environment.env.start()
             try:
-                yield cls(environment, source, shared, shared.described + own.described, deadline_s)
+                yield cls(environment, source, shared, shared.tool_definitions + own.tool_definitions, deadline_s)
             finally:
                 await environment.env.stop()
 
@@ -290,8 +290,8 @@ class Bridge:
         if self.environment.by_turns and task.data.prompt is not None:
             prompt = prompt[:-1]
         params: Json = {"input": items_of(prompt)}
-        if self.described:
-            params["tools"] = self.described
+        if self.tool_definitions:
+            params["tools"] = self.tool_definitions
         return {
             "responses_create_params": params,
             "task_data": task.data.model_dump(mode="json", exclude_defaults=True),
@@ -316,7 +316,7 @@ class Bridge:
         box = rollout.tools if name in rollout.tools.tools else self.shared
         return await box.call(name, arguments, rollout.trace.state)
 
-    async def finished(self, data: Json, response: Json, session: Session) -> Trace:
+    async def finish(self, data: Json, response: Json, session: Session) -> Trace:
         """The trace of a rollout with its rewards. A stored rollout, whose session is gone, is replayed.
 
         Raises:
@@ -353,7 +353,7 @@ class Bridge:
 
     async def _repeat_calls(self, response: Json, session: Session) -> None:
         """Repeat the tool calls, because the rewards read the state that they change."""
-        names = {tool["name"] for tool in self.described}
+        names = {tool["name"] for tool in self.tool_definitions}
         for call in calls_in(response):
             if call.name in names and call.arguments is not None:
                 await self.call(call.name, call.arguments, session)
@@ -383,7 +383,7 @@ class Bridge:
         return ActiveRollout(trace, tools)
 
     async def _score(self, trace: Trace) -> None:
-        await scored(self.source, trace, self.deadline_s)
+        await score_trace(self.source, trace, self.deadline_s)
 
 
 class Options(ServiceOptions):
@@ -406,7 +406,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     source = Source(environment=options.environment, path=path, taskset=options.taskset)
     async with Bridge.open(source, options.deadline_s) as bridge:
         app.state.bridge = bridge
-        for described in bridge.described:
+        for described in bridge.tool_definitions:
             register_tool(app, Tool(described, partial(call_tool, described["name"])))
         yield
 
@@ -414,7 +414,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
 async def verify(task: Task, session: Session) -> Json:
     bridge: Bridge = app.state.bridge
     try:
-        trace = await bridge.finished(task.task_data, task.response, session)
+        trace = await bridge.finish(task.task_data, task.response, session)
     except NotScored as problem:
         reward = 0.0 if problem.outcome != "infra_error" and await scores_a_plain_answer(bridge, task) else None
         return {"reward": reward, "outcome": problem.outcome, "reason": str(problem)}
@@ -429,7 +429,7 @@ async def verify(task: Task, session: Session) -> Json:
 async def scores_a_plain_answer(bridge: Bridge, task: Task) -> bool:
     """Whether the rewards work on a plain answer to the task. If so, a failure is the rollout's fault."""
     try:
-        await bridge.finished(task.task_data, PLAIN_RESPONSE, Session())
+        await bridge.finish(task.task_data, PLAIN_RESPONSE, Session())
     except NotScored:
         return False
     return True

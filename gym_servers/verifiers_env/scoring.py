@@ -46,7 +46,7 @@ def score(source: Json, record: Json, state: Json) -> Json:
     return scored
 
 
-async def scored(source: Source, trace: vf.Trace[Any, Any, Any], deadline_s: float) -> None:
+async def score_trace(source: Source, trace: vf.Trace[Any, Any, Any], deadline_s: float) -> None:
     """Put the task's rewards, metrics and info into the trace. Raises NotScored."""
     state = trace.state.model_dump(mode="json")
     outcome = await pool.run(source.model_dump(), trace.to_record(), state, deadline_s=deadline_s)

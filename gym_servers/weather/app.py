@@ -20,7 +20,7 @@ def place(city: str) -> str:
     return city.partition(",")[0].strip().casefold()
 
 
-def reported(response: dict[str, Any], city: str) -> str | None:
+def reported_conditions(response: dict[str, Any], city: str) -> str | None:
     """The last word of the last weather description that `get_weather` returned for this city, or None."""
     items = response.get("output") or []
     outputs = {
@@ -67,7 +67,7 @@ async def get_weather(body: GetWeather) -> dict[str, str]:
 async def verify(task: WeatherTask) -> dict[str, Any]:
     if task.expected_city is None:  # a row of NeMo Gym, whose example rewards the call
         return {"reward": float(any(call.name == "get_weather" for call in calls_in(task.response)))}
-    sky = reported(task.response, task.expected_city)
+    sky = reported_conditions(task.response, task.expected_city)
     text = task.text.casefold()
     mentioned = {word for word in (*SKIES, sky) if word and word in text}
     return {"reward": float(sky is not None and mentioned == {sky}), "reported_weather": sky}

@@ -186,7 +186,7 @@ class Action(BaseModel):
         raise NotImplementedError
 
 
-def found(rows: dict[str, Row], key: str, what: str, deleted_flag: str = "") -> Row:
+def find_row(rows: dict[str, Row], key: str, what: str, deleted_flag: str = "") -> Row:
     if key not in rows or (deleted_flag and rows[key][deleted_flag]):
         raise ToolError(f"there is no {what} {key[:40]!r}")
     return rows[key]
@@ -198,7 +198,7 @@ def listing(rows: dict[str, Row], *hidden: str) -> list[Row]:
 
 def people(office: Office, ids: list[str]) -> list[str]:
     for person in ids:
-        found(office.people, person, "person")
+        find_row(office.people, person, "person")
     return sorted(set(ids))
 
 
@@ -271,7 +271,7 @@ class MoveEvent(Action):
     start: time
 
     def do(self, office: Office) -> Any:
-        row = found(office.events, self.event, "meeting", deleted_flag="cancelled")
+        row = find_row(office.events, self.event, "meeting", deleted_flag="cancelled")
         row |= {"date": self.date.isoformat(), "start": f"{self.start:%H:%M}"}
         return "moved"
 
@@ -282,7 +282,7 @@ class CancelEvent(Action):
     event: EventId
 
     def do(self, office: Office) -> Any:
-        found(office.events, self.event, "meeting", deleted_flag="cancelled")["cancelled"] = True
+        find_row(office.events, self.event, "meeting", deleted_flag="cancelled")["cancelled"] = True
         return "cancelled"
 
 
@@ -293,7 +293,7 @@ class InviteToEvent(Action):
     person: PersonId
 
     def do(self, office: Office) -> Any:
-        row = found(office.events, self.event, "meeting", deleted_flag="cancelled")
+        row = find_row(office.events, self.event, "meeting", deleted_flag="cancelled")
         row["attendees"] = sorted({*row["attendees"], *people(office, [self.person])})
         return "invited"
 
@@ -319,7 +319,7 @@ class ReadMail(Action):
     mail: MailId
 
     def do(self, office: Office) -> Any:
-        return found(office.mails, self.mail, "mail")
+        return find_row(office.mails, self.mail, "mail")
 
 
 class SendMail(Action):
@@ -340,7 +340,7 @@ class ReplyToMail(Action):
     body: Text
 
     def do(self, office: Office) -> Any:
-        mail = found(office.mails, self.mail, "mail")
+        mail = find_row(office.mails, self.mail, "mail")
         return _send(office, [mail["sender"]], f"Re: {mail['subject']}", self.body)
 
 
@@ -351,7 +351,7 @@ class ForwardMail(Action):
     to: list[PersonId] = Field(min_length=1, max_length=50)
 
     def do(self, office: Office) -> Any:
-        mail = found(office.mails, self.mail, "mail")
+        mail = find_row(office.mails, self.mail, "mail")
         return _send(office, self.to, f"Fwd: {mail['subject']}", mail["body"])
 
 
@@ -366,7 +366,7 @@ class ArchiveMail(Action):
     mail: MailId
 
     def do(self, office: Office) -> Any:
-        found(office.mails, self.mail, "mail")["folder"] = "archive"
+        find_row(office.mails, self.mail, "mail")["folder"] = "archive"
         return "archived"
 
 
@@ -387,7 +387,7 @@ class MoveFile(Action):
     folder: Folder
 
     def do(self, office: Office) -> Any:
-        found(office.files, self.file, "file", deleted_flag="deleted")["folder"] = self.folder
+        find_row(office.files, self.file, "file", deleted_flag="deleted")["folder"] = self.folder
         return "moved"
 
 
@@ -398,7 +398,7 @@ class RenameFile(Action):
     name: Text
 
     def do(self, office: Office) -> Any:
-        found(office.files, self.file, "file", deleted_flag="deleted")["name"] = self.name
+        find_row(office.files, self.file, "file", deleted_flag="deleted")["name"] = self.name
         return "renamed"
 
 
@@ -409,7 +409,7 @@ class ShareFile(Action):
     person: PersonId
 
     def do(self, office: Office) -> Any:
-        row = found(office.files, self.file, "file", deleted_flag="deleted")
+        row = find_row(office.files, self.file, "file", deleted_flag="deleted")
         row["shared_with"] = sorted({*row["shared_with"], *people(office, [self.person])})
         return "shared"
 
@@ -420,7 +420,7 @@ class DeleteFile(Action):
     file: FileId
 
     def do(self, office: Office) -> Any:
-        found(office.files, self.file, "file", deleted_flag="deleted")["deleted"] = True
+        find_row(office.files, self.file, "file", deleted_flag="deleted")["deleted"] = True
         return "deleted"
 
 
@@ -454,7 +454,7 @@ class CloseTask(Action):
     task: TaskId
 
     def do(self, office: Office) -> Any:
-        found(office.tasks, self.task, "task")["status"] = "done"
+        find_row(office.tasks, self.task, "task")["status"] = "done"
         return "done"
 
 
@@ -466,7 +466,7 @@ class ReassignTask(Action):
 
     def do(self, office: Office) -> Any:
         people(office, [self.assignee])
-        found(office.tasks, self.task, "task")["assignee"] = self.assignee
+        find_row(office.tasks, self.task, "task")["assignee"] = self.assignee
         return "reassigned"
 
 
@@ -477,7 +477,7 @@ class SetDueDate(Action):
     due: date
 
     def do(self, office: Office) -> Any:
-        found(office.tasks, self.task, "task")["due"] = self.due.isoformat()
+        find_row(office.tasks, self.task, "task")["due"] = self.due.isoformat()
         return "set"
 
 

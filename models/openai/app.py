@@ -63,7 +63,7 @@ class Backend:
                         raise
             return self._settle_api("chat", await self._chat(params))
         except ContextOverflow:
-            return self._overflow(params)
+            return self._overflow_response(params)
 
     async def stream(self, params: Json) -> AsyncGenerator[Json, None]:
         """The events of the endpoint's Response, as they arrive. Raises as `respond`, and as `Upstream.stream`."""
@@ -81,7 +81,7 @@ class Backend:
                 async for event in events:
                     yield self._settle_api("chat", event)
         except ContextOverflow:
-            for event in response_events(self._overflow(params)):
+            for event in response_events(self._overflow_response(params)):
                 yield event
 
     def _settle_api(self, api: Api, answer: Json) -> Json:
@@ -135,11 +135,11 @@ class Backend:
         completion = await self._upstream.post("/chat/completions", request)
         style = self._options.reasoning
         self._check("/chat/completions", answer_validation.chat_completion(completion))
-        self._name_ends(completion)
+        self._normalize_finish_reasons(completion)
         _mark_cut_off(completion, request)
         response = response_from_chat(completion, params, style=style)
         if self._options.token_ids and TOKEN_FIELDS[0] not in response["output"][-1]:
-            raise self._without_tokens()
+            raise self._missing_tokens_error()
         return response
 
     async def _chat_events(self, params: Json) -> AsyncGenerator[Json, None]:
@@ -149,12 +149,12 @@ class Backend:
         async with aclosing(self._upstream.stream("/chat/completions", body)) as chunks:
             async for chunk in chunks:
                 self._check("/chat/completions", answer_validation.chat_chunk(chunk))
-                self._name_ends(chunk)
+                self._normalize_finish_reasons(chunk)
                 for event in converter.take(chunk):
                     yield event
         for event in converter.end():
             if options.token_ids and event["type"] in ENDS and TOKEN_FIELDS[0] not in event["response"]["output"][-1]:
-                raise self._without_tokens()
+                raise self._missing_tokens_error()
             yield event
 
     def _chat_request(self, params: Json) -> Json:
@@ -171,7 +171,7 @@ class Backend:
             detail = f"{self._options.base_url}{path} answered with an invalid {what}: {wrong}"
             raise UpstreamError(detail, failure="model_error")
 
-    def _name_ends(self, answer: Json) -> None:
+    def _normalize_finish_reasons(self, answer: Json) -> None:
         """Give each finish_reason OpenAI's name.
 
         Raises:
@@ -185,14 +185,14 @@ class Backend:
                 detail = f"{self._options.base_url} broke the answer off: its finish_reason is {finish!r}"
                 raise UpstreamError(detail, failure="model_error", retryable=True)
 
-    def _without_tokens(self) -> UpstreamError:
+    def _missing_tokens_error(self) -> UpstreamError:
         detail = (
             f"{self._options.base_url} returned no token ids: it does not support return_token_ids; "
             "set token_ids: false"
         )
         return UpstreamError(detail, failure="model_error")
 
-    def _overflow(self, params: Json) -> Json:
+    def _overflow_response(self, params: Json) -> Json:
         return overflow_response(params, response_id=f"resp_{secrets.token_hex(12)}", model=self._options.model)
 
 

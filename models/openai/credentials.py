@@ -124,7 +124,7 @@ class _Command:
         self._command = command
         self._token = ""
         self._renewed_at = 0.0
-        self._good_until = 0.0
+        self._valid_until = 0.0
         self._running = asyncio.Lock()
 
     async def token(self) -> str:
@@ -138,13 +138,13 @@ class _Command:
         try:
             self._token = await self._run()
         except UpstreamError as error:
-            if time.time() >= self._good_until:
+            if time.time() >= self._valid_until:
                 raise
-            log.warning("%s; the current token is valid for %.0f s more", error.detail, self._good_until - time.time())
-            self._renewed_at = min(time.time() + RETRY_INTERVAL_S, self._good_until)
+            log.warning("%s; the current token is valid for %.0f s more", error.detail, self._valid_until - time.time())
+            self._renewed_at = min(time.time() + RETRY_INTERVAL_S, self._valid_until)
             return
-        self._good_until = _expires(self._token)
-        self._renewed_at = self._good_until - RENEW_BEFORE_S
+        self._valid_until = _expires(self._token)
+        self._renewed_at = self._valid_until - RENEW_BEFORE_S
 
     async def _run(self) -> str:
         pipe = asyncio.subprocess.PIPE

@@ -180,7 +180,7 @@ def render(request: dict[str, Any], seen: PriorCall | None = None) -> bytes:
     return b"".join(parts) + BEGIN + b"assistant\n"
 
 
-def shortened(answer: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
+def shorten(answer: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
     """The part of an answer within `limit` tokens, its ids, and whether it was cut.
 
     Text is cut between characters; reasoning and calls are kept whole or dropped, and nothing follows a cut. If nothing
@@ -326,7 +326,7 @@ def _response(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     prompt = render(request, call.seen)
     if options.tokens and len(prompt) > CONTEXT:
         return overflow_response(request, response_id=f"resp_{secrets.token_hex(12)}", model=options.model)
-    reply, sampled, cut = shortened(reply, request.get("max_output_tokens"))
+    reply, sampled, cut = shorten(reply, request.get("max_output_tokens"))
     stem = secrets.token_hex(12)
     output = _items(reply, stem)
     if options.tokens:

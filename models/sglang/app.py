@@ -84,7 +84,7 @@ class Engine:
         self._awake = asyncio.Event()
         self._awake.set()
 
-    async def ask(self) -> None:
+    async def refresh(self) -> None:
         """Read from the server what it serves. Raises ServiceError if that fails."""
         about = await self._get_either("/model_info", "/get_model_info")
         arguments = await self._get_either("/server_info", "/get_server_info")
@@ -154,7 +154,7 @@ class Engine:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UpstreamError(f"{self._url}{path}: {answer.get('message', 'it did not work')}", failure="model_error")
 
-    def serves(self, version: int) -> None:
+    def record_version(self, version: int) -> None:
         """Record that a push has loaded this version."""
         self.version = version
         self._pushes += 1
@@ -340,7 +340,7 @@ class Weights:
         if "authorization" in request.headers:  # a pusher: SGLang may have restarted with its first weights
             self._check(request)
             async with self._one_at_a_time:
-                await engine.ask()
+                await engine.refresh()
         transports = ["disk", *(["filesystem"] if self._root else [])] if self._token else []
         state = {"policy_version": engine.version, "transport": transports}
         return JsonResponse(state | {"updating": self._one_at_a_time.locked(), "asleep": sorted(engine.asleep)})
@@ -361,7 +361,7 @@ class Weights:
             started = time.monotonic()
             body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
             await engine.command("/update_weights_from_disk", body | ({"abort_all_requests": True} if abort else {}))
-            engine.serves(version)
+            engine.record_version(version)
         return JsonResponse({"policy_version": version, "seconds": time.monotonic() - started})
 
     def _refuse_stale(self, version: int) -> None:
@@ -516,7 +516,7 @@ class Backend:
     weights: Weights
     model: str
 
-    def nothing(self) -> Json:
+    def empty_answer(self) -> Json:
         """An empty answer, for a conversation that does not fit the context."""
         return chat_from_response(overflow_response({}, response_id="resp_none", model=self.model))
 
@@ -530,7 +530,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
 
     async with watch_upstream(Upstream(options, context.name, options.model, headers), app) as upstream:
         engine = Engine(upstream, options.base_url.rstrip("/"))
-        await engine.ask()
+        await engine.refresh()
         tokenizer = _tokenizer(options.tokenizer, engine.model_path, context)
         limit = options.context or engine.context
         if limit is None:
@@ -573,7 +573,7 @@ async def respond(request: Json, call: ModelCall) -> Json:
     try:
         return await backend.codec.completion(request, call.seen)
     except ContextOverflow:
-        return backend.nothing()
+        return backend.empty_answer()
 
 
 async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
@@ -583,7 +583,7 @@ async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
             async for chunk in chunks:
                 yield chunk
     except ContextOverflow:
-        for chunk in chat_chunks(backend.nothing(), include_usage=True):
+        for chunk in chat_chunks(backend.empty_answer(), include_usage=True):
             yield chunk
 
 

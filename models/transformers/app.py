@@ -97,11 +97,11 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
         raise ConfigError(f"service {context.name!r}: model: {problem}")
     await asyncio.to_thread(_import_engine)
     from .engine import Classifier, Engine
-    from .loading import classifies
+    from .loading import is_classifier_checkpoint
 
     def load() -> Engine | Classifier:
         with lean_imports():
-            is_classifier = classifies(folder, options)
+            is_classifier = is_classifier_checkpoint(folder, options)
             return Classifier(folder, options) if is_classifier else Engine(folder, options, GENERATED.inc)
 
     try:

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ngym.chat_codec import SampledTokens, Sampling
 from ngym.errors import ServiceError
 
-from .prefix_cache import Found, Prefix, PrefixCache
+from .prefix_cache import Prefix, PrefixCache, PrefixMatch
 
 MIN_GROWTH_TOKENS = 64  # tokens by which a cache grows at least
 MIN_GROWTH_ROWS = 8  # rows by which it grows at least, if its limit allows
@@ -114,7 +114,7 @@ class PaddedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self.window = window
         self.end = 0  # the column after the last token
 
-    def hold(self, keys: Tensor, values: Tensor, end: int) -> None:
+    def set_buffers(self, keys: Tensor, values: Tensor, end: int) -> None:
         """Use these buffers."""
         self.is_initialized, self.dtype, self.device = True, keys.dtype, keys.device
         self.keys, self.values, self.end = keys, values, end
@@ -122,7 +122,7 @@ class PaddedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         end = self.end + key_states.shape[2]
         if self.keys is None:
-            self.hold(key_states, value_states, end)
+            self.set_buffers(key_states, value_states, end)
         else:
             self.keys[: self.window.rows, :, self.end : end] = key_states
             self.values[: self.window.rows, :, self.end : end] = value_states
@@ -165,14 +165,14 @@ class Batch:
         self.prefixes = PrefixCache(limit)
 
     @property
-    def going(self) -> list[int]:
+    def active_rows(self) -> list[int]:
         """The rows that are not over."""
         return [index for index, row in enumerate(self.rows) if not row.is_over]
 
     @property
     def length(self) -> int:
         """The columns from the first token of a row that is not over."""
-        return self.end - self._first(self.going)
+        return self.end - self._first(self.active_rows)
 
     def new_cache(self, rows: int) -> Cache:
         """An empty cache for so many rows."""
@@ -200,7 +200,7 @@ class Batch:
         over = [index for index, row in enumerate(self.rows) if row.is_over][: len(rows)]
         slots = [*over, *range(len(self.rows), len(self.rows) + len(rows) - len(over))]
         if longest > self.end or max(slots) >= self._buffer_size[0]:
-            going = self.going
+            going = self.active_rows
             self._copy(going, len(going) + len(rows), longest, self.cache if any(self._buffer_size) else cache)
             slots = list(range(len(going), len(going) + len(rows)))
         for end in set(ends):
@@ -231,7 +231,7 @@ class Batch:
         """Keep the keys and values of a row for prompts that begin with its ids."""
         row, start = self.rows[slot], self.starts[slot]
         length = self.end - start
-        if self._sliding is None or not self.prefixes.takes(length, length * self.bytes_per_token):
+        if self._sliding is None or not self.prefixes.accepts(length, length * self.bytes_per_token):
             return
         layers = [
             (layer.keys[slot, :, start : self.end].clone(), layer.values[slot, :, start : self.end].clone())
@@ -239,7 +239,7 @@ class Batch:
         ]
         self.prefixes.put(Prefix(list(row.ids), length, layers))
 
-    def continued(self, prefixes: Sequence[Found], room: int) -> Cache:
+    def cache_of_prefixes(self, prefixes: Sequence[PrefixMatch], room: int) -> Cache:
         """A cache of one row for each of these prefixes, aligned at their ends, with room for so many more tokens."""
         longest = max(common for _, common in prefixes)
         cache = self.new_cache(len(prefixes))
@@ -255,7 +255,7 @@ class Batch:
                 prefix, common = prefixes[rows[0]]
                 for buffer, states in zip(buffers, prefix.layers[index], strict=True):
                     buffer[self._index(rows), :, longest - common : longest] = states[:, :common]
-            layer.hold(*buffers, longest)
+            layer.set_buffers(*buffers, longest)
         return cache
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -283,9 +283,9 @@ class Batch:
         """Add columns, which the next pass fills: one, unless the family has a cache of its own."""
         if self._sliding is not None:
             if self.end == self._buffer_size[1] > 0:
-                going = self.going
+                going = self.active_rows
                 self._copy(going, len(going), 0, self.cache)
-            self._window.rows, self._window.first = len(self.rows), self._first(self.going)
+            self._window.rows, self._window.first = len(self.rows), self._first(self.active_rows)
         self.end += count
 
     def mask(self) -> Tensor | None:
@@ -341,7 +341,7 @@ class Batch:
                         self._index(going), :, self.end - used : self.end
                     ]
                 buffers.append(buffer)
-            layer.hold(*buffers, end)
+            layer.set_buffers(*buffers, end)
             if old is not None:
                 old.layers[index].keys = old.layers[index].values = None
         self.rows = [self.rows[index] for index in going]
@@ -349,7 +349,7 @@ class Batch:
         self.end = end
 
 
-def sampled(rows: Sequence[Row], logits_BV: Tensor, draw: torch.Generator) -> tuple[list[int], list[float]]:
+def sample(rows: Sequence[Row], logits_BV: Tensor, draw: torch.Generator) -> tuple[list[int], list[float]]:
     """A token of each row and its log-probability, by the Gumbel-max trick. draw: of the rows without a seed."""
     logits_BV = logits_BV.float()
     greedy = [index for index, row in enumerate(rows) if row.sampling.temperature == 0]
@@ -358,7 +358,7 @@ def sampled(rows: Sequence[Row], logits_BV: Tensor, draw: torch.Generator) -> tu
         logits_BV = logits_BV / torch.tensor(temperatures, device=logits_BV.device)[:, None]
     for index, row in enumerate(rows):
         if row.is_filtered and row.sampling.temperature > 0:
-            logits_BV[index] = filtered(logits_BV[index], row.sampling)
+            logits_BV[index] = filter_logits(logits_BV[index], row.sampling)
     logprobs_BV = logits_BV.log_softmax(-1)
     like_V = logprobs_BV[0]
     seeded = {index: row.draw.next(like_V) for index, row in enumerate(rows) if row.draw is not None}
@@ -375,7 +375,7 @@ def sampled(rows: Sequence[Row], logits_BV: Tensor, draw: torch.Generator) -> tu
     return tokens_B.tolist(), chosen_B.tolist()
 
 
-def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
+def filter_logits(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """The logits without the tokens that top-k, top-p and min-p leave out."""
     if 0 < sampling.top_k < len(logits_V):
         logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], -torch.inf)

@@ -40,11 +40,11 @@ from ngym.runtime.cpu_threads import cache_memory
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
-from .batch import Batch, Draw, Row, sampled, sliding_layers, with_room
+from .batch import Batch, Draw, Row, sample, sliding_layers, with_room
 from .grouped_attention import GROUPED
-from .loading import checkpoint_folder, device_of, loaded, network, weight_files
+from .loading import checkpoint_folder, device_of, load_model, load_network, weight_files
 from .options import Options
-from .prefix_cache import MIN_PREFIX_TOKENS, Found
+from .prefix_cache import MIN_PREFIX_TOKENS, PrefixMatch
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; a longer prompt is computed alone
 GATHER_S = 0.002  # an idle engine waits for further requests while they come at this interval,
@@ -67,7 +67,7 @@ class Classifier:
     """
 
     def __init__(self, folder: str, options: Options) -> None:
-        self.tokenizer, self._model, self.context = loaded(AutoModelForSequenceClassification, folder, options)
+        self.tokenizer, self._model, self.context = load_model(AutoModelForSequenceClassification, folder, options)
         self.labels: dict[int, str] = self._model.config.id2label
         self._device = device_of(options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
@@ -99,7 +99,7 @@ class Engine:
     sleep_problem: str | None = None
 
     def __init__(self, folder: str, options: Options, count: Callable[[float], None]) -> None:
-        self.tokenizer, self._model, self.context = loaded(AutoModelForCausalLM, folder, options)
+        self.tokenizer, self._model, self.context = load_model(AutoModelForCausalLM, folder, options)
         model = self._model
         self.ends: int | list[int] | None = model.generation_config.eos_token_id
         known = self.ends if isinstance(self.ends, list) else [self.ends, self.tokenizer.eos_token_id]
@@ -116,7 +116,7 @@ class Engine:
         self._takes_positions = "position_ids" in accepted
         sliding = sliding_layers(model.config)
         self._is_batched = sliding is not None
-        self._most = options.batch if self._is_batched else 1
+        self._max_rows = options.batch if self._is_batched else 1
         # SDPA takes the mask as it is; other attentions and windows need transformers to make one.
         self._takes_mask = model.config._attn_implementation in ("sdpa", GROUPED) and not any(sliding or [True])
         self._device = device_of(options)
@@ -342,7 +342,7 @@ class Engine:
         batch = self._batch
         if self._drained is None:
             self._admit()
-        if len(going := batch.going) <= COMPACT_BELOW * len(batch.rows):
+        if len(going := batch.active_rows) <= COMPACT_BELOW * len(batch.rows):
             batch.keep(going)
         self._preempt()
         # A family with a cache of its own gets its whole prompt in the first pass.
@@ -366,7 +366,7 @@ class Engine:
             kwargs["position_ids"] = torch.tensor(positions, device=self._device)
         out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **self._last_only, **kwargs)
         batch.cache = out.past_key_values
-        tokens, logprobs = sampled(batch.rows, out.logits[:, -1], self._draw)
+        tokens, logprobs = sample(batch.rows, out.logits[:, -1], self._draw)
         before = self.running
         for slot, (row, token, logprob) in enumerate(zip(batch.rows, tokens, logprobs, strict=True)):
             if not row.is_ended and self._add(row, token, logprob):
@@ -411,10 +411,10 @@ class Engine:
         """Prefill waiting requests and add them to the batch."""
         batch = self._batch
         rows: list[Row] = []
-        prefixes: dict[int, Found] = {}  # the prefix of a row, by its number
+        prefixes: dict[int, PrefixMatch] = {}  # the prefix of a row, by its number
         longest = 0
-        going = len(batch.going)
-        while self._waiting and going + len(rows) < self._most:
+        going = len(batch.active_rows)
+        while self._waiting and going + len(rows) < self._max_rows:
             row = self._waiting[0]
             length = max(longest, len(row.ids) - 1)
             count = going + len(rows) + 1
@@ -447,7 +447,7 @@ class Engine:
             except ServiceError as error:  # the callers raise it
                 self._fail(some, error)
 
-    def _remember(self, rows: list[Row], places: list[int], prefixes: Mapping[int, Found]) -> None:
+    def _remember(self, rows: list[Row], places: list[int], prefixes: Mapping[int, PrefixMatch]) -> None:
         """Keep prompts of which a part was computed: those of a group's other rollouts may come later."""
         for index, row in enumerate(rows):
             known = prefixes[row.number][1] if row.number in prefixes else 0
@@ -460,7 +460,7 @@ class Engine:
     def _preempt(self) -> None:
         """Take the newest rows out of a batch that has outgrown its memory; they come back with their tokens."""
         batch = self._batch
-        going = batch.going
+        going = batch.active_rows
         count, length = len(going), batch.length + 1
         while count > 1 and not self._fits(count, length):
             count -= 1
@@ -469,7 +469,7 @@ class Engine:
             self._waiting.extendleft(batch.rows[index] for index in reversed(oldest[count:]))
             batch.keep(sorted(oldest[:count]))
 
-    def _prefill(self, rows: list[Row], prefix_of_row: Mapping[int, Found]) -> tuple[Any, list[int], list[int]]:
+    def _prefill(self, rows: list[Row], prefix_of_row: Mapping[int, PrefixMatch]) -> tuple[Any, list[int], list[int]]:
         """A cache of all ids but the last of each row, the place there of each row, and the column after its last token.
         Equal prompts, such as those of a group of rollouts, are computed once. prefix_of_row: prefixes of all rows, or of none.
         """
@@ -484,7 +484,7 @@ class Engine:
         past = max(common)
         rest = max(len(prompt) - length for prompt, length in zip(prompts, common, strict=True))
         ends = [past + len(prompts[place]) - common[place] for place in places]
-        cache = self._batch.continued(prefixes, rest) if prefixes else self._batch.new_cache(len(prompts))
+        cache = self._batch.cache_of_prefixes(prefixes, rest) if prefixes else self._batch.new_cache(len(prompts))
         if rest == 0:
             return cache, places, ends
         # Padding behind the tokens of a row is computed, too, but none of them sees it.
@@ -546,7 +546,7 @@ class Engine:
         places = {name: file.name for file in files for name in shapes_in([str(file)])}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         device = next(self._model.parameters()).device
-        self._model = network(AutoModelForCausalLM, str(folder), self._options, self.tokenizer).to(device)
+        self._model = load_network(AutoModelForCausalLM, str(folder), self._options, self.tokenizer).to(device)
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors that are not in files, likewise."""

@@ -20,7 +20,7 @@ from .options import Options
 DEFAULT_CONTEXT = 1 << 20  # for a model that does not state its context length
 
 
-def classifies(folder: str, options: Options) -> bool:
+def is_classifier_checkpoint(folder: str, options: Options) -> bool:
     """Whether the model is one for sequence classification.
 
     Raises:
@@ -30,7 +30,7 @@ def classifies(folder: str, options: Options) -> bool:
     return is_classifier(config.architectures)
 
 
-def loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
+def load_model(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
     """The tokenizer, the model and its context length. kind: an AutoModel class.
 
     Raises:
@@ -38,7 +38,7 @@ def loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
     """
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    model = network(kind, folder, options, tokenizer)
+    model = load_network(kind, folder, options, tokenizer)
     if (device := device_of(options)) == "cpu":
         torch.set_num_threads(serving_threads(options.threads, model.num_parameters()))
     if tokenizer.chat_template is None:
@@ -53,7 +53,7 @@ def device_of(options: Options) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def network(kind: Any, folder: str, options: Options, tokenizer: Any) -> Any:
+def load_network(kind: Any, folder: str, options: Options, tokenizer: Any) -> Any:
     """The model. Raises ValueError if its weights are incomplete, or do not fit its tokenizer."""
     how = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused in one line, with their names

@@ -28,7 +28,7 @@ class Prefix(NamedTuple):
         return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
 
 
-Found = tuple[Prefix, int]  # and how many of its tokens
+PrefixMatch = tuple[Prefix, int]  # and how many of its tokens
 
 
 class PrefixCache:
@@ -41,7 +41,7 @@ class PrefixCache:
         self._by_last_block: OrderedDict[int, Prefix] = OrderedDict()
         self._holders: defaultdict[int, list[int]] = defaultdict(list)  # by a block: the prefixes with it
 
-    def takes(self, length: int, size: int) -> bool:
+    def accepts(self, length: int, size: int) -> bool:
         """Whether a prefix of so many tokens and bytes is worth a copy, and has room."""
         return length >= MIN_PREFIX_TOKENS and size <= self._limit
 
@@ -57,7 +57,7 @@ class PrefixCache:
             self._holders[block].append(blocks[-1])
         self.shrink(self._limit)
 
-    def find(self, ids: Sequence[int], most: int) -> Found | None:
+    def find(self, ids: Sequence[int], most: int) -> PrefixMatch | None:
         """The longest stored prefix of these ids, and the number of common tokens: MIN_PREFIX_TOKENS to `most`."""
         match = None
         for block in _blocks(ids, most):

@@ -12,7 +12,14 @@ from ngym import ServiceContext
 from ngym.services.base.runner import serve_app
 
 from .options import Options
-from .serving.environment import check_hub, computes_eagerly, find_model, prepare_environment, vllm_imports, written
+from .serving.environment import (
+    check_hub,
+    computes_eagerly,
+    find_model,
+    prepare_environment,
+    vllm_imports,
+    wait_for_checkpoint,
+)
 from .serving.loading_server import LoadingServer
 
 SHARED_FOLDER = Path(".ngym", "pushes")  # of the project's folder, which all nodes see
@@ -36,7 +43,7 @@ def is_preloaded_for(options: Mapping[str, Any], root: Path) -> bool:
 
 
 async def serve(context: ServiceContext) -> None:
-    """Load the model while a doorkeeper answers "not ready", then serve until SIGTERM. The engine process ends with us.
+    """Load the model while a placeholder server answers "not ready", then serve until SIGTERM. The engine process ends with us.
 
     A further node of a replica computes instead, and has no routes.
 
@@ -57,10 +64,10 @@ async def serve(context: ServiceContext) -> None:
             from .engine import compute
 
         if awaited:
-            model = await written(options.model, context.root, context.name, options.model_within_s)
+            model = await wait_for_checkpoint(options.model, context.root, context.name, options.model_within_s)
         compute(context.name, options, model)
-    with LoadingServer(context.sockets, context.name) as doorkeeper:
-        doorkeeper.say("loading: importing vLLM")
+    with LoadingServer(context.sockets, context.name) as loading_server:
+        loading_server.publish_status("loading: importing vLLM")
         from ngym.weight_push.routes import PushOptions
         from ngym.weight_push.stage import stage_in
 
@@ -69,17 +76,17 @@ async def serve(context: ServiceContext) -> None:
             from .routes import api_keys, build_application
 
         if awaited:
-            doorkeeper.say(f"loading: waiting for {options.model}")
-            model = await written(options.model, context.root, context.name, options.model_within_s)
+            loading_server.publish_status(f"loading: waiting for {options.model}")
+            model = await wait_for_checkpoint(options.model, context.root, context.name, options.model_within_s)
         if node is not None:
             stage_in(context.root / SHARED_FOLDER)
-        arguments, engine = start_engine(context.name, options, model, doorkeeper.say)
+        arguments, engine = start_engine(context.name, options, model, loading_server.publish_status)
         try:
-            doorkeeper.say("loading: preparing the routes")
+            loading_server.publish_status("loading: preparing the routes")
             root = (context.root / options.weights_root).resolve() if options.weights_root else None
             push = PushOptions(options.push_token or context.admin_token, root, options.push_lease_s)
             application = await build_application(context, arguments, engine, push)
-            doorkeeper.leave()
+            loading_server.stop()
             watch = asyncio.create_task(engine.raise_when_dead())
             openers = [*api_keys(arguments), *filter(None, [options.push_token])]
             await serve_app(application, context, keys=openers)

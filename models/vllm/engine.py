@@ -44,7 +44,7 @@ from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
 from .serving.loading_server import Say
-from .serving.startup_errors import LoggedErrors, startup_explained
+from .serving.startup_errors import LoggedErrors, explain_startup_errors
 from .weights.adapter import Adapter, linear_layers
 from .weights.cpu_worker import Repacking
 
@@ -265,7 +265,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         ServiceError: it could not be started this time, such as for memory that another process has.
     """
     say("loading: reading the model's configuration")
-    arguments, engine_arguments, config = _configured(service, options, model)
+    arguments, engine_arguments, config = _configure(service, options, model)
     if current_platform.is_cpu() and _is_single(arguments):
         if options.bundle_tokens:
             bundle(config, service, required=options.bundle_tokens is True)
@@ -275,7 +275,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         _prepare_fork()
     say(f"loading: {options.model}")
     errors = LoggedErrors(config)
-    with startup_explained(errors, service, options.model, on_cpu=current_platform.is_cpu()):
+    with explain_startup_errors(errors, service, options.model, on_cpu=current_platform.is_cpu()):
         engine = Engine.from_vllm_config(
             vllm_config=config,
             usage_context=UsageContext.OPENAI_API_SERVER,
@@ -293,16 +293,16 @@ def compute(service: str, options: Options, model: Model) -> NoReturn:
         ConfigError: as start_engine.
         ServiceError: as start_engine; or a worker ended.
     """
-    arguments, _, config = _configured(service, options, model)
+    arguments, _, config = _configure(service, options, model)
     if _is_forked(arguments):
         _prepare_fork()
-    with startup_explained(LoggedErrors(config), service, options.model, on_cpu=current_platform.is_cpu()):
+    with explain_startup_errors(LoggedErrors(config), service, options.model, on_cpu=current_platform.is_cpu()):
         executor = MultiprocExecutor(config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)
     raise ServiceError("a worker of vLLM's engine ended; its log says why")
 
 
-def _configured(service: str, options: Options, model: Model) -> tuple[Namespace, AsyncEngineArgs, VllmConfig]:
+def _configure(service: str, options: Options, model: Model) -> tuple[Namespace, AsyncEngineArgs, VllmConfig]:
     """Set the variables that vLLM reads from now on, and check the arguments. Raises ConfigError."""
     on_cpu = current_platform.is_cpu()
     arguments = parse_arguments(service, options, model, on_cpu=on_cpu)

@@ -59,7 +59,7 @@ from ngym.weight_push.routes import Adapters, PushOptions, Route, WeightPush
 from .engine import Engine
 from .serving.chat import CUT_OFF, ChatHandler, Tokens, recorded, refusal, turn_ends
 from .serving.loading_server import Keys
-from .weights.adapter import Adapter, beside
+from .weights.adapter import Adapter, adapted_matrices
 from .weights.transfer import Transfer
 
 
@@ -69,7 +69,7 @@ async def build_application(
     """The application over this engine. Raises ConfigError if the model generates no text or a parser does not fit."""
     await engine.update_weight_version("0")
     ours = engine.checkpoint_shapes()
-    matrices = beside(engine.adapted_layers, ours or {})
+    matrices = adapted_matrices(engine.adapted_layers, ours or {})
     if matrices:
         engine.adapter = await Adapter.of(engine, matrices)
     vllm_state = State()
@@ -97,7 +97,7 @@ async def build_application(
     transfer = Transfer(engine, push.lease_s)
     adapters = Adapters(engine, context.options.lora_rank, matrices) if matrices else None
     weight_push = WeightPush(engine, ours, push, adapters=adapters, transfer=transfer, around=while_alive)
-    _add_a_policys(app, engine, weight_push)
+    _add_policy_routes(app, engine, weight_push)
     if keys := api_keys(arguments):
         app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)
     gc.collect()
@@ -110,7 +110,7 @@ def api_keys(arguments: Namespace) -> list[str]:
     return [key for key in (arguments.api_key or [envs.VLLM_API_KEY]) if key]
 
 
-def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
+def _add_policy_routes(app: FastAPI, engine: Engine, push: WeightPush) -> None:
     async def ready(request: Request) -> Response:
         if engine.errored or engine.broken:
             raise NotReady(engine.broken or "vLLM's engine process died")

@@ -51,7 +51,7 @@ def test_levels_can_be_won_and_boards_stay_what_they_were_after_an_illegal_move(
         room.play(step)
     field = mines.Minesweeper(seed)
     while field.score is None:
-        row, column = min(mines.deduced(field.open, field.mines) - field.open)
+        row, column = min(mines.deduce_safe_cells(field.open, field.mines) - field.open)
         field.play(f"{row + 1} {column + 1}")
     board = tic.TicTacToe(seed)
     for square in tic.winning_line(board.board, board.salt):
@@ -75,7 +75,7 @@ def test_wordle_marks_a_letter_only_as_often_as_the_word_has_it():
 
 
 def test_2048_merges_each_tile_once_and_towards_the_wall():
-    pushed = part("twenty48").pushed
+    pushed = part("twenty48").slide
     assert pushed(((2, 2, 2, 2), (4, 2, 2, 0), (2, 0, 0, 2), (0, 0, 0, 0)), "left")[:3] == (
         (4, 4, 0, 0),
         (4, 4, 0, 0),

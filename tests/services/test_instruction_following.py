@@ -350,7 +350,7 @@ async def test_a_check_that_crashes_gives_no_reward_and_leaves_the_other_instruc
     checker = sys.modules[APP.__package__ + ".checker"]
     monkeypatch.setitem(APP.CHECKS, "punctuation:no_comma", crash)
     row = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
-    checked = checker.followed('"Tea."', [(name, {}) for name in row["instruction_id_list"]])
+    checked = checker.check_instructions('"Tea."', [(name, {}) for name in row["instruction_id_list"]])
     assert (checked["strict"], checked["loose"]) == ([None, True], [None, True])
     assert checked["errors"] == {"punctuation:no_comma": "TypeError: ord() expected a character"}
 

@@ -202,13 +202,13 @@ async def test_tensors_that_a_model_does_not_have_are_reported(
     save_file(tensors, tmp_path / "more" / "model.safetensors", {"format": "pt"})
     loading = import_module(f"{APP.__package__}.loading")
     options = APP.Options(model="more")
-    loading.network(AutoModelForCausalLM, str(tmp_path / "more"), options, AutoTokenizer.from_pretrained(folder))
+    loading.load_network(AutoModelForCausalLM, str(tmp_path / "more"), options, AutoTokenizer.from_pretrained(folder))
     [report] = {record.getMessage() for record in caplog.records}
     assert "LOAD REPORT" in report and "model.more.weight" in report
 
 
 async def test_a_model_that_does_not_fit_into_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(f"{APP.__package__}.loading.network", lambda *_: torch.empty(10**15))
+    monkeypatch.setattr(f"{APP.__package__}.loading.load_network", lambda *_: torch.empty(10**15))
     message = f"service 'policy': model '{folder}' cannot be loaded: .*can't allocate memory: .* saves memory there$"
     context = SimpleNamespace(name="policy", root=folder, options=APP.Options(model=str(folder)))
     with pytest.raises(ServiceError, match=message):

@@ -368,7 +368,7 @@ async def test_a_prefix_stays_while_another_that_shares_its_beginning_is_dropped
         assert prefixes.find([1] * 63, 63) is None
         assert prefixes.find([5, *common], 65) is None
         prefixes.shrink(10)
-        assert prefixes.takes(64, 10) and not prefixes.takes(63, 1) and not prefixes.takes(64, 11)
+        assert prefixes.accepts(64, 10) and not prefixes.accepts(63, 1) and not prefixes.accepts(64, 11)
 
 
 async def test_usage_says_how_much_of_the_prompt_was_there(folder: Path) -> None:

@@ -844,7 +844,7 @@ def test_a_start_is_tried_again_if_it_may_succeed(
     errors = SimpleNamespace(reason=startup.first_reason(trace))
     with (
         pytest.raises(error, match=re.escape(f"service 'policy': model 'm': {reason.partition(': ')[2]}")) as e,
-        startup.startup_explained(errors, "policy", "m", on_cpu=on_cpu),
+        startup.explain_startup_errors(errors, "policy", "m", on_cpu=on_cpu),
     ):
         raise RuntimeError("Engine core initialization failed")
     assert ("Options of the stanza for that: " in str(e.value)) == ("memory" in reason)
@@ -855,7 +855,7 @@ def test_an_error_without_a_logged_reason_stays_as_it_is(parts: Any) -> None:
     errors = SimpleNamespace(reason=startup.first_reason("\x1eno traceback"))
     with (
         pytest.raises(RuntimeError, match=r"^failed$"),
-        startup.startup_explained(errors, "policy", "m", on_cpu=True),
+        startup.explain_startup_errors(errors, "policy", "m", on_cpu=True),
     ):
         raise RuntimeError("failed")
 
@@ -885,9 +885,9 @@ import importlib, socket, sys
 from pathlib import Path
 from ngym.services.base.app import load
 app = load(Path(sys.argv[1]))
-doorkeeper = importlib.import_module(f"{app.__name__}.serving.loading_server")
-with doorkeeper.LoadingServer([socket.socket(fileno=int(sys.argv[2]))], "policy") as door:
-    door.say("loading: a test")
+loading_server = importlib.import_module(f"{app.__name__}.serving.loading_server")
+with loading_server.LoadingServer([socket.socket(fileno=int(sys.argv[2]))], "policy") as server:
+    server.publish_status("loading: a test")
     sys.stdin.readline()
 """
 

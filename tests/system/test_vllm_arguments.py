@@ -33,13 +33,13 @@ def test_a_model_that_is_not_there_is_one_line_with_the_remedy(root: Path, tmp_p
 async def test_a_model_may_still_be_written_while_its_server_starts(root: Path, tmp_path: Path) -> None:
     module = load(root / "models" / "vllm" / "app.py")
     environment = importlib.import_module(f"{module.__name__}.serving.environment")
-    waiting = asyncio.create_task(environment.written("new", tmp_path, "policy", 60))
+    waiting = asyncio.create_task(environment.wait_for_checkpoint("new", tmp_path, "policy", 60))
     (tmp_path / "aside").mkdir()
     (tmp_path / "aside" / "config.json").write_text("{}")
     (tmp_path / "aside").rename(tmp_path / "new")
     assert (await waiting).name == str(tmp_path / "new")
     with pytest.raises(ConfigError, match="there is no folder"):
-        await environment.written("never", tmp_path, "policy", 0.1)
+        await environment.wait_for_checkpoint("never", tmp_path, "policy", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
 import vllm.envs
 options = app.Options(model=sys.argv[2], tool_call_parser=None, reasoning_parser=None)
 try:
-    part("engine")._configured("policy", options, part("serving.environment").Model(sys.argv[2], local=False))
+    part("engine")._configure("policy", options, part("serving.environment").Model(sys.argv[2], local=False))
 except ConfigError:
     pass  # the folder has no checkpoint; the variables are set before it is read
 else:

@@ -39,7 +39,7 @@ INSTRUCTIONS = (
 
 def row(name: str, seed: int) -> dict[str, Any]:
     """The first task of this seed, or of the next one where the right answer is empty, which no model can say."""
-    entry = checker.made(name, seed, 0, "{}").entry
+    entry = checker.generate_task(name, seed, 0, "{}").entry
     if known(entry) == "":
         return row(name, seed + 1)
     params = {"input": entry["question"], "instructions": INSTRUCTIONS}
@@ -59,7 +59,7 @@ def known(entry: dict[str, Any]) -> str:
 
 def case(name: str, seed: int) -> dict[str, Any]:
     made = row(name, seed)
-    answer = known(checker.made(name, made["seed"], 0, "{}").entry)
+    answer = known(checker.generate_task(name, made["seed"], 0, "{}").entry)
     task = {key: made[key] for key in ("dataset", "seed", "fingerprint")}
     return {"case": f"right: {name}", "task": task, "text": f"<answer>{answer}</answer>",
             "expect": {"reward": 1.0, "is_correct": True}}  # fmt: skip

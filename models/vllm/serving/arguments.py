@@ -123,7 +123,7 @@ def _parsers(service: str, options: Options, model: Model) -> Parsers:
     if AUTO not in configured:
         return configured
     try:
-        detected_parsers = detected(model.name, options.engine)
+        detected_parsers = detect_parsers(model.name, options.engine)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:600]
         hub = "" if model.local else "no such folder relative to the config file; as a name on the hub: "
@@ -267,7 +267,7 @@ def _first(signs: tuple[ParserSignature, ...], model_type: str, text: str) -> st
     return next(fits, None)
 
 
-def detected(name: str, engine: dict[str, Any]) -> Parsers:
+def detect_parsers(name: str, engine: dict[str, Any]) -> Parsers:
     """The parsers of a checkpoint (a folder or a hub name). engine: vLLM's arguments, for revision and template."""
     revision = engine.get("revision")
     config = json.loads(_file(name, "config.json", revision) or "{}")

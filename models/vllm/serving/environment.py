@@ -49,7 +49,7 @@ def check_hub(model: Model, service: str) -> None:
         raise ConfigError(f"service {service!r}: model: {problem}")
 
 
-async def written(name: str, root: Path, service: str, within_s: float) -> Model:
+async def wait_for_checkpoint(name: str, root: Path, service: str, within_s: float) -> Model:
     """Wait for a checkpoint in the folder of that name. Raises ConfigError if there is none after `within_s`.
 
     The folder must appear complete, by a rename, as the trainer writes a new policy.

@@ -67,15 +67,15 @@ class LoadingServer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._pid is not None and isinstance(error, NgymError):
             print(f"{STATUS_PREFIX}{REFUSED}", flush=True)  # vLLM may have logged a lot
-        self.leave()
+        self.stop()
 
-    def say(self, status: str) -> None:
+    def publish_status(self, status: str) -> None:
         """Publish the service's status for the supervisor's display and for /ready."""
         print(f"{STATUS_PREFIX}{status}", flush=True)
         with contextlib.suppress(BrokenPipeError):  # the child was killed: the engine can load without it
             self._parent_end.sendall(status.encode() + b"\n")
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """End the child. Returns when it accepts no more connections."""
         if self._pid is None:
             return

@@ -58,7 +58,7 @@ class LoggedErrors:
 
 
 @contextmanager
-def startup_explained(errors: LoggedErrors, service: str, model: str, *, on_cpu: bool) -> Iterator[None]:
+def explain_startup_errors(errors: LoggedErrors, service: str, model: str, *, on_cpu: bool) -> Iterator[None]:
     """Raise an error with the reason that a process of the engine has logged, in place of vLLM's own.
 
     Raises:

@@ -46,7 +46,7 @@ def linear_layers(config: VllmConfig, service: str) -> list[str]:
     return sorted(set(names))
 
 
-def beside(layers: Sequence[str], shapes: Shapes) -> Shapes:
+def adapted_matrices(layers: Sequence[str], shapes: Shapes) -> Shapes:
     """The weight matrices [out, in] of our checkpoint in these layers."""
     return {
         name: shape
@@ -64,7 +64,7 @@ class Adapter:
 
     def __init__(self, engine: AsyncLLM, nothing: PrivateFolder) -> None:
         self._engine = engine
-        self._nothing = self._served = nothing
+        self._empty_adapter = self._served_adapter = nothing
         self.request = _request(nothing)
 
     @classmethod
@@ -83,8 +83,8 @@ class Adapter:
 
     async def clear(self) -> None:
         """Load the adapter without effect."""
-        await self._engine.add_lora(_request(self._nothing, replace=True))
-        self._keep(self._nothing)
+        await self._engine.add_lora(_request(self._empty_adapter, replace=True))
+        self._keep(self._empty_adapter)
 
     async def replace(self, files: AdapterFiles) -> None:
         """Replace the adapter by this one. Raises ServiceError: vLLM refuses it; the old one is loaded again."""
@@ -98,15 +98,15 @@ class Adapter:
             await self._engine.add_lora(_request(new, replace=True))
         except Exception as error:
             # Some of several workers may have loaded it.
-            await self._engine.add_lora(_request(self._served, replace=True))
+            await self._engine.add_lora(_request(self._served_adapter, replace=True))
             new.remove()
             raise ServiceError(f"vLLM refuses this adapter: {error}", status=422) from error
         self._keep(new)
 
     def _keep(self, served: PrivateFolder) -> None:
-        if self._served not in (served, self._nothing):
-            self._served.remove()
-        self._served = served
+        if self._served_adapter not in (served, self._empty_adapter):
+            self._served_adapter.remove()
+        self._served_adapter = served
 
 
 def _request(folder: PrivateFolder, *, replace: bool = False) -> LoRARequest:

@@ -29,7 +29,7 @@ EXPERTS = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
 
 
 @contextmanager
-def copies_seen(model: nn.Module) -> Iterator[None]:
+def track_copies(model: nn.Module) -> Iterator[None]:
     """A context in which vLLM's reloading notices the copies into the experts of a gpt-oss."""
     original = inplace.initialize_layerwise_reload
     if isinstance(model, GptOssForCausalLM):
@@ -69,8 +69,8 @@ class Repacking:
     def reload_packed_weights(self: CPUWorker, weights_path: str) -> None:
         """Reload the weights and pack them for the CPU kernels; without packing, logprobs are wrong by nats."""
         model = self.model_runner.get_model()
-        _have_experts_packed(model)
-        with copies_seen(model):
+        _reset_expert_kernels(model)
+        with track_copies(model):
             self.reload_weights(weights_path=weights_path)
         load_sinks(model, Path(weights_path))
         with set_current_vllm_config(self.vllm_config):
@@ -78,7 +78,7 @@ class Repacking:
 
     def start_packed_update(self: CPUWorker) -> None:
         """vLLM's start_weight_update, for a weight transfer on a CPU by a plugin."""
-        _have_experts_packed(self.model_runner.get_model())
+        _reset_expert_kernels(self.model_runner.get_model())
         self.start_weight_update()
 
     def finish_packed_update(self: CPUWorker) -> None:
@@ -88,7 +88,7 @@ class Repacking:
             _pack_tied_heads(self.model_runner.get_model())
 
 
-def _have_experts_packed(model: nn.Module) -> None:
+def _reset_expert_kernels(model: nn.Module) -> None:
     """Remove the kernels of experts, so that reloading packs the experts again."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
