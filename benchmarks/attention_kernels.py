@@ -31,7 +31,7 @@ class PackedRows:
     device: torch.device
 
     @classmethod
-    def drawn(cls, groups: int, size: int, prompt: int, answer: int, device: torch.device) -> PackedRows:
+    def draw(cls, groups: int, size: int, prompt: int, answer: int, device: torch.device) -> PackedRows:
         """`groups` prompts, each with `size` answers whose lengths lie between a half and the whole of `answer`."""
         draw, rows, first = torch.Generator().manual_seed(0), [], 0
         for _ in range(groups):

@@ -50,7 +50,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
-class Found(NamedTuple):
+class ProbeResult(NamedTuple):
     """What one request did."""
 
     service: str
@@ -178,7 +178,9 @@ def watch(url: str, longest: Any, over: Any) -> None:
             time.sleep(EVERY_S)
 
 
-async def probe(name: str, url: str, routes: dict[str, Any], only: str, limit_s: float, quick: bool) -> list[Found]:
+async def probe(
+    name: str, url: str, routes: dict[str, Any], only: str, limit_s: float, quick: bool
+) -> list[ProbeResult]:
     context = multiprocessing.get_context("spawn")
     longest, over = context.Value("d", 0.0), context.Event()
     watcher = context.Process(target=watch, args=(url, longest, over), daemon=True)
@@ -205,11 +207,11 @@ async def probe(name: str, url: str, routes: dict[str, Any], only: str, limit_s:
     return found
 
 
-def format_row(one: Found) -> str:
+def format_row(one: ProbeResult) -> str:
     return f"    {one.health_s * 1e3:7.0f} ms  {one.status} {one.seconds:6.2f} s {one.megabytes:6.1f} MB  {one.path}  {one.body}"
 
 
-async def one(client: httpx.AsyncClient, name: str, path: str, label: str, body: bytes, longest: Any) -> Found:
+async def one(client: httpx.AsyncClient, name: str, path: str, label: str, body: bytes, longest: Any) -> ProbeResult:
     headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
     longest.value, began = 0.0, time.perf_counter()
     try:
@@ -222,7 +224,7 @@ async def one(client: httpx.AsyncClient, name: str, path: str, label: str, body:
     seconds = time.perf_counter() - began
     gc.collect()  # a request and its answer refer to each other, and their bodies are large
     await asyncio.sleep(0.05)
-    return Found(name, path, label, len(body) / 1e6, status, seconds, longest.value)
+    return ProbeResult(name, path, label, len(body) / 1e6, status, seconds, longest.value)
 
 
 async def routes_of(url: str, row: dict[str, Any], size: int) -> dict[str, Any]:
@@ -270,7 +272,7 @@ async def measure(arguments: argparse.Namespace) -> int:
     size = int(arguments.megabytes * 1e6)
     limit_s = 0.0 if arguments.verbose else arguments.limit
     names = arguments.only.split(",") if arguments.only else []
-    late: list[Found] = []
+    late: list[ProbeResult] = []
     with tempfile.TemporaryDirectory() as folder:
         settings = load_config([config(Path(folder))])
         started = [name for name in names if name != HEAD] or ["counter"]

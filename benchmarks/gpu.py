@@ -527,7 +527,7 @@ def attention(spec: Row) -> Row:
     from attention_kernels import KERNELS, PackedRows, unavailable
 
     shape, device, found = shape_of(spec), device_here(), {}
-    batch = PackedRows.drawn(2, ATTEMPTS, scale_tokens(spec, 2 * PROMPT), scale_tokens(spec, ANSWER), device)
+    batch = PackedRows.draw(2, ATTEMPTS, scale_tokens(spec, 2 * PROMPT), scale_tokens(spec, ANSWER), device)
     heads = [shape["num_attention_heads"], *[shape["num_key_value_heads"]] * 2]
     inputs = [
         torch.randn(batch.tokens, count, shape["head_dim"], device=device, dtype=torch.bfloat16, requires_grad=True)

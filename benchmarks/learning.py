@@ -80,7 +80,7 @@ def write(lesson: Lesson, folder: Path, seed: int) -> None:
     tasks = {"held_out": [problem.row for problem in held_out.values()]}
     tasks["train"] = [problem.row for problem in islice(others(), TRAIN)]
     tasks["demonstrations"] = [
-        {"messages": problem.shown(rng), "tools": tools(problem.row) or lesson.tools}
+        {"messages": problem.demonstrate(rng), "tools": tools(problem.row) or lesson.tools}
         for problem in islice(others(), lesson.demonstrations)
     ]
     write_rows(folder, tasks)

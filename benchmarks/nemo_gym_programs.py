@@ -230,10 +230,10 @@ def write_mixed(folder: Path, policy_url: str, head: str) -> None:
 
 
 class Chain(NamedTuple):
-    """theirs: their collector runs it, else ours. wanted: the sorted rewards, or those of which each must be one."""
+    """is_reference: their collector runs it, else ours. rewards: the sorted rewards, or those of which each must be one."""
 
-    says: str
-    of_theirs: bool
+    title: str
+    is_reference: bool
     agent: str
     rows: str
     rewards: list[float] | set[float]
@@ -290,7 +290,7 @@ def main(venv: Path) -> int:
                 wrong += not right
                 rewards = sorted(row["reward"] for row in rollouts)
                 who, verdict = "theirs" if chain.theirs else "ours", "right" if right else "WRONG"
-                print(f"| {who} | {chain.says} | {rewards} | {verdict} |", flush=True)
+                print(f"| {who} | {chain.title} | {rewards} | {verdict} |", flush=True)
     return 1 if wrong else 0
 
 

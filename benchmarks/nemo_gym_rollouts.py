@@ -166,12 +166,12 @@ def ours(head: int, pid: int) -> Side:
     return Side("ngym", pid, command)
 
 
-class Took(NamedTuple):
+class Timing(NamedTuple):
     rollouts_s: float
     whole_s: float
 
 
-def time_collection(side: Side, chain: Chain, folder: Path, repeats: int, in_flight: int, meter: Any) -> Took:
+def time_collection(side: Side, chain: Chain, folder: Path, repeats: int, in_flight: int, meter: Any) -> Timing:
     """One command. The program ends if a rollout is missing or has another reward than 1."""
     rows = folder / f"{chain.theirs}.jsonl"
     rows.write_text("".join(json.dumps(chain.row) + "\n" for _ in range(TASKS)))
@@ -186,7 +186,7 @@ def time_collection(side: Side, chain: Chain, folder: Path, repeats: int, in_fli
         output = (done.stdout + done.stderr)[-3000:]
         sys.exit(f"{side.name}, {chain.name}: {len(rewards)} rollouts, rewards {sorted(set(rewards))}\n{output}")
     calls, first, last = meter[:]
-    return Took(len(rewards) * (calls - 1) / calls / (last - first), seconds)
+    return Timing(len(rewards) * (calls - 1) / calls / (last - first), seconds)
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -279,7 +279,7 @@ def measure(options: argparse.Namespace, folder: Path, sides: list[Side], meter:
     repeats = max(1, options.rollouts // TASKS)
     for chain in CHAINS:
         for in_flight in options.in_flight:
-            found: dict[str, list[Took]] = {side.name: [] for side in sides}
+            found: dict[str, list[Timing]] = {side.name: [] for side in sides}
             for _ in range(options.rounds):
                 for side, other in (sides, sides[::-1]):
                     with pause_processes(other.pid):

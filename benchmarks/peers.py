@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
     """quick: arguments of a short run. needs: a file that it reads."""
 
     program: str
-    says: str
+    title: str
     quick: list[str]
     needs: Path | None = None
 
@@ -66,7 +66,7 @@ def main() -> int:
                 failed.append(name)
                 continue
             load, machine = os.getloadavg()[0], f"{os.cpu_count()} cores, {platform.machine()}"
-            tell(file, f"== {comparison.says}; {machine}, load {load:.1f}")
+            tell(file, f"== {comparison.title}; {machine}, load {load:.1f}")
             command = [
                 sys.executable,
                 str(HERE / f"{comparison.program}.py"),

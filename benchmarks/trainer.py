@@ -61,7 +61,7 @@ SMALL = {
 LR = {"tiny": 1e-3, "small": 1e-4}
 
 
-class Compared(NamedTuple):
+class ComparisonRow(NamedTuple):
     """One way of one side, over the measured steps. ratio: its seconds a token over ours, step by step."""
 
     name: str
@@ -106,7 +106,7 @@ def main() -> None:
             show(algorithm, shape, compare(algorithm, shape, options, python, data))
 
 
-def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Path, data: Path) -> list[Compared]:
+def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Path, data: Path) -> list[ComparisonRow]:
     bf16 = options.precision == "bf16"
     spec = {
         "algorithm": algorithm,
@@ -173,11 +173,11 @@ def ways(algorithm: str, shape: str, compiled: bool) -> list[dict[str, Any]]:
 
 def compare_reports(
     name: str, reports: Sequence[dict[str, float]], ours: Sequence[dict[str, float]], tokens: Sequence[float]
-) -> Compared:
+) -> ComparisonRow:
     warm = slice(3, None)
     pairs = list(zip(reports[warm], ours[warm], strict=True))
     cpu = sum(report["cpu"] for report in reports[warm])
-    return Compared(
+    return ComparisonRow(
         name,
         1 / median(report["seconds"] / count for report, count in zip(reports[warm], tokens[warm], strict=True)),
         median(report["seconds"] / own["seconds"] for report, own in pairs),
@@ -188,7 +188,7 @@ def compare_reports(
     )
 
 
-def show(algorithm: str, shape: str, found: Sequence[Compared]) -> None:
+def show(algorithm: str, shape: str, found: Sequence[ComparisonRow]) -> None:
     best = min(found[1:], key=lambda one: one.ratio)
     print(f"\n{algorithm}, {shape}: {best.ratio:.2f} x the tokens/s of TRL at its fastest ({best.name})")
     print(

@@ -46,14 +46,14 @@ class Installation:
     digest: str
 
     @classmethod
-    def wanted(cls) -> Installation:
+    def required(cls) -> Installation:
         """Its digest is of all that decides what is installed."""
         inputs = (LOCK, ROOT / "pyproject.toml", Path(__file__))
         digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in inputs)).hexdigest()
         return cls(place=f"{ROOT} {sys.version_info.major}.{sys.version_info.minor}", digest=digest)
 
     @classmethod
-    def found(cls) -> Installation | None:
+    def installed(cls) -> Installation | None:
         """None if there is no installation, or only an unfinished one."""
         if not (STAMP.is_file() and PYTHON.exists()):
             return None
@@ -70,12 +70,12 @@ class Installation:
 def main() -> None:
     """Install unless the stamp says that this very installation is complete."""
     warn_of_missing_libraries()
-    wanted = Installation.wanted()
-    if Installation.found() == wanted:
+    wanted = Installation.required()
+    if Installation.installed() == wanted:
         return
     with LOCK.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second `make` in another terminal waits here, and then has nothing to do
-        found = Installation.found()
+        found = Installation.installed()
         if found == wanted:
             return
         STAMP.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ def global_config() -> Json:
             choices.append(
                 {
                     "if": {"properties": {"app": {"const": each.app}}, "required": ["app"]},
-                    "then": {"description": each.said, "properties": own, "additionalProperties": False},
+                    "then": {"description": each.description, "properties": own, "additionalProperties": False},
                 }
             )
     apps = [choice["if"]["properties"]["app"]["const"] for choice in choices]

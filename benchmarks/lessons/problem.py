@@ -17,11 +17,11 @@ from ngym.schema import Json
 
 class Problem(NamedTuple):
     """row: the task. same: what tasks that are the same for a learner have in common; train and held-out share none.
-    shown: a demonstration's messages; drawn again each time, because a beginner does not always do the same."""
+    demonstrate: a demonstration's messages; drawn again each time, because a beginner does not always do the same."""
 
     row: Json
     same: str
-    shown: Callable[[random.Random], list[Json]]
+    demonstrate: Callable[[random.Random], list[Json]]
 
 
 class Lesson(NamedTuple):

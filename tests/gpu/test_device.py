@@ -416,7 +416,7 @@ def test_an_attention_kernel_shares_prefixes_as_the_reference_does(
     backward = not of_kernels.unavailable(name, device, dtype, backward=True)
     if reason := of_kernels.unavailable(name, device, dtype, backward=False):
         pytest.skip(reason)
-    batch = of_kernels.PackedRows.drawn(groups=2, size=3, prompt=40, answer=60, device=device)
+    batch = of_kernels.PackedRows.draw(groups=2, size=3, prompt=40, answer=60, device=device)
     torch.manual_seed(0)
     shapes = [(batch.tokens, heads, 64) for heads in (4, 2, 2)]
     inputs = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
@@ -446,7 +446,7 @@ def test_a_mask_of_blocks_is_that_of_its_rows(
     groups: int, size: int, prompt: int, answer: int, device: torch.device
 ) -> None:
     """Blocks that are called whole are, those that are left out have no row that sees another, and each block counts once."""
-    batch = kernels().PackedRows.drawn(groups, size, prompt, answer, device)
+    batch = kernels().PackedRows.draw(groups, size, prompt, answer, device)
     mask, block = batch.layout.make_block_mask(device), attention.FLEX_BLOCK
     sees = torch.zeros(batch.tokens, batch.tokens, dtype=torch.bool)
     for rows in batch.rows:
@@ -485,7 +485,7 @@ def test_varlen_attention_gets_each_sequence_with_its_prefix(
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
     of_kernels = kernels()
-    batch = of_kernels.PackedRows.drawn(groups=2, size=3, prompt=20, answer=30, device=device)
+    batch = of_kernels.PackedRows.draw(groups=2, size=3, prompt=20, answer=30, device=device)
     torch.manual_seed(0)
     inputs = [torch.randn(batch.tokens, heads, 16, device=device) for heads in (4, 2, 2)]
     torch.testing.assert_close(

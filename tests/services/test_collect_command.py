@@ -29,7 +29,7 @@ from ngym.supervise.head_file import HeadFile, RunningHead
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     code: int
     out: str
     err: str
@@ -65,11 +65,11 @@ async def start(*arguments: object, cwd: Path) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*command, cwd=cwd, stdout=pipe, stderr=pipe)
 
 
-async def run_to_end(*arguments: object, cwd: Path) -> Ended:
+async def run_to_end(*arguments: object, cwd: Path) -> ProcessResult:
     process = await start(*arguments, cwd=cwd)
     out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode is not None
-    return Ended(process.returncode, out.decode(), err.decode())
+    return ProcessResult(process.returncode, out.decode(), err.decode())
 
 
 def count(path: Path) -> int:

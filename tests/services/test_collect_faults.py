@@ -78,10 +78,10 @@ class Full:
     """A collector whose disk of 2 MB has no room for its rows. disk: as this process sees it, also when that one has gone."""
 
     def __init__(self) -> None:
-        self.answered = 0
+        self.answer_count = 0
 
     def answer(self, row: Json) -> Json:
-        self.answered += 1
+        self.answer_count += 1
         return scored_row(row, 1.0, text_item("x" * 40_000))
 
     async def begin(self, mounting: list[str], tasks: Path, url: str) -> None:
@@ -90,7 +90,7 @@ class Full:
         script = f'mount -t tmpfs -o size=2m none {disk} && head -c 1500000 /dev/zero >{disk}/filler && exec "$@"'
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", disk / "out.jsonl"]
         self.process = await start([*mounting, script, "sh", *run], tasks.parent)
-        await until(lambda: self.answered == 20 or self.process.returncode is not None)
+        await until(lambda: self.answer_count == 20 or self.process.returncode is not None)
         self._held = os.open(f"/proc/{self.process.pid}/root{disk}", os.O_RDONLY)
         self.disk = Path(f"/proc/self/fd/{self._held}")
         assert self.process.stdout is not None

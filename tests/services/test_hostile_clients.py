@@ -333,11 +333,11 @@ class Underway:
     """What happens in the services of a rollout: who has begun, and who was cancelled."""
 
     def __init__(self) -> None:
-        self.begun: set[str] = set()
+        self.started: set[str] = set()
         self.cancelled: set[str] = set()
 
     async def work(self, what: str) -> None:
-        self.begun.add(what)
+        self.started.add(what)
         try:
             await asyncio.sleep(PATIENCE_S)
         except asyncio.CancelledError:
@@ -407,7 +407,7 @@ async def test_what_is_done_for_a_caller_who_disconnects_is_cancelled(name: str,
         httpx.AsyncClient(base_url=peers.urls[name][0], timeout=PATIENCE_S) as client,
     ):
         request = asyncio.create_task(client.post(path, json=body))
-        while underway.begun != begins:
+        while underway.started != begins:
             await asyncio.sleep(0.01)
         request.cancel()
         while underway.cancelled != begins:

@@ -126,8 +126,8 @@ async def test_without_a_token_no_one_changes_the_weights(folder: Path):
 
 async def test_an_answer_that_sglang_aborts_may_be_asked_for_again(folder: Path):
     class Aborting(Sglang):
-        def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
-            return super()._told(ids[:1], 1, {"type": "abort", "message": "paused for an update"})
+        def _answer_json(self, ids: list[int], count: int, finish: Json | None) -> Json:
+            return super()._answer_json(ids[:1], 1, {"type": "abort", "message": "paused for an update"})
 
     async with serving(folder, Aborting) as (_, client):
         reply = await client.post("/v1/responses", json={"input": "hello"})
@@ -144,8 +144,8 @@ async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_bac
             super().__init__(folder)
             self.goes_on = asyncio.Event()
 
-        def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
-            reply = super()._told(ids, count, finish)
+        def _answer_json(self, ids: list[int], count: int, finish: Json | None) -> Json:
+            reply = super()._answer_json(ids, count, finish)
             reply["meta_info"]["weight_version"] = "1"
             return reply
 
@@ -212,7 +212,7 @@ class Loading(Sglang):
         if route != "generate":
             return super().answer(route, body)
         prompt: list[int] = body["input_ids"]
-        reply = self._told([70], 1, {"type": "length", "length": 1})
+        reply = self._answer_json([70], 1, {"type": "length", "length": 1})
         scores = [[float(self.table[token]), token, None] for token in prompt[1:]]
         reply["meta_info"]["input_token_logprobs"] = [[None, prompt[0], None], *scores]
         return JSONResponse(reply)

@@ -44,9 +44,9 @@ class Web:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.statuses: dict[str, int] = {}
-        self.moved: dict[str, str] = {}
+        self.redirects: dict[str, str] = {}
         self.breaks_after: dict[str, int] = {}
-        self.asked: list[tuple[str, dict[str, str]]] = []
+        self.requests: list[tuple[str, dict[str, str]]] = []
         web = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -61,10 +61,10 @@ class Web:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         headers = {name.lower(): value for name, value in request.headers.items()}
-        self.asked.append((request.path, headers))
-        if request.path in self.moved:
+        self.requests.append((request.path, headers))
+        if request.path in self.redirects:
             request.send_response(302)
-            request.send_header("Location", self.moved[request.path])
+            request.send_header("Location", self.redirects[request.path])
             request.end_headers()
             return
         content = self.files.get(request.path)
@@ -488,10 +488,10 @@ def test_a_set_is_fetched_converted_tried_and_written_with_a_manifest(web: Web, 
     assert manifest["left_out"] == {"its reference answer does not get the full reward": 1}
 
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    count = len(web.asked)
+    count = len(web.requests)
     assert run(web, tmp_path, "nq_open", "--revision", revision).exit_code == 0
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-    assert len(web.asked) == count  # what was downloaded once stays
+    assert len(web.requests) == count  # what was downloaded once stays
 
 
 def test_a_file_that_is_not_what_was_pinned_is_refused(web: Web, tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_rows_of_others_are_not_replaced(web: Web, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train.jsonl").write_text("{}\n")
     result = run(web, tmp_path, "gsm8k")
-    assert result.exit_code == 2 and "choose another --output" in result.output and not web.asked
+    assert result.exit_code == 2 and "choose another --output" in result.output and not web.requests
     assert (tmp_path / "out" / "train.jsonl").read_text() == "{}\n"
 
 
@@ -525,7 +525,7 @@ def test_what_a_host_refuses_is_reported_in_one_line(web: Web, tmp_path: Path, s
     web.files[path], web.statuses[path] = b"", status
     result = run(web, tmp_path, "ifeval", token="secret")
     assert result.exit_code == 1 and message in result.output.splitlines()[-1] and f"HTTP {status}" in result.output
-    assert web.asked[0][1]["authorization"] == "Bearer secret"
+    assert web.requests[0][1]["authorization"] == "Bearer secret"
 
 
 def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_a_download_that_broke_off_continues_where_it_stopped(web: Web, tmp_path
         fetch(f"{web.url}/big", tmp_path / "big")
     fetch(f"{web.url}/big", tmp_path / "big", sha256(web.files["/big"]))
     assert (tmp_path / "big").read_bytes() == web.files["/big"]
-    assert web.asked[-1][1]["range"] == "bytes=700-"
+    assert web.requests[-1][1]["range"] == "bytes=700-"
 
 
 def test_a_download_that_was_whole_but_not_renamed_is_not_lost(web: Web, tmp_path: Path) -> None:
@@ -566,10 +566,10 @@ def test_a_download_that_was_whole_but_not_renamed_is_not_lost(web: Web, tmp_pat
 
 
 def test_a_host_that_is_redirected_to_never_sees_the_token(web: Web, tmp_path: Path) -> None:
-    web.moved["/resolve"] = f"{web.url}/cdn"
+    web.redirects["/resolve"] = f"{web.url}/cdn"
     web.files["/cdn"] = b"content"
     fetch(f"{web.url}/resolve", tmp_path / "file", token="secret")
-    assert [headers.get("authorization") for _, headers in web.asked] == ["Bearer secret", None]
+    assert [headers.get("authorization") for _, headers in web.requests] == ["Bearer secret", None]
 
 
 def test_a_file_in_the_cache_that_is_damaged_is_fetched_again(web: Web, tmp_path: Path) -> None:

@@ -45,21 +45,23 @@ CAPTURED = {
 
 
 class Head:
-    """A head and a model server in one. silent: how many of its next connections it says nothing to. restarts: of each service."""
+    """A head and a model server in one. silent_requests: how many of its next connections it says nothing to. restarts: of each service."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.silent = 0
+        self.silent_requests = 0
         self.restarts = 0
-        self.forgets = True
+        self.answers_deletes = True
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():
                 while await reader.readline() != b"\r\n":
                     pass
-                if (self.silent and b"/servers" in line) or (line.startswith(b"DELETE") and not self.forgets):
-                    self.silent -= 1
+                if (self.silent_requests and b"/servers" in line) or (
+                    line.startswith(b"DELETE") and not self.answers_deletes
+                ):
+                    self.silent_requests -= 1
                     return
                 content = json.dumps(self.answer_to(line.split()[1].decode())).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content))
@@ -137,7 +139,7 @@ def cancel_at_end(task: asyncio.Task[Any], free: asyncio.Queue[Any], turns: int)
 async def test_a_head_that_is_silent_once_costs_no_rollout_its_tokens() -> None:
     async with talking() as (head, peers):
         pickup = CaptureClient(peers, None)
-        head.silent = 2
+        head.silent_requests = 2
         await pickup.begin()
         with pytest.raises(Unreachable, match="does not say which services are models"):
             await pickup.complete("agent", "r0", {"response": {"output": []}}, 0.0)
@@ -150,7 +152,7 @@ async def test_tokens_that_a_model_server_has_sent_are_kept_though_it_does_not_h
     async with talking() as (head, peers):
         pickup = CaptureClient(peers, None)
         await pickup.begin()
-        head.forgets = False
+        head.answers_deletes = False
         answer: dict[str, Any] = {"response": {"output": []}}
         await pickup.complete("agent", "r1", answer, 0.0)
         assert answer["ng"]["segments"] == CAPTURED["segments"]
@@ -318,16 +320,16 @@ async def test_a_call_whose_session_ends_meanwhile_gets_that_error(headers: dict
         assert (problem["status"], problem["detail"]) == (409, "this call was stopped: its session has ended")
 
 
-class Told(BaseException):
+class Terminated(BaseException):
     """By a signal, as KeyboardInterrupt is."""
 
 
 @pytest.fixture
-def told_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """SIGTERM raises Told; it comes just after the next process has been started."""
+def terminated_at_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGTERM raises Terminated; it comes just after the next process has been started."""
 
-    def tell(*_: object) -> None:
-        raise Told
+    def terminate(*_: object) -> None:
+        raise Terminated
 
     begin = subprocess.Popen.__init__
 
@@ -335,7 +337,7 @@ def told_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         begin(process, *args, **options)
         signal.raise_signal(signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, tell)
+    before = signal.signal(signal.SIGTERM, terminate)
     monkeypatch.setattr(subprocess.Popen, "__init__", begin_and_tell)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -350,7 +352,7 @@ def sleeping() -> list[psutil.Process]:
 
 @pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN])  # ignored behind a script's `&`
 def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_as_it_starts: None, ctrl_c: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminated_at_start: None, ctrl_c: Any
 ) -> None:
     from ngym.trainer import sweep as child
 
@@ -358,14 +360,14 @@ def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
     before = signal.signal(signal.SIGINT, ctrl_c)
     began = time.monotonic()
     try:
-        with pytest.raises(Told):
+        with pytest.raises(Terminated):
             child.run_command(SLEEP, tmp_path / "log")
     finally:
         signal.signal(signal.SIGINT, before)
     assert not running(sleeping()) and time.monotonic() - began < PATIENCE_S
 
 
-def test_a_signal_as_a_step_of_a_walk_starts_ends_the_step(told_as_it_starts: None) -> None:
+def test_a_signal_as_a_step_of_a_walk_starts_ends_the_step(terminated_at_start: None) -> None:
     with pytest.raises(SystemExit):
         walkthrough.Walkthrough(1).python(*SLEEP[1:])
     assert not running(sleeping())

@@ -89,7 +89,7 @@ class Run:
     def __init__(self, folder: Path, nodes: Nodes) -> None:
         self._folder, self._nodes = folder, nodes
         self.events: list[ReplicaState] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def supervisor(
         self, others: Mapping[str, dict[str, Any]] = MappingProxyType({}), strict: bool = True, **keys: Any
@@ -99,7 +99,7 @@ class Run:
         services = {"sees": {"kind": "gym_server", "app": "sees", **keys}, **others}
         settings = {"head": {"port": 0}, "require_token": True, "ready_timeout_s": 600 if "pool" in keys else 1}
         (self._folder / "c.yaml").write_text(yaml.safe_dump({"ngym": settings, **services}))
-        engine = RayPlacer.connect(f"ray://{self._nodes.cluster.address}", self.said.append)
+        engine = RayPlacer.connect(f"ray://{self._nodes.cluster.address}", self.messages.append)
         config = engine.reachable(load_config([self._folder / "c.yaml"]))
         return Supervisor(config, self.events.append, engine=engine, strict=strict)
 
@@ -164,7 +164,7 @@ async def test_each_node_has_a_replica_and_one_more_gets_room_and_gives_it_back(
 
         monkeypatch.setattr(ray_placement._OnRay, "bind", bind)
         assert await engine.more(stack.config, stanza) is None  # the run goes on without it
-        assert run.said[-1].endswith("cannot run a service: no ngym")
+        assert run.messages[-1].endswith("cannot run a service: no ngym")
         await until(lambda: ray.available_resources() == before)
 
 
@@ -212,7 +212,7 @@ async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"gpu: 9 asked, \d free of 4$") as caught:
         await run.supervisor(resources={"gpus": 9}).__aenter__()
     assert "\n" not in str(caught.value) and not run.events
-    assert run.said and run.said[0].startswith("waiting for room on the cluster")
+    assert run.messages and run.messages[0].startswith("waiting for room on the cluster")
 
 
 async def test_a_cluster_that_is_not_there_is_one_line(nodes: Nodes) -> None:

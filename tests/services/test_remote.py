@@ -55,7 +55,7 @@ class TokenBucket:
         self.rate, self.burst, self.latency_s, self.says_when = rate, burst, latency_s, says_when
         self.tokens = burst
         self.at = 0.0
-        self.served = self.refused = 0
+        self.answer_count = self.refused = 0
 
     async def answer(self, request: Request) -> Response:
         now = asyncio.get_running_loop().time()
@@ -67,7 +67,7 @@ class TokenBucket:
             headers = {"retry-after-ms": str(1000 * (1 - self.tokens) / self.rate)} if self.says_when else {}
             return JSONResponse({"error": {"message": "slow down"}}, 429, headers)
         self.tokens -= 1
-        self.served += 1
+        self.answer_count += 1
         await asyncio.sleep(self.latency_s)
         return JSONResponse({"ok": True})
 
@@ -88,7 +88,7 @@ async def test_under_a_rate_limit_everything_is_answered_and_little_is_refused(l
     bucket = TokenBucket(rate, rate / 10, latency / rate, says_when)
     async with upstream(bucket.answer, max_retries=20) as one:
         await asyncio.gather(*(one.post("/x", {}) for _ in range(REQUESTS)))
-    assert bucket.served == REQUESTS
+    assert bucket.answer_count == REQUESTS
     assert 0 < bucket.refused < REQUESTS * 0.2
 
 

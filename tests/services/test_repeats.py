@@ -37,8 +37,8 @@ class Shop:
     """A gym server whose tools note each time that they run."""
 
     def __init__(self) -> None:
-        self.ran: Counter[str] = Counter()
-        self.go_on = asyncio.Event()
+        self.call_counts: Counter[str] = Counter()
+        self.proceed = asyncio.Event()
         self.stopped = False
 
     @asynccontextmanager
@@ -52,14 +52,14 @@ class Shop:
     def app(self) -> FastAPI:
         async def say(body: Word, session: Session) -> str:
             """Say a word."""
-            self.ran[body.word] += 1
-            return f"{body.word} {self.ran[body.word]}"
+            self.call_counts[body.word] += 1
+            return f"{body.word} {self.call_counts[body.word]}"
 
         async def wait(body: Word, session: Session) -> str:
             """Say a word when told."""
-            self.ran[body.word] += 1
+            self.call_counts[body.word] += 1
             try:
-                await self.go_on.wait()
+                await self.proceed.wait()
             except asyncio.CancelledError:
                 self.stopped = True
                 raise
@@ -67,19 +67,19 @@ class Shop:
 
         async def refuse(body: Word, session: Session) -> str:
             """Never."""
-            self.ran[body.word] += 1
+            self.call_counts[body.word] += 1
             raise ServiceError("not that word", failure="tool_error")
 
         async def busy(body: Word, session: Session) -> str:
             """The first time there is no room."""
-            self.ran[body.word] += 1
-            if self.ran[body.word] == 1:
+            self.call_counts[body.word] += 1
+            if self.call_counts[body.word] == 1:
                 raise Overloaded("come again")
             return body.word
 
         async def verify(task: VerifyRequest, session: Session) -> float:
-            self.ran["verify"] += 1
-            return float(sum(self.ran.values()))
+            self.call_counts["verify"] += 1
+            return float(sum(self.call_counts.values()))
 
         return gym_server(verify=verify, tools=[say, wait, refuse, busy])
 
@@ -102,10 +102,10 @@ async def test_under_one_key_a_tool_runs_once_and_says_the_same_again() -> None:
         responses = [await client.post("/refuse", json={"word": "y"}, headers=once) for _ in range(2)]
         assert [one.status_code for one in responses] == [500, 500]
         assert responses[0].json() == responses[1].json()
-        assert shop.ran["y"] == 1
+        assert shop.call_counts["y"] == 1
         busy = [await client.post("/busy", json={"word": "z"}, headers=once) for _ in range(3)]
         assert [one.status_code for one in busy] == [429, 200, 200], "what was not done is done the next time"
-        assert shop.ran["z"] == 2
+        assert shop.call_counts["z"] == 2
         long = await client.post("/say", json={"word": "x"}, headers={**headers, KEY: "k" * 1000})
         assert long.status_code == 422
 
@@ -241,10 +241,10 @@ async def test_who_disconnects_and_comes_back_waits_for_the_same_call() -> None:
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/wait", json={"word": "x"}, headers=once, timeout=0.5)
         again = asyncio.create_task(client.post("/wait", json={"word": "x"}, headers=once))
-        await until(lambda: shop.ran["x"])
-        shop.go_on.set()
+        await until(lambda: shop.call_counts["x"])
+        shop.proceed.set()
         assert (await again).json() == "x"
-    assert shop.ran["x"] == 1 and not shop.stopped
+    assert shop.call_counts["x"] == 1 and not shop.stopped
 
 
 @pytest.mark.parametrize("deadline", [{}, {"x-ng-deadline-ms": "2000"}], ids=["deleted", "deadline"])
@@ -255,7 +255,7 @@ async def test_what_runs_in_a_session_is_stopped_when_that_is_deleted_or_its_dea
     async with shop.open() as client, asyncio.timeout(PATIENCE_S):
         headers = await seeded(client)
         call = asyncio.create_task(client.post("/wait", json={"word": "x"}, headers={**headers, **deadline, KEY: "a"}))
-        await until(lambda: shop.ran["x"])
+        await until(lambda: shop.call_counts["x"])
         if not deadline:
             assert (await client.delete("/session", headers=headers)).json() == {"ended": True}
         assert (await call).status_code == (504 if deadline else 409)
@@ -328,4 +328,4 @@ async def test_a_lost_answer_of_a_tool_is_fetched_and_the_rollout_continues() ->
             await client.close()
             network.close()
     assert len(lost) == 2 and all(answer.startswith(b"HTTP/1.1 200") for answer in lost)
-    assert shop.ran["x"] == 1
+    assert shop.call_counts["x"] == 1

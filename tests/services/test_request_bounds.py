@@ -193,15 +193,15 @@ async def test_of_an_authors_model_no_more_problems_are_made_than_are_reported(m
 threads: set[str] = set()
 
 
-class Seen(VerifyRequest):
+class ThreadRecorder(VerifyRequest):
     @field_validator("responses_create_params")
     @classmethod
-    def _seen(cls, params: Json) -> Json:
+    def _record_thread(cls, params: Json) -> Json:
         threads.add(threading.current_thread().name)
         return params
 
 
-async def scores(task: Seen) -> float:
+async def scores(task: ThreadRecorder) -> float:
     return 1.0
 
 

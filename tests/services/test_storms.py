@@ -135,13 +135,13 @@ class Slow:
     """A service whose work takes until it is cancelled."""
 
     def __init__(self) -> None:
-        self.begun = 0
+        self.started = 0
         self.stopped = 0
 
     def app(self):
         async def work(request: Request) -> Response:
             await request.body()
-            self.begun += 1
+            self.started += 1
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -162,11 +162,11 @@ async def test_work_is_stopped_at_its_callers_deadline_and_not_begun_after_it() 
         httpx.AsyncClient(base_url=peers.urls["slow"][0], timeout=PATIENCE_S) as client,
     ):
         late = await client.post("/work", headers={"x-ng-deadline-ms": "0"})
-        assert (late.status_code, late.json()["failure"], slow.begun) == (504, "timeout", 0)
+        assert (late.status_code, late.json()["failure"], slow.started) == (504, "timeout", 0)
         over = await client.post("/work", headers={"x-ng-deadline-ms": "500"})
         assert (over.status_code, over.json()["failure"], over.json()["retryable"]) == (504, "timeout", True)
         assert "the caller's deadline passed" in over.json()["detail"]
-        assert (slow.begun, slow.stopped) == (1, 1)
+        assert (slow.started, slow.stopped) == (1, 1)
 
 
 @pytest.mark.parametrize("deadline", [b"\xb2", b"soon", b"-1", b"9" * 5000])
@@ -197,7 +197,7 @@ async def test_a_rollouts_deadline_reaches_its_model_and_its_session_ends_with_i
         with pytest.raises(ServiceError) as caught:
             await peers["agent"].request("POST", "/run", row, headers={"x-ng-deadline-ms": "2000"}, timeout=PATIENCE_S)
         assert (caught.value.status, caught.value.failure) == (504, "timeout")
-        await until(lambda: slow.stopped == slow.begun == 1)
+        await until(lambda: slow.stopped == slow.started == 1)
         await until(lambda: len(gym.state.sessions) == 0)
 
 
@@ -212,7 +212,7 @@ async def test_a_collector_that_leaves_takes_its_rollout_with_it() -> None:
     async with house(options, gym=gym, model=slow.app(), agent=load(SIMPLE_AGENT).app) as peers:
         row = {"responses_create_params": {"input": "say something"}}
         run = asyncio.create_task(peers["agent"].post("/run", row))
-        await until(lambda: slow.begun)
+        await until(lambda: slow.started)
         assert len(gym.state.sessions) == 1
         run.cancel()
         await until(lambda: slow.stopped and len(gym.state.sessions) == 0)

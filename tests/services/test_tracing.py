@@ -64,11 +64,11 @@ SPANS = 6  # of a rollout: itself, its agent, two calls of the model, one of a t
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectionResult:
     """A collection with services of its own that has ended. rows, failures: of its files. log: the gym server's."""
 
     code: int
-    said: str
+    output: str
     rows: list[dict[str, Any]]
     failures: list[dict[str, Any]]
     log: str
@@ -76,7 +76,7 @@ class Collected:
 
 def run_collection(
     folder: Path, endpoint: str, rows: int = 1, gym: str = "gym_servers/counter", **settings: Any
-) -> Collected:
+) -> CollectionResult:
     fields = {"logs": "text", "sample": 1.0, "contents": "false", **settings}
     (folder / "gym_servers").mkdir()
     (folder / "gym_servers" / "broken.py").write_text(BROKEN)
@@ -85,7 +85,7 @@ def run_collection(
     (folder / "tasks.jsonl").write_bytes(b"".join(orjson.dumps({**task, "n": n}) + b"\n" for n in range(rows)))
     command = [sys.executable, "-m", "ngym", *COMMAND.split(), "--max-attempts", "1"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    return Collected(
+    return CollectionResult(
         ended.returncode,
         ended.stdout + ended.stderr,
         _lines(folder / "out.jsonl"),
@@ -99,55 +99,57 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Traced:
-    collected: Collected
+class TracedCollection:
+    collection: CollectionResult
     received: Received
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def good(tmp_path_factory: pytest.TempPathFactory) -> TracedCollection:
     """One rollout that went well. Processes tell what is left before they end."""
     with receiver() as received:
-        return Traced(run_collection(tmp_path_factory.mktemp("good"), received.url), received)
+        return TracedCollection(run_collection(tmp_path_factory.mktemp("good"), received.url), received)
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def broken(tmp_path_factory: pytest.TempPathFactory) -> TracedCollection:
     """One that could not be scored; its contents are reported."""
     with receiver() as received:
         folder = tmp_path_factory.mktemp("broken")
-        return Traced(run_collection(folder, received.url, gym="gym_servers/broken", contents="true"), received)
+        return TracedCollection(
+            run_collection(folder, received.url, gym="gym_servers/broken", contents="true"), received
+        )
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def half(tmp_path_factory: pytest.TempPathFactory) -> TracedCollection:
     """Thirty of those, of which about half are traced; logs in JSON."""
     with receiver() as received:
         folder = tmp_path_factory.mktemp("half")
         settings: dict[str, Any] = {"gym": "gym_servers/broken", "logs": "json", "sample": 0.5, "rows": 30}
-        return Traced(run_collection(folder, received.url, **settings), received)
+        return TracedCollection(run_collection(folder, received.url, **settings), received)
 
 
-def test_a_rollout_is_one_trace_across_all_processes(good: Traced) -> None:
-    assert good.collected.code == 0, good.collected.said
-    received, (row,) = good.received, good.collected.rows
+def test_a_rollout_is_one_trace_across_all_processes(good: TracedCollection) -> None:
+    assert good.collection.code == 0, good.collection.output
+    received, (row,) = good.received, good.collection.rows
     ids = trace_ids(row["ng"]["rollout_id"])
     assert received.paths == {"/v1/traces"}
     assert {span.trace for span in received.spans} == {ids.trace} and len(received.spans) == SPANS
     assert {span.service for span in received.spans} == {"ng_collect_rollouts", "counter_agent", "policy", "counter"}
 
-    (rollout,), (agent,) = received.named("rollout"), received.named("invoke_agent counter_agent")
-    (tool,), (verify,) = received.named("execute_tool add"), received.named("verify")
-    first, second = received.named("chat acme-1")
+    (rollout,), (agent,) = received.spans_named("rollout"), received.spans_named("invoke_agent counter_agent")
+    (tool,), (verify,) = received.spans_named("execute_tool add"), received.spans_named("verify")
+    first, second = received.spans_named("chat acme-1")
     assert (rollout.id, rollout.parent, agent.parent) == (ids.span, "", rollout.id)
     assert {span.parent for span in (first, second, tool, verify)} == {agent.id}
     assert rollout.start_ns <= agent.start_ns <= first.start_ns <= first.end_ns <= tool.start_ns
     assert tool.end_ns <= second.start_ns <= second.end_ns <= verify.start_ns <= verify.end_ns <= agent.end_ns
 
 
-def test_spans_carry_the_attributes_of_the_genai_conventions_and_no_contents(good: Traced) -> None:
-    received, (row,) = good.received, good.collected.rows
-    first, second = (span.attributes for span in received.named("chat acme-1"))
+def test_spans_carry_the_attributes_of_the_genai_conventions_and_no_contents(good: TracedCollection) -> None:
+    received, (row,) = good.received, good.collection.rows
+    first, second = (span.attributes for span in received.spans_named("chat acme-1"))
     usage = row["response"]["usage"]
     assert first["gen_ai.operation.name"] == "chat" and first["gen_ai.request.model"] == "acme-1"
     assert first["gen_ai.request.temperature"] == 0.5 and first["ngym.policy_version"] == 0
@@ -155,10 +157,13 @@ def test_spans_carry_the_attributes_of_the_genai_conventions_and_no_contents(goo
     assert second["gen_ai.response.finish_reasons"] == ["stop"]
     for way in ("input_tokens", "output_tokens"):
         assert first[f"gen_ai.usage.{way}"] + second[f"gen_ai.usage.{way}"] == usage[way] > 0
-    tool, verify = received.named("execute_tool add")[0].attributes, received.named("verify")[0].attributes
+    tool, verify = received.spans_named("execute_tool add")[0].attributes, received.spans_named("verify")[0].attributes
     assert (tool["gen_ai.operation.name"], tool["gen_ai.tool.name"]) == ("execute_tool", "add")
     assert verify["gen_ai.evaluation.score.value"] == 1.0
-    agent, rollout = received.named("invoke_agent counter_agent")[0].attributes, received.named("rollout")[0].attributes
+    agent, rollout = (
+        received.spans_named("invoke_agent counter_agent")[0].attributes,
+        received.spans_named("rollout")[0].attributes,
+    )
     assert (agent["gen_ai.operation.name"], agent["gen_ai.agent.name"]) == ("invoke_agent", "counter_agent")
     assert (rollout["ngym.status"], rollout["ngym.reward"], rollout["ngym.task.index"]) == ("ok", 1.0, 0)
     assert all(span.attributes["ngym.rollout.id"] == row["ng"]["rollout_id"] for span in received.spans)
@@ -166,25 +171,25 @@ def test_spans_carry_the_attributes_of_the_genai_conventions_and_no_contents(goo
     assert not any(text in everything for text in ("Make it five", "all done", "amount"))
 
 
-def test_contents_are_recorded_where_the_config_wants_them(broken: Traced) -> None:
-    first, second = (span.attributes for span in broken.received.named("chat acme-1"))
-    tool = broken.received.named("execute_tool add")[0].attributes
+def test_contents_are_recorded_where_the_config_wants_them(broken: TracedCollection) -> None:
+    first, second = (span.attributes for span in broken.received.spans_named("chat acme-1"))
+    tool = broken.received.spans_named("execute_tool add")[0].attributes
     assert "Make it five" in first["ngym.model.input"] and "all done" in second["ngym.model.output"]
     assert "generation_token_ids" not in second["ngym.model.output"]
     assert json.loads(tool["gen_ai.tool.call.arguments"]) == {"amount": 5}
     assert json.loads(json.loads(tool["gen_ai.tool.call.result"])) == {"total": 5}
 
 
-def test_a_failure_is_a_span_with_its_class(broken: Traced) -> None:
-    assert broken.collected.code == 1, broken.collected.said
-    (rollout,), (verify,) = broken.received.named("rollout"), broken.received.named("verify")
+def test_a_failure_is_a_span_with_its_class(broken: TracedCollection) -> None:
+    assert broken.collection.code == 1, broken.collection.output
+    (rollout,), (verify,) = broken.received.spans_named("rollout"), broken.received.spans_named("verify")
     assert rollout.failed and rollout.attributes["error.type"] == "verify_error"
     assert verify.failed and verify.attributes["error.type"] == "verify_error"
-    assert not broken.received.named("execute_tool add")[0].failed
+    assert not broken.received.spans_named("execute_tool add")[0].failed
 
 
-def test_a_rollout_is_traced_by_every_service_or_by_none(half: Traced) -> None:
-    ids = {trace_ids(row["ng"]["rollout_id"]).trace for row in half.collected.failures}
+def test_a_rollout_is_traced_by_every_service_or_by_none(half: TracedCollection) -> None:
+    ids = {trace_ids(row["ng"]["rollout_id"]).trace for row in half.collection.failures}
     sampled = {trace for trace in ids if int(trace[16:], 16) < 2**63}
     traced = [span.trace for span in half.received.spans]
     assert len(ids) == 30 and 0 < len(sampled) < 30
@@ -194,15 +199,17 @@ def test_a_rollout_is_traced_by_every_service_or_by_none(half: Traced) -> None:
 def test_a_collector_that_is_down_costs_nothing_but_spans(tmp_path: Path) -> None:
     with reserved_port() as nobody:
         done = run_collection(tmp_path, f"http://127.0.0.1:{nobody}", rows=20)
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert [row["reward"] for row in done.rows] == [1.0] * 20 and not done.failures
 
 
-def test_every_line_of_a_log_in_json_is_an_object_that_names_time_level_service_and_rollout(half: Traced) -> None:
-    lines = [json.loads(line) for line in half.collected.log.splitlines()]
+def test_every_line_of_a_log_in_json_is_an_object_that_names_time_level_service_and_rollout(
+    half: TracedCollection,
+) -> None:
+    lines = [json.loads(line) for line in half.collection.log.splitlines()]
     assert all({"time", "level", "service", "message"} <= line.keys() for line in lines)
     assert {line["service"] for line in lines} == {"counter"}
-    rollouts = {row["ng"]["rollout_id"] for row in half.collected.failures}
+    rollouts = {row["ng"]["rollout_id"] for row in half.collection.failures}
     assert {line["level"] for line in lines if line["message"] in ("imported", "adding")} == {"INFO"}  # printed
     for logger, words in (("a.library", "two\nlines"), ("uvicorn.error", "as uvicorn says it")):
         records = [line for line in lines if line.get("logger") == logger and line["message"] == words]
@@ -214,11 +221,11 @@ def test_every_line_of_a_log_in_json_is_an_object_that_names_time_level_service_
     assert all('raise ValueError("cannot score this")' in line["exception"] for line in failed)
 
 
-def test_a_line_of_a_log_in_text_names_its_service_and_rollout(broken: Traced) -> None:
-    (failure,) = broken.collected.failures
+def test_a_line_of_a_log_in_text_names_its_service_and_rollout(broken: TracedCollection) -> None:
+    (failure,) = broken.collection.failures
     rollout_id = failure["ng"]["rollout_id"]
-    assert f" WARNING counter ngym.services [{rollout_id}] POST /verify: verify failed" in broken.collected.log
-    assert "Traceback" in broken.collected.log
+    assert f" WARNING counter ngym.services [{rollout_id}] POST /verify: verify failed" in broken.collection.log
+    assert "Traceback" in broken.collection.log
 
 
 def test_without_a_destination_a_span_is_nothing() -> None:

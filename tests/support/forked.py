@@ -99,7 +99,7 @@ class ForkedCommand(Forked):
     def __init__(self, words: list[str], folder: Path, environment: Mapping[str, str], *, vllm: bool = False) -> None:
         readable, writable = os.pipe()
         self.stdout = os.fdopen(readable, encoding="utf-8")
-        self._said = ""
+        self._output = ""
         server = MODEL_SERVER if vllm else TRAINER
         super().__init__(server, _command, (list(map(str, words)), vllm), folder, environment, writable)
         os.close(writable)
@@ -107,10 +107,10 @@ class ForkedCommand(Forked):
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """What it has said, once it has ended. timeout: seconds to wait for its end after its output has ended."""
         if not self.stdout.closed:
-            self._said = self.stdout.read()
+            self._output = self.stdout.read()
             self.stdout.close()
         self.wait(timeout)
-        return self._said, None
+        return self._output, None
 
 
 class FdAtStart:

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from upstreams import Json, Said, Stub, Turn, mind
+from upstreams import Json, Stub, StubReply, Turn, mind
 
 CONTEXT = 4000
 HEADER = "<|im_start|>assistant\n"
@@ -66,7 +66,7 @@ def answer_ids(tokens: PreTrainedTokenizerFast, prompt: list[int]) -> list[int]:
     return tokens.encode(_render(reply) + "<|im_end|>", add_special_tokens=False)
 
 
-def _render(reply: Said) -> str:
+def _render(reply: StubReply) -> str:
     thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
     call = f"\n<tool_call>\n{json.dumps(reply.call)}\n</tool_call>" if reply.call else ""
     return thought + reply.text + call
@@ -157,7 +157,7 @@ class Sglang(Stub):
         return {"error": {"message": f"stub says {status}"}}
 
     def beat(self) -> bytes:
-        return b"data: " + json.dumps(self._told([70], 1, None)).encode() + b"\n\n"
+        return b"data: " + json.dumps(self._answer_json([70], 1, None)).encode() + b"\n\n"
 
     def _generate(self, body: Json) -> Response:
         parameters = body["sampling_params"]
@@ -168,20 +168,20 @@ class Sglang(Stub):
         ids = ids[: parameters["max_new_tokens"]]
         finish = {"type": "stop", "matched": ids[-1]} if fits else {"type": "length", "length": len(ids)}
         if not body.get("stream"):
-            return JSONResponse(self._told(ids, len(ids), finish))
+            return JSONResponse(self._answer_json(ids, len(ids), finish))
 
         async def events() -> AsyncIterator[bytes]:
             for end in range(2, len(ids) + 2, 2):
                 last = end >= len(ids)
                 part = ids[end - 2 : end] if self.incremental else ids[:end]
-                event = self._told(part, min(end, len(ids)), finish if last else None)
+                event = self._answer_json(part, min(end, len(ids)), finish if last else None)
                 yield b"data: " + json.dumps(event).encode() + b"\n\n"
                 await asyncio.sleep(0)
             yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
+    def _answer_json(self, ids: list[int], count: int, finish: Json | None) -> Json:
         meta = {
             "id": "x",
             "finish_reason": finish,

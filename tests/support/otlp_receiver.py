@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 
 @dataclass(frozen=True)
-class Told:
+class ReceivedSpan:
     """One span. Ids are hexadecimal; parent is "" for a root."""
 
     service: str
@@ -34,10 +34,10 @@ class Received:
     """url: the endpoint. spans: so far. paths: that were asked."""
 
     url: str
-    spans: list[Told] = field(default_factory=list)
+    spans: list[ReceivedSpan] = field(default_factory=list)
     paths: set[str] = field(default_factory=set)
 
-    def named(self, name: str) -> list[Told]:
+    def spans_named(self, name: str) -> list[ReceivedSpan]:
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start_ns)
 
 
@@ -67,12 +67,12 @@ def receiver() -> Iterator[Received]:
         server.server_close()
 
 
-def _spans(request: ExportTraceServiceRequest) -> Iterator[Told]:
+def _spans(request: ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:
     for resource in request.resource_spans:
         service = {each.key: _value(each.value) for each in resource.resource.attributes}["service.name"]
         for scope in resource.scope_spans:
             for span in scope.spans:
-                yield Told(
+                yield ReceivedSpan(
                     service,
                     span.name,
                     span.trace_id.hex(),

@@ -33,7 +33,7 @@ class Terminal:
         self._rewraps = rewraps
         self._screen = pyte.Screen(columns, rows)
         self._feed = pyte.ByteStream(self._screen)
-        self._tell(columns, rows)
+        self._set_size(columns, rows)
 
     def resize(self, columns: int, rows: int) -> None:
         self.read()
@@ -41,7 +41,7 @@ class Terminal:
             self._wrap(columns, rows)
         else:
             self._screen.resize(rows, columns)
-        self._tell(columns, rows)
+        self._set_size(columns, rows)
 
     def read(self) -> None:
         """Take what was written so far."""
@@ -85,7 +85,7 @@ class Terminal:
         os.close(self.master)
         os.close(self.slave)
 
-    def _tell(self, columns: int, rows: int) -> None:
+    def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def _wrap(self, columns: int, rows: int) -> None:

@@ -27,7 +27,7 @@ class Turn(NamedTuple):
     text: str
 
 
-class Said(NamedTuple):
+class StubReply(NamedTuple):
     """An answer: reasoning, words of the text, a call or none; whether it was cut off; what it cost."""
 
     reasoning: str
@@ -51,7 +51,7 @@ class TooLong(Exception):
     pass
 
 
-def mind(turns: list[Turn], tools: bool, limit: int | None) -> Said:
+def mind(turns: list[Turn], tools: bool, limit: int | None) -> StubReply:
     """What is said next. `status 429`, `garbage`, `forever` and so on in the last turn have the server misbehave."""
     prompt = sum(len(turn.text.split()) for turn in turns)
     if prompt > CONTEXT:
@@ -60,24 +60,24 @@ def mind(turns: list[Turn], tools: bool, limit: int | None) -> Said:
     if role == "user" and (match := re.search(r"status (\d{3})", text)):
         raise Refused(int(match[1]))
     if role == "user" and "add" in text and tools:
-        return Said("I must add.", [], ADD, False, prompt, 7)
+        return StubReply("I must add.", [], ADD, False, prompt, 7)
     answer = f"The tool says {text}, naïve ☕ indeed." if role == "tool" else f"You said: {text}. Fine ☕, isn't it?"
     words = re.findall(r"\S+\s*", answer)
     if limit is not None and limit < len(words):
-        return Said("", words[:limit], None, True, prompt, limit)
-    return Said("", words, None, False, prompt, len(words))
+        return StubReply("", words[:limit], None, True, prompt, limit)
+    return StubReply("", words, None, False, prompt, len(words))
 
 
 class Stub:
-    """A server of one protocol. `seen`: what it was sent; `left`: how many answers no one waited for.
+    """A server of one protocol. `requests`: what it got; `abandoned`: how many answers no one waited for.
 
-    bend: where set, chance puts something wrong somewhere into each answer.
+    corruption: where set, chance puts something wrong somewhere into each answer.
     """
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, Json, Request]] = []
-        self.running = self.left = 0
-        self.bend: random.Random | None = None
+        self.running = self.abandoned = 0
+        self.corruption: random.Random | None = None
         self.app = FastAPI()
         self.app.state.options_model, self.app.state.kind = ServiceOptions, "model"
         self.app.add_api_route("/{path:path}", self._handle, methods=["POST", "GET"])
@@ -99,7 +99,7 @@ class Stub:
             return await self._forever(request, bool(body.get("stream")))
         try:
             answer = self.answer(known, body)
-            return answer if self.bend is None else _bent(answer, self.bend)
+            return answer if self.corruption is None else _bent(answer, self.corruption)
         except Refused as error:
             headers = {"retry-after-ms": "10"} if error.status in (429, 529) else {}
             return JSONResponse(self.error(error.status), error.status, headers)
@@ -114,14 +114,14 @@ class Stub:
                     yield self.beat()
                     await asyncio.sleep(0.02)
             finally:
-                self.left += 1
+                self.abandoned += 1
 
         if stream:
             return StreamingResponse(nothing(), media_type="text/event-stream")
         self.running += 1
         while not await request.is_disconnected():
             await asyncio.sleep(0.02)
-        self.left += 1
+        self.abandoned += 1
         return Response()
 
     def routes(self) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def _turn(item: Json) -> Turn:
     return Turn(item.get("role", "assistant"), text_of(item.get("content")))
 
 
-def _response(reply: Said) -> Json:
+def _response(reply: StubReply) -> Json:
     output: list[Json] = []
     if reply.reasoning:
         summary = [{"type": "summary_text", "text": reply.reasoning}]
@@ -266,7 +266,7 @@ def _response(reply: Said) -> Json:
     }
 
 
-def _response_events(reply: Said, response: Json) -> Iterator[Json]:
+def _response_events(reply: StubReply, response: Json) -> Iterator[Json]:
     initial = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[Json] = [{"type": "response.created", "response": initial}]
     for index, item in enumerate(response["output"]):
@@ -295,7 +295,7 @@ def _head(kind: str) -> Json:
     return {"id": "chatcmpl-1", "object": kind, "created": 1, "model": "stub-1"}
 
 
-def _usage(reply: Said) -> Json:
+def _usage(reply: StubReply) -> Json:
     total = reply.prompt_tokens + reply.completion_tokens
     return {
         "prompt_tokens": reply.prompt_tokens,
@@ -304,17 +304,17 @@ def _usage(reply: Said) -> Json:
     }
 
 
-def _finish(reply: Said) -> str:
+def _finish(reply: StubReply) -> str:
     return "length" if reply.cut else "tool_calls" if reply.call else "stop"
 
 
-def _ids(reply: Said) -> tuple[list[int], list[Json]]:
+def _ids(reply: StubReply) -> tuple[list[int], list[Json]]:
     """vLLM's ids and logprobs of what was sampled: here one a word."""
     ids = [100 + index for index in range(reply.completion_tokens)]
     return ids, [{"token": "x", "logprob": -id / 256, "bytes": None, "top_logprobs": []} for id in ids]
 
 
-def _completion(reply: Said, with_ids: bool) -> Json:
+def _completion(reply: StubReply, with_ids: bool) -> Json:
     message: Json = {"role": "assistant", "content": reply.text or None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -330,7 +330,7 @@ def _completion(reply: Said, with_ids: bool) -> Json:
     return completion
 
 
-def _chunks(reply: Said, with_ids: bool, include_usage: bool) -> Iterator[Json]:
+def _chunks(reply: StubReply, with_ids: bool, include_usage: bool) -> Iterator[Json]:
     head = _head("chat.completion.chunk")
     ids, logprobs = _ids(reply)
 
@@ -392,7 +392,7 @@ class Anthropic(Stub):
     def beat(self) -> bytes:
         return b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def _message(self, reply: Said) -> Json:
+    def _message(self, reply: StubReply) -> Json:
         content: list[Json] = []
         if reply.reasoning:
             content.append({"type": "thinking", "thinking": reply.reasoning, "signature": "sealed"})
@@ -408,7 +408,7 @@ class Anthropic(Stub):
         about = {"id": "msg_1", "type": "message", "role": "assistant", "model": "stub-1", "stop_sequence": None}
         return about | {"content": content, "stop_reason": stop, "usage": usage}
 
-    def _events(self, reply: Said) -> Iterator[Json]:
+    def _events(self, reply: StubReply) -> Iterator[Json]:
         message = self._message(reply)
         initial = message | {"content": [], "stop_reason": None, "usage": message["usage"] | {"output_tokens": 1}}
         yield {"type": "message_start", "message": initial}

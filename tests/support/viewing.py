@@ -85,14 +85,14 @@ def write(path: Path, rows: Sequence[Json | bytes]) -> Path:
 
 @dataclass(frozen=True)
 class Viewer:
-    """A viewer that runs. told: what it printed with --json."""
+    """A viewer that runs. report: what it printed with --json."""
 
-    told: Json
+    report: Json
     process: subprocess.Popen[bytes]
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers with names in lower case, body."""
-        request = Request(self.told["address"].rstrip("/") + path, method=method, headers=headers)
+        request = Request(self.report["address"].rstrip("/") + path, method=method, headers=headers)
         try:
             with LOCAL.open(request, timeout=LONG_S) as answer:
                 return answer.status, {name.lower(): value for name, value in answer.headers.items()}, answer.read()

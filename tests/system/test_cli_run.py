@@ -101,7 +101,7 @@ class Running:
             assert line, self.process.communicate()[1]
             self.events.append(json.loads(line))
 
-    def everyone(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         """Every process of the run but ng_run itself."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -147,7 +147,7 @@ def test_however_ng_run_ends_no_process_is_left(
     with (folder / "global_config.yaml").open("a") as config:
         config.write("two: {kind: model, app: gym_servers/stubborn}\n")
     ng_run = run()
-    everyone = ng_run.everyone()
+    everyone = ng_run.processes()
     assert len(everyone) == 4  # the zygote, two services, the worker of one
     code, out, _ = ng_run.end(number)
     if number is signal.SIGKILL:

@@ -76,7 +76,7 @@ def check_link_of_viewer(page: Page, folder: Path, head: str) -> None:
     """A viewer of a file that grows in the run's folder leads to this page."""
     with viewer(write(folder / "out.jsonl", [rollout()]), cache=folder / "cache") as web_viewer:
         other = page.context.new_page()
-        other.goto(web_viewer.told["address"])
+        other.goto(web_viewer.report["address"])
         link = other.get_by_role("link", name="rollouts that run now")
         playwright.expect(link).to_have_attribute("href", head)
         other.close()

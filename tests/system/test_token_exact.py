@@ -119,7 +119,7 @@ class Api(NamedTuple):
     history: str
     ask: Json
     carrier: Callable[[Json], Json]
-    kept: Callable[[Json], list[Json]]
+    history_items: Callable[[Json], list[Json]]
     calls: Callable[[list[Json]], list[str]]
     result: Callable[[str, str], Json]
 
@@ -158,19 +158,19 @@ MESSAGES = Api(
 
 
 class Client(NamedTuple):
-    """captured: under /rollouts/{id}, and without token ids. again: it asks each time twice, as an SDK whose first
+    """captured: under /rollouts/{id}, and without token ids. repeats: it asks each time twice, as an SDK whose first
     attempt timed out."""
 
     api: Api
     captured: bool
     stream: bool = False
-    again: bool = False
+    repeats: bool = False
 
 
 CLIENTS = [
     Client(CHAT, captured=True),
     Client(CHAT, captured=True, stream=True),
-    Client(CHAT, captured=True, again=True),
+    Client(CHAT, captured=True, repeats=True),
     Client(CHAT, captured=False),
     Client(RESPONSES, captured=True),
     Client(RESPONSES, captured=False),
@@ -180,12 +180,12 @@ CLIENTS = [
 
 
 class Rollout(NamedTuple):
-    """calls: the tokens of each answer that the client went on from, as the engine told them. said: the last body."""
+    """calls: the tokens of each answer that the client went on from, as the engine told them. request: the last body."""
 
     client: Client
     name: str
     calls: list[ModelCall]
-    said: Json
+    request: Json
 
 
 async def answer_of(http: httpx.AsyncClient, path: str, body: Json, again: bool) -> Json:
@@ -215,7 +215,7 @@ async def roll_out(http: httpx.AsyncClient, index: int) -> Rollout:
     body = api.ask | spelling | {"temperature": 1.0, "stream": client.stream, api.history: history}
     for _ in range(TURNS):
         answer = await answer_of(http, path, body, again=False)
-        if client.again:
+        if client.repeats:
             answer = await answer_of(http, path, body, again=True)
         carrier = api.carrier(answer)
         prompt, sampled, logprobs = (carrier[name] for name in TOKEN_FIELDS)
@@ -223,7 +223,7 @@ async def roll_out(http: httpx.AsyncClient, index: int) -> Rollout:
         if client.captured:
             for field in TOKEN_FIELDS:
                 del carrier[field]
-        items = api.kept(answer)
+        items = api.history_items(answer)
         history += items
         history += [api.result(call_id, json.dumps({"sum": draw.randrange(99)})) for call_id in api.calls(items)]
         if history[-1] is items[-1]:
@@ -272,12 +272,12 @@ def render_conversation(checkpoint: Path, rollout: Rollout) -> list[int]:
     """The conversation of a Chat client, as its template tokenises it."""
     from transformers import AutoTokenizer
 
-    messages = copy.deepcopy(rollout.said["messages"])
+    messages = copy.deepcopy(rollout.request["messages"])
     for call in (call for message in messages for call in message.get("tool_calls") or ()):
         with suppress(json.JSONDecodeError):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return tokenizer.apply_chat_template(messages, **rollout.said["chat_template_kwargs"])["input_ids"]
+    return tokenizer.apply_chat_template(messages, **rollout.request["chat_template_kwargs"])["input_ids"]
 
 
 @pytest.mark.parametrize("count", [48, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
@@ -306,7 +306,7 @@ def test_the_trainer_computes_the_samplers_logprobs_of_what_every_client_brought
         render_conversation(checkpoint, rollout)[: len(segment["token_ids"])] != segment["token_ids"]
         for rollout, segment in of_chat
     )
-    called = sum("tool_calls" in message for rollout, _ in of_chat for message in rollout.said["messages"])
+    called = sum("tool_calls" in message for rollout, _ in of_chat for message in rollout.request["messages"])
     assert rewritten > len(of_chat) / 2 and called, "else this test shows nothing"
     difference = largest_difference(checkpoint, segments)
     sampled_tokens = sum(len(segment["logprobs"]) for segment in segments)

@@ -22,9 +22,9 @@ EVIL = (
 JOINED = "\u2764\ufe0f \U0001f468\u200d\U0001f469\u200d\U0001f467 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
 ROWS = 100_000
 RECORD = """() => {
-    window.said = "";
+    window.headerTexts = "";
     const header = document.querySelector("header");
-    const noted = new MutationObserver(() => (window.said += header.textContent));
+    const noted = new MutationObserver(() => (window.headerTexts += header.textContent));
     noted.observe(header, { childList: true, characterData: true, subtree: true });
 }"""
 
@@ -103,7 +103,7 @@ def odd() -> Json:
 
 
 def go(page: Page, served: Viewer, route: str = "#/") -> None:
-    page.goto(served.told["address"].rstrip("/") + "/" + route)
+    page.goto(served.report["address"].rstrip("/") + "/" + route)
 
 
 def first_row(page: Page) -> Any:
@@ -230,7 +230,7 @@ def test_a_server_that_is_away_is_reported_and_what_it_owed_comes_when_it_is_bac
         playwright.expect(page.locator("header")).to_contain_text("No answer")
         page.evaluate(RECORD)  # what comes next is shown for a few seconds only
         page.unroute("**/api/**")
-        eventually(page, lambda: "It answers again" in page.evaluate("said"))
+        eventually(page, lambda: "It answers again" in page.evaluate("headerTexts"))
         playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("It is 2.")
 
 

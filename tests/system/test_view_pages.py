@@ -97,7 +97,7 @@ def trained_row(step: int, task: int, index: int) -> dict[str, Any]:
 
 
 def go(page: Page, served: Viewer, route: str = "#/") -> None:
-    page.goto(served.told["address"].rstrip("/") + "/" + route)
+    page.goto(served.report["address"].rstrip("/") + "/" + route)
 
 
 def test_answers_are_rendered_and_raw_on_request(page: Page, web_viewer: Viewer) -> None:

@@ -239,7 +239,7 @@ def test_every_answer_forbids_what_a_page_need_not_do(web_viewer: Viewer) -> Non
 
 
 def test_a_name_that_is_not_this_machines_is_refused(web_viewer: Viewer) -> None:
-    port = web_viewer.told["address"].rsplit(":", 1)[1].strip("/")
+    port = web_viewer.report["address"].rsplit(":", 1)[1].strip("/")
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
         status, _, body = web_viewer.ask("/api/runs", Host=host)
         assert status in (400, 421)
@@ -250,7 +250,7 @@ def test_a_name_that_is_not_this_machines_is_refused(web_viewer: Viewer) -> None
 
 def test_with_a_token_only_the_page_itself_is_open(folder: Path, tmp_path: Path) -> None:
     with viewer(folder / "before.jsonl", cache=tmp_path, NGYM_TOKEN=TOKEN) as served:
-        assert served.told["url"].endswith(f"#token={TOKEN}")
+        assert served.report["url"].endswith(f"#token={TOKEN}")
         assert served.ask("/")[0] == 200
         status, headers, body = served.ask("/api/runs")
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
@@ -262,11 +262,11 @@ def test_with_a_token_only_the_page_itself_is_open(folder: Path, tmp_path: Path)
 
 def test_off_loopback_a_token_is_made(folder: Path, tmp_path: Path) -> None:
     with viewer("--host", "0.0.0.0", folder / "before.jsonl", cache=tmp_path) as served:
-        port = served.told["address"].rstrip("/").rsplit(":", 1)[1]
-        here = Viewer({**served.told, "address": f"http://127.0.0.1:{port}/"}, served.process)
+        port = served.report["address"].rstrip("/").rsplit(":", 1)[1]
+        here = Viewer({**served.report, "address": f"http://127.0.0.1:{port}/"}, served.process)
         assert here.ask("/api/runs")[0] == 401
-        assert here.ask("/api/runs", Authorization=f"Bearer {served.told['token']}")[0] == 200
-        assert len(served.told["token"]) > 40
+        assert here.ask("/api/runs", Authorization=f"Bearer {served.report['token']}")[0] == 200
+        assert len(served.report["token"]) > 40
 
 
 def test_a_file_that_grows_is_followed(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_folder_shows_what_is_in_it_but_nothing_that_links_lead_out_to(tmp_pat
     (inside / "link.jsonl").symlink_to(secret_folder / "secret.jsonl")
     (inside / "folder").symlink_to(secret_folder)
     with viewer(inside, cache=tmp_path / "cache") as served:
-        paths = [run["path"] for run in served.told["runs"]]
+        paths = [run["path"] for run in served.report["runs"]]
     assert paths == [str(inside / "runs" / "all_failed.jsonl"), str(inside / "runs" / "one" / "out.jsonl")]
 
 

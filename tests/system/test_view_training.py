@@ -192,7 +192,7 @@ def web_viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
     write(folder / "slow" / "rollouts.jsonl", [trained_rollout(count) for count in range(1, 3)])
     write(folder / "slow" / "eval_rollouts.jsonl", [trained_rollout(count) for count in (10, 20)])
     with viewer(folder, cache=folder / "cache") as served:
-        yield served.told["url"], folder
+        yield served.report["url"], folder
 
 
 def trained_rollout(count: int) -> Json:

@@ -54,7 +54,7 @@ TOGETHER: list[Options] = [
 ]
 
 
-class Taken(NamedTuple):
+class TrainingResult(NamedTuple):
     """steps: loss and gradient norm of each, the second and third twice: again from a stored state. held_out: a loss after them."""
 
     steps: list[tuple[float, float]]
@@ -74,16 +74,18 @@ def words(data: Path, folder: Path, every: list[Options]) -> list[str]:
     return [str(SUPPORT / "steps_on_ranks.py"), str(data), str(folder), *map(json.dumps, every), "--again"]
 
 
-def read_results(folder: Path, every: list[Options]) -> list[Taken]:
+def read_results(folder: Path, every: list[Options]) -> list[TrainingResult]:
     files = [folder / str(place) for place in range(len(every))]
     return [
-        Taken(**json.loads(file.with_suffix(".json").read_text()), weights=load_file(file.with_suffix(".safetensors")))
+        TrainingResult(
+            **json.loads(file.with_suffix(".json").read_text()), weights=load_file(file.with_suffix(".safetensors"))
+        )
         for file in files
     ]
 
 
 @pytest.fixture(scope="module")
-def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrainingResult]:
     folder = tmp_path_factory.mktemp("alone")
     process = ForkedCommand(words(data, folder, ALONE), folder, os.environ)
     output, _ = process.communicate(timeout=600)
@@ -92,7 +94,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
 
 
 @pytest.fixture(scope="module")
-def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
+def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrainingResult]:
     folder = tmp_path_factory.mktemp("together")
     ranks = on_two_ranks(folder, words(data, folder, TOGETHER))
     outputs = [rank.communicate(timeout=600)[0][-3000:] for rank in ranks]
@@ -100,7 +102,7 @@ def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken
     return read_results(folder, TOGETHER)
 
 
-def same(one: Taken, other: Taken, bound: float = 1e-5) -> None:
+def same(one: TrainingResult, other: TrainingResult, bound: float = 1e-5) -> None:
     for actual, expected in zip(one.steps, other.steps, strict=True):
         assert actual == pytest.approx(expected, rel=bound)
     assert one.held_out == pytest.approx(other.held_out, rel=bound)
@@ -110,7 +112,9 @@ def same(one: Taken, other: Taken, bound: float = 1e-5) -> None:
         assert (one.weights[name] - other.weights[name]).abs().max() < bound, name
 
 
-def test_a_stored_state_continues_with_the_same_steps(alone: list[Taken], together: list[Taken]) -> None:
+def test_a_stored_state_continues_with_the_same_steps(
+    alone: list[TrainingResult], together: list[TrainingResult]
+) -> None:
     for each in [*alone, *together]:
         assert len(each.steps) == 5
         for actual, expected in zip(each.steps[3:], each.steps[1:3], strict=True):
@@ -118,13 +122,13 @@ def test_a_stored_state_continues_with_the_same_steps(alone: list[Taken], togeth
 
 
 @pytest.mark.parametrize("place", range(1, len(ALONE)), ids=lambda place: str(ALONE[place]))
-def test_what_lives_on_the_cpu_learns_the_same(alone: list[Taken], place: int) -> None:
+def test_what_lives_on_the_cpu_learns_the_same(alone: list[TrainingResult], place: int) -> None:
     same(alone[place], alone[0])
 
 
 @pytest.mark.parametrize("place", range(len(TOGETHER)), ids=lambda place: str(TOGETHER[place]))
 def test_two_ranks_together_learn_and_measure_what_one_does(
-    alone: list[Taken], together: list[Taken], place: int
+    alone: list[TrainingResult], together: list[TrainingResult], place: int
 ) -> None:
     same(together[place], alone[0], 2e-3 if TOGETHER[place].get("precision") == "fp16" else 1e-5)
 

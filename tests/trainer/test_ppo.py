@@ -93,7 +93,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-class Told(nn.Module):
+class FixedCritic(nn.Module):
     """A critic that says these values at the trained tokens, plus a learned constant."""
 
     lr = None
@@ -110,7 +110,7 @@ class Told(nn.Module):
 def test_advantages_returns_and_value_loss_by_hand_across_a_tools_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Two tokens sampled, two of a tool, two sampled; reward 1; gamma 0.99, lambda 0.95."""
     predictions = [0.1, 0.2, 0.3, 0.4]
-    trained = learner(tokenizer, network=Told(predictions), lr=1e-2)
+    trained = learner(tokenizer, network=FixedCritic(predictions), lr=1e-2)
     algorithm = policy_gradient.PolicyGradient(options(critic={"value_clip": 0.15, "lr": 0.1}), None, None)
     one = rollout(0, 1.0, [(3, 5), (7, 9)], draw=random.Random(0))
     (prepared,) = algorithm.prepare([one], trained, BUDGET)

@@ -143,14 +143,14 @@ class Stuck:
     """A sink that takes one entry and never comes back."""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
+        self.started = threading.Event()
         self.abandoned = False
 
     def open(self) -> None:
         return None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.begun.set()
+        self.started.set()
         threading.Event().wait()
 
     def close(self) -> None:
@@ -166,17 +166,17 @@ def test_a_sink_that_hangs_holds_nothing_up_and_its_losses_are_counted(
     stuck = Stuck()
     thread = sinks.SinkThread("stuck", stuck, waiting=5)
     stderr = run(tmp_path, sinks.Sinks([thread], close_s=0.1), capsys, steps=300)
-    assert stuck.begun.wait(60) and stuck.abandoned
+    assert stuck.started.wait(60) and stuck.abandoned
     assert stderr.count("logging.stuck: entries are lost: it accepted no entry while 5 arrived") == 1
     assert "logging.stuck: 301 of 301 entries were not written; metrics.jsonl has them" in stderr
     assert len(rows(tmp_path)) == 301
 
 
-class Moody:
+class FlakySink:
     """A sink that refuses every second entry."""
 
     def __init__(self) -> None:
-        self.taken: list[int] = []
+        self.written_steps: list[int] = []
         self.closed = False
 
     def open(self) -> None:
@@ -185,7 +185,7 @@ class Moody:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if step % 2:
             raise ConnectionError("server says 503\nand more")
-        self.taken.append(step)
+        self.written_steps.append(step)
 
     def close(self) -> None:
         self.closed = True
@@ -197,9 +197,9 @@ class Moody:
 def test_a_sink_that_raises_gets_the_next_entry_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    moody = Moody()
+    moody = FlakySink()
     stderr = run(tmp_path, sinks.Sinks([sinks.SinkThread("moody", moody)], close_s=60), capsys, steps=6)
-    assert moody.taken == [0, 2, 4, 6] and moody.closed
+    assert moody.written_steps == [0, 2, 4, 6] and moody.closed
     assert stderr.count("logging.moody: entries are lost: ConnectionError: server says 503; training continues") == 1
     assert "logging.moody: 3 of 7 entries were not written" in stderr
 

@@ -42,8 +42,8 @@ def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
             )
         finally:
             tracing.end()
-        wait_until(lambda: len(received.named("train step")) >= 2)  # it does not wait for a slow receiver
-    steps = received.named("train step")
+        wait_until(lambda: len(received.spans_named("train step")) >= 2)  # it does not wait for a slow receiver
+    steps = received.spans_named("train step")
     assert [(span.service, span.parent, span.failed) for span in steps] == [("ng_train", "", False)] * 2
     assert [span.attributes["ngym.step"] for span in steps] == [1, 2]
     assert [span.attributes["ngym.loss"] for span in steps] == pytest.approx([values["loss"] for values in history])

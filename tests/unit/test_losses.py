@@ -46,7 +46,7 @@ PEER_BATCH = Batch(**{name: PEERS[name] for name in Batch.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepResult:
     """A step's loss, its gradients by token in the order of the batch, and its metrics."""
 
     loss: float
@@ -70,7 +70,7 @@ def step(
     first: bool = False,
     shuffle: int | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Stepped:
+) -> StepResult:
     """As the loop does it: weigh the whole step, add up micro-batches of whole rollouts, divide once.
 
     first: it is the first update on the batch, so there are no old logprobs. shuffle: a seed to mix the tokens with.
@@ -115,7 +115,7 @@ def step(
             total, count = sums.get(name, (0.0, 0.0))
             sums[name] = [total + mean.total, count + mean.count]
     assert logprobs.grad is not None
-    return Stepped(
+    return StepResult(
         loss=value,
         grad=logprobs.grad.tolist(),
         entropy_grad=[] if entropy.grad is None else entropy.grad.tolist(),

@@ -82,12 +82,12 @@ async def test_a_timeout_within_another_leaves_the_outer_one_alone() -> None:
 
 
 async def test_a_timeout_in_time_is_freed_without_a_garbage_collection() -> None:
-    class Held(Timeout):
+    class WeaklyReferencedTimeout(Timeout):
         __slots__ = ("__weakref__",)
 
     gc.disable()
     try:
-        timer = Held(60)
+        timer = WeaklyReferencedTimeout(60)
         reference = weakref.ref(timer)
         with timer:
             await asyncio.sleep(0)

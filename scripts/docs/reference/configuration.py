@@ -9,7 +9,7 @@ from ngym.schema import Kind
 from ngym.services import AgentOptions, ServiceOptions
 from ngym.services.models.server import ModelOptions
 
-from .fields import Key, default_of, keys, keys_table, said
+from .fields import Key, default_of, docstring_summary, keys, keys_table
 from .markup import words
 from .services import FOLDERS, Shipped, shipped
 from .specimen import Specimen
@@ -35,7 +35,7 @@ def text(specimen: Specimen) -> str:
     stanza = [key for key in keys(Stanza) if key.name not in NOT_WRITTEN]
     parts = [
         INTRO,
-        words(said(Settings)) + "\n",
+        words(docstring_summary(Settings)) + "\n",
         keys_table(list(keys(Settings, f"{SETTINGS_KEY}."))),
         "## A stanza {#stanza}\n",
         "The options of every service. The service's own options follow.\n",
@@ -56,7 +56,11 @@ def _of_kind(kind: Kind) -> list[str]:
     without = [f"`{each.app}`" for each in found if not _own(each, base)]
     for each in found:
         if own := _own(each, base):
-            parts += [f"### {each.app} {{#{each.app.replace('/', '-')}}}\n", words(each.said) + "\n", keys_table(own)]
+            parts += [
+                f"### {each.app} {{#{each.app.replace('/', '-')}}}\n",
+                words(each.description) + "\n",
+                keys_table(own),
+            ]
     if without:
         parts.append(f"No options of their own: {', '.join(without)}.\n")
     return parts

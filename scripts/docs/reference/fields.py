@@ -53,7 +53,7 @@ def keys_table(keys: Sequence[Key]) -> str:
     )
 
 
-def said(model: type) -> str:
+def docstring_summary(model: type) -> str:
     """What a model's docstring says of it as a whole, without what it says of its fields."""
     return _split(model)[0]
 
@@ -65,7 +65,9 @@ def keys(model: type[BaseModel], prefix: str = "", without: Mapping[str, Any] | 
         if without is not None and name in without and without[name] == default_of(field):
             continue
         inside = _inner(field.annotation)
-        what = field.description or described.get(name, "") or (said(inside[0]) if len(inside) == 1 else "")
+        what = (
+            field.description or described.get(name, "") or (docstring_summary(inside[0]) if len(inside) == 1 else "")
+        )
         nested = field.default is not None and len(inside) == 1 and not _many(field.annotation)
         if not nested:
             yield Key(f"{prefix}{name}", type_name(field), default_of(field), what)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from ngym.trainer.recipe import algorithms
 from ngym.trainer.recipe import recipe as config
 
-from .fields import Key, keys, keys_table, said
+from .fields import Key, docstring_summary, keys, keys_table
 from .markup import fence, words
 from .specimen import ROOT, Specimen
 
@@ -48,9 +48,9 @@ def _algorithm(name: str, options: type[BaseModel], base: type[BaseModel]) -> st
         further = options.model_fields.keys() - base.model_fields.keys()
         own = [key for key in keys(options, "algorithm.") if key.name.split(".")[1] in further]
         shown = f"Its own keys:\n\n{keys_table(own)}" if own else _setting(options, base)
-        return f"## algorithm: {name} {{#{name}}}\n\n{words(said(options))}\n\n{shown}"
+        return f"## algorithm: {name} {{#{name}}}\n\n{words(docstring_summary(options))}\n\n{shown}"
     found = [key if key.name != "algorithm.name" else _named(key, name) for key in keys(options, "algorithm.")]
-    return f"## algorithm: {name} {{#{name}}}\n\n{words(said(options))}\n\n{keys_table(found)}"
+    return f"## algorithm: {name} {{#{name}}}\n\n{words(docstring_summary(options))}\n\n{keys_table(found)}"
 
 
 def _setting(options: type[BaseModel], base: type[BaseModel]) -> str:
@@ -68,7 +68,7 @@ def _named(key: Key, name: str) -> Key:
 
 
 def _section(name: str, model: type[BaseModel], what: str) -> str:
-    return f"## {name} {{#{name}}}\n\n{words(' '.join([what, said(model)]))}\n\n{keys_table(list(keys(model, f'{name}.')))}"
+    return f"## {name} {{#{name}}}\n\n{words(' '.join([what, docstring_summary(model)]))}\n\n{keys_table(list(keys(model, f'{name}.')))}"
 
 
 def _shipped() -> str:

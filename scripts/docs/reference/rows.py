@@ -7,7 +7,7 @@ import json
 from ngym.schema import AgentRef, Segment, Trace
 from ngym.services import VerifyRequest
 
-from .fields import descriptions, said
+from .fields import descriptions, docstring_summary
 from .markup import code, fence, json_text, shortened, table, words
 from .specimen import Specimen
 
@@ -46,10 +46,10 @@ def text(specimen: Specimen) -> str:
             "The task, the policy's `response` (a Response of the Responses API), the reward, the verifier's own fields, and `ng`.\n",
             fence("json", json_text(shortened(first))),
             "## The record `ng` {#ng}\n",
-            words(said(Trace)) + "\n",
+            words(docstring_summary(Trace)) + "\n",
             _keys(Trace, ""),
             "## A segment {#segment}\n",
-            words(said(Segment)) + "\n",
+            words(docstring_summary(Segment)) + "\n",
             _keys(Segment, ""),
             "## A failed attempt {#failure}\n",
             "The task, both indices, `attempt`, and `failure` ([its classes](failures.md)).\n",

@@ -37,7 +37,7 @@ class Shipped(NamedTuple):
 
     app: str
     options: type[ServiceOptions]
-    said: str
+    description: str
 
 
 def shipped(kind: Kind) -> list[Shipped]:
