@@ -157,7 +157,7 @@ async def test_a_preload_that_fails_or_starts_threads_is_not_used(tmp_path: Path
     app = APP.replace("    global preloaded_by\n    preloaded_by = os.getpid()", f"    {body}")
     async with command(config(tmp_path, app), warm=True) as stack:
         assert (await answer(stack))["preloaded_by"] is None
-    assert not warm_zygote.running()
+        await until(lambda: not warm_zygote.running())
 
 
 async def test_no_warm_ends_it_and_needs_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
