@@ -553,7 +553,8 @@ def ipc(spec: Row) -> Row:
     proof that both have the same log-probabilities. vLLM takes no `ipc` on a CPU: there they go over `http`.
     """
     import ngym
-    from ngym.trainer.weights.push import LogprobProof, Pusher
+    from ngym.trainer.weights.push import Pusher
+    from ngym.trainer.weights.replica import LogprobProof
 
     shape = shape_of(spec)
     network = network_of(shape, torch.bfloat16, "sdpa").eval()

@@ -183,10 +183,13 @@ def push(rows: list[Json]) -> list[str]:
     head = [
         "## Weight push: `benchmarks/push.py`",
         "",
-        "Every tensor over HTTP to a running vLLM, committed, and proven by log-probabilities.",
+        (
+            "Weights over HTTP to a running vLLM, committed, and proven by log-probabilities: every tensor (`http`), or the "
+            "values that changed (`delta`). Before each push every weight moves by up to 1e-6, as by a step of AdamW at that rate."
+        ),
     ]
-    heads = ("parameters", "MB", "seconds, median", "most", "MB/s", "vLLM ready after, s")
-    names = ("parameters", "mb", "push_s", "push_most_s", "mb_s", "vllm_ready_s")
+    heads = ("parameters", "dtype", "transport", "MB", "seconds, median", "most", "vLLM ready after, s")
+    names = ("parameters", "dtype", "transport", "mb", "push_s", "push_most_s", "vllm_ready_s")
     return head + table(heads, ([row[name] for name in names] for row in rows))
 
 

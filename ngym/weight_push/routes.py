@@ -2,6 +2,8 @@
 
     POST   /weights         {version, tensors}       -> {push, lease_s}   names and shapes are those of our checkpoint
                             or {.., adapter: {rank, alpha}}               they are those of PEFT
+                            {.., keep: true} -> {.., delta: false}        the files are kept as the base of a delta
+                            {.., delta: {base, files, bytes}} -> {.., delta}   true: send a delta; false: send all
     PUT    /weights/files?push=&sha256=              a safetensors file: its bytes, or {path} under weights_root
     POST   /weights/commit?push=  {mode}             -> {policy_version, seconds}
     DELETE /weights?push=                            ends the push without effect
@@ -41,6 +43,7 @@ from ngym.net.json_limits import BULK_WEIGHT, CALL_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validate
+from ngym.weight_push.delta import Delta, DeltaStage, KeptCheckpoint
 from ngym.weight_push.stage import (
     AdapterFiles,
     AdapterShape,
@@ -194,10 +197,14 @@ class Body(BaseModel):
 
 
 class Begin(Body):
+    """keep: the next push may be a delta to this one. delta: this push is one, if the server has its base."""
+
     version: int = Field(ge=1)
     tensors: list[AnnouncedTensor]
     adapter: AdapterShape | None = None
     transfer: bool = False
+    keep: bool = False
+    delta: Delta | None = None
 
 
 class NamedFile(Body):
@@ -244,13 +251,14 @@ BODIES: dict[str, type[BaseModel]] = {
 class Push:
     """A push under way.
 
-    stage: None for a transfer, which has no files. paused: when generation had paused for a transfer, which may have
+    stage: None for a transfer, which has no files. keeps: the tensors whose files are kept; None: they are not. paused: when generation had paused for a transfer, which may have
     begun to replace the weights since; None: it has not started. pausing_s: how long the pause took.
     """
 
     version: int
     stage: Stage | None
     adapter: AdapterShape | None
+    keeps: list[AnnouncedTensor] | None = None
     paused: float | None = None
     pausing_s: float = 0.0
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -330,6 +338,7 @@ class WeightPush:
         self._wrap_route = around
         self._sleep = Sleep(engine, options.lease_s)
         self._current: Push | None = None
+        self._kept: KeptCheckpoint | None = None
         self._beginning = asyncio.Lock()
         self._switching: asyncio.Task[Response] | None = None
 
@@ -365,6 +374,7 @@ class WeightPush:
             check_token(request, self._options.token)  # so that a pusher with a wrong token fails early
         transports: dict[str, Any] = {
             "http": True,
+            "delta": True,
             "filesystem": self._options.root,
             "lora": self._adapters is not None,
             **({str(self._transfer.backend): True} if self._transfer else {}),
@@ -397,15 +407,28 @@ class WeightPush:
             raise _conflict(
                 "this server has no weight transfer; models/vllm has, with engine.weight_transfer_config in its stanza"
             )
+        keeps = body.tensors if body.keep or body.delta is not None else None
+        if keeps is not None and (body.transfer or body.adapter is not None):
+            raise BadRequest("fields 'keep' and 'delta': only the files of whole weights are kept; leave them out")
         async with self._beginning:
             if self._current is not None:
                 other = f"version {self._current.version} is being pushed; wait until that push ends"
                 raise _conflict(other, retryable=True)
+            if keeps is None and self._kept is not None:
+                self._kept.remove()
+                self._kept = None
             # In a thread, because it may wait for another process's lock.
-            stage = None if body.transfer else await asyncio.to_thread(Stage, body.tensors, self._engine.dtype)
-            push = self._current = Push(body.version, stage, body.adapter)
+            stage = None if body.transfer else await asyncio.to_thread(self._new_stage, body)
+            push = self._current = Push(body.version, stage, body.adapter, keeps)
             self._renew_lease(push)
-        return JsonResponse({"push": push.id, "lease_s": self._options.lease_s}, status_code=201)
+        is_delta = {"delta": isinstance(stage, DeltaStage)} if keeps is not None else {}
+        return JsonResponse({"push": push.id, "lease_s": self._options.lease_s, **is_delta}, status_code=201)
+
+    def _new_stage(self, body: Begin) -> Stage:
+        kept, delta = self._kept, body.delta
+        if kept is not None and delta is not None and kept.is_base_of(delta, body.tensors):
+            return DeltaStage(body.tensors, self._engine.dtype, delta)
+        return Stage(body.tensors, self._engine.dtype)
 
     def _check_adapter(self, adapter: AdapterShape, announced: list[AnnouncedTensor]) -> None:
         if self._adapters is None:
@@ -463,10 +486,34 @@ class WeightPush:
             return Seconds(push.pausing_s, time.monotonic() - paused)
         push.stage.check_complete()
         if push.adapter is None:
-            return await self._engine.switch_weights(push.stage.folder, push.version, mode, patience_s)
+            return await self._serve_checkpoint(push, push.stage, mode)
         assert self._adapters is not None
         files = AdapterFiles(push.stage.folder, push.adapter)
         return await self._adapters.engine.switch_adapter(files, push.version, mode, patience_s)
+
+    async def _serve_checkpoint(self, push: Push, stage: Stage, mode: PauseMode) -> Seconds:
+        """Only the files that are served now are kept: those of an earlier push, or of one that failed, are removed."""
+        kept, self._kept = self._kept, None
+        try:
+            if isinstance(stage, DeltaStage):
+                assert kept is not None  # the push began with it, and no other has ended since
+                await asyncio.to_thread(kept.apply, stage.folder, push.id)
+                folder = kept.folder
+            else:
+                folder = stage.folder
+            seconds = await self._engine.switch_weights(folder, push.version, mode, self._options.lease_s)
+        except BaseException:
+            if kept is not None:
+                kept.remove()
+            raise
+        if isinstance(stage, DeltaStage):
+            self._kept = kept
+            return seconds
+        if kept is not None:
+            kept.remove()
+        if push.keeps is not None:
+            self._kept = KeptCheckpoint(push.id, stage, push.keeps)
+        return seconds
 
     async def _connect(self, request: Request) -> Response:
         body: Received = validate(Received, await json_body(request), "a connection")
@@ -534,7 +581,7 @@ class WeightPush:
             push.lease = asyncio.get_running_loop().call_later(self._options.lease_s, self._end, push)
 
     def _end(self, push: Push) -> None:
-        if push.stage is not None:
+        if push.stage is not None and (self._kept is None or self._kept.folder != push.stage.folder):
             push.stage.remove()
         if push.paused is not None and self._transfer is not None:
             self._transfer.abort("the push did not end")

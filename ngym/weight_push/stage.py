@@ -52,8 +52,13 @@ class AnnouncedTensor(BaseModel):
     dtype: Literal["F32", "BF16", "F16"]
 
     @property
+    def count(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return self.count * DTYPES[self.dtype].itemsize
 
 
 def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -128,17 +133,18 @@ class Stage:
 
     Args:
         dtype: of the engine; values beyond its range are refused.
+        size: bytes of the files without their headers; default: of the announced tensors.
 
     Attributes:
         room: bytes that may still be sent.
         remove: deletes the files; may be called more than once.
     """
 
-    def __init__(self, announced: list[AnnouncedTensor], dtype: torch.dtype) -> None:
+    def __init__(self, announced: list[AnnouncedTensor], dtype: torch.dtype, size: int | None = None) -> None:
         self._waiting = {tensor.name: tensor for tensor in announced}
         self._limit = torch.finfo(dtype).max
         self._files = 0
-        size = sum(tensor.bytes for tensor in announced)
+        size = sum(tensor.bytes for tensor in announced) if size is None else size
         self.room = size + HEADER_ROOM + HEADER_ROOM_PER_TENSOR * len(announced)
         self._private = PrivateFolder(self.room)
         self.folder = self._private.path
@@ -180,15 +186,21 @@ class Stage:
         return BadRequest(f"the file is larger than announced (at most {self.room} bytes left)", status=413)
 
     def _check(self, name: str, tensors: safe_open) -> None:
-        announced = self._waiting.pop(name, None)
-        if announced is None:
-            raise BadRequest(f"tensor {name}: was not announced, or was already sent")
+        announced = self._take(name)
         tensor_slice = tensors.get_slice(name)
         shape, dtype = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
         if (shape, dtype) != (announced.shape, announced.dtype):
             want = f"{announced.dtype} {list(announced.shape)}"
             raise BadRequest(f"tensor {name}: is {dtype} {list(shape)}, announced as {want}")
-        tensor = tensors.get_tensor(name)
+        self._check_finite(name, tensors.get_tensor(name))
+
+    def _take(self, name: str) -> AnnouncedTensor:
+        announced = self._waiting.pop(name, None)
+        if announced is None:
+            raise BadRequest(f"tensor {name}: was not announced, or was already sent")
+        return announced
+
+    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.numel():
             low, high = tensor.aminmax()
             if not (-self._limit <= low and high <= self._limit):  # in this form, nan fails, too

@@ -21,7 +21,8 @@ from paths import ROOT
 from safetensors.torch import load_file, save
 
 from ngym.services.base.app import load
-from ngym.trainer.weights.push import LogprobProof, Pusher, PushFailed
+from ngym.trainer.weights.push import Pusher, PushFailed
+from ngym.trainer.weights.replica import LogprobProof
 
 Json = dict[str, Any]
 APP = load(ROOT / "models" / "sglang" / "app.py")

@@ -119,12 +119,12 @@ def test_it_calls_a_tool_and_continues_from_its_own_ids(tmp_path: Path, root: Pa
         prompt = ask(server, "r-0", history, 1)["prompt_token_ids"]
         answer = harmony().encode(CALL, allowed_special="all")
         learn(network, prompt, answer)
-        from ngym.trainer.weights import push
+        from ngym.trainer.weights import push, replica
 
         pusher = push.Pusher([server.url], TOKEN)
         from ngym.trainer.weights import push
 
-        proof = push.LogprobProof(prompt, logprobs(network, prompt, 1))
+        proof = replica.LogprobProof(prompt, logprobs(network, prompt, 1))
         assert pusher.push(1, dict(network.state_dict()), proof).difference < 1e-4
         pusher.finish()
         first = ask(server, "r-1", history, 60)

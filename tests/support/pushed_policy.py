@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ngym.trainer.weights import push
+from ngym.trainer.weights import replica
 
 PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
 Weights = dict[str, Tensor]
+
+
+def write_experts(folder: Path, checkpoint: Path) -> Path:
+    """A mixture of experts with a head of its own, which a CPU packs differently, beside this checkpoint's tokenizer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    shape = json.loads((checkpoint / "config.json").read_text())
+    same = ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id")
+    config = Qwen3MoeConfig(
+        **{name: shape[name] for name in same},
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=shape["max_position_embeddings"],
+        tie_word_embeddings=False,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 class Policy:
@@ -37,7 +60,7 @@ class Policy:
         return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
 
     def proof(self) -> Any:
-        return push.LogprobProof(PROMPT, self.logprobs(PROMPT))
+        return replica.LogprobProof(PROMPT, self.logprobs(PROMPT))
 
 
 class Experts(Policy):

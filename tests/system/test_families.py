@@ -176,13 +176,13 @@ def test_a_family_calls_tools_in_its_own_form_and_continues_from_its_own_ids_und
         history += [item, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
 
         ids = [11, 12, 13, 30, 40, 50, 60]
-        from ngym.trainer.weights import push
+        from ngym.trainer.weights import push, replica
 
         pusher = push.Pusher([server.url], TOKEN)
         weights = change_weights(network)
         from ngym.trainer.weights import push
 
-        proof = push.LogprobProof(ids, logprobs(network, ids, 1))
+        proof = replica.LogprobProof(ids, logprobs(network, ids, 1))
         assert pusher.push(pusher.prepare() + 1, weights, proof).difference < 1e-4
         pusher.finish()
 
@@ -210,17 +210,17 @@ def test_gpt_oss_takes_new_experts_and_sinks(tmp_path: Path, root: Path) -> None
     network.save_pretrained(tmp_path / "policy")
     options = {"model": str(tmp_path / "policy"), "engine": {"max_model_len": CONTEXT}}
     with Servers(tmp_path, root, {"policy": {"options": options, "admin_token": TOKEN}}) as servers:
-        from ngym.trainer.weights import push
+        from ngym.trainer.weights import push, replica
 
         pusher = push.Pusher([servers["policy"].url], TOKEN)
         ids = list(range(5, 105))  # more than the sliding window
         from ngym.trainer.weights import push
 
-        assert pusher.prove(push.LogprobProof(ids, logprobs(network, ids, 1))) < 1e-4
+        assert pusher.prove(replica.LogprobProof(ids, logprobs(network, ids, 1))) < 1e-4
         first, weights = logprobs(network, ids, 1), change_weights(network)
-        from ngym.trainer.weights import push
+        from ngym.trainer.weights import push, replica
 
-        proof = push.LogprobProof(ids, logprobs(network, ids, 1))
+        proof = replica.LogprobProof(ids, logprobs(network, ids, 1))
         assert sum(abs(new - old) for new, old in zip(proof.logprobs, first, strict=True)) > 10
         assert pusher.push(pusher.prepare() + 1, weights, proof).difference < 1e-4
         pusher.finish()

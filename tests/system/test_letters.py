@@ -83,6 +83,26 @@ def test_in_bf16_every_transport_is_proved_and_apart_or_on_shared_gpus_it_learns
     assert weights["http"] == weights["colocated"]
 
 
+def test_pushes_of_what_changed_give_the_run_of_whole_checkpoints(tmp_path: Path) -> None:
+    words = ["letters.yaml", "output=run", "max_steps=3", "rollouts.max_output_tokens=16", "engine.zero_stage=1"]
+    words += ["engine.precision=bf16", "optimizer.lr=3e-6", "rollouts.policy_app=null"]
+    steps, sizes, weights = {}, {}, {}
+    for transport in ("http", "delta"):
+        (tmp_path / transport).mkdir()
+        process = train(tmp_path / transport, [*words, f"rollouts.transport={transport}"], vllm=True)
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
+        rows = metrics_of(tmp_path / transport)
+        measured = ("time/", "memory/", "tokens_per_s", "weight_sync/")
+        steps[transport] = [{key: row[key] for key in row if not key.startswith(measured)} for row in rows]
+        sizes[transport] = [row["weight_sync/bytes"] for row in rows]
+        weights[transport] = (tmp_path / transport / "run" / "policy" / "model.safetensors").read_bytes()
+    assert steps["http"] == steps["delta"] and weights["http"] == weights["delta"]
+    whole = sizes["http"][0]
+    assert sizes["http"] == [whole] * 3
+    assert sizes["delta"][0] >= whole and all(0 < size < whole / 2 for size in sizes["delta"][1:])
+
+
 def test_trainer_and_server_in_fp16_agree(tmp_path: Path) -> None:
     (tmp_path / "services.yaml").write_text(
         "policy: {kind: model, app: models/vllm, model: unused, engine: {dtype: float16}}\n"

@@ -91,7 +91,7 @@ async def test_both_nodes_compute_one_model_take_a_push_and_start_again_together
 ) -> None:
     import torch
 
-    from ngym.trainer.weights import push
+    from ngym.trainer.weights import push, replica
 
     assert await sampling_difference(stack, network) < 1e-4
     [state] = stack.states
@@ -104,7 +104,7 @@ async def test_both_nodes_compute_one_model_take_a_push_and_start_again_together
     proof = logits_TV.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
     pusher = push.Pusher([state.url], stack.admin_token, patience_s=PATIENCE_S)
     await asyncio.to_thread(pusher.prepare)
-    await asyncio.to_thread(pusher.push, 1, dict(network.state_dict()), push.LogprobProof(PROMPT, proof))
+    await asyncio.to_thread(pusher.push, 1, dict(network.state_dict()), replica.LogprobProof(PROMPT, proof))
     assert await sampling_difference(stack, network) < 1e-4  # on the new weights, of both nodes
 
     await _starts_again_after(stack, "ng:policy.1")

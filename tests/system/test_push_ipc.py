@@ -15,7 +15,7 @@ from pushed_policy import Experts, Policy, Weights
 from vllm_service import Server, endless, start, tokens_of, wait_until_ready, write_checkpoint
 
 from ngym.errors import BadRequest
-from ngym.trainer.weights import push, transfer
+from ngym.trainer.weights import push, push_files, replica, transfer
 from ngym.weight_push.shared_memory import SharedTensor, SharedTensors, device_id, open_tensor, share
 from ngym.weight_push.stage import SHARED_MEMORY
 
@@ -96,7 +96,7 @@ def test_a_push_that_fails_after_its_start_is_ended_on_the_servers_at_once(
         raise push.PushFailed("another server died")
 
     with monkeypatch.context() as patched:
-        patched.setattr(push.Replica, "update", fails)
+        patched.setattr(replica.Replica, "update", fails)
         with pytest.raises(push.PushFailed, match="another server died"):
             pusher.push(version + 1, policy.change(version + 1), policy.proof())
     assert not server.get("/weights").json()["updating"]
@@ -130,7 +130,7 @@ class Session:
 
     def __init__(self, http: httpx.Client, version: int, weights: Weights) -> None:
         self.http = http
-        self.weights = push.checkpoint(weights)
+        self.weights = push_files.checkpoint(weights)
         tensors = [{"name": name, "shape": list(tensor.shape), "dtype": "F32"} for name, tensor in self.weights.items()]
         response = http.post("/weights", json={"version": version, "tensors": tensors, "transfer": True})
         self.params = {"push": response.json()["push"]}

@@ -23,7 +23,7 @@ from ngym.services.base.app import load
 from ngym.trainer.model import policy as lora
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
-from ngym.trainer.weights import push, transfer
+from ngym.trainer.weights import push, replica, transfer
 from ngym.weight_push import shared_memory
 
 pytestmark = pytest.mark.skipif(
@@ -67,7 +67,7 @@ class Policy:
         return result
 
     def proof(self) -> Any:
-        return push.LogprobProof(PROMPT, self.logprobs(PROMPT))
+        return replica.LogprobProof(PROMPT, self.logprobs(PROMPT))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Pat
 
 def adapters(*servers: Server | str, patience_s: float = PATIENCE_S) -> Any:
     urls = [server if isinstance(server, str) else server.url for server in servers]
-    shape = push.AdapterShape(RANK, ALPHA)
+    shape = replica.AdapterShape(RANK, ALPHA)
     return push.Pusher(urls, TOKEN, transport="lora", adapter=shape, patience_s=patience_s)
 
 
@@ -127,7 +127,7 @@ def weights_status(server: Server) -> dict[str, Any]:
 
 
 def test_before_an_adapter_was_pushed_the_checkpoint_is_served(server: Server, pusher: Any, checkpoint: Path) -> None:
-    assert weights_status(server)["transport"] == ["http", "lora", "gloo"]
+    assert weights_status(server)["transport"] == ["http", "delta", "lora", "gloo"]
     assert pusher.prepare() == 0 and pusher.prove(Policy(checkpoint).proof(), 0) < 1e-5
 
 
@@ -189,7 +189,7 @@ def test_what_is_not_an_adapter_of_this_model_is_refused_before_any_byte(
     for tensors, problem in wrong.values():
         with pytest.raises(push.PushFailed, match=problem):
             pusher.push(version + 1, tensors, proof)
-    large = push.Pusher([server.url], TOKEN, transport="lora", adapter=push.AdapterShape(5, ALPHA))
+    large = push.Pusher([server.url], TOKEN, transport="lora", adapter=replica.AdapterShape(5, ALPHA))
     with pytest.raises(push.PushFailed, match="5 is more than this server's lora_rank 4"):
         large.push(version + 1, Policy(checkpoint, 5).adapter(), proof)
     large.finish()
@@ -215,7 +215,9 @@ def test_half_a_push_of_an_adapter_leaves_the_old_one(server: Server, policy: Po
             http.put("/weights/files", params=params, content=content)
             assert http.post("/weights/commit", params={"push": response["push"]}, json={}).status_code in (404, 422)
     with pytest.raises(push.PushFailed, match="401"):
-        push.Pusher([server.url], "another token", transport="lora", adapter=push.AdapterShape(RANK, ALPHA)).prepare()
+        push.Pusher(
+            [server.url], "another token", transport="lora", adapter=replica.AdapterShape(RANK, ALPHA)
+        ).prepare()
     with reserved_port() as nobody:
         away = adapters(f"http://127.0.0.1:{nobody}", server, patience_s=1)  # of equal errors the first is reported
         with pytest.raises(push.PushFailed, match="ConnectionRefusedError"):

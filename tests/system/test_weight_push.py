@@ -6,9 +6,7 @@ import asyncio
 import fcntl
 import hashlib
 import importlib.util
-import json
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -30,7 +28,7 @@ from bad_network import BREAKING, KINDS, Kind, proxy
 from documents import snippets
 from machine import PATIENCE_S, reserved_port, wait_until
 from paths import ROOT
-from pushed_policy import PROMPT, Experts, Policy, Weights
+from pushed_policy import PROMPT, Experts, Policy, Weights, write_experts
 from safetensors.torch import save
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -48,7 +46,7 @@ from vllm_service import (
 )
 
 from ngym.errors import BadRequest, ServiceError, Unauthorized, UsageError
-from ngym.trainer.weights import push
+from ngym.trainer.weights import push, push_files
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -72,25 +70,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts with a head of its own: the other kinds of weights that a CPU packs."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("experts")
-    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
-    shape = json.loads((checkpoint / "config.json").read_text())
-    same = ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id")
-    config = Qwen3MoeConfig(
-        **{name: shape[name] for name in same},
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=shape["max_position_embeddings"],
-        tie_word_embeddings=False,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_experts(tmp_path_factory.mktemp("experts"), checkpoint)
 
 
 @pytest.fixture(scope="module", params=[VLLM, "models/transformers"])
@@ -182,7 +162,7 @@ def test_after_a_push_the_engine_computes_with_the_new_weights(
     assert done.version == version and done.difference < 1e-5
     status = server.get("/weights").json()
     assert (status["policy_version"], status["updating"], status["asleep"]) == (version, False, [])
-    assert status["transport"] == ["http", "filesystem", *([] if back_end == VLLM else ["ipc"])]
+    assert status["transport"] == ["http", "delta", "filesystem", *([] if back_end == VLLM else ["ipc"])]
     after = server.answer(input=LONG, max_output_tokens=20, ignore_eos=True)
     assert after["ng"] == {"policy_version": [[0, 20, version]]}
     assert not after["usage"]["input_tokens_details"]["cached_tokens"], "keys and values of the old weights"
@@ -344,7 +324,7 @@ class Session:
 
     def __init__(self, server: Server, weights: Weights) -> None:
         self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S)
-        self.weights = push.checkpoint(weights)
+        self.weights = push_files.checkpoint(weights)
         self.version = version_of(server) + 1
         self.id = ""
 
@@ -631,7 +611,7 @@ def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Polic
 def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: Any) -> None:
     session = Session(server, policy.change(8))
     session.begin()
-    files = list(push.safetensors_files(session.weights, limit=20_000))
+    files = list(push_files.safetensors_files(session.weights, limit=20_000))
     assert len(files) > 4
     assert {session.send(file.content, file.sha256).status_code for file in files} == {200}
     assert session.commit().json()["policy_version"] == session.version

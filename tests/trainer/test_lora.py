@@ -201,7 +201,7 @@ def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:
     assert "name them with model.path" in problem("model.path=null", "model.lora.rank=4", *shape)
     assert "the transport filesystem needs the folder" in problem("rollouts.transport=filesystem")
     assert "push_folder is only for the transport filesystem" in problem("rollouts.push_folder=x")
-    assert "rollouts.transport: Input should be 'http', 'filesystem'" in problem("rollouts.transport=pigeon")
+    assert "rollouts.transport: Input should be 'http', 'delta', 'filesystem'" in problem("rollouts.transport=pigeon")
     recipe, _ = recipe_reader.read_recipe(
         ["grpo.yaml"],
         [f"model.path={base}", "model.lora.rank=4", "rollouts.transport=lora", "rollouts.push_mode=abort"],

@@ -247,6 +247,15 @@ def test_what_cannot_be_done_on_shared_gpus_is_refused(word: str, key: str) -> N
     assert recipe(*words[:-1]).live.colocated
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_changed_values_are_pushed_only_in_bf16(precision: str) -> None:
+    words = ["grpo.yaml", POLICY, "engine.zero_stage=1", "rollouts.transport=delta"]
+    result = CliRunner().invoke(main, [*words, f"engine.precision={precision}", "--dry-run"])
+    problem = f"rollouts.transport: delta sends the values that a step changed, few in bf16 and most in {precision}"
+    assert result.exit_code == 2 and problem in result.stderr and len(result.stderr.splitlines()) == 1
+    assert recipe(*words, "engine.precision=bf16").live.transport == "delta"
+
+
 def test_what_a_live_run_would_not_look_at_is_refused() -> None:
     result = CliRunner().invoke(main, ["grpo.yaml", POLICY, "batch_size=64", "epochs=2"])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 2

@@ -136,7 +136,8 @@ class LiveBatches:
                 "time/logprob": time.monotonic() - collected_at,
             }
             values |= {} if unfit is None else {"teacher_too_long": unfit}
-            values = {**rollout_metrics(result), **values, **times, "policy_version": self._weight_sync.version}
+            push = {"policy_version": self._weight_sync.version, "weight_sync/bytes": self._weight_sync.pushed_bytes}
+            values = {**rollout_metrics(result), **values, **times, **push}
             yield Batch(self._split_rollouts(samples, step), values)
         self._publish(self._steps, last=True)
         self._weight_sync.train()

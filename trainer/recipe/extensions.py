@@ -140,7 +140,7 @@ class MetricSink(ABC):
 ESTIMATORS = Choice(
     ("group_std", "group_mean", "leave_one_out", "leave_one_out_std", "reward", "gae"), "my_file.py:my_estimator"
 )
-TRANSPORTS = Choice(("http", "filesystem", "lora", "nccl", "ipc"), "my_file.py:MyTransport")
+TRANSPORTS = Choice(("http", "delta", "filesystem", "lora", "nccl", "ipc"), "my_file.py:MyTransport")
 
 
 def _estimator(name: str) -> str:

@@ -55,6 +55,7 @@ def invalid_settings(recipe: Recipe) -> list[InvalidSetting]:
         _check_teacher,
         _check_single_attempts,
         _check_adapters,
+        _check_delta,
         _check_heads,
         _check_shared_gpus,
     )
@@ -162,6 +163,15 @@ def _check_adapters(recipe: Recipe) -> Iterator[InvalidSetting]:
     if recipe.live is not None and recipe.live.colocated:
         reason = "a 4-bit base (model.lora.base_4bit) is made on the GPU before servers sleep; set it to false"
         yield InvalidSetting("rollouts.colocated", reason)
+
+
+def _check_delta(recipe: Recipe) -> Iterator[InvalidSetting]:
+    if recipe.live is not None and recipe.live.transport == "delta" and recipe.engine.precision != "bf16":
+        reason = (
+            f"delta sends the values that a step changed, few in bf16 and most in {recipe.engine.precision}; set "
+            "engine.precision=bf16, or http"
+        )
+        yield InvalidSetting("rollouts.transport", reason)
 
 
 def _check_heads(recipe: Recipe) -> Iterator[InvalidSetting]:

@@ -103,8 +103,9 @@ class RolloutOptions(FrozenOptions):
     timeout_s: float = Field(default=600, gt=0, description="Seconds that one rollout may take.")
     transport: Transport = Field(
         default="http",
-        description="How new weights reach the policy service: http and filesystem send a checkpoint, lora an "
-        "adapter; nccl moves it from GPU to GPU; with ipc, servers on this machine copy it from the trainer's memory. "
+        description="How new weights reach the policy service: http and filesystem send a checkpoint, delta only the "
+        "values that changed, lora an adapter; nccl moves a checkpoint from GPU to GPU; with ipc, servers on this machine "
+        "copy it from the trainer's memory. "
         "Or the import path of a PushTransport: my_file.py:MyTransport.",
     )
     push_folder: Path | None = Field(

@@ -93,6 +93,7 @@ MEASURED = {
     "time/generation": "Seconds that the step waited for rollouts.",
     "time/logprob": "Seconds for the trainer's own logprobs of the rollouts before training, and for advantages.",
     "time/weight_sync": "Seconds of the push, including its proof.",
+    "weight_sync/bytes": "Bytes of weights that each server got in the push; with `delta`, of its files.",
     "policy_version": "Pushes so far.",
     "lag": "Trainer's version minus the oldest version in a sample; the maximum of the step.",
     "lag/mean": "The same, a mean over rollouts.",

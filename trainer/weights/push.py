@@ -11,38 +11,30 @@ begin on every replica -> every file to every replica -> commit on every replica
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import http.client
 import importlib.util
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
-import orjson
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from ngym.config.import_path import import_class
 from ngym.errors import NgymError, UsageError
-from ngym.net.tls import client_context
 
 from ..recipe.extensions import CallReplicas, File, Mode, PolicyServer, PushFailed, PushTransport, TransientPushError
+from .push_files import WeightDeltas, check_finite, checkpoint, safetensors_files
+from .replica import AdapterShape, LogprobProof, Replica
 
 if TYPE_CHECKING:
     from .transfer import Transfer
 
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
-FILE_BYTES = 16 << 20  # of tensors; above 32 MiB malloc uses fresh pages for each file, which is three times slower
 Json = dict[str, Any]
-CONNECT_S = 30.0
 Result = TypeVar("Result")
 Server = TypeVar("Server")
 PAUSE_S = 1.0
@@ -53,217 +45,17 @@ MAX_AT_ONCE = 64
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 
 
-def checkpoint(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by name; of tensors that share memory (a tied head) only the first.
-
-    Raises:
-        UsageError: a tensor's dtype is not supported.
-    """
-    tensors: dict[str, Tensor] = {}
-    places = set()
-    for name, tensor in weights.items():
-        if tensor.dtype not in DTYPES:
-            raise UsageError(f"tensor {name}: has the dtype {tensor.dtype}; float32, bfloat16 or float16 can be pushed")
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place not in places or tensor.numel() == 0:
-            tensors[name] = tensor.detach()
-        places.add(place)
-    return tensors
-
-
-def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UsageError unless all values are finite."""
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise UsageError(f"tensor {name}: not every value is finite")
-
-
-def safetensors_files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[File]:
-    """Safetensors files of at most `limit` bytes of tensors, or of one tensor; created one at a time."""
-    share: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if share and size + tensor.nbytes > limit:
-            yield _file(share)
-            share, size = {}, 0
-        share[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-    if share:
-        yield _file(share)
-
-
-def _file(tensors: dict[str, Tensor]) -> File:
-    content = save(tensors)
-    return File(content, hashlib.sha256(content).hexdigest())
-
-
-class LogprobProof(NamedTuple):
-    """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens except the first, at temperature 1.
-
-    dtype: whose precision the trainer's matrix products have, in torch's name: `float32`, `bfloat16`, `float16`.
-    """
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    dtype: str = "float32"
-
-
-class AdapterShape(NamedTuple):
-    """The shape of a low-rank adapter, which adds alpha / rank * B A to a layer."""
-
-    rank: int
-    alpha: int
-
-
-class Replica:
-    """One server, and the current push there. Every method raises PushFailed or TransientPushError."""
-
-    def __init__(self, url: str, token: str, timeout_s: float) -> None:
-        self.url = url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {token}"}
-        self._timeout_s = timeout_s
-        self._push = ""
-        self._connections: set[socket.socket] = set()
-        self._closed = False
-
-    def close(self) -> None:
-        """Make no more requests; a request in flight in another thread ends without its answer."""
-        self._closed = True
-        for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def weights(self) -> Json:
-        """`policy_version` and `transport` of a server that is ready; for a transfer also its `connection` and
-        `workers`.
-
-        A sleeping server counts as ready.
-        """
-        weights = self._call("GET", "/weights")
-        if not weights.get("asleep"):
-            self._call("GET", "/ready")
-        return weights
-
-    def begin(
-        self, version: int, tensors: Mapping[str, Tensor], adapter: AdapterShape | None, transfer: bool = False
-    ) -> None:
-        """adapter: None if the tensors are a whole checkpoint. transfer: vLLM receives the tensors itself, not as
-        files.
-        """
-        tensor_infos = [
-            {"name": name, "shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]}
-            for name, tensor in tensors.items()
-        ]
-        self._push = ""
-        body: Json = {"version": version, "tensors": tensor_infos}
-        if adapter is not None:
-            body["adapter"] = adapter._asdict()
-        if transfer:
-            body["transfer"] = True
-        self._push = self._call("POST", "/weights", body)["push"]
-
-    def send(self, content: bytes, sha256: str) -> None:
-        self._call("PUT", f"/weights/files?push={self._push}&sha256={sha256}", content)
-
-    def name(self, file: str, sha256: str) -> None:
-        """file: relative to the server's weights_root."""
-        self._call("PUT", f"/weights/files?push={self._push}&sha256={sha256}", {"path": file})
-
-    def commit(self, mode: Mode) -> None:
-        self._call("POST", f"/weights/commit?push={self._push}", {"mode": mode})
-
-    def connect(self, info: Json) -> str:
-        """Make its engine connect to us; returns the connection's name. info: vLLM's init info for the backend, as in
-        `update`.
-        """
-        answer = self._call("POST", f"/weights/transfer/connect?push={self._push}", {"info": info})
-        connection: str = answer["connection"]
-        return connection
-
-    def start(self, mode: Mode) -> None:
-        """The point of no return for this server: the push must complete, or the server must restart."""
-        self._call("POST", f"/weights/transfer/start?push={self._push}", {"mode": mode})
-
-    def update(self, info: Json) -> None:
-        self._call("POST", f"/weights/transfer/update?push={self._push}", {"info": info})
-
-    def give_up(self) -> None:
-        """Abandon a push that has started; a server that cannot be reached abandons it when its lease ends."""
-        if self._push:
-            with contextlib.suppress(PushFailed, TransientPushError):
-                self._call("DELETE", f"/weights?push={self._push}")
-
-    def sleep(self) -> None:
-        """End its generations in flight and free its GPU memory."""
-        self._call("POST", "/weights/sleep", {})
-
-    def wake(self, *parts: str) -> None:
-        """Restore parts of its memory: `weights`, `kv_cache`; with both it generates again."""
-        self._call("POST", "/weights/wake", {"parts": parts})
-
-    def prove(self, proof: LogprobProof) -> Json:
-        """`policy_version`, `dtype` and `logprobs` [T - 1] of the proof's prompt."""
-        return self._call("POST", "/weights/proof", {"prompt_token_ids": list(proof.token_ids)})
-
-    def _call(self, method: str, path: str, body: Json | bytes | None = None) -> Json:
-        content = orjson.dumps(body) if isinstance(body, dict) else body
-        kind = "application/json" if content is not body else "application/octet-stream"
-        request = f"{self.url}: {method} {path.partition('?')[0]}"
-        try:
-            status, answer = self._exchange(method, path, content, {**self._headers, "content-type": kind})
-        except (OSError, http.client.HTTPException) as error:
-            raise TransientPushError(f"{request}: {type(error).__name__}: {error}") from error
-        if status < 400:
-            reply: Json = orjson.loads(answer or b"{}")
-            return reply
-        problem = _problem(answer)
-        # An error without `retryable` is vLLM's own: its engine has just died, and the server restarts.
-        kind_of_error = TransientPushError if problem.get("retryable", status >= 500) else PushFailed
-        raise kind_of_error(f"{request}: {status}: {problem['detail']}")
-
-    def _exchange(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
-        place = urlsplit(self.url)
-        timeout_s = min(CONNECT_S, self._timeout_s)
-        connection = (
-            http.client.HTTPSConnection(place.netloc, timeout=timeout_s, context=client_context())
-            if place.scheme == "https"
-            else http.client.HTTPConnection(place.netloc, timeout=timeout_s)
-        )
-        with contextlib.closing(connection):
-            connection.connect()
-            connection.sock.settimeout(self._timeout_s)
-            with self._track(connection.sock):
-                # A server may refuse a body without reading it; its answer is more useful than the broken pipe.
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    connection.request(method, place.path + path, content, headers)
-                reply = connection.getresponse()
-                return reply.status, reply.read()
-
-    @contextlib.contextmanager
-    def _track(self, connection: socket.socket) -> Iterator[None]:
-        self._connections.add(connection)
-        try:
-            if self._closed:
-                raise ConnectionAbortedError("no more pushes")
-            yield
-        finally:
-            self._connections.discard(connection)
-
-
-def _problem(answer: bytes) -> Json:
-    """A problem document; any other answer becomes its detail."""
-    with contextlib.suppress(orjson.JSONDecodeError):
-        content = orjson.loads(answer)
-        if isinstance(content, dict) and "detail" in content:
-            return content
-    return {"detail": answer[:300].decode(errors="replace")}
-
-
 class HttpTransport(PushTransport):
     """Sends the bytes to each server."""
 
     def send(self, file: File, replicas: Sequence[PolicyServer], on_all: CallReplicas) -> None:
         on_all(replicas, lambda replica: replica.send(file.content, file.sha256))
+
+
+class DeltaTransport(HttpTransport):
+    """The same with only the values that changed, if the server kept the files of the push before."""
+
+    server_transport = "delta"
 
 
 class LoraTransport(HttpTransport):
@@ -292,14 +84,17 @@ class FilesystemTransport(PushTransport):
 
 IN_FILES: dict[str, type[PushTransport]] = {
     "http": HttpTransport,
+    "delta": DeltaTransport,
     "filesystem": FilesystemTransport,
     "lora": LoraTransport,
 }
 
 
 class PushResult(NamedTuple):
-    """Statistics of a push, from the first byte to the proof. difference: mean |logprob - engine's| of the worst
-    replica.
+    """Statistics of a push, from the first byte to the proof.
+
+    bytes: of the tensors; with the transport `delta`, of the files of the replica that got the most. difference: mean
+    |logprob - engine's| of the worst replica.
     """
 
     version: int
@@ -315,7 +110,7 @@ class Pusher:
         urls: of all replicas; or a function that looks them up, before each push and after each failed attempt, because
             replicas join, leave and move.
         token: their admin token, from `.ngym/head.json` of ng_run.
-        transport: `http` sends the bytes of a checkpoint, `lora` those of an adapter; `filesystem` writes a checkpoint
+        transport: `http` sends the bytes of a checkpoint, `delta` those that changed, `lora` those of an adapter; `filesystem` writes a checkpoint
             into `folder`, which is the servers' weights_root; `nccl` and `ipc` move it from GPU to GPU. Or the import
             path of a PushTransport.
         folder: for the transport `filesystem` or one of your own.
@@ -349,6 +144,8 @@ class Pusher:
             import_class(transport, PushTransport) if is_custom else IN_FILES.get(transport)
         )
         self._files = in_files(folder) if in_files else None
+        self._deltas = WeightDeltas() if transport == "delta" else None
+        self._delta_push_bytes = 0
         self._server_transport = in_files.server_transport if in_files else transport
         self._adapter = adapter
         self._mode: Mode = mode
@@ -428,9 +225,9 @@ class Pusher:
                 difference = self.prove(proof, version)
             except TransientPushError as error:
                 raise PushFailed(str(error)) from error
-        return PushResult(
-            version, sum(tensor.nbytes for tensor in tensors.values()), time.monotonic() - began, difference
-        )
+        tensor_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        pushed_bytes = tensor_bytes if self._deltas is None else self._delta_push_bytes
+        return PushResult(version, pushed_bytes, time.monotonic() - began, difference)
 
     @property
     def urls(self) -> list[str]:
@@ -505,14 +302,15 @@ class Pusher:
             server for server in replicas if server not in committed or server.weights()["policy_version"] != version
         ]
         try:
-            transfer = self._transfer is not None
-            self._call_all(waiting, lambda replica: replica.begin(version, tensors, self._adapter, transfer))
-            if self._transfer is not None:
-                self._transfer.connect(waiting)
+            if self._deltas is not None:
+                self._begin_and_send_delta(waiting, version, tensors, self._deltas)
             else:
-                assert self._files is not None
-                for file in self._prefetch(safetensors_files(tensors)):
-                    self._files.send(file, waiting, self._call_all)
+                transfer = self._transfer is not None
+                self._call_all(waiting, lambda replica: replica.begin(version, tensors, self._adapter, transfer))
+                if self._transfer is not None:
+                    self._transfer.connect(waiting)
+                else:
+                    self._send(safetensors_files(tensors), waiting)
         except NgymError as error:
             self._call_all(waiting, Replica.give_up)
             if any(server in committed and server.weights()["policy_version"] == version for server in waiting):
@@ -523,6 +321,33 @@ class Pusher:
             self._transfer.push(tensors)
         else:
             self._call_all(waiting, lambda replica: replica.commit(self._mode))
+        if self._deltas is not None:
+            self._deltas.keep(version, tensors)
+
+    def _begin_and_send_delta(
+        self, replicas: Sequence[Replica], version: int, tensors: Mapping[str, Tensor], deltas: WeightDeltas
+    ) -> None:
+        """Send what has changed to the replicas that kept the push before, and the checkpoint to the others."""
+        changes = deltas.files(tensors)
+
+        def begin(replica: Replica) -> None:
+            delta = replica.delta_of(deltas.version, changes) if changes is not None else None
+            replica.begin(version, tensors, None, keep=True, delta=delta)
+
+        self._call_all(replicas, begin)
+        taking = [replica for replica in replicas if replica.takes_delta]
+        others = [replica for replica in replicas if not replica.takes_delta]
+        sent = self._send(iter(changes or ()), taking) if taking else 0
+        self._delta_push_bytes = max(sent, self._send(safetensors_files(tensors), others) if others else 0)
+
+    def _send(self, files: Iterator[File], replicas: Sequence[Replica]) -> int:
+        """Send each file to each replica. Returns the bytes of the files."""
+        assert self._files is not None
+        sent = 0
+        for file in self._prefetch(files):
+            self._files.send(file, replicas, self._call_all)
+            sent += len(file.content)
+        return sent
 
     def _new_transfer(self, backend: str) -> Transfer:
         check_transport(backend)

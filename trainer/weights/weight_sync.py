@@ -16,7 +16,8 @@ from ..engine.sanity_checks import check_finite
 from ..model.packing import pack
 from ..recipe.recipe import Recipe
 from .colocated_phases import ColocatedPhases
-from .push import AdapterShape, LogprobProof, Pusher
+from .push import Pusher
+from .replica import AdapterShape, LogprobProof
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +50,10 @@ class WeightSync:
         pushed: the tensors that the pusher's transport sends: engine.weights, or engine.adapter.
         membership: the replicas that join, on rank 0 of a run that has a head and GPUs of its own.
         colocated: for a trainer that shares its GPUs with the servers.
+
+    Attributes:
+        version: of the weights that were published last.
+        pushed_bytes: what a server got with them; 0 if they were served already, and on the other ranks.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class WeightSync:
         membership: Membership | None = None,
     ) -> None:
         self.version = 0
+        self.pushed_bytes = 0
         self.membership = membership
         self._colocated = colocated
         self._engine = engine
@@ -82,6 +88,7 @@ class WeightSync:
         has_trained = self._pushed_steps != self._engine.steps
         served, joining = self._engine.broadcast(self._look_up(has_trained))
         current = not has_trained and set(served) == {self.version}
+        self.pushed_bytes = 0
         if current:
             joining = self._admissible(joining)
         elif has_trained or max(served) >= self.version:
@@ -102,7 +109,8 @@ class WeightSync:
         if self._pusher and not current:
             with tracing.span("push weights", "client") as span:
                 span.set("ngym.policy_version", self.version)
-                self._pusher.push(self.version, weights, proof, self._colocated.sample if self._colocated else None)
+                before_proof = self._colocated.sample if self._colocated else None
+                self.pushed_bytes = self._pusher.push(self.version, weights, proof, before_proof).bytes
         elif not current:
             self._begin_sampling()
         self._pushed_steps = self._engine.steps
