@@ -414,21 +414,22 @@ class WeightPush:
             if self._current is not None:
                 other = f"version {self._current.version} is being pushed; wait until that push ends"
                 raise _conflict(other, retryable=True)
-            if keeps is None and self._kept is not None:
-                self._kept.remove()
-                self._kept = None
             # In a thread, because it may wait for another process's lock.
-            stage = None if body.transfer else await asyncio.to_thread(self._new_stage, body)
+            stage = await asyncio.to_thread(self._new_stage, body)
             push = self._current = Push(body.version, stage, body.adapter, keeps)
             self._renew_lease(push)
         is_delta = {"delta": isinstance(stage, DeltaStage)} if keeps is not None else {}
         return JsonResponse({"push": push.id, "lease_s": self._options.lease_s, **is_delta}, status_code=201)
 
-    def _new_stage(self, body: Begin) -> Stage:
+    def _new_stage(self, body: Begin) -> Stage | None:
+        """For a delta if its base is kept; otherwise the base goes, and makes room. None for a transfer."""
         kept, delta = self._kept, body.delta
         if kept is not None and delta is not None and kept.is_base_of(delta, body.tensors):
             return DeltaStage(body.tensors, self._engine.dtype, delta)
-        return Stage(body.tensors, self._engine.dtype)
+        self._kept = None
+        if kept is not None:
+            kept.remove()
+        return None if body.transfer else Stage(body.tensors, self._engine.dtype)
 
     def _check_adapter(self, adapter: AdapterShape, announced: list[AnnouncedTensor]) -> None:
         if self._adapters is None:
@@ -492,27 +493,21 @@ class WeightPush:
         return await self._adapters.engine.switch_adapter(files, push.version, mode, patience_s)
 
     async def _serve_checkpoint(self, push: Push, stage: Stage, mode: PauseMode) -> Seconds:
-        """Only the files that are served now are kept: those of an earlier push, or of one that failed, are removed."""
+        """The files are kept if the push asks for it; after an error nothing is."""
         kept, self._kept = self._kept, None
         try:
             if isinstance(stage, DeltaStage):
-                assert kept is not None  # the push began with it, and no other has ended since
+                assert kept is not None  # it was there when the push began
                 await asyncio.to_thread(kept.apply, stage.folder, push.id)
-                folder = kept.folder
-            else:
-                folder = stage.folder
+            elif push.keeps is not None:
+                kept = KeptCheckpoint(push.id, stage, push.keeps)
+            folder = stage.folder if kept is None else kept.folder
             seconds = await self._engine.switch_weights(folder, push.version, mode, self._options.lease_s)
         except BaseException:
             if kept is not None:
                 kept.remove()
             raise
-        if isinstance(stage, DeltaStage):
-            self._kept = kept
-            return seconds
-        if kept is not None:
-            kept.remove()
-        if push.keeps is not None:
-            self._kept = KeptCheckpoint(push.id, stage, push.keeps)
+        self._kept = kept
         return seconds
 
     async def _connect(self, request: Request) -> Response:
