@@ -69,11 +69,12 @@ def tokens_of(response: Json) -> ModelCall | None:
 def _check_tokens(prompt: list[int], generated: list[int], logprobs: list[float]) -> None:
     """Raise ValueError for wrong token ids and log-probabilities."""
     try:
-        ids, values = array("Q", prompt), array("d", logprobs)  # in C: 30,000 numbers take a millisecond
-        ids.extend(generated)
+        for ids in (prompt, generated):
+            array("Q", ids)  # in C: 100,000 numbers take half a millisecond
+        is_finite = math.isfinite(sum(logprobs))
     except (TypeError, OverflowError) as error:
         raise ValueError(f"token ids must be integers from 0 on, and logprobs numbers: {error}") from None
-    if values and not (max(values) <= ROUNDING and math.isfinite(sum(values))):
+    if not (is_finite and max(logprobs, default=0.0) <= ROUNDING):
         raise ValueError("logprobs must be finite and at most 0")
 
 

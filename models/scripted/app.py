@@ -43,6 +43,7 @@ _ASSISTANT = frozenset({"reasoning", "function_call"})
 BEGIN = b"\xff"
 END = b"\xfe"
 _WORD = re.compile(r"\s*\S+\s*\Z|\s*\S+|\s+")
+LOGPROBS = [-(token % 8 + 1) / 16 for token in range(256)]  # of sampled ids, which are bytes; exact in binary
 CONTEXT = 1_000_000  # tokens, if token ids are on: each is a Python object
 
 
@@ -202,11 +203,6 @@ def shorten(answer: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
     return cut, _answer_bytes(cut) or whole[:limit], True
 
 
-def logprob(token: int) -> float:
-    """The logprob of a sampled id: deterministic and exact in binary."""
-    return -(token % 8 + 1) / 16
-
-
 def _answer_bytes(answer: Answer) -> bytes:
     return b"".join((_thought(answer.reasoning), answer.text.encode(), *(_call(*call) for call in answer.calls)))
 
@@ -330,7 +326,7 @@ def _response(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     stem = secrets.token_hex(12)
     output = _items(reply, stem)
     if options.tokens:
-        logprobs = [logprob(token) for token in sampled]
+        logprobs = [LOGPROBS[token] for token in sampled]
         output[-1] |= {"prompt_token_ids": list(prompt), "generation_token_ids": list(sampled)}
         output[-1]["generation_log_probs"] = logprobs
     response = new_response(
