@@ -77,8 +77,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder = write_experts(tmp_path_factory.mktemp("experts"), folder)
     stanza = {"options": {"model": str(folder)}, "admin_token": TOKEN, "app": request.param, "fresh": not is_vllm}
     policy = Policy(folder) if is_vllm else Experts(folder)
-    with Servers(tmp_path_factory.mktemp("service"), root, {"policy": stanza}) as servers:
-        yield SimpleNamespace(server=servers["policy"], policy=Bf16(policy))
+    stanzas = {"policy": stanza} if is_vllm else {"policy": stanza, "second": stanza}
+    with Servers(tmp_path_factory.mktemp("service"), root, stanzas) as servers:
+        second = None if is_vllm else servers["second"]
+        yield SimpleNamespace(server=servers["policy"], second=second, policy=Bf16(policy))
 
 
 @pytest.fixture
@@ -144,6 +146,23 @@ def test_a_delta_that_breaks_off_changes_nothing_and_is_sent_again(
     assert pusher.prove(before) < 1e-5
     assert pusher.push(version + 2, weights, policy.proof()).bytes < whole.bytes / 4
     assert_served(server, policy, version + 2)
+    pusher.finish()
+
+
+def test_a_replica_that_joins_gets_the_checkpoint_and_the_others_their_changes(served: Any, policy: Bf16) -> None:
+    if served.second is None:
+        pytest.skip("one server of models/vllm")
+    urls = [served.server.url]
+    pusher = push.Pusher(lambda: urls, TOKEN, transport="delta", patience_s=PATIENCE_S)
+    version = pusher.prepare()
+    whole = pusher.push(version + 1, policy.step(), policy.proof())
+    assert pusher.push(version + 2, policy.step(), policy.proof()).bytes < whole.bytes / 4
+    urls.append(served.second.url)
+    pusher.prepare()
+    assert pusher.push(version + 3, policy.step(), policy.proof()).bytes == pytest.approx(whole.bytes)
+    assert pusher.push(version + 4, policy.step(), policy.proof()).bytes < whole.bytes / 4
+    for server in (served.server, served.second):
+        assert_served(server, policy, version + 4)
     pusher.finish()
 
 
