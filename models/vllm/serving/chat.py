@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, RequestResponseMetadata
@@ -32,7 +32,7 @@ from vllm.inputs import EngineInput
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.abstract_parser import Parser
-from vllm.renderers.chat_utils import ConversationMessage
+from vllm.renderers.chat_utils import ConversationMessage, has_non_text_content
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -169,8 +169,26 @@ class ChatInChunks(OpenAIServingChat):
         if not isinstance(rendered, ErrorResponse):
             longest = max(self._extract_prompt_len(prompt) for prompt in rendered[1])
             if longest >= context:
+                self._forget_media(rendered[1])
                 raise ContextFull(longest)
         return rendered
+
+    async def count_prompt(self, request: ChatCompletionRequest) -> int:
+        """The number of tokens of the prompt. Its media do not enter the cache, because the engine does not get them."""
+        rendered = await self.online_renderer.render_chat(request, skip_mm_cache=True)
+        if isinstance(rendered, ErrorResponse):
+            raise refusal(rendered.error)
+        return max(int(self._extract_prompt_len(prompt)) for prompt in rendered[1])
+
+    def _forget_media(self, prompts: list[EngineInput]) -> None:
+        """Remove the media of these prompts from the cache. The engine did not get them, and vLLM sends cached ones as
+        hashes only, which the engine would answer with an error.
+        """
+        cache = self.renderer.mm_processor_cache
+        for prompt in prompts if cache is not None else ():
+            for digests in prompt.get("mm_hashes", {}).values():
+                for digest in digests:
+                    cache.invalidate(digest)
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
@@ -290,7 +308,7 @@ class ChatHandler:
 
     def __init__(self, serving: OpenAIServingChat, ends: TurnEnds) -> None:
         serving.__class__ = ChatInChunks  # vLLM creates it, from twenty arguments
-        self._serving = serving
+        self._serving = cast(ChatInChunks, serving)
         self._ends = ends
 
     async def respond(self, request: Json, call: ModelCall) -> Json:
@@ -347,14 +365,11 @@ class ChatHandler:
     async def count(self, request: Json, call: ModelCall) -> int:
         """The number of tokens of the prompt; vLLM counts up to one beyond the context."""
         try:
-            rendered = await self._serving.render_chat_request(self._validate(request | {"stream": False}))
-        except ContextFull as full:
-            return full.tokens
+            return await self._serving.count_prompt(self._validate(request | {"stream": False}))
         except Exception as error:
+            if isinstance(error, VLLMValidationError) and error.parameter in PROMPT_TOO_LONG:
+                return int(self._serving.model_config.max_model_len) + 1
             raise error if isinstance(error, ServiceError) else refusal(create_error_response(error).error) from error
-        if isinstance(rendered, ErrorResponse):
-            raise refusal(rendered.error)
-        return max(int(self._serving._extract_prompt_len(prompt)) for prompt in rendered[1])
 
     def _validate(self, request: Json) -> ChatCompletionRequest:
         """The request as vLLM's own record. Raises BadRequest for unknown fields and invalid values."""
@@ -402,6 +417,8 @@ class ChatHandler:
         """Have vLLM continue from the ids of an earlier call, if the history is unchanged."""
         if prior_call is None or prior_call.turn_goes_on or request.truncate_prompt_tokens is not None:
             return
+        if has_non_text_content(request.messages):
+            return  # vLLM takes no ids of such a conversation
         rendered = await self._render(request)
         if rendered is None:
             return
