@@ -44,7 +44,7 @@ from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
 from .serving.loading_server import Say
-from .serving.startup_errors import LoggedErrors, explain_startup_errors
+from .serving.startup_errors import LoggedErrors, explain_startup_errors, package_advice
 from .weights.adapter import Adapter, linear_layers
 from .weights.cpu_worker import Repacking
 
@@ -320,15 +320,15 @@ def _configure(service: str, options: Options, model: Model) -> tuple[Namespace,
     if _is_forked(arguments):
         # This module name exists only in forked processes.
         arguments.worker_extension_cls = f"{Repacking.__module__}.{Repacking.__name__}"
-    if on_cpu and model.local:
-        _inspect_here(Path(model.name))
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
     headless = options.node is not None and options.node.rank > 0
     try:
+        if on_cpu and model.local:
+            _inspect_here(Path(model.name))
         config = engine_arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER, headless=headless)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:600]
-        raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}") from error
+        raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}{package_advice(reason)}") from error
     if config.lora_config is not None and options.lora_rank is not None:
         config.lora_config.target_modules = linear_layers(config, service)
     if on_cpu and arguments.enforce_eager and has_compiler():

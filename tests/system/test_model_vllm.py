@@ -850,6 +850,19 @@ def test_a_start_is_tried_again_if_it_may_succeed(
     assert ("Options of the stanza for that: " in str(e.value)) == ("memory" in reason)
 
 
+def test_a_package_that_a_model_needs_is_named_and_the_start_is_not_repeated(parts: Any) -> None:
+    startup = parts("serving.startup_errors")
+    advice = "How to install torchvision: models/vllm/README.md, section Images"
+    for cause in (ImportError("no torchvision"), ValueError("m requires `torchvision` to be installed.")):
+        errors = SimpleNamespace(reason=None)
+        with (
+            pytest.raises(ConfigError, match=f"service 'policy': model 'm': .*torchvision.*. {advice}$"),
+            startup.startup_explained(errors, "policy", "m", on_cpu=True),
+        ):
+            raise RuntimeError("Failed to load the processor.") from cause
+    assert startup.package_advice("no module named 'timm'") == ""
+
+
 def test_an_error_without_a_logged_reason_stays_as_it_is(parts: Any) -> None:
     startup = parts("serving.startup_errors")
     errors = SimpleNamespace(reason=startup.first_reason("\x1eno traceback"))

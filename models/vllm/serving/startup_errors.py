@@ -25,6 +25,8 @@ RECORD = "\x1e"  # begins each record
 TRACEBACK = "Traceback (most recent call last):\n"
 IN_USE = "Available memory on node"  # of a CPU's machine, where the size of the KV cache is fixed
 MAX_CHARACTERS = 800
+REFUSALS = ("ValueError", "ImportError", "ModuleNotFoundError")
+TORCHVISION = ". How to install torchvision: models/vllm/README.md, section Images"
 MORE_ROOM = {
     "cpu": "Options of the stanza for that: kv_cache_mb, engine.max_model_len",
     "gpu": "Options of the stanza for that: engine.gpu_memory_utilization, engine.max_model_len, resources.gpus (docs/gpus.md)",
@@ -68,17 +70,32 @@ def explain_startup_errors(errors: LoggedErrors, service: str, model: str, *, on
     try:
         yield
     except Exception as error:
-        reason = errors.reason
+        reason = errors.reason or reason_here(error)
         if reason is None:
             raise
         kind, _, message = reason.partition(": ")
         lacks_memory = "memory" in message
-        advice = f". {MORE_ROOM['cpu' if on_cpu else 'gpu']}" if lacks_memory else ""
+        advice = f". {MORE_ROOM['cpu' if on_cpu else 'gpu']}" if lacks_memory else package_advice(message)
         text = f"service {service!r}: model {model!r}: {message}{advice}"
         may_pass = lacks_memory and (not on_cpu or message.startswith(IN_USE))
-        if kind == "ValueError" and not may_pass:
+        if kind in REFUSALS and not may_pass:
             raise ConfigError(text) from error
         raise ServiceError(text, retryable=True) from error
+
+
+def reason_here(error: Exception) -> str | None:
+    """The first cause of an error of this process as one line, if it is the model's; None for other errors."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if not isinstance(cause, ImportError) and (cause is error or not isinstance(cause, ValueError)):
+        return None
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:MAX_CHARACTERS].rstrip('.')}"
+
+
+def package_advice(message: str) -> str:
+    """How to install the package that the message misses, or ""."""
+    return TORCHVISION if "torchvision" in message.lower() else ""
 
 
 def with_errors(level: str, path: str) -> dict[str, Any]:
