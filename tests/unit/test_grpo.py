@@ -557,6 +557,21 @@ def test_samples_that_a_teacher_leaves_out_are_named(
         )
 
 
+def test_rollouts_with_images_or_with_the_ids_of_another_model_are_refused(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    algorithm, lines = policy_gradient.PolicyGradient(options(), None, None), rows()
+    output = {"type": "function_call_output", "output": [{"type": "input_text", "text": "x"}, {"type": "input_image"}]}
+    seen = lines[0] | {"response": {"output": [{"type": "reasoning", "content": None}, output]}}
+    wrong = r"response.output\[1\] has a part of type 'input_image'; only text is trained on"
+    with pytest.raises(UsageError, match=wrong):
+        algorithm.samples(write(tmp_path / "seen.jsonl", [*lines, seen]), tokenizer)
+    lines[0]["ng"]["segments"][0]["token_ids"][-1] = 9999
+    data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
+    with pytest.raises(UsageError, match="token id 9999, but the model has only 1024 tokens"):
+        file_batches.prepare_samples(data, algorithm, tokenizer, learner(tokenizer), 200, print)
+
+
 def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))

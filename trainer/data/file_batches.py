@@ -76,7 +76,7 @@ def prepare_samples(
     teachers, which need no learning signal and may be too small for a sample.
 
     Raises:
-        UsageError: no sample is left.
+        UsageError: no sample is left, or a sample has a token that the model does not have.
     """
     dataset = algorithm.samples(find_path(data.path) or Path(data.path), tokenizer)[:limit]
     bound = min(data.max_tokens or learner.policy.context, learner.policy.context)
@@ -87,6 +87,7 @@ def prepare_samples(
         raise UsageError(f"{data.path}: no sample to train on: the file has no rows")
     if not in_bound:
         raise UsageError(f"{data.path}: no sample to train on: all are longer than {bound} tokens (data.max_tokens)")
+    _check_ids(in_bound, learner.policy.vocabulary, data.path)
     samples = algorithm.prepare(in_bound, learner, budget)
     count = sum(isinstance(sample, RolloutSample) and sample.truncated for sample in in_bound) if drops_truncated else 0
     if count:
@@ -103,6 +104,16 @@ def prepare_samples(
             f"reward{truncated}"
         )
     return samples
+
+
+def _check_ids(samples: Sequence[Sample], vocabulary: int, path: str) -> None:
+    for sample in samples:
+        largest = max((max(segment.token_ids) for segment in sample.segments), default=0)
+        if largest >= vocabulary:
+            raise UsageError(
+                f"{path}: a sample has the token id {largest}, but the model has only {vocabulary} tokens; train the model "
+                "(or one with its tokenizer) that wrote these rows"
+            )
 
 
 def steps(samples: Sequence[Sample], recipe: Recipe) -> int:

@@ -4,7 +4,7 @@ A demonstration is one sample, with one segment as long as each turn's prompt co
 a sample always share a micro-batch.
 
 Left out and counted: failed attempts, and null rewards ("could not be scored" is not a 0). Refused: rows without
-tokens, and rows that were not sampled from the plain distribution at the recipe's temperature, because then the
+tokens, rows with images or other media, and rows that were not sampled from the plain distribution at the recipe's temperature, because then the
 sampler's logprobs are not the policy's.
 """
 
@@ -40,6 +40,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text.format": (None, "text"),
     "tool_choice": (None, "auto", "none"),
 }
+MEDIA = frozenset(
+    {"input_image", "input_audio", "input_video", "input_file", "image_url", "audio_url", "video_url", "file"}
+)
 NO_MODEL_CALL = (
     "let the agent call its model by ngym's URL, and use a model server that returns token ids, such as models/vllm"
 )
@@ -217,7 +220,22 @@ def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset())
     segments = row["ng"].get("segments") or []
     if not segments and not sampled_nothing(row):
         return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
-    return next(filter(None, map(_segment_problem, segments)), None) or missing_field(row, fields)
+    return media_problem(row) or next(filter(None, map(_segment_problem, segments)), None) or missing_field(row, fields)
+
+
+def media_problem(row: Json) -> str | None:
+    """The first image, sound, video or file in the conversation of a rollout, of which its ids have only placeholders."""
+    params, response = row.get("responses_create_params") or {}, row.get("response") or {}
+    for key, items in (
+        ("responses_create_params.input", params.get("input")),
+        ("response.output", response.get("output")),
+    ):
+        for place, item in enumerate(items if isinstance(items, list) else ()):
+            content = item.get("output" if item.get("type") == "function_call_output" else "content")
+            for part in content if isinstance(content, list) else ():
+                if part.get("type") in MEDIA:
+                    return f"{key}[{place}] has a part of type {part['type']!r}; only text is trained on"
+    return None
 
 
 def sampled_nothing(row: Json) -> bool:
