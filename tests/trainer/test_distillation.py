@@ -317,6 +317,24 @@ def test_a_call_that_a_server_drops_or_is_too_busy_for_is_made_again(
             remote.logprobs(packed)
 
 
+def test_a_server_that_restarts_is_awaited_if_it_has_answered_before(
+    setup: Setup, master: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(teacher.time, "sleep", pauses.append)
+    packed = packing.pack([rollout(1.0, "a", list(ROLLOUTS[0]))], setup.engine.device)
+    restart = [500, *[ConnectionResetError] * 8]
+    with serve_teacher(master, problems=[None, *restart]) as (url, calls):
+        remote = teacher.Server(url, None, None)
+        first, second = remote.logprobs(packed), (remote.ask_again(), remote.logprobs(packed))[1]
+        assert torch.equal(first, second) and len(calls) == 2
+        assert pauses == [*teacher.PAUSES_S, *teacher.RESTART_PAUSES_S[:5]]
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"ng_train: the teacher {url} does not answer (") and "waiting up to 300 s" in line
+    with serve_teacher(master, problems=restart) as (url, _), pytest.raises(UsageError, match="cannot be used"):
+        teacher.Server(url, None, None).logprobs(packed)
+
+
 def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> None:
     generator = torch.Generator().manual_seed(0)
     ours, teacher_logits = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64).unbind()

@@ -54,7 +54,8 @@ QUESTION = {"role": "user", "content": "Q"}
 CALLS = 32  # at the same time
 TIMEOUT_S = 600.0
 PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # between the attempts of a call: asking twice changes nothing
-OVERLOADED = frozenset({429, 502, 503, 504})
+RESTART_PAUSES_S = (5.0,) * 60  # then, if the server has answered before: it restarts and loads its model
+UNAVAILABLE = frozenset({429, 500, 502, 503, 504})  # 500: the first answer of a vLLM whose engine process has died
 TOO_LONG = math.inf  # instead of the log-probabilities of a segment that a server refuses as too long
 CACHED_ANSWERS = 4096  # answers for segments that are scored again
 
@@ -326,6 +327,8 @@ class Server:
         self._pool = ThreadPoolExecutor(CALLS, "teacher")
         self._top_k = top_k
         self._cache: OrderedDict[bytes, list[Any]] = OrderedDict()
+        self._has_answered = False
+        self._is_awaited = False
 
     @cached_property
     def context(self) -> int:
@@ -398,19 +401,33 @@ class Server:
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = Request(self._url + path, orjson.dumps(self._model | body), self._headers)
         context = client_context() if self._url.startswith("https") else None
-        for pause_s in (*PAUSES_S, None):
+        restart_pauses_s = RESTART_PAUSES_S if self._has_answered else ()
+        for attempt, pause_s in enumerate((*PAUSES_S, *restart_pauses_s, None)):
             try:
                 with urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
                     content: dict[str, Any] = orjson.loads(answer.read())
+                    self._has_answered, self._is_awaited = True, False
                     return content
             except HTTPError as error:
-                if pause_s is None or error.code not in OVERLOADED:
+                if pause_s is None or error.code not in UNAVAILABLE:
                     raise _refusal(f"{self._url}{path}", error) from error
+                problem = f"answers {error.code}"
             except (OSError, HTTPException, ValueError) as error:
                 if pause_s is None or isinstance(error, ValueError):
                     raise UsageError(f"{self._url}{path} cannot be used: {error}") from error
+                problem = f"does not answer ({error})"
+            if attempt == len(PAUSES_S):
+                self._report_wait(problem)
             time.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
+
+    def _report_wait(self, problem: str) -> None:
+        """Say once, and not for each of the calls, that the run waits for the server."""
+        if not self._is_awaited:
+            self._is_awaited = True
+            limit_s = sum(RESTART_PAUSES_S)
+            text = f"ng_train: the teacher {self._url} {problem}; waiting up to {limit_s:.0f} s for its restart"
+            print(text, file=sys.stderr, flush=True)
 
 
 class PromptTooLong(UsageError):
