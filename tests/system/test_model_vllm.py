@@ -857,7 +857,7 @@ def test_a_package_that_a_model_needs_is_named_and_the_start_is_not_repeated(par
         errors = SimpleNamespace(reason=None)
         with (
             pytest.raises(ConfigError, match=f"service 'policy': model 'm': .*torchvision.*. {advice}$"),
-            startup.startup_explained(errors, "policy", "m", on_cpu=True),
+            startup.explain_startup_errors(errors, "policy", "m", on_cpu=True),
         ):
             raise RuntimeError("Failed to load the processor.") from cause
     assert startup.package_advice("no module named 'timm'") == ""
