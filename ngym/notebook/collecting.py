@@ -20,6 +20,7 @@ from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
 from ngym.notebook.arguments import INPUT, as_arguments, at_least_one, row_as_json
+from ngym.notebook.frames import restore_row
 from ngym.notebook.progress import CallDisplay
 from ngym.notebook.rollouts import Folder, Rollouts, rollouts_of
 from ngym.notebook.services import RunningServices, ServiceTarget
@@ -29,6 +30,7 @@ from ngym.telemetry import tracing
 
 Input = Any
 """A path; an iterable of rows, such as a `datasets.Dataset`; or a data frame of pandas or polars."""
+TASK = 'an object such as {"responses_create_params": {"input": "..."}}'
 COMMAND = ["ngym.collect_rollouts"]
 MANY = 256  # rollouts in flight; more may need more sockets than the default limit
 SAMPLE_S = 0.25
@@ -215,22 +217,36 @@ def tasks_in(source: Input, folder: Path) -> Path:
         return Path(source)
     path = folder / INPUT
     with path.open("wb") as file:
-        for number, row in enumerate(rows_of(source)):
-            file.write(_line(row, number))
+        for number, row in enumerate(rows_of(source, TASK)):
+            file.write(row_as_json(row, number) + b"\n")
     return path
 
 
-def rows_of(source: Any) -> Iterable[Json]:
-    """The rows of an input; a missing value of a data frame is left out of its row."""
+def rows_of(source: Any, needed: str) -> Iterable[Json]:
+    """The rows of an input, which may be a table of `full=True`; a missing value of a data frame is left out of its row.
+
+    needed: what a row is, in the message about one that is not an object.
+
+    Raises:
+        UsageError: the input has another type, or, while iterating, a row is not an object.
+    """
     if isinstance(source, Mapping):
-        return [dict(source)]
-    if hasattr(source, "iter_rows"):  # polars
-        return map(_present, source.iter_rows(named=True))
-    if hasattr(source, "itertuples"):  # pandas
-        return map(_present, source.to_dict("records"))
-    if isinstance(source, Iterable):
-        return source
-    raise UsageError(f"input must be rows, a path or a data frame, not {type(source).__name__}")
+        records: Iterable[Any] = [source]
+    elif hasattr(source, "iter_rows"):  # polars
+        records = map(_present, source.iter_rows(named=True))
+    elif hasattr(source, "itertuples"):  # pandas
+        records = map(_present, source.to_dict("records"))
+    elif isinstance(source, Iterable):
+        records = source
+    else:
+        raise UsageError(f"input must be rows, a path or a data frame, not {type(source).__name__}")
+    return (_row(record, number, needed) for number, record in enumerate(records))
+
+
+def _row(record: Any, number: int, needed: str) -> Json:
+    if isinstance(record, Mapping):
+        return restore_row(record)
+    raise UsageError(f"row {number} must be {needed}, not {record!r:.60}")
 
 
 def _present(row: Mapping[str, Any]) -> Json:
@@ -240,11 +256,3 @@ def _present(row: Mapping[str, Any]) -> Json:
 
 def _is_nan(value: Any) -> bool:
     return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
-
-
-def _line(row: Any, number: int) -> bytes:
-    if not isinstance(row, Mapping):
-        raise UsageError(
-            f'row {number} must be an object such as {{"responses_create_params": {{"input": "..."}}}}, not {row!r:.60}'
-        )
-    return row_as_json(row, number) + b"\n"

@@ -48,7 +48,7 @@ TRACE_FIELDS = (
 RENAMED_FIELDS = frozenset({"reward", "reward_components", "agent_ref"})  # in columns with other names
 OBJECT_FIELDS = frozenset({"responses_create_params", "response", "ng"})
 ROW_OBJECTS = OBJECT_FIELDS | {"agent_ref"}
-JSON_FIELDS = "_ng_json_fields"  # the row's own fields that are lists or objects, also where their column is text
+JSON_FIELDS = "_ng_json_fields"  # the row's own fields that are not text, also where their column is
 
 
 class Column(NamedTuple):
@@ -173,24 +173,28 @@ def slim(row: Json) -> Json:
 
 def full(row: Json) -> Json:
     """The record of `slim` with all other fields, lists and objects unchanged; `restore_row` is the inverse."""
-    lists = {name: each for name, each in row.items() if isinstance(each, dict | list) and not _is_elsewhere(name)}
-    columns = {_column_name(name): each for name, each in lists.items()}
+    own = {name: value for name, value in row.items() if not _is_elsewhere(name)}
+    columns = {_column_name(name): value for name, value in own.items() if isinstance(value, dict | list)}
     objects = {name: row.get(name) for name in sorted(OBJECT_FIELDS)}
     name = agent_name(row)
     reference = row["agent_ref"] if isinstance(row.get("agent_ref"), dict) else name and {"name": name}
-    return {**slim(row), **columns, **objects, "agent_ref": reference, JSON_FIELDS: list(lists)}
+    values = [name for name, value in own.items() if not isinstance(value, str)]
+    return {**slim(row), **columns, **objects, "agent_ref": reference, JSON_FIELDS: values}
 
 
 def restore_row(record: Mapping[str, Any]) -> Json:
-    """The row of a record of `full`, from a table whose lists and objects are JSON text; another row is unchanged."""
+    """The row of a record of `full`, from a table with nulls for absent fields, and with JSON text for values that are
+    not text; any other row is unchanged, except that JSON text of the objects of a row is parsed.
+    """
     row = {name: _parse_json(value) if name in ROW_OBJECTS else value for name, value in record.items()}
-    if JSON_FIELDS not in row:
+    values = _parse_json(row.pop(JSON_FIELDS, None))
+    if values is None:
         return row
-    for name in _parse_json(row.pop(JSON_FIELDS)):
-        row[name] = _parse_json(row.pop(_column_name(name), None))
-    if "task_index" in row:
-        row.setdefault("_ng_task_index", row["task_index"])
-    return row
+    fields = {name: value for name, value in row.items() if value is not None and not _is_derived(name)}
+    fields |= {name: fields.pop(column) for name in KINDS if (column := _column_name(name)) in fields}
+    fields |= {name: _parse_json(row.get(_column_name(name))) for name in values}
+    indices = {f"_ng_{name}": row[name] for name in ("task_index", "rollout_index") if row.get(name) is not None}
+    return {"reward": row.get("reward"), **fields, **indices}
 
 
 def _parse_json(value: Any) -> Any:
@@ -220,6 +224,11 @@ def _identity(row: Json) -> Json:
 def _column_name(name: str) -> str:
     """The column of a row's field, with a prefix if it is the name of a fixed column."""
     return name if name not in KINDS else f"row.{name}"
+
+
+def _is_derived(name: str) -> bool:
+    """Whether a column of `full` is not a field of the row."""
+    return name in KINDS or name.startswith("reward_components/")
 
 
 def _is_elsewhere(name: str) -> bool:

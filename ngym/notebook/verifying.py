@@ -18,7 +18,6 @@ from ngym.grading import reverify
 from ngym.grading.group_rewards import try_verify_group
 from ngym.notebook.arguments import as_arguments, at_least_one, row_as_json
 from ngym.notebook.collecting import rows_of
-from ngym.notebook.frames import restore_row
 from ngym.notebook.progress import CallDisplay
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, RunningServices, ServiceTarget
@@ -187,10 +186,8 @@ def _rows(source: Any, answer: str | None) -> list[Json]:
     if isinstance(source, str | Path):
         raise UsageError(f"{source}: verify takes rows; load them with ngym.load_rollouts")
     rows = []
-    for number, each in enumerate(rows_of(source)):
-        if not isinstance(each, Mapping):
-            raise UsageError(f"row {number} must be a rollout's row or a task, not {each!r:.60}")
-        row: Json = orjson.loads(row_as_json(restore_row(each), number))
+    for number, each in enumerate(rows_of(source, "a rollout's row or a task")):
+        row: Json = orjson.loads(row_as_json(each, number))
         if answer is not None:
             row["response"] = {"status": "completed", "output": [assistant_message(answer)]}
         if not isinstance(row.get("response"), dict):

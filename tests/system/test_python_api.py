@@ -27,6 +27,7 @@ from stub_agents import head, scored_row, task, text_item
 
 import ngym
 import ngym.notebook
+from ngym.notebook.collecting import rows_of
 from ngym.notebook.frames import library
 from ngym.notebook.progress import NotebookDisplay
 from ngym.notebook.rollouts import FileRows
@@ -468,6 +469,24 @@ def test_verdicts_have_components_and_failures_say_why(
             ngym.verify(source, server="counter", head=services, progress=False)
     with pytest.raises(ngym.UsageError, match=r"no such gym server \(did you mean 'counter'\?\)"):
         ngym.verify(_rollout(1.0), server="conter", head=services, progress=False)
+
+
+@pytest.mark.parametrize("table", ["to_pandas", "to_polars", "to_dataset"])
+def test_a_row_of_a_full_table_is_the_rollouts(table: str) -> None:
+    own = {"status": "hot", "turns": 5, "level": 3, "none": None, "flag": True, "note": "[1]", "parts": {"a": [1]}}
+    rows = [_rollout(1.0, **own), _rollout(None, level="3", note=[1]), _rollout(0.5, parts=[], flag="true")]
+    frame = getattr(ngym.Rollouts(rows), table)(full=True)
+    assert list(rows_of(frame, "a row")) == rows
+
+
+@pytest.mark.parametrize("table", ["to_pandas", "to_polars", "to_dataset"])
+def test_rollouts_are_collected_again_from_a_full_table(
+    services: RunningServices, rollouts: ngym.Rollouts, table: str
+) -> None:
+    frame = getattr(rollouts, table)(full=True)
+    again = ngym.collect_rollouts(input=frame, head=services, progress=False)
+    scores = [{(row["_ng_task_index"], row["target"], row["reward"]) for row in each} for each in (rollouts, again)]
+    assert len(again) == len(rollouts) and scores[0] == scores[1]
 
 
 @pytest.mark.parametrize("table", ["to_pandas", "to_polars", "to_dataset"])
