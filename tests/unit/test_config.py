@@ -151,6 +151,19 @@ def test_paths_of_options_are_relative_to_the_config_and_input_files_must_exist(
     assert str(caught.value) == expected
 
 
+def test_a_missing_service_that_only_a_default_names_is_reported_with_the_key_to_write():
+    class Options(ServiceOptions):
+        judge: ModelName = "policy"
+
+    assert parse_options(Options, {}, {}, "c.yaml:5", ["env", "policy"]).judge == "policy"
+    with pytest.raises(ConfigError) as caught:
+        parse_options(Options, {}, {}, "c.yaml:5", ["env"])
+    assert str(caught.value) == (
+        "c.yaml:5: no service named 'policy', the default of judge (known: env); write `judge: NAME`, which "
+        "`ng_run --only` starts, too"
+    )
+
+
 def test_a_services_own_options_are_checked_against_its_record():
     class Options(ServiceOptions):
         model: ServiceName

@@ -137,15 +137,20 @@ def parse_options(
     tree = ConfigTree(dict(values), lines, root, default_where=where)
     services = list(services)
 
-    def wrong_services(values: Mapping[str, Any]) -> list[str]:
-        references = [(name, values.get(name), _reference(info)) for name, info in model.model_fields.items()]
+    def wrong_services(parsed: Mapping[str, Any]) -> list[str]:
+        references = [(name, parsed.get(name), _reference(info)) for name, info in model.model_fields.items()]
         mistakes = []
         for name, value, reference in references:
             if reference is None or not isinstance(value, str):
                 continue
             kind = kinds.get(value)
             if value not in services:
-                mistakes.append(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
+                missing, hint = f"{tree.where(name)}: no service named {value!r}", did_you_mean(value, services)
+                if name in values:
+                    mistakes.append(missing + hint)
+                else:  # `--only` does not know defaults
+                    fix = f"write `{name}: NAME`, which `ng_run --only` starts, too"
+                    mistakes.append(f"{missing}, the default of {name}{hint}; {fix}")
             elif None not in (kind, reference.kind) and kind != reference.kind:
                 fit = [one for one in services if kinds.get(one) == reference.kind]
                 known = f" (known: {', '.join(fit[:MAX_SHOWN])})" if fit else ""
