@@ -6,12 +6,14 @@ import asyncio
 import re
 
 import httpx
+import pytest
 from fastapi import Request
 from house import house
 from machine import PATIENCE_S
 from starlette.responses import Response
 
-from ngym import ModelCall, ServiceOptions, model_server
+from ngym import ModelCall, ServiceOptions, VerifyRequest, gym_server, model_server
+from ngym.errors import UpstreamError
 from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route, service_app
@@ -111,3 +113,25 @@ async def test_the_openapi_document_shows_parameters_answers_and_problems():
     answers = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
     assert set(answers) == {"application/json", "text/event-stream"}
     assert set(document["paths"]["/rollouts/{rollout_id}/segments"]["delete"]["responses"]) == {"204", "default"}
+
+
+async def test_a_request_that_the_end_of_its_server_stops_is_answered_and_logged_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun = asyncio.Event()
+
+    async def verify(task: VerifyRequest) -> float:
+        begun.set()
+        await asyncio.Event().wait()
+        return 1.0
+
+    async with house(slow=gym_server(verify=verify)) as peers:
+        caller = Peers(peers.urls, owner="a caller")
+        call = asyncio.create_task(caller["slow"].post("/verify", {"responses_create_params": {}, "response": {}}))
+        await begun.wait()
+    with pytest.raises(UpstreamError, match=r"^slow was shut down before it answered POST /verify$") as caught:
+        await call
+    await caller.close()
+    error = caught.value
+    assert (error.failure, error.retryable, (error.upstream or {})["service"]) == ("connect", True, "slow")
+    assert "Traceback" not in caplog.text and caplog.text.count("slow was shut down") == 1

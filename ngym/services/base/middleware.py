@@ -32,7 +32,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ngym.errors import Overloaded, PeerTimeout
+from ngym.errors import Overloaded, PeerTimeout, Unreachable
 from ngym.net import request_context
 from ngym.net.connection_limits import LIMITS_OWN_BODY, Exchange
 from ngym.net.json_limits import CALL_BYTES
@@ -438,6 +438,13 @@ class RequestMiddleware:
                 else:
                     sender = _Sender(send, scope, serving)
                     await response(scope, receive, sender)
+        except asyncio.CancelledError:
+            if not isinstance(getattr(send, "__self__", None), Exchange):
+                raise
+            # only uvicorn cancels the task of an Exchange: at the end of the server's grace period
+            if not (status or (sender is not None and sender.status)):
+                sender = _Sender(send, scope, serving)
+                await _stopped(Request(scope, receive), sender)
         except Exception as error:
             if self.errors is None or status or (sender is not None and sender.status):
                 raise
@@ -479,6 +486,15 @@ async def _answer(served: RouteHandler, request: Request, receive: Receive) -> R
         if response is None:
             raise
         return response
+
+
+async def _stopped(request: Request, send: Send) -> None:
+    """Answer a request that the end of the server has stopped."""
+    name = getattr(request.app.state.context, "name", request.app.title)
+    error = Unreachable(f"{name} was shut down before it answered {request.method} {request.scope['path']}")
+    response = await _error_response(request, error)
+    assert response is not None
+    await response(request.scope, request.receive, send)
 
 
 async def _error_response(request: Request, error: Exception) -> Response | None:
