@@ -47,10 +47,15 @@ def frequency(text: str, keyword: Text, frequency: Count, relation: Relation = "
 
 
 def forbidden_words(text: str, forbidden_words: list[Text]) -> bool:
-    plain = MARKUP.sub("", unmasked(text))
+    return not any(_has_word(unmasked(text), unmasked(word)) for word in forbidden_words)
+
+
+def _has_word(text: str, word: str) -> bool:
+    """Whether the text has the word, within markup or not; signs of markup that the word has are part of it (`f*ck`)."""
     # not \b, which never holds at the edges of `C++` or `$5`
-    patterns = (rf"(?<!\w){re.escape(unmasked(word))}(?!\w)" for word in forbidden_words)
-    return not any(re.search(pattern, plain, re.IGNORECASE) for pattern in patterns)
+    pattern = rf"(?<!\w){re.escape(word)}(?!\w)"
+    kept = MARKUP.sub(lambda sign: sign[0] if sign[0] in word else "", text)
+    return any(re.search(pattern, each, re.IGNORECASE) for each in (MARKUP.sub("", text), kept))
 
 
 def letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relation: Relation = "at least") -> bool:

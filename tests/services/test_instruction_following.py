@@ -365,9 +365,11 @@ async def test_a_check_that_crashes_gives_no_reward_and_leaves_the_other_instruc
     assert APP.compute_metrics([answer]) == {}
 
 
-async def test_a_forbidden_word_is_found_also_if_it_begins_or_ends_with_a_sign():
+async def test_a_forbidden_word_is_found_also_if_it_has_signs():
     texts = {"C++": "I use C++ daily.", "U.S.": "Here in the U.S. today", "$5": "It costs $5 now", "#tag": "My #tag."}
     others = {"C++": "I use C++98.", "U.S.": "The U.S.A. is large.", "$5": "It costs $50.", "#tag": "My #tags."}
+    texts |= {"f*ck": "Oh _F*CK_, **f*ck**!", "__init__": "Its `__init__` runs.", "a_b": "It is _a_b_.", "*": "2 * 3"}
+    others |= {"f*ck": "A fact and a f*cker.", "__init__": "Its init runs.", "a_b": "a b", "*": "Two times three."}
     async with serving() as peers:
         for word in texts:
             row = {"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": [word]}]}
