@@ -10,7 +10,6 @@ from typing import Any, cast
 from langchain_core.messages import AnyMessage, ToolMessage
 from langchain_core.outputs import ChatResult
 from langchain_openai import ChatOpenAI
-from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.prebuilt.tool_node import ToolCallRequest
@@ -19,6 +18,7 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
 from ngym.convert import chat_request, check_create_params
+from ngym.schema import StopReason
 
 
 class Options(AgentOptions):
@@ -70,8 +70,11 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     served = {"base_url": rollout.model_base_url, "api_key": rollout.model_api_key}
     # extra_body takes every parameter of the row, also those that ChatOpenAI does not know, such as top_k.
     model = ExactChatOpenAI(model_name=options.model, extra_body=parameters, **served, **rollout.state)
+    turns = 0
 
     async def act(state: MessagesState) -> dict[str, list[AnyMessage]]:
+        nonlocal turns
+        turns += 1
         return {"messages": [await model.ainvoke(state["messages"])]}
 
     async def call(request: ToolCallRequest, execute: Any) -> ToolMessage:
@@ -81,24 +84,22 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         result = await rollout.call_tool(item)
         return ToolMessage(str(result["output"]), name=tool_call["name"], tool_call_id=tool_call["id"])
 
+    def next_node(state: MessagesState) -> str:
+        """The tools, unless the turn calls none, was cut off, or is the last one."""
+        is_last = turns == options.max_steps or _is_cut_off(state["messages"][-1])
+        return END if is_last else str(tools_condition(state["messages"]))
+
     graph = StateGraph(MessagesState)
     graph.add_node("act", act)
     graph.add_node("tools", ToolNode([], awrap_tool_call=call))
     graph.add_edge(START, "act")
-    graph.add_conditional_edges("act", _next)
+    graph.add_conditional_edges("act", next_node, ["tools", END])
     graph.add_edge("tools", "act")
     begin = cast(MessagesState, {"messages": messages})  # LangGraph also takes messages as dicts
-    try:
-        final_state = await graph.compile().ainvoke(begin, {"recursion_limit": 2 * options.max_steps})
-    except GraphRecursionError:
-        return rollout.answer("", "max_steps")
+    final_state = await graph.compile().ainvoke(begin, {"recursion_limit": 2 * options.max_steps})
     last = final_state["messages"][-1]
-    return rollout.answer(str(last.text), "length" if _is_cut_off(last) else "answer")
-
-
-def _next(state: MessagesState) -> str:
-    """The next node: the tools, unless the turn was cut off or calls none."""
-    return END if _is_cut_off(state["messages"][-1]) else str(tools_condition(state["messages"]))
+    stopped: StopReason = "answer" if tools_condition(final_state) == END else "max_steps"
+    return rollout.answer(str(last.text), "length" if _is_cut_off(last) else stopped)
 
 
 def _is_cut_off(message: AnyMessage) -> bool:

@@ -49,7 +49,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         model_settings=ModelSettings(extra_body=_parameters(request)),
         tools=[_tool(tool, rollout) for tool in (*functions, *_reserved(functions))],
     )
-    calls = SampledCalls()
+    calls = SampledCalls(options.max_steps)
 
     async def unknown_tool(error: ToolErrorFormatterArgs[Any]) -> str | None:
         """The answer to a call of a tool that is not offered; None leaves other errors to the SDK."""
@@ -72,13 +72,20 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 
 class SampledCalls(RunHooks[Any]):  # type: ignore[misc]  # the SDK is not followed
-    """The function calls that the model wrote, by call id: the SDK's error formatter gets no arguments."""
+    """The function calls that the model wrote, by call id: the SDK's error formatter gets no arguments.
 
-    def __init__(self) -> None:
+    Ends the run at `max_turns` before the calls of the last turn: the SDK runs them first.
+    """
+
+    def __init__(self, max_turns: int) -> None:
         self.sampled: dict[str, ResponseFunctionToolCall] = {}
+        self._left = max_turns
 
     async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
-        calls = (item for item in response.output if isinstance(item, ResponseFunctionToolCall))
+        self._left -= 1
+        calls = [item for item in response.output if isinstance(item, ResponseFunctionToolCall)]
+        if calls and not self._left:
+            raise MaxTurnsExceeded("the last turn calls tools")
         self.sampled.update((call.call_id, call) for call in calls)
 
 

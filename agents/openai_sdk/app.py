@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -29,7 +30,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     chat = chat_request(check_create_params(request), tokens=True)
     messages = chat.pop("messages")
     client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url, api_key=rollout.model_api_key)
-    for _ in range(options.max_steps):
+    for step in count(1):
         # extra_body takes every parameter of the row, also those that the client does not know, such as top_k.
         completion: Any = await client.chat.completions.create(model=options.model, messages=messages, extra_body=chat)
         message = completion.choices[0].message
@@ -37,6 +38,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
             return rollout.answer(message.content or "", "length")
         if not message.tool_calls:
             return rollout.answer(message.content or "")
+        if step == options.max_steps:
+            break
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
             function_call = {"call_id": call.id, "name": call.function.name, "arguments": call.function.arguments}

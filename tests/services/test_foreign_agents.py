@@ -132,6 +132,26 @@ async def test_a_turn_that_was_cut_off_ends_the_rollout_of_a_foreign_agent_and_i
     assert [len(segment["mask"]) for segment in trace["segments"]] == [1 if last == "context" else 2]
 
 
+@pytest.mark.parametrize("name", ["simple", *NEEDS])
+async def test_the_calls_of_the_last_turn_at_max_steps_are_not_run(name: str):
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module)
+    apps = {
+        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    for steps, expected in ((1, 0), (2, 2), (3, 5)):
+        agent = {"gym": "env", "model": "policy", "max_steps": steps}
+        options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": agent}
+        async with house(options, **apps) as peers:
+            task = {"responses_create_params": {"input": "Count to five."}, "target": expected}
+            row = await peers["actor"].post("/run", task)
+        trace = row["ng"]
+        assert (row["reward"], trace["turns"]) == (1.0, steps)
+        assert (trace["stop_reason"], trace["status"]) == (("max_steps", "truncated"), ("answer", "ok"))[steps == 3]
+
+
 ADD = {
     "type": "function",
     "name": "add",
