@@ -63,6 +63,21 @@ RANK_VARIABLES = (
     "PYTORCH",
     "WANDB",
 )  # variables that they get
+OF_THE_NODE = frozenset(  # variables that they keep
+    {
+        "HOME",
+        "HOSTNAME",
+        "LD_LIBRARY_PATH",
+        "LOGNAME",
+        "PATH",
+        "PWD",
+        "PYTHONPATH",
+        "SHELL",
+        "TMPDIR",
+        "USER",
+        "VIRTUAL_ENV",
+    }
+)
 Say = Callable[[str], None]
 
 
@@ -237,12 +252,7 @@ class _Run:
     @asynccontextmanager
     async def _services(self) -> AsyncIterator[tuple[dict[str, str], Callable[[], Any]]]:
         """The variables of all ranks; with those by which rank 0 finds the services, if there are any."""
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name in self._named or name.partition("_")[0] in RANK_VARIABLES
-        }
-        environment.pop(VISIBLE, None)  # this machine's GPUs; Ray assigns each rank its own
+        environment = rank_environment(os.environ, self._named)
         live = self._recipe.live
         if live is None or live.config is None:
             yield environment, asyncio.Event().wait
@@ -255,6 +265,17 @@ class _Run:
             _say(f"services ready after {stack.ready_after_s:.0f} s; status: {stack.head_url}")
             variables = {HEAD: stack.head_url, ADMIN_TOKEN: stack.admin_token, RUN_TOKEN: stack.run_token or ""}
             yield {**environment, **variables}, stack.failure
+
+
+def rank_environment(environment: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
+    """The variables that ranks get from this environment. named: variables that the recipe names.
+
+    Ranks keep those of their node, also if the recipe names them: a rank that is sent another HOME or PATH does not find
+    its caches and programs.
+    """
+    kept = OF_THE_NODE | {VISIBLE}  # Ray assigns each rank its GPUs
+    names = (name for name in environment if name in named or name.partition("_")[0] in RANK_VARIABLES)
+    return {name: environment[name] for name in names if name not in kept}
 
 
 async def _first_failure(codes: Sequence[asyncio.Future[int]]) -> int:

@@ -343,20 +343,20 @@ async def test_ranks_on_ray_see_the_gpus_that_ray_assigns_to_them(
 async def test_ranks_on_ray_get_the_variables_that_the_recipe_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key of a teacher's server, and the parts of a path. Without them, a rank cannot read the recipe."""
+    """The key of a teacher's server, and the parts of a path, but no other home folder than that of their node."""
     ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
     monkeypatch.chdir(tmp_path)
-    variables = {"TEACHER_KEY": "sk-1", "SHARED": "here", "OTHER": "x"}
+    variables = {"TEACHER_KEY": "sk-1", "SHARED": "here", "OTHER": "x", "HOME": str(tmp_path)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "data.jsonl").touch()
     teacher = "{url: 'http://127.0.0.1:9', path: null, api_key_env: TEACHER_KEY}"
     words = ["data={path: data.jsonl}", "rollouts=null", "evaluation=null", f"algorithm.teacher={teacher}"]
-    words += ["model.path=${oc.env:SHARED}/policy", "output=run", "batch_size=2", "epochs=1"]
+    words += ["model.path=${oc.env:SHARED}/policy", "output=${oc.env:HOME}/run", "batch_size=2", "epochs=1"]
     recipe, tree = check_recipe(["distillation.yaml"], words, on_ray=True)
     names = recipe_reader.environment_names(tree)
     async with ray_launcher._Run(recipe, words, False, False, names)._services() as (environment, _):
-        assert variables.items() - environment.items() == {("OTHER", "x")}
+        assert variables.items() - environment.items() == {("OTHER", "x"), ("HOME", str(tmp_path))}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
