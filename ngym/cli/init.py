@@ -18,6 +18,7 @@ from ngym.errors import UsageError
 from ngym.files.atomic import check_writable
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+TAKEN = ("ngym", "policy")  # keys of CONFIG, and of every config
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 WORDS = ("stone", "river", "cloud", "bread", "light")
 GOLD = (
@@ -161,6 +162,8 @@ def main(name: str, folder: Path | None, dry_run: bool, as_json: bool) -> None:
         raise UsageError(
             f"{name!r} is not a valid name for an environment: use lower-case letters, digits and '_', such as my_env"
         )
+    if name in TAKEN:
+        raise UsageError(f"{name!r} is another key of global_config.yaml; choose another name, such as my_env")
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; nothing was written. Choose another --folder")

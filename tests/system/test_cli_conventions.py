@@ -188,6 +188,7 @@ MISTAKES = [
     ("prepare gsm8", "no public set is called 'gsm8' (did you mean 'gsm8k'?)"),
     ("prepare gsm8k --revision main", "--revision main: must be a commit"),
     ("init 9", "'9' is not a valid name for an environment"),
+    ("init policy", "'policy' is another key of global_config.yaml; choose another name, such as my_env"),
     ("init x --folder gym_servers", "gym_servers exists and is not empty; nothing was written"),
     ("quickstart --tasks 0", "ng quickstart: invalid value for '--tasks'"),
     ("quickstart --folder garbage/x", "garbage/x: Not a directory"),
