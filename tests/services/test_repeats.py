@@ -15,7 +15,7 @@ from machine import until
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
+from ngym import ServiceContext, ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import NotReady, Overloaded, UpstreamError
 from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, service_app
@@ -211,6 +211,58 @@ async def test_a_verifier_that_is_busy_once_is_asked_again_in_the_same_session(e
         await session.post("/add", {})
         assert (await session.post("/verify", ANSWERED))["reward"] == 1.0
         assert len(app.state.sessions) == 0 and closed == ["session"]
+
+
+async def test_what_a_session_closes_may_be_async_and_its_error_costs_no_reward(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed = asyncio.Event()
+
+    async def close() -> None:
+        await asyncio.sleep(0)
+        closed.set()
+        raise ValueError("closed badly")
+
+    async def verify(task: VerifyRequest, session: Session) -> float:
+        session.when_over(lambda: {}["no such key"])
+        session.when_over(close)
+        return 1.0
+
+    async with house(gym=gym_server(verify=verify, replays=True)) as peers:
+        session = peers["gym"].session()
+        await session.post("/seed_session", ROW)
+        assert (await session.post("/verify", ANSWERED))["reward"] == 1.0
+        await closed.wait()
+        await until(lambda: "closed badly" in caplog.text)
+    assert "no such key" in caplog.text and caplog.text.count(f"when_over failed (session {session.id})") == 2
+
+
+async def test_the_sessions_of_a_service_end_with_it_before_its_lifespan() -> None:
+    ended: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
+        yield
+        ended.append("lifespan")
+
+    async def close() -> None:
+        await asyncio.sleep(0)
+        ended.append("session")
+
+    async def look(session: Session) -> str:
+        """Look."""
+        session.when_over(close)
+        return "seen"
+
+    async def verify(task: VerifyRequest, session: Session) -> float:
+        return 1.0
+
+    async with house(gym=gym_server(tools=[look], verify=verify, lifespan=lifespan)) as peers:
+        session = peers["gym"].session()
+        await session.post("/seed_session", ROW)
+        await session.post("/look", {})
+        assert not ended
+    assert ended == ["session", "lifespan"]
 
 
 async def test_a_session_whose_verifier_stays_busy_ends_when_it_is_deleted_or_idle() -> None:

@@ -245,7 +245,7 @@ def gym_server(
         raise SignatureError(f"gym_server(tools={tools!r}): give a list of functions")
     store = SessionStore()
     over_mcp = McpRoute()
-    app = service_app("gym_server", options=options, lifespan=over_mcp.wrap_lifespan(lifespan))
+    app = service_app("gym_server", options=options, lifespan=over_mcp.wrap_lifespan(store.wrap_lifespan(lifespan)))
     app.state.serving.answer_headers = session_headers
     app.state.sessions = store
     idempotent = app.state.idempotent = IdempotentCalls()

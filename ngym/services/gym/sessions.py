@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
+import logging
 import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +27,9 @@ from ngym.errors import BadRequest, NotFound, Overloaded, ServiceError
 from ngym.net.json_limits import parsed_bytes, trim
 from ngym.net.request_context import header, headers_of
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, Json
+from ngym.services.base.app import Lifespan
 from ngym.services.base.middleware import Handler, in_time
+from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import whole_body
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
@@ -37,6 +42,10 @@ MAX_BYTES = 16 << 20  # limit of the kept answers
 OVERHEAD_BYTES = 3 << 10  # of one answer, in addition to its body
 MAX_KEY_CHARS = 128
 RETRYABLE_STATUSES = (429, 503)  # these answers mean that nothing was done: a repetition counts as a first attempt
+CLOSE_FAILED = "a function that was given to session.when_over failed (session %s)"
+CLOSE_S = 2.0  # limit of async functions at the end of the service
+_ENDING: set[asyncio.Task[None]] = set()  # async functions that close what a session held
+log = logging.getLogger("ngym.services")
 Call = tuple[str, str, str]
 """Session, path and key."""
 
@@ -68,7 +77,10 @@ class Session(dict[str, Any]):
             self.failure = copy.copy(error)  # without its traceback, which would keep the request alive
 
     def when_over(self, close: Callable[[], object]) -> None:
-        """Call this function once, when the session ends for any reason."""
+        """Call this function, which may be async, once when the session ends for any reason.
+
+        Its error is logged, and changes neither the reward nor what else the session closes.
+        """
         self._closing.append(close)
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
@@ -81,7 +93,20 @@ class Session(dict[str, Any]):
         """End the session and close what it holds."""
         closing, self._closing = self._closing, []
         for close in closing:
-            close()
+            try:
+                closed = close()
+            except Exception:
+                log.exception(CLOSE_FAILED, self.id)
+            else:
+                if inspect.iscoroutine(closed):
+                    _ENDING.add(task := asyncio.create_task(self._finish(closed)))
+                    task.add_done_callback(_ENDING.discard)
+
+    async def _finish(self, closed: Coroutine[Any, Any, object]) -> None:
+        try:
+            await closed
+        except Exception:
+            log.exception(CLOSE_FAILED, self.id)
 
 
 class SessionStore:
@@ -95,6 +120,23 @@ class SessionStore:
         self.task_bytes = task_bytes
         self._held_bytes = 0
         self._sessions: OrderedDict[str, tuple[float, Session]] = OrderedDict()  # least recently used first
+
+    def wrap_lifespan(self, lifespan: Lifespan | None) -> Lifespan:
+        """The service's lifespan, at whose end all sessions end, before what it began is closed."""
+
+        @asynccontextmanager
+        async def running(context: ServiceContext) -> AsyncIterator[None]:
+            async with AsyncExitStack() as stack:
+                if lifespan is not None:
+                    await stack.enter_async_context(lifespan(context))
+                yield
+                # not if cancelled: a test client without a lifespan runs each request in a loop of its own
+                for session_id in list(self._sessions):
+                    self.end(session_id)
+                if _ENDING:
+                    await asyncio.wait(_ENDING, timeout=CLOSE_S)
+
+        return running
 
     def __len__(self) -> int:
         return len(self._sessions)
