@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
 from ngym.option_names import python_option_names
 
@@ -64,10 +65,37 @@ def at_least_one(**arguments: int | None) -> None:
     Raises:
         UsageError: one of these arguments is not a whole number, or less than 1.
     """
+    whole(**arguments)
     for name, value in arguments.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{name} must be a whole number, not {value!r}")
-        if value < 1:
+        if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
+
+
+def whole(**arguments: int | None) -> None:
+    """
+    Raises:
+        UsageError: one of these arguments is not a whole number.
+    """
+    for name, value in arguments.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise UsageError(f"{name} must be a whole number, not {value!r:.60}")
+
+
+def above_zero(**arguments: float) -> None:
+    """
+    Raises:
+        UsageError: one of these arguments is not a number above 0.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UsageError(f"{name} must be a number above 0, not {value!r:.60}")
+
+
+def one_of(known: Collection[str], **arguments: str) -> None:
+    """
+    Raises:
+        UsageError: one of these arguments is another word.
+    """
+    for name, value in arguments.items():
+        if value not in known:
+            raise UsageError(f"{name}: {value!r:.60} is unknown{did_you_mean(str(value), known)}")

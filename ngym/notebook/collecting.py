@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ngym.collect.collection_files import CollectionFiles
 from ngym.collect.collection_session import CollectionSession, DiscoveredServices
@@ -19,7 +19,7 @@ from ngym.collect.run_record import CollectionSettings
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
-from ngym.notebook.arguments import INPUT, as_arguments, at_least_one, row_as_json
+from ngym.notebook.arguments import INPUT, above_zero, as_arguments, at_least_one, one_of, row_as_json, whole
 from ngym.notebook.frames import restore_row
 from ngym.notebook.progress import CallDisplay
 from ngym.notebook.rollouts import Folder, Rollouts, rollouts_of
@@ -132,6 +132,9 @@ class _Call:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
         at_least_one(**{name: arguments[name] for name in ("repeats", "limit", "concurrency", "max_attempts")})
+        whole(seed=arguments["seed"])
+        above_zero(timeout_s=arguments["timeout_s"])
+        one_of(get_args(TokenFormat), token_format=arguments["token_format"])
         if arguments["resume"] and arguments["overwrite"]:
             raise UsageError("resume=True and overwrite=True contradict each other; keep one")
         if arguments["resume"] and arguments["output"] is None:

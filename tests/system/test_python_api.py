@@ -299,6 +299,9 @@ def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder
     expect_error(r"^agent: no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
     expect_error("repeats must be at least 1, not 0", agent="counter_agent", repeats=0)
     expect_error("repeats must be a whole number, not 1.5", agent="counter_agent", repeats=1.5)
+    expect_error("^timeout_s must be a number above 0, not -1$", timeout_s=-1)
+    expect_error("^seed must be a whole number, not '7'$", seed="7")
+    expect_error(r"^token_format: 'nem' is unknown \(did you mean 'nemo'\?\)$", token_format="nem")
     expect_error("^map_agent: no agent named 'b'", map_agent={"a": "b"})
     expect_error(
         "^row 0 of input: no agent named 'a' .*; agent='NAME' runs all rows with another agent, map_agent={'a': 'NAME'} only",
