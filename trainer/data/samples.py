@@ -4,8 +4,8 @@ A demonstration is one sample, with one segment as long as each turn's prompt co
 a sample always share a micro-batch.
 
 Left out and counted: failed attempts, and null rewards ("could not be scored" is not a 0). Refused: rows without
-tokens, rows with images or other media, and rows that were not sampled from the plain distribution at the recipe's temperature, because then the
-sampler's logprobs are not the policy's.
+tokens, rows with images or other media, and rows that were not sampled from the plain distribution at the recipe's
+temperature, because then the sampler's logprobs are not the policy's.
 """
 
 from __future__ import annotations
@@ -225,17 +225,22 @@ def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset())
 
 def media_problem(row: Json) -> str | None:
     """The first image, sound, video or file in the conversation of a rollout, of which its ids have only placeholders."""
-    params, response = row.get("responses_create_params") or {}, row.get("response") or {}
-    for key, items in (
-        ("responses_create_params.input", params.get("input")),
-        ("response.output", response.get("output")),
-    ):
+    for owner, key in (("responses_create_params", "input"), ("response", "output")):
+        record = row.get(owner)
+        items = record.get(key) if isinstance(record, dict) else None
         for place, item in enumerate(items if isinstance(items, list) else ()):
-            content = item.get("output" if item.get("type") == "function_call_output" else "content")
-            for part in content if isinstance(content, list) else ():
-                if part.get("type") in MEDIA:
-                    return f"{key}[{place}] has a part of type {part['type']!r}; only text is trained on"
+            for part in _content_parts(item):
+                if str(part.get("type")) in MEDIA:
+                    return f"{owner}.{key}[{place}] has a part of type {part['type']!r}; only text is trained on"
     return None
+
+
+def _content_parts(item: Any) -> list[Json]:
+    """The parts of a message's content or of a tool's output, if it has parts."""
+    if not isinstance(item, dict):
+        return []
+    content = item.get("output" if item.get("type") == "function_call_output" else "content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def sampled_nothing(row: Json) -> bool:
