@@ -461,11 +461,13 @@ def test_compressed_files_and_patterns_are_read_like_plain_files(format: str, tm
     packed = [tmp_path / "packed_0.jsonl.gz", tmp_path / "packed_1.jsonl.zst", tmp_path / "packed_2.jsonl"]
     for path, to, pack in zip(plain, packed, (gzip.compress, zstandard.compress, bytes), strict=True):
         to.write_bytes(pack(path.read_bytes()))
-    inputs = [["--input", *plain], ["--input", tmp_path / "packed_*", packed[0]]]
+    repeated = [word for path in plain for word in ("--input", path)]
+    inputs = [["--input", *plain], ["--input", tmp_path / "packed_*", packed[0]], repeated]
     for n, sources in enumerate(inputs):
         result = command("--format", format, *sources, "--output", tmp_path / f"out{n}")
         assert result.exit_code == 0, result.output
-    assert (tmp_path / "out0").read_bytes() == (tmp_path / "out1").read_bytes() != b""
+    first, *others = [(tmp_path / f"out{n}").read_bytes() for n in range(len(inputs))]
+    assert first and others == [first, first]
 
 
 def test_bad_lines_of_all_files_are_named_and_nothing_is_written(tmp_path: Path):

@@ -26,7 +26,10 @@ FILE = click.Path(path_type=Path)
     "--format", "format", type=Choice(FORMATS), required=True,
     help="demonstrations: for SFT; preferences: for DPO; rollouts: unchanged copies.",
 )  # fmt: skip
-@click.option("--input", "source", metavar="FILE...", help="Rollouts, JSONL, also .gz or .zst; files or patterns.")
+@click.option(
+    "--input", "sources", multiple=True, metavar="FILE...",
+    help="Rollouts, JSONL, also .gz or .zst; files or patterns, or repeat it.",
+)  # fmt: skip
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="JSONL.")
 @click.option(
     "--min-reward", type=float, metavar="REWARD",
@@ -48,7 +51,7 @@ FILE = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 @click.argument("more", nargs=-1, metavar="")
 @click.pass_context
-def main(ctx: click.Context, /, source: str | None, more: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def main(ctx: click.Context, /, sources: tuple[str, ...], more: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Turn scored rollouts into demonstrations, preference pairs, KTO or ShareGPT rows, or a filtered copy.
 
     Failed and unscored rollouts are never used, and a rollout that was cut off in mid-turn is not exported as finished.
@@ -61,7 +64,7 @@ def main(ctx: click.Context, /, source: str | None, more: tuple[str, ...], as_js
     """
     from ngym.files.jsonl import expand_paths
 
-    inputs = expand_paths((source, *more) if source else more)
+    inputs = expand_paths((*sources, *more))
     ctx.exit(_export(Options(inputs=inputs, **options), as_json))
 
 
