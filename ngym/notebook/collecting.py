@@ -225,10 +225,10 @@ def tasks_in(source: Input, folder: Path) -> Path:
     return path
 
 
-def rows_of(source: Any, needed: str) -> Iterable[Json]:
+def rows_of(source: Any, needed: str, argument: str = "input") -> Iterable[Json]:
     """The rows of an input, which may be a table of `full=True`; a missing value of a data frame is left out of its row.
 
-    needed: what a row is, in the message about one that is not an object.
+    needed: what a row is, in the message about one that is not an object. argument: the name of the source.
 
     Raises:
         UsageError: the input has another type, or, while iterating, a row is not an object.
@@ -242,7 +242,7 @@ def rows_of(source: Any, needed: str) -> Iterable[Json]:
     elif isinstance(source, Iterable):
         records = source
     else:
-        raise UsageError(f"input must be rows, a path or a data frame, not {type(source).__name__}")
+        raise UsageError(f"{argument} must be rows, a path or a data frame, not {type(source).__name__}")
     return (_row(record, number, needed) for number, record in enumerate(records))
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ngym.errors import UsageError
 from ngym.export.exporter import export
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.rollout_selection import ExportCounts
 from ngym.notebook.arguments import INPUT, as_arguments, row_as_json
+from ngym.notebook.collecting import rows_of
 from ngym.notebook.frames import Table
-from ngym.notebook.rollouts import FileRows, Folder, Rollouts
+from ngym.notebook.rollouts import FileRows, Folder
 from ngym.option_names import python_option_names
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-Source = str | Path | Rollouts | Sequence[str | Path]
+Source = Any
+"""A file, several, Rollouts, rows, or a data frame or dataset with all fields."""
 
 
 class Exported(FileRows):
@@ -75,7 +76,7 @@ def export_rollouts(
         ngym.export_rollouts("out.jsonl", "demonstrations", "sft.jsonl", best=2, dedupe=True)
 
     Args:
-        source: Rollouts, a file or several.
+        source: Rollouts, a file or several; rows, or a data frame or dataset with all fields (`full=True`).
         output: the file to write. None: a temporary one that lives as long as the result.
 
     Raises:
@@ -105,10 +106,13 @@ def export_rollouts(
 def _inputs(source: Source, folder: Folder) -> tuple[Path, ...]:
     if isinstance(source, str | Path):
         return (Path(source),)
-    if not isinstance(source, Rollouts):
-        return tuple(map(Path, source))
+    if isinstance(source, list | tuple):
+        if not source:
+            raise UsageError("source is empty; give rollouts, or a file of them")
+        if all(isinstance(each, str | Path) for each in source):
+            return tuple(map(Path, source))
     path = folder.path / INPUT
     with path.open("wb") as file:
-        for number, row in enumerate(source):
+        for number, row in enumerate(rows_of(source, "a rollout's row", "source")):
             file.write(row_as_json(row, number) + b"\n")
     return (path,)

@@ -139,7 +139,7 @@ class Rollouts(Sequence[Json]):
         return f"<{self._headline()}>"
 
     def _repr_html_(self) -> str:
-        records = [slim(row) for row in self[:SHOWN_ROWS]]
+        records = [slim(row) for row in map(_scored, self[:SHOWN_ROWS])]
         more = f"; the first {len(records)}:" if len(self) > len(records) else ""
         return table(
             REPR_COLUMNS, [[record[name] for name in REPR_COLUMNS] for record in records], self._headline() + more
@@ -264,7 +264,7 @@ class Rollouts(Sequence[Json]):
         return self._table(full).to_dataset()
 
     def _table(self, everything: bool) -> Table:
-        return Table(map(full if everything else slim, self), KINDS)
+        return Table(map(full if everything else slim, map(_scored, self)), KINDS)
 
     def _headline(self) -> str:
         where = f"; {', '.join(map(str, self.paths))}" if self.paths else ""
@@ -328,6 +328,14 @@ def _fact(row: Json) -> RolloutSummary:
         return RolloutSummary(agent, trace_of(row).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
     except KeyError:
         raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is not a rollout") from None
+
+
+def _scored(row: Json) -> Json:
+    """The row. Raises UsageError if it is not a rollout."""
+    _fact(row)
+    if not isinstance(row.get("response"), dict):
+        raise UsageError(f"task {row.get('_ng_task_index')}: a row without a response is not a rollout")
+    return row
 
 
 def _rewards(facts: Sequence[RolloutSummary], places: Sequence[int]) -> list[float]:
@@ -472,6 +480,8 @@ def _failures_of(path: Path) -> Path:
 
 
 def _files(source: str) -> list[Path]:
+    if Path(source).is_dir():
+        raise UsageError(f"{Path(source)} is a folder; name a file, or a pattern such as {Path(source) / '*.jsonl'}")
     if Path(source).is_file() or _failures_of(Path(source)).is_file():
         return [Path(source)]
     files = sorted(glob(source, recursive=True))

@@ -537,6 +537,30 @@ def test_exports_are_rows_a_file_and_a_dataset(rollouts: ngym.Rollouts, folder: 
         ngym.export_rollouts(rollouts, "preferences").to_dataset()
 
 
+def test_rows_and_full_tables_are_exported_as_the_rollouts_are() -> None:
+    rollouts = ngym.Rollouts([_rollout(1.0, "a", level=3), _rollout(0.0, "b", tags=["x"])])
+    tables = [rollouts.to_pandas(full=True), rollouts.to_polars(full=True), rollouts.to_dataset(full=True)]
+    for source in (list(rollouts), *tables):
+        assert list(ngym.export_rollouts(source, "rollouts")) == list(rollouts)
+    for source, text in (
+        ([], "^source is empty"),
+        (5, "^source must be rows, a path or a data frame, not int$"),
+        ([rollouts[0], 5], "^row 1 must be a rollout's row, not 5$"),
+        ([rollouts[0], {}], "^row 1 of source: no rollout: 'responses_create_params' is missing"),
+    ):
+        with pytest.raises(ngym.UsageError, match=text):
+            ngym.export_rollouts(source, "kto")
+
+
+def test_a_folder_and_a_row_without_a_reward_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ngym.UsageError, match=r"is a folder; name a file, or a pattern such as .*\*\.jsonl$"):
+        ngym.load_rollouts(tmp_path)
+    failed = ngym.Rollouts([_rollout(1.0), {"_ng_task_index": 7, "failure": {"class": "connect"}}])
+    for table in (failed.to_pandas, lambda: failed.to_polars(full=True), failed._repr_html_):
+        with pytest.raises(ngym.UsageError, match=r"^task 7: a row without a reward is not a rollout$"):
+            table()
+
+
 def test_a_dataset_has_the_exact_calls_and_tools_of_each_row() -> None:
     rows = []
     for index, (name, arguments) in enumerate([("add", '{"x":0.12345678901}'), ("find", '{"city":"3"}')]):
