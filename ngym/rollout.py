@@ -329,7 +329,13 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str]:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.get("text") or f"[{part.get('type')}]" for part in content or [] if isinstance(part, dict))
+    return "".join(_part_text(part) for part in content or [] if isinstance(part, dict))
+
+
+def _part_text(part: Json) -> str:
+    """The text of a part of a message, which may be empty; of another part, its type."""
+    text = part.get("text", part.get("refusal"))
+    return text if isinstance(text, str) else f"[{part.get('type')}]"
 
 
 def printable(text: str) -> str:

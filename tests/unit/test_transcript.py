@@ -48,6 +48,16 @@ def test_the_calls_of_chat_messages_are_shown_as_those_of_items():
     ]
 
 
+def test_an_empty_answer_is_empty_and_a_refusal_has_its_text():
+    parts = [{"type": "output_text", "text": ""}, {"type": "refusal", "refusal": "No."}, {"type": "input_image"}]
+    texts = [transcript(row(response={"output": [{"type": "message", "content": [part]}]})) for part in parts]
+    assert [text.splitlines()[-1].strip() for text in texts] == [
+        "assistant",
+        "assistant  No.",
+        "assistant  [input_image]",
+    ]
+
+
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal():
     hostile = row(response={"output": [{"type": "message", "role": "assistant", "content": "\x1b[2Jgone\u202e"}]})
     assert "\x1b" not in transcript(hostile) and "\u202e" not in transcript(hostile)
