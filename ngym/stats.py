@@ -206,6 +206,10 @@ class Rewards:
         """The number of tasks that have a reward."""
         return len(self._last)
 
+    def has(self, task: int) -> bool:
+        """Whether this task has a reward."""
+        return self._last.get(task) is not None
+
     def groups(self) -> Iterator[tuple[int, list[int]]]:
         """Each task's number, and the indices of its rewards in `values`, in order of arrival."""
         for task, last in self._last.items():
@@ -377,6 +381,11 @@ class Scores:
     rollouts: int = 0
     _answers: array[int] = field(default_factory=lambda: array("Q"))  # a key, NO_ANSWER or NO_FIELD for each reward
     unscored_of: Counter[int] = field(default_factory=Counter)  # for tasks that have any
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks, also of those without a reward."""
+        return self.rewards.tasks + sum(not self.rewards.has(task) for task in self.unscored_of)
 
     @property
     def unscored(self) -> int:

@@ -192,7 +192,7 @@ class AgentTally:
         return {
             "agent": self.agent_ref["name"],
             "rollouts": self.rollouts,
-            "tasks": self.rewards.tasks,
+            "tasks": self.scores.tasks,
             "mean_reward": self.rewards.mean,
             "mean_reward_interval": self.rewards.interval,
             "best_of_k": [{"name": name, **asdict(item)} for name, item in self.scores.named_scores()],

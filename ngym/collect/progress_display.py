@@ -37,7 +37,7 @@ def tables(aggregates: Aggregates) -> Iterator[Table]:
     from rich.table import Table
 
     for name, tally in aggregates.by_agent.items():
-        title = f"{name}: {tally.rollouts:,} rollouts of {tally.rewards.tasks:,} tasks"
+        title = f"{name}: {tally.rollouts:,} rollouts of {tally.scores.tasks:,} tasks"
         table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
         for row in _lines(tally):
             table.add_row(*row)

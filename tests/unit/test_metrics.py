@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from ngym.stats import Rewards, best_at_k, bootstrap, displayed_ks, student_t
+from ngym.stats import Rewards, Scores, best_at_k, bootstrap, displayed_ks, student_t
 
 
 @pytest.mark.parametrize("successes", range(9))
@@ -55,6 +55,19 @@ def test_the_ks_worth_showing() -> None:
         [1, 2, 4, 8],
         [1, 2, 4, 8, 10],
     ]
+
+
+def test_tasks_without_a_reward_are_counted_and_are_in_no_mean() -> None:
+    scores = Scores()
+    for task, reward in ((0, 1.0), (0, None), (1, None), (1, None)):
+        scores.add(task, {"reward": reward})
+    assert (scores.tasks, scores.rewards.tasks, scores.rollouts, scores.unscored, scores.rewards.mean) == (
+        2,
+        1,
+        4,
+        3,
+        1.0,
+    )
 
 
 def test_students_t() -> None:
