@@ -270,8 +270,8 @@ class _Run:
 def rank_environment(environment: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
     """The variables that ranks get from this environment. named: variables that the recipe names.
 
-    Ranks keep those of their node, also if the recipe names them: a rank that is sent another HOME or PATH does not find
-    its caches and programs.
+    Ranks keep those of their node, also if the recipe names them: with another HOME or PATH, a rank does not find its
+    caches and programs.
     """
     kept = OF_THE_NODE | {VISIBLE}  # Ray assigns each rank its GPUs
     names = (name for name in environment if name in named or name.partition("_")[0] in RANK_VARIABLES)

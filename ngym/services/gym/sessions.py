@@ -110,8 +110,8 @@ class Session(dict[str, Any]):
 
 
 class SessionStore:
-    """Sessions by id. They end after /verify (unless it answers 429 or 503), on DELETE /session, or after `ttl_s` seconds
-    without use.
+    """Sessions by id. They end after /verify (unless it answers 429 or 503), on DELETE /session, after `ttl_s` seconds
+    without use, or with the service.
     """
 
     def __init__(self, ttl_s: float = 3600, limit: int = 10_000, task_bytes: int = TASK_BYTES) -> None:
