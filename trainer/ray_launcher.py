@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ngym.cluster.ray_placement import (
     CHUNK_BYTES,
@@ -29,6 +29,7 @@ from ngym.cluster.ray_placement import (
     bundle,
     connect,
     in_group,
+    last_line,
     of_actor,
     reserve_group,
 )
@@ -219,7 +220,11 @@ class _Run:
         return names, summary(output)["last"].get("step") if (output / METRICS).exists() else None
 
     async def _group(self, environment: Mapping[str, str], continues: Sequence[str]) -> int:
-        """Run one group; returns the first exit code that is not 0. EXIT_LOST if Ray loses a rank while it starts."""
+        """Run one group; returns the first exit code that is not 0. EXIT_LOST if Ray loses a rank while it starts.
+
+        Raises:
+            NgymError: a node cannot run a rank, such as one without ngym.
+        """
         options, size = self._options, self._options.ranks
         of_rank = bundle(options.resources, options.pool)
         group = await reserve_group([of_rank] * size, PLACEMENT_TIMEOUT_S, _say)
@@ -241,6 +246,10 @@ class _Run:
             await asyncio.gather(*(rank.drain() for rank in exited))
             return code
         except RayError as error:
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                raise NgymError(
+                    f"a node of the Ray cluster cannot run a rank: {last_line(error)} (docs/scale.md)"
+                ) from None
             _say(str(error).partition("\n")[0])
             return 1 if isinstance(error, RayTaskError) else EXIT_LOST  # the actor's own code failed, or Ray lost it
         finally:

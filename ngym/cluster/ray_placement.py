@@ -153,7 +153,7 @@ class _OnRay:
             except RayActorError as error:  # its node has died, or ngym is not installed there
                 self._host = None
                 if not attempts_left:
-                    raise NgymError(f"a node of the Ray cluster cannot run a service: {_reason(error)}") from None
+                    raise NgymError(f"a node of the Ray cluster cannot run a service: {last_line(error)}") from None
                 await asyncio.sleep(SCHEDULED_S)
 
     async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> StartedProcess:
@@ -362,7 +362,7 @@ async def reserve_group(
     return group
 
 
-def _reason(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """The last line of an error of Ray's, which is that of the remote traceback."""
     return str(error).strip().rpartition("\n")[2]
 

@@ -294,13 +294,29 @@ def task_error(ray_exceptions: Any) -> Exception:
     return error
 
 
+def creation_error(ray_exceptions: Any) -> Exception:
+    """That of an actor in a Python without ngym."""
+    trace = "Traceback\nModuleNotFoundError: No module named 'ngym'"
+    error: Exception = ray_exceptions.ActorDiedError(ray_exceptions.RayTaskError("Rank", trace, ImportError()))
+    return error
+
+
+TWICE, LOST = "twice in the same way", "failed 4 times, the last time: its node was lost"
+WITHOUT = r"a node of the Ray cluster cannot run a rank: ModuleNotFoundError: No module named 'ngym' \(docs/scale.md\)$"
+
+
 @pytest.mark.parametrize(
-    ("failure", "starts"),
-    [(lambda errors: errors.ActorDiedError(), 4), (lambda errors: errors.NodeDiedError("lost"), 4), (task_error, 2)],
-    ids=["actor", "node", "own code"],
+    ("failure", "starts", "reason"),
+    [
+        (lambda errors: errors.ActorDiedError(), 4, LOST),
+        (lambda errors: errors.NodeDiedError("lost"), 4, LOST),
+        (task_error, 2, TWICE),
+        (creation_error, 1, WITHOUT),
+    ],
+    ids=["actor", "node", "own code", "no ngym"],
 )
 def test_a_node_that_is_lost_while_a_rank_starts_counts_as_one_that_is_lost_later(
-    failure: Callable[[Any], Exception], starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: Callable[[Any], Exception], starts: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not count as a failure of the rank itself, which would end the run at its second time."""
     ray_launcher = pytest.importorskip("ngym.trainer.ray_launcher")
@@ -320,7 +336,7 @@ def test_a_node_that_is_lost_while_a_rank_starts_counts_as_one_that_is_lost_late
     monkeypatch.setattr(ray_launcher.ray, "remote", lambda _: kind)
     monkeypatch.setattr(ray_launcher.ray, "kill", lambda _: None)
     monkeypatch.setattr(ray_launcher.ray.util, "remove_placement_group", lambda _: None)
-    with pytest.raises(NgymError, match="twice in the same way" if starts < 4 else "failed 4 times"):
+    with pytest.raises(NgymError, match=reason):
         asyncio.run(run._run_until_done({}))
     assert len(groups) == starts
 
