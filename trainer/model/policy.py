@@ -540,14 +540,22 @@ def _trainable_config(name: str, scores: bool) -> PreTrainedConfig:
     """The config of this folder or model. scores: it becomes a reward model.
 
     Raises:
-        ConfigError: it is a reward model, and no policy; or its weights are quantized, which only those of gpt-oss may
-            be: transformers turns them into whole ones.
+        ConfigError: it is a reward model, and no policy; it reads more than text; or its weights are quantized, which
+            only those of gpt-oss may be: transformers turns them into whole ones.
     """
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not scores and is_classifier(config.architectures):
         raise ModelRefused("path", f"{name}: {CLASSIFIER_PROBLEM}")
+    text, network = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # For some types (Qwen 3.5), transformers loads the decoder alone.
+    if text is not config and getattr(network, "config_class", type(config)) is type(config):
+        raise ModelRefused(
+            "path",
+            f"{name}: a model of type {config.model_type} also reads images or other media, and only models of text are "
+            f"trained (such as {text.model_type})",
+        )
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return config
