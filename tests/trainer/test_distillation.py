@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,7 +156,7 @@ def serve_teacher(
     folder: Path,
     change: Change = lambda logprobs, ids: logprobs,
     tokens: Callable[[list[int]], list[int]] = list,
-    problems: Sequence[int | type[Exception] | None] = (),
+    problems: Iterable[int | type[Exception] | None] = (),
     context: int | None = None,
     limit: int | None = None,
 ) -> Iterator[tuple[str, list[int]]]:
@@ -333,6 +335,22 @@ def test_a_server_that_restarts_is_awaited_if_it_has_answered_before(
         assert line.startswith(f"ng_train: the teacher {url} does not answer (") and "waiting up to 300 s" in line
     with serve_teacher(master, problems=restart) as (url, _), pytest.raises(UsageError, match="cannot be used"):
         teacher.Server(url, None, None).logprobs(packed)
+
+
+def test_a_server_that_hangs_is_not_awaited_as_one_that_restarts(
+    setup: Setup, master: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count(0.0, 600.0)  # each attempt takes its whole time
+    monkeypatch.setattr(teacher, "time", SimpleNamespace(sleep=lambda pause_s: None, monotonic=lambda: next(clock)))
+    packed = packing.pack([rollout(1.0, "a", list(ROLLOUTS[0]))], setup.engine.device)
+    problems = iter([None, *[ConnectionResetError] * 9])
+    with serve_teacher(master, problems=problems) as (url, _):
+        remote = teacher.Server(url, None, None)
+        remote.logprobs(packed)
+        remote.ask_again()
+        with pytest.raises(UsageError, match="cannot be used"):
+            remote.logprobs(packed)
+    assert len(list(problems)) == 9 - len(teacher.PAUSES_S) - 1
 
 
 def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> None:

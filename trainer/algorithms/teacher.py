@@ -402,6 +402,7 @@ class Server:
         request = Request(self._url + path, orjson.dumps(self._model | body), self._headers)
         context = client_context() if self._url.startswith("https") else None
         restart_pauses_s = RESTART_PAUSES_S if self._has_answered else ()
+        began = time.monotonic()
         for attempt, pause_s in enumerate((*PAUSES_S, *restart_pauses_s, None)):
             try:
                 with urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
@@ -409,11 +410,11 @@ class Server:
                     self._has_answered, self._is_awaited = True, False
                     return content
             except HTTPError as error:
-                if pause_s is None or error.code not in UNAVAILABLE:
+                if pause_s is None or _has_hung(attempt, began) or error.code not in UNAVAILABLE:
                     raise _refusal(f"{self._url}{path}", error) from error
                 problem = f"answers {error.code}"
             except (OSError, HTTPException, ValueError) as error:
-                if pause_s is None or isinstance(error, ValueError):
+                if pause_s is None or _has_hung(attempt, began) or isinstance(error, ValueError):
                     raise UsageError(f"{self._url}{path} cannot be used: {error}") from error
                 problem = f"does not answer ({error})"
             if attempt == len(PAUSES_S):
@@ -428,6 +429,11 @@ class Server:
             limit_s = sum(RESTART_PAUSES_S)
             text = f"ng_train: the teacher {self._url} {problem}; waiting up to {limit_s:.0f} s for its restart"
             print(text, file=sys.stderr, flush=True)
+
+
+def _has_hung(attempt: int, began: float) -> bool:
+    """Whether the attempts so far took longer than all waits for a restart: the server hangs."""
+    return attempt >= len(PAUSES_S) and time.monotonic() - began > sum(RESTART_PAUSES_S)
 
 
 class PromptTooLong(UsageError):
