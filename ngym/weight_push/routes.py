@@ -53,6 +53,7 @@ from ngym.weight_push.stage import (
     check_adapter,
     check_announced,
     file_under_root,
+    is_on_shared_disk,
     receive_file,
 )
 
@@ -499,7 +500,7 @@ class WeightPush:
             if isinstance(stage, DeltaStage):
                 assert kept is not None  # it was there when the push began
                 await asyncio.to_thread(kept.apply, stage.folder, push.id)
-            elif push.keeps is not None:
+            elif push.keeps is not None and not is_on_shared_disk():  # other nodes may see replaced files late
                 kept = KeptCheckpoint(push.id, stage, push.keeps)
             folder = stage.folder if kept is None else kept.folder
             seconds = await self._engine.switch_weights(folder, push.version, mode, self._options.lease_s)

@@ -218,6 +218,11 @@ def stage_in(folder: Path) -> None:
     STAGE_FOLDERS[:] = [folder]
 
 
+def is_on_shared_disk() -> bool:
+    """Whether other nodes read the files of pushes."""
+    return bool(STAGE_FOLDERS)
+
+
 def _make_folder(size: int) -> tuple[Path, int]:
     """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 without space."""
     places = [place for place in STAGE_FOLDERS or (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]

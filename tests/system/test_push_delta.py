@@ -201,44 +201,55 @@ def client_of(engine: Engine, **options: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://policy", headers=headers)
 
 
+async def push_x(client: httpx.AsyncClient, version: int, base: str | None) -> tuple[str, bool]:
+    """Push x as a delta to `base` if the server has it. Returns the push's id, and whether it was a delta."""
+    body: dict[str, Any] = {"version": version, "keep": True}
+    body["tensors"] = [{"name": "x", "shape": [2], "dtype": "F32"}]
+    changes = {"x#indices": torch.tensor([1]).int(), "x#values": torch.ones(1)}
+    [file] = push_files._files([changes], 1000)
+    if base is not None:
+        body["delta"] = {"base": base, "files": 1, "bytes": len(file.content)}
+    begun = (await client.post("/weights", json=body)).json()
+    if not begun["delta"]:
+        [file] = push_files.safetensors_files({"x": torch.zeros(2)})
+    query = f"push={begun['push']}"
+    await client.put(f"/weights/files?{query}&sha256={file.sha256}", content=file.content)
+    await client.post(f"/weights/commit?{query}", json={})
+    return begun["push"], begun["delta"]
+
+
+def stages(place: Path) -> list[Path]:
+    return [path for path in place.iterdir() if path.is_dir()]
+
+
 async def test_after_a_commit_that_failed_the_base_is_gone_and_a_new_push_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "STAGE_FOLDERS", [tmp_path])
+    monkeypatch.setattr(stage, "SHARED_MEMORY", tmp_path)
     engine = Engine()
     async with client_of(engine) as client:
-
-        async def push_version(version: int, base: str | None) -> tuple[str, bool]:
-            """The push's id, and whether it was a delta."""
-            body: dict[str, Any] = {"version": version, "keep": True}
-            body["tensors"] = [{"name": "x", "shape": [2], "dtype": "F32"}]
-            delta, whole = ({"x#indices": torch.tensor([1]).int(), "x#values": torch.ones(1)}, {"x": torch.zeros(2)})
-            [small] = push_files._files([delta], 1000)
-            if base is not None:
-                body["delta"] = {"base": base, "files": 1, "bytes": len(small.content)}
-            begun = (await client.post("/weights", json=body)).json()
-            [file] = [small] if begun["delta"] else push_files.safetensors_files(whole)
-            query = f"push={begun['push']}"
-            await client.put(f"/weights/files?{query}&sha256={file.sha256}", content=file.content)
-            await client.post(f"/weights/commit?{query}", json={})
-            return begun["push"], begun["delta"]
-
-        first, is_delta = await push_version(1, None)
+        first, is_delta = await push_x(client, 1, None)
         assert not is_delta
-        _, is_delta = await push_version(2, first)
+        _, is_delta = await push_x(client, 2, first)
         assert is_delta and engine.folders[0] == engine.folders[1]
-        assert not (await push_version(3, first))[1], "the base is of version 2 now"
+        assert not (await push_x(client, 3, first))[1], "the base is of version 2 now"
         engine.fails_at = 5
-        fourth, _ = await push_version(4, None)
+        fourth, _ = await push_x(client, 4, None)
         with pytest.raises(NgymError, match="not loaded"):
-            await push_version(5, fourth)
-        assert [path for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing is left of a failed push"
+            await push_x(client, 5, fourth)
+        assert stages(tmp_path) == [], "nothing is left of a failed push"
         engine.fails_at = 0
-        assert not (await push_version(6, fourth))[1]
+        assert not (await push_x(client, 6, fourth))[1]
         await client.post("/weights", json={"version": 7, "tensors": [{"name": "x", "shape": [2], "dtype": "F32"}]})
-        assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1, (
-            "the base goes with the first push that keeps nothing"
-        )
+        assert len(stages(tmp_path)) == 1, "the base goes with the first push that keeps nothing"
+
+
+async def test_files_that_other_nodes_read_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "STAGE_FOLDERS", [tmp_path])
+    async with client_of(Engine()) as client:
+        first, _ = await push_x(client, 1, None)
+        assert stages(tmp_path) == []
+        assert not (await push_x(client, 2, first))[1]
 
 
 async def test_only_files_of_whole_weights_are_kept() -> None:

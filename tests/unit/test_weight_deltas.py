@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,8 @@ Weights = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def staging_folder(tmp_path: Path) -> Iterator[None]:
-    stage.stage_in(tmp_path / "stages")
-    yield
-    stage.STAGE_FOLDERS.clear()
+def staging_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "SHARED_MEMORY", tmp_path)
 
 
 def new_weights(dtype: torch.dtype) -> Weights:
