@@ -43,7 +43,7 @@ def main() -> None:
     folder = options.folder / f"{options.lesson}-{options.seed}"
     recipes = RECIPES
 
-    walk = Walkthrough(of=3)
+    walk = Walkthrough(step_count=3)
     walk.step(f"tasks, and demonstrations by a beginner: {lesson.habit}")
     write(lesson, folder, options.seed)
     walk.step("supervised fine-tuning")

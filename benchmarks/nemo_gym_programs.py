@@ -257,7 +257,7 @@ def is_right(chain: Chain, rollouts: list[Row]) -> bool:
     """Whether there are four rollouts with the rewards wanted and, if the model gives tokens, one segment each."""
     rewards = sorted(row["reward"] for row in rollouts)
     right = len(rewards) == 4 and (
-        set(rewards) <= chain.wanted if isinstance(chain.wanted, set) else rewards == chain.wanted
+        set(rewards) <= chain.rewards if isinstance(chain.rewards, set) else rewards == chain.rewards
     )
     return right and (chain.agent != TOKENS or all(len(row["ng"]["segments"]) == 1 for row in rollouts))
 
@@ -283,13 +283,13 @@ def main(venv: Path) -> int:
             for chain in CHAINS:
                 rollouts = (
                     collect_with_theirs(venv, folder, chain.agent, chain.rows, heads[chain.head])
-                    if chain.theirs
+                    if chain.is_reference
                     else by_ours(folder, chain.agent, chain.rows)
                 )
                 right = is_right(chain, rollouts)
                 wrong += not right
                 rewards = sorted(row["reward"] for row in rollouts)
-                who, verdict = "theirs" if chain.theirs else "ours", "right" if right else "WRONG"
+                who, verdict = "theirs" if chain.is_reference else "ours", "right" if right else "WRONG"
                 print(f"| {who} | {chain.title} | {rewards} | {verdict} |", flush=True)
     return 1 if wrong else 0
 

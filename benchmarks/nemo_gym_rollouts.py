@@ -60,7 +60,7 @@ QUESTION = "Which test finds a known mutation? Answer with a letter in \\boxed{}
 
 
 class Chain(NamedTuple):
-    """A kind of rollout. theirs: their environment; ours: our gym server for its rows."""
+    """A kind of rollout. configuration: their environment; ours: our gym server for its rows."""
 
     name: str
     configuration: str
@@ -123,9 +123,11 @@ def their_config(engine_url: str, head: int, venvs: Path) -> Row:
     options = {"return_token_id_information": False, "uses_reasoning_parser": False, "api_key": "none", "model": "m"}
     config = {"policy": stanza("model", "vllm_model", base_url=f"{engine_url}/v1", **options)}
     for chain in CHAINS:
-        config[chain.theirs] = stanza("gym_server", chain.theirs, domain="agent")
-        config[f"{chain.theirs}_agent"] = stanza("agent", "simple_agent", gym=chain.theirs, model="policy")
-        config[f"{chain.theirs}_environment"] = relay(f"{chain.theirs}_agent")
+        config[chain.configuration] = stanza("gym_server", chain.configuration, domain="agent")
+        config[f"{chain.configuration}_agent"] = stanza(
+            "agent", "simple_agent", gym=chain.configuration, model="policy"
+        )
+        config[f"{chain.configuration}_environment"] = relay(f"{chain.configuration}_agent")
     head_server = {"host": "127.0.0.1", "port": head}
     return config | {"head_server": head_server, "skip_venv_if_present": True, "uv_venv_dir": str(venvs)}
 
@@ -134,9 +136,9 @@ def our_config(engine_url: str, head: int) -> Row:
     upstream = {"base_url": f"{engine_url}/v1", "api": "chat", "api_key_env": None, "model": "m"}
     config: Row = {"policy": {"kind": "model", "app": "models/openai", **upstream}}
     for chain in CHAINS:
-        config[chain.theirs] = {"kind": "gym_server", "app": chain.ours}
-        agent = {"kind": "agent", "app": "agents/simple", "gym": chain.theirs, "model": "policy"}
-        config[f"{chain.theirs}_agent"] = agent
+        config[chain.configuration] = {"kind": "gym_server", "app": chain.ours}
+        agent = {"kind": "agent", "app": "agents/simple", "gym": chain.configuration, "model": "policy"}
+        config[f"{chain.configuration}_agent"] = agent
     return config | {"ngym": {"head": {"port": head}}}
 
 
@@ -173,10 +175,10 @@ class Timing(NamedTuple):
 
 def time_collection(side: Side, chain: Chain, folder: Path, repeats: int, in_flight: int, meter: Any) -> Timing:
     """One command. The program ends if a rollout is missing or has another reward than 1."""
-    rows = folder / f"{chain.theirs}.jsonl"
+    rows = folder / f"{chain.configuration}.jsonl"
     rows.write_text("".join(json.dumps(chain.row) + "\n" for _ in range(TASKS)))
     out = folder / f"{side.name.split()[0]}_{time.monotonic_ns()}.jsonl"
-    command = side.command(f"{chain.theirs}_agent", rows.name, out.name, repeats, in_flight)
+    command = side.command(f"{chain.configuration}_agent", rows.name, out.name, repeats, in_flight)
     meter[:] = [0, 0, 0]
     began = time.monotonic()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)

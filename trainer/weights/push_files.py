@@ -73,7 +73,7 @@ class WeightDeltas:
     """A copy in host memory of the weights that were pushed last, for the transport `delta`.
 
     Attributes:
-        version: the policy version of the copy; 0: there is none.
+        version: the policy version of the copy; 0 before the first push.
     """
 
     def __init__(self) -> None:
