@@ -1,5 +1,5 @@
 """The trainer on one GPU: tokens/s, MFU and peak memory of SFT and GRPO steps with random weights, SFT beside TRL's trainer;
-attention kernels; and pushes over `ipc` into a model server.
+attention kernels; and pushes over `ipc` and `delta` into a model server.
 
     python benchmarks/gpu.py [--parts sft grpo attention ipc] [--shapes 0.6B 8B] [--micro-batch 8192] [--json FILE] [--write]
     python benchmarks/gpu.py --parts ipc --server models/vllm     # where vLLM is installed
@@ -85,6 +85,7 @@ LARGE, MANY = ("8B",), 4096
 SEQUENCES, LENGTH, MICRO_BATCH = 16, 2048, 8192  # of an SFT step; tokens computed at once
 GROUPS, ATTEMPTS, PROMPT, ANSWER = 4, 8, 1024, 1024  # of a GRPO step; answers are of a half to the whole length
 WARM, MEASURED = 2, 5
+CHANGED_SHARE = 0.03  # of the weights in bf16, by a step of AdamW at 1e-6 (docs/training.md)
 # Model servers that pushes go into, and their options.
 SERVERS: dict[str, Row] = {
     "models/transformers": {"dtype": "bfloat16"},
@@ -151,7 +152,7 @@ def measurements(
     server: str = "models/transformers",
 ) -> Iterator[list[Row]]:
     """The specs of each row: its ways, of which the first that fits is measured."""
-    for part, side in (("ipc", server), ("attention", "")):
+    for part, side in (("ipc", server), ("delta", server), ("attention", "")):
         if part in parts:
             yield [{"part": part, "shape": "tiny" if shapes == ["tiny"] else "8B", "side": side}]
     sides = [
@@ -549,8 +550,26 @@ def attention(spec: Row) -> Row:
 
 
 def ipc(spec: Row) -> Row:
-    """Pushes over `ipc` into a model server, as `ng_train` makes them: names and shapes, the weights, the commit, and the
-    proof that both have the same log-probabilities. vLLM takes no `ipc` on a CPU: there they go over `http`.
+    """Pushes over `ipc`, of weights that all changed. vLLM takes no `ipc` on a CPU: there they go over `http`."""
+    has_ipc = torch.cuda.is_available() or spec["side"] == "models/transformers"
+    return push(spec, "ipc" if has_ipc else "http", lambda weight: weight.mul_(1.02))  # more than bf16 rounds away
+
+
+def delta(spec: Row) -> Row:
+    """Pushes over `delta`, of weights of which CHANGED_SHARE moved to the next value in bf16."""
+    return push(spec, "delta", move_some)
+
+
+def move_some(weight: torch.Tensor) -> None:
+    weight.view(torch.int16).add_(torch.rand(weight.shape, device=weight.device) < CHANGED_SHARE)
+
+
+def push(spec: Row, transport: str, step: Callable[[torch.Tensor], object]) -> Row:
+    """Pushes into a model server, as `ng_train` makes them: names and shapes, the weights, the commit, and the proof that
+    both have the same log-probabilities.
+
+    Args:
+        step: changes a weight in place, before each push.
     """
     import ngym
     from ngym.trainer.weights.push import Pusher
@@ -566,8 +585,7 @@ def ipc(spec: Row) -> Row:
         token = secrets.token_hex(16)
         server, on_gpu = spec["side"], torch.cuda.is_available()
         stanza: Row = {"kind": "model", "app": server, "model": "model", "push_token": token, **SERVERS[server]}
-        transport = "ipc" if on_gpu or server == "models/transformers" else "http"
-        if on_gpu and "engine" in stanza:
+        if transport == "ipc" and on_gpu and "engine" in stanza:
             stanza["engine"] = {**stanza["engine"], "weight_transfer_config": {"backend": "ipc"}}
         config = Path(name, "services.yaml")
         config.write_text(json.dumps({"policy": stanza}))
@@ -577,7 +595,7 @@ def ipc(spec: Row) -> Row:
                 version = pusher.prepare() + 1
                 with torch.no_grad():
                     for weight in network.parameters():
-                        weight.mul_(1.02)  # more than bf16 rounds away
+                        step(weight)
                     logits_TV = network(torch.tensor([ids], device=device_here())).logits[0, :-1].float()
                     next_T1 = torch.tensor(ids[1:], device=device_here())[:, None]
                     logprobs = logits_TV.log_softmax(-1).gather(1, next_T1)[:, 0].tolist()
@@ -587,7 +605,7 @@ def ipc(spec: Row) -> Row:
     seconds = [push.seconds for push in pushes[WARM:]]
     worst = max(push.difference for push in pushes)
     return {
-        "gb": pushes[0].bytes / 1e9,
+        "gb": pushes[-1].bytes / 1e9,
         "push_s": median(seconds),
         "slowest_s": max(seconds),
         "difference": worst,
@@ -595,7 +613,7 @@ def ipc(spec: Row) -> Row:
     }
 
 
-PARTS: dict[str, Callable[[Row], Row]] = {"sft": sft, "grpo": grpo, "attention": attention, "ipc": ipc}
+PARTS: dict[str, Callable[[Row], Row]] = {"sft": sft, "grpo": grpo, "attention": attention, "ipc": ipc, "delta": delta}
 
 
 # The table
@@ -620,9 +638,9 @@ def render_rows(rows: Sequence[Row], machine: str) -> str:
             kernels = row.get("kernels_ms", {}).items()
             lines += ["", f"Attention of a layer, forward and backward, {what}:"]
             lines += table(("kernel", "ms"), [(name, number(ms, 2)) for name, ms in kernels])
-        if row["part"] == "ipc":
+        if row["part"] in ("ipc", "delta"):
             what = row.get("problem") or f"{row['gb']:.2f} GB in {number(row['push_s'], 3)} s, proof included"
-            lines += ["", f"A push over `{row.get('over', 'ipc')}` into {row['side']}: {what}."]
+            lines += ["", f"A push over `{row.get('over', row['part'])}` into {row['side']}: {what}."]
     return "\n".join(lines)
 
 
