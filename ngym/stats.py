@@ -121,15 +121,20 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     return min(max(total, ranked[k - 1]), ranked[-1])  # within the possible values in spite of rounding
 
 
-def bootstrap(values: Sequence[float], seed: int = 0) -> Interval | None:
+def bootstrap(values: Sequence[float], seed: int = 0, *, binary: bool = False) -> Interval | None:
     """95 % interval of the mean of these values (one per task), by resampling tasks; None for fewer than two.
 
     Percentile bootstrap (Efron 1979) with 1,000 resamples; above 1,000 values the normal interval, which it then
-    equals.
+    equals. For equal values `interval_of_equal`.
+
+    Args:
+        binary: the values are means of 0 and 1.
     """
     n = len(values)
     if n < 2:
         return None
+    if min(values) == max(values):
+        return interval_of_equal(values[0], n) if binary else None
     if n > EXACT_TASKS:
         mean, half = fmean(values), _Z * stdev(values) / math.sqrt(n)
         return Interval(mean - half, mean + half)
@@ -137,6 +142,15 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval | None:
     means = sorted(sum(draw.choices(values, k=n)) / n for _ in range(RESAMPLES))
     tail = (1 - LEVEL) / 2
     return Interval(means[round(tail * (RESAMPLES - 1))], means[round((1 - tail) * (RESAMPLES - 1))])
+
+
+def interval_of_equal(value: float, tasks: int) -> Interval | None:
+    """95 % interval of a success rate that is the same for all tasks: they show no variance to estimate it from.
+
+    Clopper-Pearson for all tasks solved (value 1), or none (0): (alpha / 2)^(1 / tasks) from there. None in between.
+    """
+    width = 1 - ((1 - LEVEL) / 2) ** (1 / tasks)
+    return Interval(0.0, width) if value == 0 else Interval(1 - width, 1.0) if value == 1 else None
 
 
 class Values:
@@ -243,7 +257,8 @@ class Rewards:
         """95 % interval of the mean, with rollouts clustered by task. None for fewer than two tasks.
 
         Clustered standard error (arXiv 2411.00640): sqrt(m/(m-1) * sum over tasks of (sum of the task's deviations)^2)
-        / N for m tasks and N rollouts, with Student's t of m - 1 degrees of freedom.
+        / N for m tasks and N rollouts, with Student's t of m - 1 degrees of freedom. If the tasks do not differ,
+        `interval_of_equal` for rewards of 0 and 1, else None.
         """
         tasks = self.tasks
         if tasks < 2:
@@ -251,6 +266,8 @@ class Rewards:
         mean = self._total / self.count
         over = mean - self._origin
         spread = max(0.0, self._sum_ss - 2 * over * self._sum_sn + over * over * self._sum_nn)
+        if spread == 0:
+            return interval_of_equal(mean, tasks) if self.binary else None
         half = student_t(tasks - 1) * math.sqrt(tasks / (tasks - 1) * spread) / self.count
         low, high = mean - half, mean + half
         return Interval(max(0.0, low), min(1.0, high)) if self.binary else Interval(low, high)
@@ -261,7 +278,7 @@ class Rewards:
         results = []
         for k in displayed_ks(most):
             values = array("d", (best_at_k(rewards, k) for _, rewards in self.by_task() if len(rewards) >= k))
-            results.append(BestOfK(k, fmean(values), bootstrap(values), len(values)))
+            results.append(BestOfK(k, fmean(values), bootstrap(values, binary=self.binary), len(values)))
         return results
 
 
@@ -423,7 +440,8 @@ class Scores:
             for k, values in at_k.items():
                 if (value := votes.at_k(k)) is not None:
                     values.append(value)
-        return [BestOfK(k, fmean(values), bootstrap(values), len(values)) for k, values in at_k.items() if values]
+        binary = self.rewards.binary
+        return [BestOfK(k, fmean(values), bootstrap(values, binary=binary), len(values)) for k, values in at_k.items() if values]
 
     def _voters(self, places: Sequence[int]) -> list[int]:
         return [place for place in places if place < len(self._answers) and self._answers[place] != NO_FIELD]

@@ -137,6 +137,27 @@ def test_the_bootstrap_interval_of_few_and_of_many_tasks_agree() -> None:
     assert bootstrap(values[:50]) == bootstrap(values[:50])
 
 
+@pytest.mark.parametrize(
+    ("rewards_of_tasks", "interval"),
+    [
+        ([[1.0], [1.0]], (0.025**0.5, 1.0)),  # Clopper-Pearson
+        ([[0.0, 0.0]] * 10, (0.0, 1 - 0.025**0.1)),
+        ([[1.0]] * 2000, (0.025**0.0005, 1.0)),
+        ([[0.0, 1.0], [1.0, 0.0]], None),
+        ([[0.3], [0.3]], None),
+    ],
+)
+def test_the_interval_of_equal_tasks_has_a_width(
+    rewards_of_tasks: list[list[float]], interval: tuple[float, float] | None
+) -> None:
+    rewards = Rewards()
+    for task, several in enumerate(rewards_of_tasks):
+        for reward in several:
+            rewards.add(task, reward)
+    for found in (rewards.interval, rewards.best_of()[0].interval):
+        assert (found and (found.low, found.high)) == (interval and pytest.approx(interval))
+
+
 def test_rewards_of_0_and_1_stay_between_0_and_1() -> None:
     rewards = Rewards()
     rewards.add(0, 0.0)

@@ -83,7 +83,7 @@ function summaryOf(answer, left, right, byDifference) {
     const counts = `${plural(onlyA, "task")} only in ${safeLine(left.name)}, ${plural(onlyB, "task")} only in ${safeLine(right.name)}`;
     return el("p", { class: "verdict-line" }, "No task in common: these runs cannot be compared. ", el("span", { class: "muted" }, counts));
   }
-  const chance = !interval ? "; too few tasks to say whether by chance" : interval[0] > 0 || interval[1] < 0 ? "" : ", within chance";
+  const chance = !interval ? "; too few different tasks to say whether by chance" : interval[0] > 0 || interval[1] < 0 ? "" : ", within chance";
   const verdict = !isNumber(delta)
     ? "No task has a reward in both runs."
     : delta === 0

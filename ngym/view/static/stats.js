@@ -51,7 +51,7 @@ export function statsColumn(stats, actions, isPart) {
 /** "0.62 ± 0.03" as two parts; the interval is at 95 %. */
 function meanWithInterval(mean, interval) {
   const half = interval ? (interval[1] - interval[0]) / 2 : null;
-  const said = interval ? `95 % interval: ${formatNumber(interval[0])} to ${formatNumber(interval[1])}` : "no interval: too few tasks";
+  const said = interval ? `95 % interval: ${formatNumber(interval[0])} to ${formatNumber(interval[1])}` : "no interval: too few tasks, or all are equal";
   return [
     el("span", { class: "big num", title: said }, formatNumber(mean)),
     half !== null && el("span", { class: "muted num", title: said }, ` ± ${formatNumber(half)}`),
