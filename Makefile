@@ -36,6 +36,7 @@ check: install ## Lint, format, types, import rules, prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini
 	$(BIN)/lint-imports
 	@$(BIN)/pytest -q tests/unit/test_prose.py
 
