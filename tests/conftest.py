@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread a process, no process left behind, and nothing that luck decides."""
+"""Fixtures of every test: blocked network, one thread a process, fixed seeds, and a check for processes left behind."""
 
 from __future__ import annotations
 

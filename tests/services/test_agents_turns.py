@@ -1,4 +1,4 @@
-"""agents/multi_turn and agents/remote: users with a script and users that a model plays; a remote agent."""
+"""agents/multi_turn with scripted users and users that a model plays, and agents/remote."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Who may call? Every route of every kind of service, without a token, with a wrong one, and with the right one."""
+"""Authorization: every route of every kind of service, without a token, with a wrong one, and with the right one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One contract for every back end: whatever is behind a model server, its clients see the same."""
+"""The contract of model servers: clients see the same behavior with every back end."""
 
 from __future__ import annotations
 

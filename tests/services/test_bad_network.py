@@ -1,4 +1,4 @@
-"""A bad network between services: every rollout ends, typed; no tool is called twice; nothing that failed becomes a reward."""
+"""A faulty network between services: every rollout ends with a typed result, and no tool is called twice."""
 
 from __future__ import annotations
 

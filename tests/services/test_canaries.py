@@ -1,4 +1,4 @@
-"""Secrets are planted wherever a run has any; afterwards they are looked for in everything that it left behind or answered."""
+"""Secrets of a run do not appear in its files, logs and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls under /rollouts/{id}: any client's conversation becomes segments, though the client knows nothing of token ids."""
+"""Calls under /rollouts/{id}: the conversations of clients without token ids become segments."""
 
 from collections.abc import AsyncIterator
 from typing import Any

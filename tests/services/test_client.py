@@ -1,4 +1,4 @@
-"""The HTTP client, against servers that answer byte for byte what a test gives them."""
+"""The HTTP client, against servers that send given bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and Anthropic against a model server, whichever API its back end has."""
+"""The official clients of OpenAI and Anthropic against a model server, for each API of its back end."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

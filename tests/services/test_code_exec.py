@@ -1,4 +1,4 @@
-"""code_exec: the gold cases, generated rows, and solutions that try to be paid for nothing."""
+"""code_exec: gold cases, generated rows, and solutions that try to get a reward without solving the task."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Tasks x repeats -> rollouts as they finish: rows, failures, attempts, pauses; against agents on real sockets."""
+"""Collection of tasks x repeats from agents on real sockets: rows, failures, attempts and pauses."""
 
 from __future__ import annotations
 

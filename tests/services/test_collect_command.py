@@ -1,4 +1,4 @@
-"""ng_collect_rollouts as a process: where it finds services, what it prints, how it ends."""
+"""ng_collect_rollouts as a process: discovery of services, output and exit codes."""
 
 from __future__ import annotations
 

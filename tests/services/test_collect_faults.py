@@ -1,4 +1,4 @@
-"""ng_collect_rollouts on a machine that fails: no room, no permission, a broken disk, signals, a clock that jumps, invalid rows."""
+"""ng_collect_rollouts with a full disk, no permission, a broken disk, signals, clock jumps and invalid rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a collection: what is where, what a resumed run does, and what it refuses."""
+"""The files of a collection: contents, resumed runs, and refusals."""
 
 from __future__ import annotations
 

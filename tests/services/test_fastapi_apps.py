@@ -1,4 +1,5 @@
-"""A service is a FastAPI app: uvicorn, FastAPI's test client and httpx's ASGI transport start it, and it documents itself."""
+"""A service is a FastAPI application: uvicorn, the test client and httpx's ASGI transport start it; its OpenAPI
+document."""
 
 import base64
 import os

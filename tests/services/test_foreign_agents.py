@@ -1,4 +1,4 @@
-"""Agents on SDKs that know nothing of ngym but a base_url yield trainable rollouts, through /run and through a collector."""
+"""Agents on SDKs that only get a base_url yield trainable rollouts, through /run and through a collector."""
 
 import asyncio
 from typing import Any

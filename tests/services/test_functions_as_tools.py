@@ -1,4 +1,4 @@
-"""Plain functions as tools: type hints are the schema, the docstring describes; what cannot work is one line."""
+"""Functions as tools: the schema comes from type hints, descriptions from the docstring; errors are one line."""
 
 import subprocess
 import sys

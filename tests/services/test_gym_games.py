@@ -1,4 +1,4 @@
-"""games, step by step: gold games, fair levels, illegal moves, /reset and /step, and agents/gymnasium."""
+"""games: gold games, levels, illegal moves, /reset and /step, and agents/gymnasium."""
 
 import asyncio
 import copy

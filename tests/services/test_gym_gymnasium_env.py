@@ -1,4 +1,4 @@
-"""gym_servers/gymnasium_env on the real package: actions in words, observations in text, and no pay for giving up."""
+"""gym_servers/gymnasium_env with the real package: actions and observations as text, and no reward for giving up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gym_servers/reasoning_gym on the real library: known answers score 1, nothing else does, and no text harms the server."""
+"""gym_servers/reasoning_gym with the real library: known answers score 1, others less, and no text harms the server."""
 
 from __future__ import annotations
 

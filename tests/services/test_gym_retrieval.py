@@ -1,4 +1,4 @@
-"""retrieval: gold answers, proofs about the library, citations, and documents that give orders."""
+"""retrieval: gold answers, properties of the library, citations, and documents with instructions for the model."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""The shipped gym servers over real sockets: every gold case, bombs, rows, and NeMo Gym's wire."""
+"""The shipped gym servers over real sockets: gold cases, large and deep bodies, rows, and NeMo Gym's protocol."""
 
 import asyncio
 import json

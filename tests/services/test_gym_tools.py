@@ -1,4 +1,5 @@
-"""tool_minimal and function_call: gold cases, proofs about the data, and what a policy would try."""
+"""tool_minimal and function_call: gold cases, properties of the data, and answers that try to get an undeserved
+reward."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""workplace: gold jobs, final states, replayed rollouts, and 64 offices at once."""
+"""workplace: gold jobs, final states, replayed rollouts, and 64 sessions at once."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Whatever is posted to whichever route: an answer comes, it is not a 5xx other than a deliberate 503, and a refusal has its reason."""
+"""Random bodies on every route: no 5xx except a deliberate 503, and each refusal has a reason."""
 
 from __future__ import annotations
 

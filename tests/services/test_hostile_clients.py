@@ -1,4 +1,5 @@
-"""Clients that send slowly, too much, nonsense, or go away: each costs a bounded share, and no one else notices."""
+"""Clients that send slowly, too much or invalid data, or disconnect: the cost of each is bounded, and others are
+served."""
 
 from __future__ import annotations
 

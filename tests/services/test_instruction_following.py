@@ -1,4 +1,4 @@
-"""instruction_following: every reference follows its row, wrong rows are refused by name, and no text takes long."""
+"""instruction_following: references follow their rows, invalid rows are refused by name, and no text takes long."""
 
 import asyncio
 import json

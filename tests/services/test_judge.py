@@ -1,4 +1,4 @@
-"""judge: scripted judges that are fair, biased, gullible, broken; what their verdicts are worth, and what is a null."""
+"""judge: scripted judges that are fair, biased, gullible or broken; their verdicts, and null rewards."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Memory of what services keep, and of requests that failed: their bodies do not wait for the garbage collector."""
+"""Memory that services keep; the bodies of failed requests are freed without the garbage collector."""
 
 from __future__ import annotations
 

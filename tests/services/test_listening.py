@@ -1,4 +1,4 @@
-"""What goes onto the wire for an answer, and in how many writes."""
+"""The bytes and the number of writes of an HTTP answer."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""long_context: the answer follows from the pages as they are read, whatever the length; a reader earns 1, a guesser 0."""
+"""long_context: answers follow from the pages at any length; reading them earns 1, guessing 0."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Many sessions at a time: none sees another's state, none is found by who does not know its id, and nothing of them stays."""
+"""Many sessions at a time: states are separate, ids cannot be guessed, and ended sessions leave nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MCP: what the real client does with our gym servers."""
+"""Gym servers over MCP, with the official client."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""gym_servers/mcp: real MCP servers, over stdio and HTTP, as an environment; some die, hang or lie."""
+"""gym_servers/mcp with real MCP servers over stdio and HTTP, including servers that exit, hang or answer wrongly."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is between a request and its handler."""
+"""The middleware between a request and its handler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/anthropic against a stub of Anthropic's API: signatures go back, limits and headers, Anthropic's own client through us."""
+"""models/anthropic against a stub of Anthropic's API: signatures, limits, headers, and Anthropic's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is posted to a model server, the answer is no 5xx: requests that are almost right, and bytes that are nothing."""
+"""Mutated and random requests to a model server: no answer is a 5xx."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""models/openai against a stub endpoint on a real socket: which API it speaks, what it sends, and what errors become."""
+"""models/openai against a stub endpoint: the choice of the API, requests, and errors."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""models/scripted, driven by the official client: it says what was written down, in every API and with token data."""
+"""models/scripted with the official client: the scripted answers in every API, with token data."""
 
 from contextlib import asynccontextmanager
 from pathlib import Path

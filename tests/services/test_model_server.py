@@ -1,4 +1,4 @@
-"""model_server() on a real socket: what `respond` is given, what a client gets, and how errors look."""
+"""model_server() on a real socket: the arguments of `respond`, the answers, and errors."""
 
 import asyncio
 import resource

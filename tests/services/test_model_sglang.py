@@ -1,4 +1,4 @@
-"""models/sglang against a stub of SGLang's native protocol: what it asks, weights from disk, sleep and wake."""
+"""models/sglang against a stub of SGLang's native protocol: requests, weights from disk, sleep and wake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/transformers with a real, random Qwen3: its logprobs, its sampling, and what it refuses."""
+"""models/transformers with a small random Qwen3: log-probabilities, sampling, and refused requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo Gym's side of the contract, as its own programs speak it: its rows, its collector, its agents, its gym servers."""
+"""NeMo Gym's side of the contract, as its programs use it: rows, collector, agents, gym servers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""nemo_gym.yaml: each family's stanza takes a row in NeMo Gym's fields, and tells a right answer from a wrong one."""
+"""nemo_gym.yaml: each family's stanza accepts a row with NeMo Gym's fields and distinguishes right from wrong
+answers."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows in NeMo Gym's fields are taken as they are, and answers in the manner of its prompts get the reward they get there."""
+"""Rows with NeMo Gym's fields are accepted unchanged, and answers get the reward that they get there."""
 
 import json
 from typing import Any

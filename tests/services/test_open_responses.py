@@ -1,4 +1,4 @@
-"""The Open Responses specification: each answer and each event has all its fields, of the right type, in every case it asks for."""
+"""The Open Responses specification: answers and events have all fields, of the right types."""
 
 from typing import Any
 

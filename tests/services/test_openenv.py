@@ -1,4 +1,4 @@
-"""Servers of the real OpenEnv package behind our routes: actions of their own turn by turn, and MCP tools."""
+"""Servers of the real OpenEnv package as environments: their own actions turn by turn, and MCP tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rollouts are begun at once: turns in the agent, the window in the collector, and that neither ever hangs."""
+"""The rate at which rollouts begin: turns in the agent, and the window of the collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ng_prepare`: records of the public sets' real shapes, from a server of our own, become rows that the environments accept."""
+"""`ng_prepare`: records in the form of the public datasets become rows that the environments accept."""
 
 from __future__ import annotations
 

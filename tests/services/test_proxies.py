@@ -1,4 +1,4 @@
-"""Something between an agent and its gym server answers in its place: no such page is a tool's result or a reward."""
+"""A proxy that answers in place of a gym server: its pages are not tool results or rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong only at a bad moment: just as a call ends, while someone hangs, while two begin at once."""
+"""Races: calls that end at the same moment, hanging peers, and calls that begin together."""
 
 from __future__ import annotations
 

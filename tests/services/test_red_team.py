@@ -1,4 +1,4 @@
-"""Answers that want a reward, a null or a crash that they have not earned, and get none of them."""
+"""Answers that try to get a reward, a null or a crash that they have not earned."""
 
 import asyncio
 import base64

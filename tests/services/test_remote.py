@@ -1,4 +1,4 @@
-"""ngym.remote against servers on real sockets: the pace under a rate limit, retries, caps, streams that break off."""
+"""ngym.remote against servers on real sockets: rate limits, retries, size limits, and streams that break off."""
 
 import asyncio
 import itertools

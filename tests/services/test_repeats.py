@@ -1,4 +1,4 @@
-"""A call whose answer was lost is made again, and done once; a call that answered 429 or 503 was not done."""
+"""Repeated calls: after a lost answer a call has its effect once; a call that answered 429 or 503 had none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several replicas of one service: who is asked, which one replaces one that is down, and who is left alone for a while."""
+"""Several replicas of a service: load balancing, failover, and replicas that are avoided for a while."""
 
 import asyncio
 from collections import Counter

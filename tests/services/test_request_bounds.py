@@ -1,4 +1,4 @@
-"""What one request may cost: how much JSON is parsed, how many problems are looked for, and which thread does the work."""
+"""The cost of one request: parsed JSON, reported problems, and the thread that does the work."""
 
 from __future__ import annotations
 

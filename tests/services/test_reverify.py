@@ -1,4 +1,4 @@
-"""`ng_reverify`: rewards that a fixed verifier gives, without a model; tools are called again, and nothing else changes."""
+"""`ng_reverify`: rewards of a fixed verifier without a model; tools are called again, and other fields stay."""
 
 from __future__ import annotations
 

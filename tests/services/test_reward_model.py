@@ -1,4 +1,4 @@
-"""Reward models as services: /classify of models/transformers, and the environment that rewards by it."""
+"""Reward models as services: /classify of models/transformers, and the environment that uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safety: scripted policies that obey everybody, no one, or the user, over the shipped rows; a judge that may fail."""
+"""safety: scripted policies that obey everybody, nobody or the user, on the shipped rows; a judge that may fail."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The sandbox: what programs give, what ends them, what they cannot reach, in every tier that this machine has."""
+"""The sandbox, in every tier that this machine has: results of programs, limits, and what programs cannot reach."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What each service's own OpenAPI document promises: its schemas are sound, and no case drawn from them is answered with a 5xx."""
+"""Each service's OpenAPI document: its schemas are valid, and no case drawn from them is answered with a 5xx."""
 
 from __future__ import annotations
 

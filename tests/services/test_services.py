@@ -1,4 +1,4 @@
-"""Gym servers and agents over real sockets: what an author writes is what a caller gets."""
+"""Gym servers and agents over real sockets: the answers to what an author writes."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""qa_short: what is worth something under F1, and that no shipped question can be answered by saying everything."""
+"""qa_short: F1 of short answers, and no shipped question rewards an answer that lists everything."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""sql: the gold cases, generated rows, files, and queries that would write, leak or never end."""
+"""sql: gold cases, generated rows, files, and queries that write, leak or never end."""
 
 import asyncio
 import hashlib

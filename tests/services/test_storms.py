@@ -1,4 +1,4 @@
-"""Storms: services that fail or refuse for a while, deadlines that run out, and what that costs those who are asked."""
+"""Services that fail or refuse for a while, deadlines that pass, and the load that this causes."""
 
 from __future__ import annotations
 

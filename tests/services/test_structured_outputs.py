@@ -1,4 +1,4 @@
-"""structured_outputs: every reference earns 1, a changed value less, and no document or schema holds the server up."""
+"""structured_outputs: references earn 1, a changed value less, and no document or schema blocks the server."""
 
 import asyncio
 import json

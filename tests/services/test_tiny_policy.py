@@ -1,4 +1,5 @@
-"""The tiny policy's data, tokenizer and chat template: reproducible, disjoint, and exact over the turns of a rollout."""
+"""The tiny policy's data, tokenizer and chat template: reproducible, disjoint, and exact over the turns of a
+rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a run speak https from end to end, and believe no one whom it should not?"""
+"""TLS: a run uses https from end to end and refuses unknown certificates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces and logs as others read them: a receiver of OTLP/HTTP, the log files of real service processes."""
+"""Traces and logs: spans in an OTLP/HTTP receiver, and the log files of real service processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The continuous batch of models/transformers: each answer is the one that the model gives alone."""
+"""The continuous batch of models/transformers: each answer equals the one without a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""translation: a reference is worth 1, what is near it nearly that, and copies, piles and other languages less or nothing."""
+"""translation: a reference earns 1, small differences slightly less, and copies or other languages little."""
 
 import asyncio
 import json

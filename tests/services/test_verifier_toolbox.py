@@ -1,4 +1,4 @@
-"""The verifier's toolbox: short answers compared, numbers and days read, rewards put together, a judge asked."""
+"""The verifier's toolbox: comparison of short answers, parsing of numbers and dates, composed rewards, judges."""
 
 from datetime import date
 from decimal import Decimal

@@ -1,4 +1,4 @@
-"""Environments of the real `verifiers` package behind our routes: one turn, tools, many turns; in a Python of their own."""
+"""Environments of the real `verifiers` package in a Python of their own: one turn, tools, many turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers over many rollouts: votes over answers, subsets, parts of rewards, and what an environment's own metrics may do."""
+"""Statistics over many rollouts: majority votes, subsets, parts of rewards, and metrics of an environment."""
 
 from __future__ import annotations
 

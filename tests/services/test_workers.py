@@ -1,4 +1,4 @@
-"""The worker pool with real processes: deadlines, deaths, recovery, and nothing left behind."""
+"""The worker pool with real processes: deadlines, crashes, recovery, and cleanup."""
 
 import asyncio
 import gc

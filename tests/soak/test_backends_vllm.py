@@ -1,4 +1,4 @@
-"""Two back ends that own their tokens, one checkpoint: vLLM and transformers give the same prompts, ids and log-probabilities."""
+"""One checkpoint in vLLM and transformers: the same prompts, ids and log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""gpt-oss, whose conversations are not written by a chat template: a tiny one calls a tool, and continues from its own ids."""
+"""gpt-oss, whose conversations are not rendered by a chat template: a tiny one calls a tool and continues from its
+ids."""
 
 from __future__ import annotations
 

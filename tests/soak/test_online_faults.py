@@ -1,4 +1,4 @@
-"""Services that die in the middle of a live run, with the real vLLM: it continues, and nothing that failed becomes a reward. Long."""
+"""Services that are killed during a live run with vLLM: the run continues, and failures are not rewards."""
 
 from __future__ import annotations
 

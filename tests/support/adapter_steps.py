@@ -1,4 +1,4 @@
-"""Steps of an engine on a few packed sequences, and what a network says of them: for the tests of adapters."""
+"""Steps of an engine on a few packed sequences, and the log-probabilities of a network, for the tests of adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A bad network between two services: `async with proxy(url, "slices") as between:`, and the client asks `between.url` instead.
+"""A proxy with faults between two services: `async with proxy(url, "slices") as between:`; the client uses
+`between.url`.
 
 Eight kinds, as Toxiproxy has them. Those that break something do so on a share of the connections, after some bytes: which,
 and after how many, a seed decides.

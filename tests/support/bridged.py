@@ -1,4 +1,4 @@
-"""A bridge as it is shipped, in its own process and by its own Python: `async with bridged("x", folder, venvs) as peer`."""
+"""A bridge in its own process and Python, as it ships: `async with serve_bridged("x", folder, venvs) as peer`."""
 
 from __future__ import annotations
 

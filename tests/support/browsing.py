@@ -1,4 +1,4 @@
-"""Fixtures of tests in a browser: one Chromium for the tests of a file, and pages on which nothing may go wrong."""
+"""Fixtures of tests in a browser: one Chromium a file, and pages without errors."""
 
 from __future__ import annotations
 

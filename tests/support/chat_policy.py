@@ -1,4 +1,4 @@
-"""models/scripted behind model_server's other API: the same answers, as Chat Completions, plain and chunk by chunk."""
+"""models/scripted behind model_server's Chat Completions interface: the same answers, whole and as chunks."""
 
 from __future__ import annotations
 

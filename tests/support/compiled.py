@@ -1,4 +1,4 @@
-"""For tests of `engine.compile`."""
+"""Skips and options of tests of `engine.compile`."""
 
 import shutil
 

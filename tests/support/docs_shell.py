@@ -1,4 +1,4 @@
-"""The command lines of a snippet of shell, and whether each could be given: commands, options, files, recipes, targets."""
+"""The command lines of a shell snippet, checked: commands, options, files, recipes, targets."""
 
 from __future__ import annotations
 

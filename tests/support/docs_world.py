@@ -1,4 +1,4 @@
-"""The folder in which the documentation's snippets run: a project with a scripted policy, a run that serves it, and its rollouts."""
+"""The project in which the documentation's snippets run: a scripted policy, a run that serves it, and its rollouts."""
 
 from __future__ import annotations
 

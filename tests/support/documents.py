@@ -1,4 +1,4 @@
-"""The contents of the documentation: its pages, their snippets, links and anchors, each with its line.
+"""The contents of the documentation: pages, snippets, links and anchors, each with its line.
 
 A snippet is run as a reader would run it, unless a comment above it says what else holds:
 

@@ -1,4 +1,4 @@
-"""What may one ask of a route, and what may one not? Cases drawn from a service's OpenAPI document, asked and checked.
+"""Cases drawn from the OpenAPI document of a service, valid and invalid, sent and checked.
 
 A separate module, so that processes can be started that do it.
 """

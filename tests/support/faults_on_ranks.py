@@ -1,4 +1,5 @@
-"""A program for a launcher: `faults_on_ranks.py DATA OUTPUT WAYS...`: steps in which one rank alone meets a number that is not finite.
+"""A program for a launcher: `faults_on_ranks.py DATA OUTPUT WAYS...`: steps in which one rank meets a non-finite
+number.
 
 A way is a ZeRO stage, and perhaps a precision: `2` or `2-fp16`. At the end rank 1 is killed. Each rank writes
 OUTPUT/rank-<n>.json: of each way, the weights after each step and how it ended.

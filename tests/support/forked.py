@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has already imported what they need.
+"""Processes forked from a process that has already imported the libraries they need.
 
 The imports of PyTorch, Transformers and DeepSpeed are half of the CPU time of a short training run, and those of vLLM
 are most of the time until a model server is ready. A forked process is otherwise as new: its own working directory,

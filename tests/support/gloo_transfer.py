@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer over gloo: its `nccl` backend with another collective, for machines without a GPU.
+"""vLLM's weight transfer over gloo: its `nccl` backend with another collective, for machines without a GPU.
 
 A plugin of vLLM (the test puts it onto the server's path as a distribution of its own), and the trainer's end. Everything
 but the broadcast itself is vLLM's: the sequence of calls, its layerwise reload, what a worker and a trainer tell each other.

@@ -1,4 +1,4 @@
-"""Bytes that a client may send as JSON although they are invalid, or that are more than a program expects."""
+"""Bytes that a client may send as JSON although they are invalid or larger than expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few services on real sockets in the test's own process: `async with house(gym=..., model=..., agent=...) as peers`."""
+"""Services on real sockets in the test's own process: `async with house(gym=..., model=..., agent=...) as peers`."""
 
 from __future__ import annotations
 

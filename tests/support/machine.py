@@ -1,4 +1,4 @@
-"""What a test may expect of its machine: little. It may be slow, busy, shared; so wait for conditions, and keep a port."""
+"""Waiting for conditions on slow, busy machines, and reserved ports."""
 
 from __future__ import annotations
 

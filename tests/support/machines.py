@@ -1,4 +1,4 @@
-"""Machines on a network of their own, made of Linux namespaces: for tests of what several machines do together.
+"""Several machines made of Linux namespaces, on a network of their own.
 
 Each machine has its own network interface, loopback, host name, process ids, /tmp, /dev/shm and $HOME. A bridge connects
 them; its lines can be slow, or cut as by a broken switch. All see the files of the real machine, as on a shared disk, except

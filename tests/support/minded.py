@@ -1,4 +1,4 @@
-"""The mind of upstreams.py behind token ids: as a Hugging Face model, and as an SGLang server with its native /generate."""
+"""The scripted model of upstreams.py with token ids: as a Hugging Face model, and as an SGLang server."""
 
 from __future__ import annotations
 

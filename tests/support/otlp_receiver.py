@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's as a test sees it: `with receiver() as spans:` takes OTLP over HTTP and keeps what it was told."""
+"""A receiver of OTLP over HTTP: `with receiver() as spans:` records what it gets."""
 
 from __future__ import annotations
 

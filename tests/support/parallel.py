@@ -1,4 +1,4 @@
-"""Runs of the suite on several workers (pytest-xdist): slow folders first, and tests that need the whole machine alone.
+"""The suite on several workers (pytest-xdist): slow folders first, and tests that need the whole machine alone.
 
 Each worker gets whole files, so that a file's fixtures start once, and files that fork from the same process (forked.py) go
 to one worker, so that it imports once. `@pytest.mark.alone` is for a test whose verdict depends

@@ -1,4 +1,4 @@
-"""The reference for the trainer's engine: the same verbs in plain PyTorch, float32 on the CPU, without DeepSpeed."""
+"""The reference for the trainer's engine: the same methods in plain PyTorch, float32 on the CPU, without DeepSpeed."""
 
 from __future__ import annotations
 

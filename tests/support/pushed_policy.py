@@ -1,4 +1,4 @@
-"""The trainer's side of a weight push in tests: a network whose weights change, and the proof of its log-probabilities."""
+"""The trainer's side of a weight push: a network whose weights change, and the proof of its log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sound bodies of the three APIs, and random mutations of them."""
+"""Valid bodies of the three APIs, and random mutations of them."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""An MCP server for tests, by its argument over stdio, streamable HTTP or SSE: it counts, and misbehaves on demand.
+"""An MCP server for tests, over stdio, streamable HTTP or SSE: a counter, and faults on demand.
 
 python rough_mcp_server.py stdio | http PORT | sse PORT
 """

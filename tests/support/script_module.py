@@ -1,4 +1,4 @@
-"""A program of scripts/ whose name has no suffix, as a module."""
+"""A program of scripts/ without a suffix, as a module."""
 
 from __future__ import annotations
 

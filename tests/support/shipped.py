@@ -1,4 +1,4 @@
-"""A gym server as it is shipped: its rows, its gold cases, its server on a real socket."""
+"""A gym server as it ships: its rows, its gold cases, its server on a real socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does a Python take to start here? By so much, whatever computes may take longer."""
+"""The speed of this machine, by the CPU time until a Python has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A program for a launcher: `steps_on_ranks.py DATA OUTPUT OPTIONS...`: the same three steps under each of the engine's options.
+"""A program for a launcher: `steps_on_ranks.py DATA OUTPUT OPTIONS...`: the same three steps with each of the
+engine's options.
 
 Rank 0 writes OUTPUT/<place>.json (losses and gradient norms, and the loss on held-out samples at the end) and OUTPUT/<place>.safetensors (the weights). With `--again`,
 the last two steps are taken a second time, by a new engine that loads what was stored after the first.

@@ -1,4 +1,4 @@
-"""Agents that are not ours, on real sockets: `async with serving(answer) as url`; what they answer is the test's affair."""
+"""Third-party agents on real sockets: `async with serving(answer) as url`; the test decides what they answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy server and an agent in one, in a thread: it samples from whatever weights were pushed, so a trainer can learn from it.
+"""A policy server and an agent in one, in a thread; it samples from the pushed weights, so that a trainer can learn.
 
 A rollout is six tokens after a prompt of four; its reward is the share of tokens below 512. Sampling depends on the task,
 the rollout and the weights alone. What goes wrong, goes wrong on purpose: see `Stub`.

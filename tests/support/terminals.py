@@ -1,4 +1,4 @@
-"""A terminal whose screen can be read: a pseudo-terminal with pyte behind it; on request one that wraps its lines again on a resize."""
+"""A pseudo-terminal with a readable screen (pyte), optionally one that wraps lines again on a resize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ng_train` imports on its way, imported once for the processes that forked.py forks."""
+"""The imports of `ng_train`, made once for the processes that forked.py forks."""
 
 from __future__ import annotations
 

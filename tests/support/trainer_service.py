@@ -1,4 +1,4 @@
-"""`ng_train grpo.yaml` in a separate process, against a stub of the services; for tests."""
+"""`ng_train grpo.yaml` in a separate process, against a stub of the services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real GRPOTrainer run for tests/trainer/test_trl.py: ROWS CONFIG NAME... -> TRL's log as one JSON line. The policy has learnt the calls by heart."""
+"""A GRPOTrainer run for tests/trainer/test_trl.py: ROWS CONFIG NAME... -> TRL's log as a line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remote servers on real sockets, in their own protocols, with one mind behind them: what the back ends are tested on.
+"""Remote servers on real sockets, in their own protocols, with one scripted model: for the tests of back ends.
 
 What they say follows from the conversation alone, so that every API, and every way through us, must tell the same.
 """

@@ -1,4 +1,4 @@
-"""Rollout rows for the viewer's tests, and a viewer as a user starts it: a process with an address."""
+"""Rollout rows for the viewer's tests, and a viewer process with its address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model server imports before it loads its model, imported once for the servers that forked.py forks."""
+"""The imports of a model server, made once for the servers that forked.py forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/vllm (or another model server) as a separate process, and the tiny checkpoint that it serves in tests."""
+"""models/vllm (or another model server) as a separate process, and the tiny checkpoint that it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every command (docs/commands.md): help with examples that can be given, mistakes in a line, codes, JSON, dry runs."""
+"""Conventions of every command (docs/commands.md): help with examples, errors in a line, exit codes, JSON, dry runs."""
 
 from __future__ import annotations
 

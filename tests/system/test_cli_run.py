@@ -1,4 +1,4 @@
-"""The commands as a user runs them: real processes, their output, their exit codes, and what they leave behind."""
+"""The commands as real processes: output, exit codes, and cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see while a run, a collection or a training continues: read from the screens of real pseudo-terminals."""
+"""The displays of a run, a collection and a training, read from the screens of pseudo-terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The container files, as far as that goes without a Docker engine: valid, and everything that they name exists."""
+"""The container files, without a Docker engine: they are valid, and the files that they name exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation is whole: the site is built without a warning, its links lead somewhere, the reference says what every key is."""
+"""The documentation: the site builds without a warning, its links work, and the reference describes every key."""
 
 from __future__ import annotations
 

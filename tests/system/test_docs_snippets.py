@@ -1,4 +1,4 @@
-"""Every snippet of the documentation is right: Python runs, YAML and JSON are what they claim to be, command lines can be given."""
+"""Every snippet of the documentation: Python runs, YAML and JSON are valid, command lines are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services that are killed, or restarted one after another, during a run; and a long run in which nothing may grow."""
+"""Services that are killed or restarted one after another during a run, and the memory of a long run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each family of models: tools are called in its own form, tokens are captured, weights pushed; and how a family is known."""
+"""Each model family: tool calls in its own format, captured tokens, pushed weights, and its detection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run at its head, in a browser: an ng_run with services, load, failures and a rollout that takes long."""
+"""The page of the head in a browser: services, load, failures, and a long rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is named as on the Hugging Face Hub: what is known of it before anything heavy is loaded."""
+"""A model by its name on the Hugging Face Hub: what is checked before anything heavy is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Images in conversations with models/vllm: each call gets its images, and its record is that of the checkpoint."""
+"""Images in conversations with models/vllm: each call gets its images, and its log-probabilities are the
+checkpoint's."""
 
 from __future__ import annotations
 

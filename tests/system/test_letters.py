@@ -1,4 +1,4 @@
-"""The smallest run of reinforcement learning: from random weights, with everything in it that a run has."""
+"""The smallest reinforcement learning run, from random weights, with every part of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ng_list`: every shipped environment says what it is; a project shows its own first; facts that are wrong are named with their line."""
+"""`ng_list`: shipped environments and those of a project; wrong metadata is reported with its line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/vllm with the real engine: a tiny random checkpoint, two server processes, and transformers as the judge."""
+"""models/vllm with the real engine: a tiny random checkpoint, two server processes, compared with transformers."""
 
 from __future__ import annotations
 

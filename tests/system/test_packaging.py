@@ -1,4 +1,4 @@
-"""What a user gets: the wheel in an empty environment elsewhere, and `make install` in a fresh copy of the project."""
+"""The wheel in an empty environment elsewhere, and `make install` in a fresh copy of the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ng_push` and `hf://` inputs, with huggingface_hub against a server of the Hub's API on this machine."""
+"""`ng_push` and `hf://` inputs: huggingface_hub against a local server with the Hub's routes."""
 
 from __future__ import annotations
 

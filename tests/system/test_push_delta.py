@@ -1,4 +1,4 @@
-"""The transport `delta` into real engines: few values travel, and the engine computes with all of them."""
+"""The transport `delta` into real engines: few values are sent, and the engine computes with all of them."""
 
 from __future__ import annotations
 

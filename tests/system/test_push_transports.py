@@ -1,4 +1,5 @@
-"""Adapters, and vLLM's own weight transfer, pushed into the real engine: exact, checked before, all or nothing."""
+"""Pushes of adapters, and by vLLM's own weight transfer, into the real engine: exact, checked before, all or
+nothing."""
 
 from __future__ import annotations
 

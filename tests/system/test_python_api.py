@@ -1,4 +1,5 @@
-"""`import ngym` in a notebook: services, rollouts, tables, verdicts, exports, metrics; on real services and real files."""
+"""`import ngym` in a notebook: services, rollouts, tables, verdicts, exports and metrics, with real services and
+files."""
 
 from __future__ import annotations
 

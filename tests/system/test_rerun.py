@@ -1,4 +1,4 @@
-"""The rerun of failed tests: what passes alone is flaky and does not fail the run; what fails twice does."""
+"""The rerun of failed tests: a test that passes alone is flaky and does not fail the run; one that fails twice does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON Schemas that ship: as the code is, and what they accept and refuse."""
+"""The JSON Schemas that ship: they agree with the code; accepted and refused documents."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""ng_status, the metrics of every service, and where Prometheus finds them: a real run, and the arithmetic alone."""
+"""ng_status and the metrics of every service, and Prometheus discovery: on a real run, and as functions."""
 
 from __future__ import annotations
 

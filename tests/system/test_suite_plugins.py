@@ -1,4 +1,4 @@
-"""The suite on several workers: what is marked `alone` overlaps with nothing, and slow folders come first."""
+"""The suite on several workers: tests marked `alone` overlap with no other, and slow folders come first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes: started together, watched, restarted, given up, and gone at the end."""
+"""Supervised processes: started together, watched, restarted, given up, and ended."""
 
 from __future__ import annotations
 

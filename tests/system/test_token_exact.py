@@ -1,4 +1,5 @@
-"""What the trainer is given is what the engine saw: in every client API, under templates that write history again, after retries.
+"""The trainer gets the ids that the engine used: in every client API, with templates that rewrite history, after
+retries.
 
 The policy has learnt to think and to call a tool, so that old reasoning is there to be left out and calls to be written
 otherwise. The judge is the trainer's own forward pass: had one id come from tokenising text again, its log-probabilities

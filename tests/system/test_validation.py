@@ -1,4 +1,4 @@
-"""`ng_validate --environments`: every shipped environment passes; one that can be fooled, or forgets, does not."""
+"""`ng_validate --environments`: shipped environments pass; environments that can be fooled, or that forget, do not."""
 
 from __future__ import annotations
 

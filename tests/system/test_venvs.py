@@ -1,4 +1,4 @@
-"""Services with packages of their own: made once, run by their own Python, watched like every other one."""
+"""Services with packages of their own: installed once, run by their own Python, watched like every other service."""
 
 from __future__ import annotations
 

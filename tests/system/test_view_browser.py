@@ -1,4 +1,4 @@
-"""The viewer as its readers use it: in a browser, by clicks and keys, over rollout files of a real ng_view."""
+"""The viewer in a browser: clicks and keys, on rollout files of a real ng_view."""
 
 from __future__ import annotations
 

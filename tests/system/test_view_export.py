@@ -1,4 +1,4 @@
-"""`ng_view --export`: one file with everything in it, that loads nothing and runs nothing but its own modules."""
+"""`ng_view --export`: one file with everything in it, which loads nothing and runs only its own modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ng_view's pages make of texts, tasks and filters, in a browser: formulas, policy versions, reports to share, phones."""
+"""ng_view's pages in a browser: texts, formulas, policy versions, filters, shared reports, phones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ng_view` as a user starts it: what it answers, whom it answers, and how it ends."""
+"""`ng_view` as a process: its answers, its authorization, and its end."""
 
 from __future__ import annotations
 

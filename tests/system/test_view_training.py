@@ -1,4 +1,4 @@
-"""The training dashboard: what its part of the API tells of a run's folder, and what the page shows of it in a browser."""
+"""The training dashboard: its API for a run's folder, and its page in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stanza of models/vllm may say: all that `vllm serve` takes, checked against its own list, without a GPU."""
+"""The engine options of a stanza of models/vllm: all of `vllm serve`, checked against its own list, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A zygote that outlives commands: services fork from its imports, with the later command's variables, and end with it."""
+"""A zygote that outlives commands: services fork from its imports, with the later command's variables, and end with
+it."""
 
 from __future__ import annotations
 

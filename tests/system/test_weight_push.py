@@ -1,4 +1,4 @@
-"""The weight push into the real engine: exact afterwards, and without effect when anything about it is wrong."""
+"""Weight pushes into the real engine: exact afterwards, and without effect after any error."""
 
 from __future__ import annotations
 

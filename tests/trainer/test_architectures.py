@@ -1,4 +1,5 @@
-"""Every family of models says to the trainer what it says to Hugging Face: sliding windows, sinks, soft caps, experts, scales."""
+"""The trainer's logits equal Hugging Face's for every model family: sliding windows, sinks, soft caps, experts,
+scales."""
 
 from __future__ import annotations
 

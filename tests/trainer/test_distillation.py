@@ -1,4 +1,4 @@
-"""On-policy distillation: the advantages, a live run that approaches its teacher, and teachers that are refused."""
+"""On-policy distillation: advantages, a live run that approaches its teacher, and teachers that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of distillation that are refused before anything is loaded."""
+"""Distillation recipes that are refused before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference pairs, from rows to a step: what is trained, what a pair costs, and that cutting a batch changes nothing."""
+"""DPO from rows to a step: trained tokens, the cost of a pair, and the same result for any micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit states of AdamW on the real bitsandbytes: two bytes a weight, the steps of AdamW, the same after a resume."""
+"""8-bit AdamW with the real bitsandbytes: two bytes a weight, AdamW's steps, the same after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good is the policy on held-out tasks? Means, pass@k and intervals of real rollouts, and what is left out of them."""
+"""Evaluation on held-out tasks: means, pass@k and intervals of real rollouts, and what they leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16: float16 weights with float32 master weights and a dynamic loss scale, beside a plain loop in PyTorch."""
+"""fp16: float16 weights with float32 master weights and a dynamic loss scale, compared with a loop in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that learns from a file is measured on another: before the first step, every so many, at the end, on any ranks."""
+"""Held-out loss of a run that learns from a file: before the first step, every few steps, at the end, on any ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KTO, from labeled rows to a step: the mismatched answers, z, both labels, and that cutting a batch changes nothing."""
+"""KTO from labeled rows to a step: mismatched answers, z, both labels, and the same result for any micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`benchmarks/learning.py`: its lessons are sound, and (as a soak test) the tiny policy learns one of them on held-out tasks."""
+"""`benchmarks/learning.py`: its lessons are valid, and (as a soak test) the tiny policy learns one on held-out
+tasks."""
 
 from __future__ import annotations
 

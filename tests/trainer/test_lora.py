@@ -1,4 +1,4 @@
-"""LoRA on the real PEFT and DeepSpeed: only the adapter learns, and merged it is a checkpoint like any other."""
+"""LoRA with the real PEFT and DeepSpeed: only the adapter is trained, and merged it is an ordinary checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ng_train grpo.yaml` as a user runs it, against services: it learns, counts what went wrong, and is the same on two ranks."""
+"""`ng_train grpo.yaml` against services: it learns, counts failures, and is the same on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Online DPO: the pairs of live groups, their reference, a live run, and keys that have no effect."""
+"""Online DPO: pairs of live groups, the reference, a live run, and keys without an effect."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`ng_train` in a process of its own, with the options of docs/training.md. The other tests fork from a process that has
-imported all of torch, which hides what ng_train leaves out of its imports.
+"""`ng_train` in a process of its own, with the options of docs/training.md.
+
+The other tests fork from a process that has imported all of torch, which hides what ng_train does not import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks that share a sequence or a layer, and states that live on the CPU, take the steps that one rank takes alone."""
+"""Ranks that share a sequence or a layer, and states on the CPU: the steps equal those of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QLoRA on the real bitsandbytes, PEFT and DeepSpeed: the adapter learns on 4-bit weights, and what is saved says the same."""
+"""QLoRA with the real bitsandbytes, PEFT and DeepSpeed: training on 4-bit weights, and the saved adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed continues with the same losses: from whole checkpoints, on other ranks, and without collecting again."""
+"""A killed run continues with the same losses: from complete checkpoints, on other ranks, without collecting again."""
 
 from __future__ import annotations
 

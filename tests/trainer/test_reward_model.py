@@ -1,4 +1,4 @@
-"""Reward models, from rows to a step and to a saved folder: what is scored, what a pair costs, who can load it."""
+"""Reward models from rows to a step and a saved folder: scored tokens, the cost of a pair, and loading elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the network says of tokens: in chunks as in one piece, its entropy, and with layers that keep only their inputs."""
+"""Log-probabilities and entropy of the network: in chunks as in one piece, and with activation checkpointing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics reach TensorBoard, W&B and MLflow; and when one of them is dead, slow or full, nothing else is."""
+"""Metrics in TensorBoard, W&B and MLflow; a sink that is down, slow or full stops nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ng_train --sweep`: which runs, in which folders, what is refused before one starts, and what is left when one breaks."""
+"""`ng_train --sweep`: its runs and folders, refusals before the first run, and failed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rows to logprobs: what is trained, how a batch is cut and packed, and what is said about bad rows."""
+"""From rows to log-probabilities: trained tokens, micro-batches and packing, and messages for invalid rows."""
 
 from __future__ import annotations
 

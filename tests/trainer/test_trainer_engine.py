@@ -1,4 +1,4 @@
-"""One training step on the real DeepSpeed: exact normalisation, ZeRO stages, ranks, and a folder that others can load."""
+"""Training steps with the real DeepSpeed: normalization, ZeRO stages, ranks, and a folder that others can load."""
 
 from __future__ import annotations
 

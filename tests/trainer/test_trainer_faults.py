@@ -1,4 +1,5 @@
-"""What happens to a trainer that is killed, lied to or given invalid numbers: it continues from what is whole, or stops and says why."""
+"""A trainer that is killed, or gets wrong data or non-finite numbers, continues from a complete checkpoint or stops
+with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's own spans, as an OTLP/HTTP receiver gets them."""
+"""The trainer's own spans, in an OTLP/HTTP receiver."""
 
 from __future__ import annotations
 

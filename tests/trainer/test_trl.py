@@ -1,4 +1,5 @@
-"""A gym server under TRL: its rows, its tools as methods with the schemas there were, rewards, and failures that are no reward of 0."""
+"""A gym server under TRL: rows, tools as methods with their schemas, rewards, and failures that are not a reward of
+0."""
 
 from __future__ import annotations
 

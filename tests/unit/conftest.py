@@ -1,4 +1,4 @@
-"""Tests of pure logic: one that starts a process or opens a socket without being marked `process` fails."""
+"""Tests of pure logic: a test that starts a process or opens a socket without the mark `process` fails."""
 
 from __future__ import annotations
 

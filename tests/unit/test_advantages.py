@@ -1,4 +1,4 @@
-"""Advantages: by hand, as other libraries have them, and what must hold for any group and any gap in a rollout."""
+"""Advantages: values by hand and of other libraries, and properties for any group and any gap in a rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms by name: published settings, keys that replace one of them, and algorithms of the user's own."""
+"""Algorithms by name: published settings, overridden keys, and algorithms of the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which words of a model are its answer: the policies of ngym.grading.answers, and that no text makes them slow."""
+"""Extraction of answers: the policies of ngym.grading.answers, and that no text makes them slow."""
 
 from decimal import Decimal
 from time import process_time

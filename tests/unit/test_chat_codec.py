@@ -1,4 +1,5 @@
-"""ngym.chat_codec: text from ids, reasoning and calls in text, however it comes; prompts that continue from what was seen."""
+"""ngym.chat_codec: text from ids, reasoning and tool calls in text, whole and in pieces; prompts that continue
+earlier ones."""
 
 import random
 from itertools import pairwise

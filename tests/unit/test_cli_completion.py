@@ -1,4 +1,4 @@
-"""What a shell completes of `key=value`: the keys of recipes and configs, read without importing what checks them."""
+"""Shell completion of `key=value`: the keys of recipes and configs, without heavy imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global config: every mistake is one line that says where, what and how to mend it."""
+"""The global config: every mistake is one line with the place, the problem and the correction."""
 
 from pathlib import Path
 

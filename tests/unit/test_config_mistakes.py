@@ -1,4 +1,5 @@
-"""A hundred mistakes in the shipped config: each is refused with its file and line, in one line, and nothing in it runs."""
+"""A hundred mistakes in the shipped config: each is refused in one line with its file and line, and nothing in it
+runs."""
 
 from __future__ import annotations
 

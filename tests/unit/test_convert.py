@@ -1,4 +1,4 @@
-"""The converter: nothing that a model or its caller said is lost or bent between the two APIs."""
+"""The converter between the two APIs keeps everything that models and callers wrote."""
 
 from typing import Any
 

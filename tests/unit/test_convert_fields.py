@@ -1,4 +1,4 @@
-"""Each field of the official clients is understood or refused by name, and docs/model-apis.md says which."""
+"""Each field of the official clients is supported or refused by name, as docs/model-apis.md says."""
 
 import re
 from collections.abc import Callable

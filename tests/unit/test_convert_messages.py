@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what a client of it says reaches the model, and comes back, as through the other two."""
+"""Anthropic's Messages API: requests and answers equal those of the other two APIs."""
 
 import json
 from contextlib import suppress

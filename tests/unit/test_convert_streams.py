@@ -1,4 +1,4 @@
-"""Streams: told piece by piece, an answer is the same as told at once, wherever its pieces were cut."""
+"""Streams: the parts of an answer add up to the whole answer, for any cuts."""
 
 import json
 from typing import Any

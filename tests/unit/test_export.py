@@ -1,4 +1,4 @@
-"""ng_export: rollouts in, the files that trainers read out; what is left out is counted, and nothing lies."""
+"""ng_export: rollouts in, files for trainers out; what is left out is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A missing optional package is one line with the extra that has it, and `ngym doctor` tells what is installed."""
+"""A missing optional package is one line with its extra, and `ngym doctor` lists what is installed."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""The glossary explains every term of the vocabularies that users bring: NeMo RL, NeMo Gym, SkyRL, SGLang, Agent-Tunix."""
+"""The glossary explains the terms of NeMo RL, NeMo Gym, SkyRL, SGLang and Agent-Tunix."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check`: stages that fail, hang or cannot start do not end the others, and its table has them all."""
+"""`scripts/gpu_check`: stages that fail, hang or cannot start do not end the others, and its table has all of them."""
 
 from __future__ import annotations
 

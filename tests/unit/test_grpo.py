@@ -1,4 +1,4 @@
-"""Rollouts, from rows to a step: what is trained, what is refused, and that equal rewards and cut batches change nothing."""
+"""GRPO from rollouts to a step: trained tokens, refusals, equal rewards, and the same result for any micro-batches."""
 
 from __future__ import annotations
 

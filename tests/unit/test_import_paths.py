@@ -1,4 +1,4 @@
-"""Code that a config or recipe names by import path: the examples of the documentation work, and mistakes are one line."""
+"""Code that a config or recipe names by import path: the documented examples work, and mistakes are one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in, rows out, on real files: what is tolerated, what is reported, and what survives."""
+"""Reading and writing rows in real files: tolerated and reported problems, and crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports without the compiler: what is left out is imported when it is used, and the same afterwards."""
+"""Imports without torch's compiler: what is left out is imported when it is used."""
 
 import subprocess
 import sys

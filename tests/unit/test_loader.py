@@ -1,4 +1,4 @@
-"""A service's file that cannot be loaded: one line says which file, which line, and what is wrong."""
+"""A service's file that cannot be loaded: one line with the file, the line and the problem."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Losses: the values and gradients of the formulas and of other libraries, however the batch is cut, and what is refused."""
+"""Losses: values and gradients of the formulas and of other libraries, for any micro-batches, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means, pass@k and intervals: hand values, known formulas, and coverage."""
+"""Means, pass@k and intervals: values by hand, known formulas, and coverage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option that a user writes in a config or recipe has a `Field(description=...)`, from which the reference is made."""
+"""Every option of a config or recipe has a `Field(description=...)`, from which the reference is made."""
 
 from __future__ import annotations
 

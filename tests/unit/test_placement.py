@@ -1,4 +1,4 @@
-"""The slices of a machine's GPUs that services get, and the refusal of what does not fit."""
+"""The GPUs of a machine's services, and the refusal of services that do not fit."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""`ng_plot`: what a run logged, as curves in text, JSON and pictures."""
+"""`ng_plot`: the curves of a run as text, JSON and pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ng_profile`: which tasks are solved always, never, sometimes, and which have no learning signal."""
+"""`ng_profile`: tasks that are solved always, never or sometimes, and tasks without a learning signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe says, before anything is trained: files and overrides, the sizes that it comes to, and no secret on the disk."""
+"""Recipes before training: files and overrides, derived sizes, and no secret on the disk."""
 
 from __future__ import annotations
 

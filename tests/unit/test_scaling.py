@@ -1,4 +1,4 @@
-"""When a model with `replicas: {min, max}` grows and shrinks."""
+"""Growth and shrinkage of a model with `replicas: {min, max}`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a service folder may import: its own files, libraries, and the parts of ngym that services use. No circles."""
+"""Imports of service folders: their own files, libraries, and the parts of ngym that services use; no cycles."""
 
 import ast
 import gc

@@ -1,4 +1,4 @@
-"""A conversation continues after the very ids that the engine has seen; where that is unknown, it is rendered again."""
+"""A conversation continues after the ids that the engine has seen; if they are unknown, it is rendered again."""
 
 from __future__ import annotations
 

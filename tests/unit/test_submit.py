@@ -1,4 +1,4 @@
-"""What ng_submit renders: golden files in tests/data/submit, KubeRay's own schema, and the syntax of the scripts.
+"""The output of ng_submit: golden files in tests/data/submit, KubeRay's own schema, and the syntax of the scripts.
 
 Write the golden files again: python tests/unit/test_submit.py
 """

@@ -1,4 +1,4 @@
-"""Which tasks does a step train on? Shares, epochs, the curriculum, and going on exactly where a run stopped."""
+"""The tasks of a step: shares, epochs, the curriculum, and an exact continuation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The viewer's index: it says what the file says, whatever the file does."""
+"""The viewer's index: it agrees with the file, also while the file changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The viewer's filter: what it lets through, in which order, and what it says to a term that means nothing."""
+"""The viewer's filter: selected rows, their order, and messages for invalid terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of tokens: pieces of characters, spaces, special tokens, and tokenizers that are not there."""
+"""The texts of tokens: pieces of characters, spaces, special tokens, and missing tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transport `delta`: what changed is found bit by bit, and applied to kept files it gives the checkpoint."""
+"""The transport `delta`: changed values are found bit by bit, and applied to kept files they give the checkpoint."""
 
 from __future__ import annotations
 
