@@ -125,7 +125,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype, backward: bool) -> str:
-    """Why a kernel cannot run here; "" if it can."""
+    """The reason why a kernel cannot run here; "" if it can."""
     half = dtype in (torch.bfloat16, torch.float16)
     if device.type == "cpu":
         if name in ("padded, memory-efficient", "padded, cuDNN", "varlen"):

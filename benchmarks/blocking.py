@@ -51,7 +51,7 @@ WHOLE: dict[str, Any] = {
 
 
 class ProbeResult(NamedTuple):
-    """What one request did."""
+    """The result of one request."""
 
     service: str
     path: str

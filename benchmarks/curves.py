@@ -1,5 +1,5 @@
-"""How time and memory grow, one axis at a time: rollouts in flight, turns, bytes of a row, tasks, replicas, parameters (of a
-trained and of a served model), context.
+"""Growth of time and memory, one axis at a time: rollouts in flight, turns, bytes of a row, tasks, replicas, parameters
+(of a trained and of a served model), context.
 
 Rollouts go through agent, gym server and a scripted model (rollouts.py); rows and tasks are collected from a stub agent
 (collector.py); training steps are those of trainer_ours.py; a served model answers 64 requests at once. Memory is the

@@ -327,7 +327,7 @@ def in_group(measure: Callable[[Row], Row]) -> Callable[[Row], Row]:
 
 
 def way(spec: Row) -> str:
-    """How it was computed, for the table."""
+    """The settings of the measurement, for the table."""
     how = spec.get("engine", spec)
     labels = [f"ZeRO {how['zero_stage']}" if "zero_stage" in how else f"{spec['dtype']} weights"]
     labels += ["optimizer on the CPU"] if "offload" in how else []

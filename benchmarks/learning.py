@@ -92,12 +92,12 @@ def tools(row: Json) -> list[Json]:
 
 
 def sft_overrides(folder: Path, seed: int) -> list[str]:
-    """What differs from sft.yaml."""
+    """The overrides of sft.yaml."""
     return [f"data.path={folder / 'demonstrations.jsonl'}", f"output={folder / 'sft'}", f"seed={seed}", "batch_size=16"]
 
 
 def grpo_overrides(lesson: Lesson, folder: Path, seed: int) -> list[str]:
-    """What differs from grpo.yaml."""
+    """The overrides of grpo.yaml."""
     return [
         f"model.path={folder / 'sft' / 'policy'}",
         f"rollouts.agent={lesson.agent}",

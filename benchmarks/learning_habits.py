@@ -1,4 +1,4 @@
-"""What changed in the rollouts of learning.py: shares of the sampled attempts at held-out tasks, before and after GRPO.
+"""Changes in the rollouts of learning.py: shares of the sampled attempts at held-out tasks, before and after GRPO.
 
     python benchmarks/learning_habits.py runs/learning [LESSON ...]
 

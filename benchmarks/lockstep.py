@@ -29,7 +29,7 @@ MARK = "@turn "
 
 
 class Turns:
-    """What a child does between its parent's words."""
+    """The child's side: one step for each turn that the parent gives."""
 
     def __init__(self) -> None:
         self._began = 0.0

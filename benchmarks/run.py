@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def run_part(part: Part, quick: bool) -> Json:
-    """What it found (rows; None if it failed), the load before it, and the seconds that it took."""
+    """The rows (None if it failed), the load before it, and the seconds that it took."""
     load, began = os.getloadavg()[0], time.monotonic()
     print(f"== {part.name}, load {load:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as name:

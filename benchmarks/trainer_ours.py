@@ -121,7 +121,7 @@ def fastest(call: Callable[[], object]) -> float:
 
 
 class Read:
-    """What is trained: the samples of the file in its order, and the algorithm."""
+    """The samples of the file in its order, and the algorithm."""
 
     def __init__(self, algorithm: Any, samples: Sequence[Any], live: bool) -> None:
         self.algorithm, self.samples, self.live = algorithm, samples, live

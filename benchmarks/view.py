@@ -86,7 +86,7 @@ def measure_opening(web_viewer: Viewer, rows: int) -> Json:
 
 
 def measure_pages(web_viewer: Viewer, rows: int) -> Iterator[Json]:
-    """What the table asks for: an order for the first time, and then its pages, as if a user scrolled."""
+    """The requests of the table: a sort order for the first time, and then its pages, as if a user scrolled."""
     for name, query in QUERIES.items():
         began = time.perf_counter()
         while "searching" in web_viewer.get(f"/api/runs/r1/rows?limit=200&{query}"):

@@ -65,7 +65,7 @@ def retry_after(reply: Reply) -> float | None:
 
 
 def retry_delay(asked_s: float) -> float:
-    """How long to wait after this Retry-After: plus up to a quarter, so that callers do not retry all at once."""
+    """The seconds to wait after this Retry-After: plus up to a quarter, so that callers do not retry all at once."""
     return random.uniform(1.0, 1.25) * min(asked_s, MAX_RETRY_AFTER_S)
 
 
@@ -383,7 +383,7 @@ class Peer:
 
 
 def given_up(name: str, reason: str) -> str:
-    """Why a service that needs this one is not ready, in the words of the head and of the service itself."""
+    """The reason why a service that needs this one is not ready, in the words of the head and of the service itself."""
     return f"needs {name}, which cannot be started: {reason}"
 
 

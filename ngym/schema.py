@@ -137,7 +137,9 @@ CUT_TURNS: frozenset[str] = frozenset({"context", "length"})
 
 
 def stop_reason(reported: StopReason, finish_reasons: Sequence[FinishReason]) -> StopReason:
-    """Why a rollout ended. reported: the agent's reason; the agent may not know that its last turn was cut off."""
+    """The reason why a rollout ended. reported: the agent's reason; the agent may not know that its last turn was cut
+    off.
+    """
     last = finish_reasons[-1] if finish_reasons else None
     if reported != "max_steps" and (last == "length" or last == "context"):
         return last
@@ -159,7 +161,8 @@ def is_reward(value: Any) -> bool:
 
 
 def row_problem(row: Json) -> str | None:
-    """Why a stored rollout or failed attempt cannot be read: its format is newer than ours, or its reward is invalid.
+    """The reason why a stored rollout or failed attempt cannot be read: its format is newer than ours, or its reward is
+    invalid.
 
     A stored reward is null or a number; the collector converts the bools of verifiers.
     """
@@ -180,7 +183,7 @@ class RolloutCopies:
         self._ids: set[str] = set()
 
     def problem(self, row: Json) -> str | None:
-        """Why a row would count a rollout twice; None for the first row of each rollout."""
+        """The reason why a row would count a rollout twice; None for the first row of each rollout."""
         name = rollout_id(row)
         if name is None:
             return None
@@ -191,7 +194,7 @@ class RolloutCopies:
 
 
 def version_problem(trace: Json) -> str | None:
-    """Why a row with this `ng` record cannot be read: its format is newer than ours."""
+    """The reason why a row with this `ng` record cannot be read: its format is newer than ours."""
     version = trace.get("schema_version")
     if version is None or (type(version) is int and version <= SCHEMA_VERSION):
         return None

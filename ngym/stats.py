@@ -441,7 +441,11 @@ class Scores:
                 if (value := votes.at_k(k)) is not None:
                     values.append(value)
         binary = self.rewards.binary
-        return [BestOfK(k, fmean(values), bootstrap(values, binary=binary), len(values)) for k, values in at_k.items() if values]
+        return [
+            BestOfK(k, fmean(values), bootstrap(values, binary=binary), len(values))
+            for k, values in at_k.items()
+            if values
+        ]
 
     def _voters(self, places: Sequence[int]) -> list[int]:
         return [place for place in places if place < len(self._answers) and self._answers[place] != NO_FIELD]

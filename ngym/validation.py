@@ -77,7 +77,7 @@ class Case(BaseModel):
 
     @property
     def items(self) -> list[Json]:
-        """What was said, as the items of a response."""
+        """A text as the items of a response."""
         return [assistant_message(self.text)] if self.output is None else list(self.output)
 
     @property
@@ -110,8 +110,8 @@ def find_environment(config: Config, stanza: Stanza) -> Environment | None:
 
 
 def data_places(root: Path, app: str) -> list[Path]:
-    """Where the data of `gym_servers/NAME` may be: `data` in the folder of its app or data/NAME beside the config, then the
-    shipped data.
+    """The folders that may have the data of `gym_servers/NAME`: `data` in the folder of its app or data/NAME beside the
+    config, then the shipped data.
     """
     folder = app_folder(app)
     return [root / folder / "data", root / "data" / folder.name, shipped_path(Path("data") / folder.name)]
@@ -189,7 +189,7 @@ _FORMS = {"empty": "saying nothing", "garbage": "noise", "cut": "half of it"}
 
 
 class Finding(NamedTuple):
-    """What a check looked at, and its mistakes; none: it is right."""
+    """The subject of a check, and its mistakes; none: it is right."""
 
     check: str
     looked_at: str

@@ -40,7 +40,7 @@ IMPORTED = (
 
 @dataclass(frozen=True)
 class Installation:
-    """What .venv holds once it is complete. place: scripts in .venv name their folder, and packages fit one Python."""
+    """The contents of a complete .venv. place: scripts in .venv name their folder, and packages fit one Python."""
 
     place: str
     digest: str
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def warn_of_missing_libraries() -> None:
-    """What no package of Python's brings and only the policy needs."""
+    """Warn of missing libraries that no Python package brings and only the policy needs."""
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -137,7 +137,7 @@ def compile_imported() -> None:
 
 
 def pinned(package: str) -> str | None:
-    """What the lock says of this package, such as `uv==1.2.3`."""
+    """The requirement of this package in the lock, such as `uv==1.2.3`."""
     found = re.search(rf"^{re.escape(package)}==[^\s;]+", LOCK.read_text(), re.MULTILINE)
     return found and found.group()
 

@@ -46,7 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What the imports of the test files make stays until the end: looking for garbage in it is a fifth of their time."""
+    """The objects that the imports of the test files make are not collected: looking for garbage in them is a fifth of
+    their time.
+    """
     gc.disable()
     try:
         return (yield)
@@ -63,7 +65,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_venvs(root: Path) -> Path:
-    """Where the virtual environments of services with packages of their own are kept: made once in a checkout."""
+    """The folder of the virtual environments of services with packages of their own: made once in a checkout."""
     folder = root / ".ngym" / "venvs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

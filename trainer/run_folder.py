@@ -89,7 +89,7 @@ def _has_row(file: Path) -> bool:
 
 
 def summary(output: Path) -> Json:
-    """What `ng_train --json` prints at the end: the paths of the results, and the last entry of the metrics (or {})."""
+    """The output of `ng_train --json` at the end: the paths of the results, and the last entry of the metrics (or {})."""
     entries = (line.row for line in read(output / METRICS) if line.problem is None)
     last = deque(entries, maxlen=1)
     files = {"policy": str(output / POLICY), "metrics": str(output / METRICS)}

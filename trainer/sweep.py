@@ -182,7 +182,7 @@ def read(folder: Path) -> dict[str, SweepOutcome]:
 
 
 def summary(folder: Path) -> Json:
-    """What `ng_train --sweep --json` prints at the end."""
+    """The output of `ng_train --sweep --json` at the end."""
     return {"output": str(folder), "runs": [outcome._asdict() for outcome in read(folder).values()]}
 
 

@@ -26,7 +26,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def demonstrate(row: Json, rng: random.Random) -> list[Json]:
-    """What it asks is always right where something is missing."""
+    """Questions about missing values are always right."""
     if rng.random() < ASKS[row["kind"]]:
         name = row["responses_create_params"]["tools"][-1]["name"]
         return [*asks(row), says(f"Which {LACKS[name]}?")]

@@ -1,4 +1,4 @@
-"""What a lesson is made of: a task row, and what a beginner says to it."""
+"""The parts of a lesson: task rows, and a beginner's demonstrations."""
 
 from __future__ import annotations
 

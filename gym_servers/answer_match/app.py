@@ -104,7 +104,7 @@ async def verify(task: VerifyRequest, options: MatchOptions) -> dict[str, Any]:
 
 
 def _unusable(option: str, value: Any, compare: str, choices: list[str]) -> str | None:
-    """Why a field of the row cannot be used, or None. A fault of the row is not one of the answer."""
+    """The reason why a field of the row cannot be used, or None. Such a fault is not one of the answer."""
     if option == "choices":
         return None
     if value is MISSING:

@@ -79,7 +79,7 @@ WITH_ARGUMENT: dict[str, Callable[[str, str], ExtractedText]] = {"pattern": by_p
 
 
 def extract_answer(text: str, extract: list[str]) -> ExtractedText:
-    """What the first extractor finds that finds anything."""
+    """The result of the first extractor that finds something."""
     for extractor in extract:
         kind, _, argument = extractor.partition(":")
         answer = WITH_ARGUMENT[kind](text, argument) if argument else EXTRACTORS[kind](text)
@@ -369,7 +369,7 @@ COMPARISONS: dict[str, Callable[[str, Any, list[str]], float]] = {
 
 
 def unusable(compare: str, expected: Any, choices: list[str]) -> str | None:
-    """Why no answer can be compared with this expected value, or None."""
+    """The reason why no answer can be compared with this expected value, or None."""
     parts = expected if isinstance(expected, list) else [expected]
     if None in parts:
         return "is null, or a list with null"

@@ -197,7 +197,7 @@ class Task(VerifyRequest):
 
     @property
     def question(self) -> str:
-        """What the user said last."""
+        """The text of the last user message."""
         return last_user_text(self.responses_create_params.get("input") or "")
 
     @property

@@ -32,7 +32,7 @@ class NoAction(Exception):
 
 
 def describe_space(space: spaces.Space[Any]) -> str:
-    """What an action looks like, in words."""
+    """The form of an action, in words."""
     match space:
         case spaces.Discrete():
             return f"a whole number from {space.start} to {space.start + space.n - 1}"

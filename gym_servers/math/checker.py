@@ -99,7 +99,7 @@ class MarkedAnswer(NamedTuple):
     unit: str | None
 
     def contradiction(self, expected: MarkedAnswer) -> str | None:
-        """How these marks contradict the expected ones, or None."""
+        """The contradiction between these marks and the expected ones, or None."""
         if self.bases and self.bases != (expected.bases or ("10",) * len(self.bases)):
             return f"is in base {', '.join(self.bases)}"
         if self.unit and expected.unit and self.unit != expected.unit:
@@ -232,7 +232,7 @@ def operations(text: str) -> int:
 
 
 def too_heavy(text: str) -> str | None:
-    """Why a formula is refused unread, or None. Saves time on the usual bombs; others end at the deadline."""
+    """The reason why a formula is refused unread, or None. Saves time on common bombs; others end at the deadline."""
     if len(text) > MAX_CHARS:
         return f"is longer than {MAX_CHARS:,} characters"
     if re.search(rf"\d{{{MAX_DIGITS + 1}}}", text):

@@ -348,7 +348,7 @@ async def _client(options: Options, root: Path) -> AsyncIterator[Client]:
 
 
 def _connection_error(error: BaseException) -> ServiceError:
-    """Why there is no connection. The SDK wraps one failure in nested exception groups."""
+    """The reason of a failed connection. The SDK wraps one failure in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, ServiceError):

@@ -30,7 +30,7 @@ def translation_of(text: str) -> str:
 
 
 def fault(text: str, source: str, references: list[str]) -> str | None:
-    """Why the text does not count as a translation, or None."""
+    """The reason why the text does not count as a translation, or None."""
     lengths = [len(reference) for reference in references]
     if not min(lengths) * MIN_LENGTH <= len(text) <= max(lengths) * MAX_LENGTH:
         return f"it has {len(text)} characters, the references {min(lengths)} to {max(lengths)}"

@@ -150,7 +150,7 @@ class Game:
 
     @property
     def problem(self) -> str:
-        """Why `run` ended early."""
+        """The reason why `run` ended early."""
         error = self._run.exception() if self._run.done() else None
         return "it made no move" if error is None else f"{type(error).__name__}: {error}"
 
@@ -359,7 +359,9 @@ class Bridge:
                 await self.call(call.name, call.arguments, session)
 
     async def _rollout_of(self, data: Json, session: Session) -> ActiveRollout:
-        """What tools and rewards need. Created once per session, also for concurrent first calls; again after a failure."""
+        """The input of tools and rewards. Created once per session, also for concurrent first calls; again after a
+        failure.
+        """
         if "begun" not in session:
             session["begun"] = session.spawn(self._begin(data, session))
         task: asyncio.Task[ActiveRollout] = session["begun"]

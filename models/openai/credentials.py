@@ -171,7 +171,7 @@ class _Command:
 
 
 def _expires(token: str) -> float:
-    """When a JSON web token expires, in seconds since 1970; the signature is not checked."""
+    """The time when a JSON web token expires, in seconds since 1970; the signature is not checked."""
     try:
         payload = token.split(".")[1]
         return float(orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])

@@ -95,7 +95,7 @@ class Row:
 
 @dataclass
 class Window:
-    """What a pass uses of a cache's buffers: the first so many rows, from this column on."""
+    """The part of a cache's buffers that a pass uses: the first so many rows, from this column on."""
 
     rows: int
     first: int = 0

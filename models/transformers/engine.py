@@ -317,7 +317,7 @@ class Engine:
             self._send()
 
     def _read_inbox(self) -> list[Row | Callable[[], None] | None]:
-        """What is in the inbox. An idle engine waits for it."""
+        """The contents of the inbox. An idle engine waits for it."""
         is_idle = self._paused or not (self._batch.rows or self._waiting)
         received = [self._inbox.get()] if is_idle else []
         if received and isinstance(received[0], Row) and not self._paused:

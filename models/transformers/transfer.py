@@ -39,7 +39,7 @@ class Transfer:
 
     @property
     def connection_info(self) -> Json:
-        """What a trainer must know before it begins."""
+        """The parameters that a trainer needs to connect."""
         return {"connection": self.connection, "workers": 1}
 
     async def connect(self, init_info: Json) -> str:

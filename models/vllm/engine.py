@@ -103,7 +103,7 @@ class Engine(AsyncLLM):
 
     @property
     def sleep_problem(self) -> str | None:
-        """Why this engine cannot release its memory, or None."""
+        """The reason why this engine cannot release its memory, or None."""
         if current_platform.is_cpu() or self.model_config.enable_sleep_mode:
             return None
         return "this server cannot release its memory; set engine.enable_sleep_mode: true in its stanza"

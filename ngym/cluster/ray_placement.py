@@ -71,7 +71,7 @@ class Host:
         return self._child.pid.result()
 
     async def output(self) -> bytes:
-        """What the process has written since the last call; waits for some. b"": its last writer is gone."""
+        """The output of the process since the last call; waits for some. b"": its last writer is gone."""
         assert self._output is not None
         return await self._output.read(CHUNK_BYTES)
 
@@ -326,7 +326,9 @@ def connect(to: str) -> None:
 
 
 def _connection_error(error: BaseException) -> str:
-    """Why `ray.init` failed, and what to do. Ray names a refused token in the traceback that is the cause's text."""
+    """The reason why `ray.init` failed, and advice. Ray names a refused token in the traceback that is the cause's
+    text.
+    """
     reason = str(error).strip().partition("\n")[0]
     if isinstance(error, AuthenticationError):  # there was no token to send
         reason = reason.partition(". Ensure ")[0]  # Ray's own advice
@@ -388,7 +390,7 @@ def _amount(name: str, amount: float) -> str:
 
 
 def bundle_of(stanza: Stanza) -> dict[str, float]:
-    """What Ray reserves for each process of a stanza."""
+    """The resources that Ray reserves for each process of a stanza."""
     return bundle(stanza.resources or Resources(), stanza.pool)
 
 

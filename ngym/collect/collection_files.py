@@ -241,7 +241,7 @@ class CollectionFiles:
 
     @property
     def unwritten(self) -> str | None:
-        """Why the file of materialized inputs could not be written; None if it was."""
+        """The reason why the file of materialized inputs could not be written; None if it was."""
         return self._sent.problem if self._sent is not None else None
 
     @property

@@ -1,4 +1,4 @@
-"""Which rollouts a collection makes: the input's rows, their repeats, and what a resumed run already has.
+"""The rollouts of a collection: the input's rows, their repeats, and what a resumed run already has.
 
 An input of up to FIRST_BYTES is checked before anything starts. For a larger one, the first part is checked before, and
 a thread checks the rest, so that the first rollout does not wait. A bad line there ends the collection with every bad
@@ -39,7 +39,7 @@ _NAMED = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*("(?:[^"\\]|\\.)*
 
 @dataclass(frozen=True)
 class CollectionPlan:
-    """How input rows become rollouts.
+    """The rules by which input rows become rollouts.
 
     agent: runs every row; None: each row names its own. repeats: rollouts a task, in the order abc -> aabbcc. limit: only the first rows.
     params: override keys of each row's responses_create_params; a dotted key sets a leaf (`reasoning.effort`).

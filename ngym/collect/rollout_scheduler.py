@@ -223,7 +223,7 @@ class Outages:
         return True
 
     async def _not_ready(self, service: str) -> str | None:
-        """Why no replica of the service can serve, or None."""
+        """The reason why no replica of the service can serve, or None."""
         reason, opener = None, self._peers.authorization(service)
         for url in self._peers.urls[service]:
             try:

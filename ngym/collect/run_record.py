@@ -1,4 +1,4 @@
-"""What a collection was asked for, and its record beside the rows: what `--resume` compares.
+"""The settings of a collection, and their record beside the rows, which `--resume` compares.
 
 The settings that decide a rollout and the bytes of the input must be those of the run's beginning.
 """

@@ -86,7 +86,7 @@ class Settings(BaseModel):
 
 
 class Resources(BaseModel):
-    """What each process of a service needs. Keys that are left out are neither limited nor reserved."""
+    """The resources of each process of a service. Keys that are left out are neither limited nor reserved."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     gpus: int | None = Field(default=None, ge=0, le=64, description="GPUs that only this process sees; 0: none.")
@@ -315,7 +315,7 @@ QUICKSTART = Path("runs/quickstart/sft/policy")
 
 
 def model_problem(name: str, root: Path) -> str | None:
-    """Why there is no model of this name, or None: a folder with a checkpoint, or what may be a hub name."""
+    """The reason why there is no model of this name, or None: a folder with a checkpoint, or what may be a hub name."""
     folder = (root / name).resolve()
     if folder.is_dir():
         return None if (folder / "config.json").is_file() else f"{folder} has no checkpoint (no config.json)"

@@ -90,7 +90,7 @@ def new_message(stem: str, model: str) -> Json:
 
 
 def stop_of(finish: str | None, met: Any, usage: Json | None, called: bool, refused: bool) -> Json:
-    """Why the model stopped: `stop_reason` and `stop_sequence`.
+    """The reason why the model stopped: `stop_reason` and `stop_sequence`.
 
     met: vLLM's `stop_reason`, the stop string (or token) that was met. called, refused: it has calls, refusals.
     """

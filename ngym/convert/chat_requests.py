@@ -377,7 +377,7 @@ def response_from_chat(completion: Json, params: Json, *, style: ReasoningStyle 
 
 
 def finish_reason(answer: Json) -> FinishReason:
-    """Why the turn of a Response or a Chat Completion ended.
+    """The finish reason of a Response or a Chat Completion.
 
     `context`: no token was sampled, because the conversation did not fit.
     """
@@ -393,7 +393,7 @@ def finish_reason(answer: Json) -> FinishReason:
 
 
 def unfinished(response: Json) -> str | None:
-    """Why a Response is not an answer: the model server failed, or has not finished. None: it is one."""
+    """The reason why a Response is not an answer: the model server failed, or has not finished. None: it is one."""
     status, error = response.get("status") or "completed", response.get("error")
     has_error = any(error.values()) if isinstance(error, dict) else bool(error)
     if status in ANSWERED and not has_error:

@@ -263,7 +263,7 @@ class ChunkReader:
 
     @property
     def trouble(self) -> str | None:
-        """Why the answer is incomplete; None if it is complete."""
+        """The reason why the answer is incomplete; None if it is complete."""
         if self.error:
             return self.error
         if self.finish in GAVE_UP:

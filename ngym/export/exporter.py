@@ -243,7 +243,7 @@ class Scan:
             return None
 
     def _drop_reason(self, rollout: ScoredRollout) -> Reason | None:
-        """Why the format cannot represent the rollout truthfully, or why it is filtered out."""
+        """The reason why the format cannot represent the rollout truthfully, or why it is filtered out."""
         options = self.options
         good = reaches(rollout.reward, options.threshold)
         if options.format == "rollouts":

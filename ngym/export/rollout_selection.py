@@ -79,7 +79,7 @@ Row = Single | Pair
 
 
 class Reason(Enum):
-    """Why a rollout is left out. The value is its name in --json."""
+    """The reason why a rollout is left out. The value is its name in --json."""
 
     FAILED = "failed"
     UNSCORED = "unscored"

@@ -38,7 +38,8 @@ def local_copy(path: Path) -> Path:
 
 
 def hub_model_problem(name: str) -> str | None:
-    """Why this model or tokenizer cannot be loaded: the Hub cannot be reached, and its cache has no such model.
+    """The reason why this model or tokenizer cannot be loaded: the Hub cannot be reached, and its cache has no such
+    model.
 
     Without the Hub, this process only uses the cache from then on, as with HF_HUB_OFFLINE=1. Call it before
     transformers or vLLM load the model.
@@ -60,7 +61,7 @@ def hub_model_problem(name: str) -> str | None:
 
 
 def _unreachable(url: str) -> str | None:
-    """Why nothing answers there, or None. Any answer counts, also an error."""
+    """The reason why nothing answers there, or None. Any answer counts, also an error."""
     from huggingface_hub import get_session
 
     try:
@@ -71,7 +72,7 @@ def _unreachable(url: str) -> str | None:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What calls of huggingface_hub raise: its own errors, and those of the HTTP client that it uses."""
+    """The exceptions of huggingface_hub: its own errors, and those of the HTTP client that it uses."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     of_client = [kind for kind in HfHubHTTPError.__bases__ if issubclass(kind, Exception)]

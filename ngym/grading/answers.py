@@ -125,7 +125,7 @@ def last_text(response: Mapping[str, Any]) -> str:
 
 
 def response_problem(response: Mapping[str, Any]) -> str | None:
-    """Why the text of this Response cannot be read; None if it can. An empty object is an empty answer."""
+    """The reason why the text of this Response cannot be read; None if it can. An empty object is an empty answer."""
     output = response.get("output")
     if not isinstance(output, list):
         if not response:

@@ -56,7 +56,7 @@ def is_loopback(host: str) -> bool:
 
 
 def wrong_url(url: str) -> str | None:
-    """Why this URL is not valid for a service of a config, or None. The text shows no credentials."""
+    """The reason why this URL is not valid for a service of a config, or None. The text shows no credentials."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 (it raises for an invalid port)
@@ -182,7 +182,7 @@ class OriginCheck:
         self._allowed: set[bytes | None] = {None}  # Host headers of earlier requests; None: without one
 
     def problem(self, scope: Scope) -> ServiceError | None:
-        """Why this request is refused, or None."""
+        """The reason why this request is refused, or None."""
         headers = headers_of(scope)
         if len(headers) != len(scope["headers"]) or not _OF_BROWSERS.isdisjoint(headers):
             return self._problem(scope)

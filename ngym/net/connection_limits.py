@@ -81,7 +81,7 @@ class Exchange(RequestResponseCycle):
 
     @property
     def message_event(self) -> Exchange:  # type: ignore[override]
-        """What uvicorn sets when the client is gone."""
+        """The event that uvicorn sets when the client is gone."""
         return self
 
     def set(self) -> None:

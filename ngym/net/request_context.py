@@ -121,7 +121,7 @@ class Timer(Protocol):
 
 
 class _Due(Protocol):
-    """What is called at the first tick after this time of the loop."""
+    """The callbacks of the first tick after this time of the loop."""
 
     due: float
 

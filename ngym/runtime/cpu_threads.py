@@ -1,4 +1,4 @@
-"""What computes a model on a CPU: how many threads, how they wait for each other, and the memory of the KV cache."""
+"""Threads and memory of a model on a CPU: the number of threads, how they wait for each other, and the KV cache."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def _verdict(end: End, limits: Limits, truncated: bool) -> tuple[Verdict, str]:
 
 
 def _kill_verdict(end: End, limits: Limits) -> tuple[Verdict, str]:
-    """When the host runs out of memory, the kernel kills the largest process."""
+    """The verdict after a kill by the kernel: when the host runs out of memory, it kills the largest process."""
     if end["cpu_s"] >= limits.cpu_s:
         return "time_limit", "used its CPU time"
     if end["memory_bytes"] >= limits.memory_mib << 19:

@@ -45,7 +45,9 @@ class GuestRequest(TypedDict):
 
 
 class Confinement(TypedDict):
-    """How this zygote confines. ruleset: of Landlock, or None; uid: the guest's user; base_bytes: what the zygote maps."""
+    """The confinement of this zygote. ruleset: of Landlock, or None; uid: the guest's user; base_bytes: what the zygote
+    maps.
+    """
 
     tier: str
     ruleset: int | None

@@ -44,9 +44,10 @@ class SandboxZygoteSpec(TypedDict):
 
 
 class End(TypedDict):
-    """How a guest ended. cause: `exit` by itself; else why it was killed: `cpu`, `asleep`, `starved` (it waited for a
+    """The end of a guest. cause: `exit` by itself; else why it was killed: `cpu`, `asleep`, `starved` (it waited for a
     processor most of the time), `threads`, `cancelled`; or `unconfined` if it never ran. status: exit code or minus
-    the signal."""
+    the signal.
+    """
 
     cause: str
     detail: str
@@ -181,7 +182,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _delayed_s(proc: int, pidfd: int) -> float:
-    """How long the guest's first thread was ready to run and had no processor."""
+    """The seconds for which the guest's first thread was ready to run and had no processor."""
     fields = _read(proc, f"{_stat(proc, None, f'self/fdinfo/{pidfd}', 'Pid:')}/schedstat").split()
     return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 

@@ -190,7 +190,7 @@ def shared_memory(stanza: Stanza) -> dict[str, str]:
 
 
 class Machine(NamedTuple):
-    """What this machine has. gpus: as CUDA_VISIBLE_DEVICES names them."""
+    """The resources of this machine. gpus: as CUDA_VISIBLE_DEVICES names them."""
 
     gpus: tuple[str, ...]
     cpus: int

@@ -66,7 +66,7 @@ class ServiceLog:
 
     @property
     def reason(self) -> str:
-        """Why the process ended, in its own words, as one line; empty if it did not say so."""
+        """The reason why the process ended, in its own words, as one line; empty if it gave none."""
         return " ".join(self.tail(SHOWN_LINES)) if self._has_reason else ""
 
     async def drain(self) -> None:
@@ -236,7 +236,9 @@ def called_urls(replicas: Sequence[ReplicaState]) -> list[str]:
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """When a service is given up: seconds until it is ready, and consecutive deaths before it was ever ready."""
+    """The limits after which a service is given up: seconds until it is ready, and consecutive deaths before it was
+    ever ready.
+    """
 
     ready_timeout_s: float
     max_deaths: int
@@ -330,7 +332,7 @@ class PolledReplica:
             self.change(status="not ready", detail=reason)
 
     def describe(self, reason: str) -> None:
-        """Why it is not ready yet."""
+        """The reason why it is not ready yet."""
         self.change(detail=reason)
 
 
@@ -349,7 +351,7 @@ class CrashCounter:
         self.recent.append(time.monotonic())
 
     def give_up_reason(self, limit: int) -> str | None:
-        """Why the service should be given up, or None."""
+        """The reason why the service should be given up, or None."""
         if limit == 0:
             return "died, and ngym.max_restarts is 0"
         if self.in_a_row >= limit:
@@ -373,7 +375,7 @@ class StartedProcess(Protocol):
 
 
 class ProcessHost(Protocol):
-    """Where one process of a service runs. url: where it listens; it changes if the process moves to another node.
+    """The place of one process of a service. url: where it listens; it changes if the process moves to another node.
 
     node: the machine's name in the cluster; "": this machine.
     """
@@ -437,7 +439,7 @@ class ServiceProcess(PolledReplica):
         self._deaths = CrashCounter()
 
     def log_tail(self) -> tuple[Path, list[str]]:
-        """Where its log is, and the last lines of the current process."""
+        """The path of its log, and the last lines of the current process."""
         return self._log.path, self._log.tail(KEPT_LINES)
 
     async def run(self) -> None:

@@ -147,7 +147,7 @@ async def _run(venv: Venv, command: Sequence[str], environment: Mapping[str, str
 
 
 def _core_requirements() -> list[str]:
-    """What the running ngym requires, without its extras."""
+    """The requirements of the running ngym, without its extras."""
     try:
         declared = importlib.metadata.requires("ngym") or []
     except importlib.metadata.PackageNotFoundError:

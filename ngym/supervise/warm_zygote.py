@@ -146,7 +146,7 @@ def end() -> list[WarmZygote]:
 
 
 def folder() -> Path:
-    """Where the sockets are: $XDG_RUNTIME_DIR, else the folder for temporary files."""
+    """The folder of the sockets: $XDG_RUNTIME_DIR, else the folder for temporary files."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"ngym-{os.getuid()}"
 
 

@@ -109,7 +109,7 @@ class Child:
 
 
 class ZygoteProcess(Protocol):
-    """What a subprocess.Popen has."""
+    """The interface of subprocess.Popen."""
 
     @property
     def returncode(self) -> int | Any: ...

@@ -136,7 +136,7 @@ def _secret_leaves(value: Any, key: str = "") -> Iterator[str]:
 
 
 def _secrets_of(text: str) -> Iterator[str]:
-    """What `_without_secrets` hides."""
+    """The values that `_without_secrets` hides."""
     argument = _ARGUMENT.fullmatch(text)
     if argument and is_secret(argument[2]):
         yield argument[3]

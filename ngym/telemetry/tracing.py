@@ -21,7 +21,7 @@ EXPORTER = "ngym.telemetry.otel_exporter"  # imported only where traces are conf
 
 
 class Destination(NamedTuple):
-    """Where spans go. endpoint: of OTLP over HTTP; /v1/traces is added.
+    """The destination of spans. endpoint: of OTLP over HTTP; /v1/traces is added.
 
     sample: the share of traces to export. contents: include the texts to and from models and tools.
     """

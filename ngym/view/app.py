@@ -298,7 +298,7 @@ class ListeningSocket:
 
     @property
     def url(self) -> str:
-        """What is opened in a browser."""
+        """The URL for a browser."""
         return f"{self.address}#token={quote(self.token, safe='')}" if self.token else self.address
 
 

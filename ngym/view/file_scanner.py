@@ -172,7 +172,9 @@ def without_segments(text: bytes) -> bytes:
 
 
 def _segments_end(text: bytes, place: int) -> int | None:
-    """Where the list that holds this segment ends. place: its first token id. None: it is not as the collector writes it."""
+    """The end of the list that holds this segment. place: its first token id. None: it is not as the collector writes
+    it.
+    """
     while True:
         start = place
         for part, is_flat in _PARTS:
@@ -282,7 +284,7 @@ def _components(row: Json, trace: Json) -> Json:
 
 
 def _fields(row: Json) -> Json:
-    """What else the row says in a scalar each."""
+    """The other scalars of the row."""
     names = [name for name, value in row.items() if type(value) in SCALARS and name not in KNOWN and name[:4] != "_ng_"]
     fields = {name: row[name] for name in names[:MAX_FIELDS] if '"' not in name}
     return {name: value for name, value in fields.items() if type(value) is not str or len(value) <= FIELD_CHARS}
@@ -380,7 +382,7 @@ def scan(job: ScanJob) -> ScannedBatch:
 
 
 def _first_line(file: BinaryIO, job: ScanJob) -> int:
-    """Where the first line begins that is this block's: one that began before belongs to the block before."""
+    """The first line of this block: one that began before belongs to the block before."""
     if job.start == 0:
         return 0
     file.seek(job.start - 1)

@@ -295,7 +295,7 @@ class QueryResult(NamedTuple):
 
 
 class Search:
-    """What is known about the rows of one index. moment_s: so long is read at a time, and at least LOOKUP_ROWS rows."""
+    """A search in the rows of one index. moment_s: the seconds that are read at a time, but at least LOOKUP_ROWS rows."""
 
     def __init__(self, index: Index, moment_s: float = TIME_SLICE_S) -> None:
         self._index = index

@@ -40,7 +40,7 @@ NOT_BEGUN = ("no such table", "unable to open")  # SQLite's message for an index
 
 
 def row_name(seq: int) -> str:
-    """How a row is called: its line from 0, in the failures file with an f before it."""
+    """The name of a row: its line from 0, in the failures file with an f before it."""
     line = seq & LINE
     return f"f{line}" if seq >> PART_BITS else str(line)
 
@@ -232,7 +232,7 @@ class Store:
 
 
 def index_path(output: Path) -> Path:
-    """Where the index of this rollout file is kept: $XDG_CACHE_HOME/ngym/view, or ~/.cache/ngym/view."""
+    """The path of the index of this rollout file: $XDG_CACHE_HOME/ngym/view, or ~/.cache/ngym/view."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     name = sha256(os.fsencode(output) + SCHEMA.encode()).hexdigest()[:24]
     return Path(cache) / "ngym" / "view" / f"{name}.sqlite"
@@ -261,7 +261,9 @@ def _lower(value: Any) -> Any:
 
 
 class IndexedPart(NamedTuple):
-    """How far a file is indexed. head, tail: the bytes at its beginning and before `bytes`. bad: lines that are not rollouts."""
+    """The indexed part of a file. head, tail: the bytes at its beginning and before `bytes`. bad: lines that are not
+    rollouts.
+    """
 
     device: int = 0
     inode: int = 0
@@ -275,7 +277,7 @@ class IndexedPart(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """How much of a run is indexed, and how much there is.
+    """The indexed size of a run, and its whole size.
 
     version: another one after every change; -1: no process has begun to write it. epoch: another one when the rows are not
     those of before and some more. read: the bytes that the files had when all of them was indexed; -1: that never was.
@@ -475,7 +477,7 @@ class Index:
 
     @property
     def note(self) -> str | None:
-        """Why the index is not kept."""
+        """The reason why the index is not kept."""
         return self._store.note
 
     @property

@@ -229,7 +229,7 @@ def _wait(run: RolloutRun, tick: Callable[[str], None]) -> None:
 
 
 def _count_matches(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
-    """How many rows the filter lets through, once its texts are looked for everywhere."""
+    """The number of rows that the filter lets through, once its texts are looked for everywhere."""
     while True:
         page = run.rows.page(q, "", 0, 0)
         if page.scanned >= 1:

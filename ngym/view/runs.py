@@ -69,7 +69,7 @@ class RolloutRun:
         return row_tokens(line, advantage, tokenizer_file(self._tokenizer, self.path))
 
     def trained(self, seq: int) -> Json | None:
-        """What the trainer made of a rollout; None: no trainer recorded that."""
+        """The trainer's record of a rollout; None: no trainer recorded it."""
         (row,) = self.rows.rows([seq])
         known = self.path.name == ROLLOUTS and row["rollout_id"]
         return training_values(self.path, row["rollout_id"]) if known else None
@@ -192,7 +192,7 @@ def _summary(run: TrainingRun) -> Json:
 
 
 def open_runs(paths: Sequence[Path], tokenizer: Path | None = None) -> OpenedRuns:
-    """What these files and folders hold.
+    """The runs in these files and folders.
 
     Args:
         tokenizer: the folder with the tokenizer of all of them; None: each run's record names it.

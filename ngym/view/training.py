@@ -134,7 +134,7 @@ def config(run: TrainingRun) -> Json:
 
 
 def samples(run: TrainingRun) -> Json:
-    """How the rollouts of a step are found among those of the run: which field of a row, and how far it can be trusted.
+    """The way to find the rollouts of a step among those of the run: a field of a row, and how reliable it is.
 
     A row of rollouts.jsonl says how many batches the oldest weights in it had learned (`_ng_train.oldest`; the filter
     `learned:N`). The step that trained it is the next one; with `max_lag: n` one of the next n + 1.

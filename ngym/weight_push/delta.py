@@ -117,7 +117,7 @@ class KeptCheckpoint:
 
 
 class _Place(NamedTuple):
-    """Where a tensor's values are in a safetensors file: the offset in bytes, and their number."""
+    """The place of a tensor's values in a safetensors file: the offset in bytes, and their number."""
 
     offset: int
     values: int

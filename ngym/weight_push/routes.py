@@ -92,7 +92,7 @@ class PushOptions:
 
 
 class PushTarget(Protocol):
-    """What a push needs of an engine.
+    """The methods of an engine that a push uses.
 
     Attributes:
         asleep: the parts of MEMORY that are released; generation is paused while there are any.
@@ -126,7 +126,9 @@ class PushTarget(Protocol):
 
 
 class AdapterTarget(Protocol):
-    """What the push of an adapter needs of an engine. base_version: the pushed version of the weights under it, or 0."""
+    """The methods of an engine that the push of an adapter uses. base_version: the pushed version of the weights under
+    it, or 0.
+    """
 
     base_version: int
 

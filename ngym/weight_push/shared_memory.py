@@ -79,7 +79,7 @@ class SharedTensors(Body):
 
 
 class SharedForReader(NamedTuple):
-    """What was shared, for one reader. source_tensors: must stay alive until the reader has copied the tensors."""
+    """The shared tensors, for one reader. source_tensors: must stay alive until the reader has copied the tensors."""
 
     tensors: list[SharedTensor]
     source_tensors: Any

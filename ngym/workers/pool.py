@@ -41,7 +41,7 @@ ZYGOTE_FILE = Path(__file__).with_name("worker_zygote.py")
 
 @dataclass(frozen=True)
 class WorkerOutcome:
-    """What became of one call.
+    """The result of one call.
 
     kind: `ok` (value is what the function returned), `timeout` (the deadline), `memory` (the limit), or `crash` (it
         raised, or its process died); detail says more about the last three, in one line.
@@ -54,7 +54,7 @@ class WorkerOutcome:
     infra: bool = False
 
     def failure(self) -> dict[str, Any]:
-        """What a verifier answers for a call without a value: 0 for what the answer caused, null for the machine."""
+        """A verifier's answer for a call without a value: 0 for what the answer caused, null for the machine."""
         cause = "ungradable" if self.kind == "crash" else "too_heavy"
         return {
             "reward": None if self.infra else 0.0,
@@ -64,7 +64,7 @@ class WorkerOutcome:
 
 
 class Death(NamedTuple):
-    """How a worker ended. status: its exit code, or minus the signal. memory_bytes: the most that it held."""
+    """The end of a worker. status: its exit code, or minus the signal. memory_bytes: the most that it held."""
 
     status: int
     memory_bytes: int

@@ -33,7 +33,7 @@ Function = Callable[..., Any]
 
 
 class WorkerZygoteSpec(TypedDict):
-    """What to serve. `sys_path` is the server's, `parent` its pid; `memory_bytes` is a worker's RLIMIT_AS."""
+    """The server's parameters. `sys_path` is the server's, `parent` its pid; `memory_bytes` is a worker's RLIMIT_AS."""
 
     file: str
     function: str

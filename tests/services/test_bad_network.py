@@ -57,7 +57,9 @@ async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
 async def rollouts_over(
     link: tuple[str, str], kind: Kind, count: int, limits: CollectionLimits, **how: float
 ) -> tuple[list[Rollout], list[FailedAttempt], Counter[str], int]:
-    """What came of `count` rollouts with this kind of network on this link, what the tool did, and what the network broke."""
+    """The results of `count` rollouts with this kind of network on this link, the tool's calls, and the faults of the
+    network.
+    """
     effects: Counter[str] = Counter()
     agent = load(SIMPLE_AGENT).app
     options = {"agent": {"gym": "gym", "model": "model"}}

@@ -156,7 +156,7 @@ os.fdatasync = fdatasync
 
 
 def python_environment(folder: Path, script: str) -> dict[str, str]:
-    """What makes every Python process run this first."""
+    """The environment in which every Python process runs this code first."""
     (folder / "first").mkdir()
     (folder / "first" / "sitecustomize.py").write_text(script)
     return {"PYTHONPATH": str(folder / "first")}

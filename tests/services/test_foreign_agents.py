@@ -192,7 +192,7 @@ WITHOUT_CHAT_FORM = {"max_tool_calls", "metadata", "store", "truncation"}  # of 
 
 
 async def model_requests(name: str, params: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the model got from this agent in the two turns of a rollout, without the conversation."""
+    """The model requests of this agent in the two turns of a rollout, without the conversation."""
     requests: list[dict[str, Any]] = []
 
     async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:

@@ -36,7 +36,7 @@ async def test_shipped_rows_are_accepted_and_validation_is_not_trained_on(name):
 
 
 def fewest_calls(shop, handles, needs, limit):
-    """How many calls reveal the needed facts, found by trying all; limit + 1 if no so many do."""
+    """The number of calls that reveal the needed facts, found by trying all; limit + 1 if no so many do."""
     tools = module("tool_minimal").TOOLS
     frontier = {(frozenset(handles), frozenset())}
     for count in range(limit + 1):
@@ -55,7 +55,7 @@ def fewest_calls(shop, handles, needs, limit):
 
 
 def named_things(shop, question):
-    """What a question names that a tool takes."""
+    """The things in a question that a tool accepts."""
     words = {word.strip(string.punctuation) for word in question.split()}
     things = {("name", ware.name) for ware in shop.wares.values() if ware.name in question}
     things |= {("sku", sku) for sku in shop.wares if sku in words}

@@ -56,7 +56,7 @@ def bodies(path: str, row: Json, mutations: int, sound_bodies: dict[str, Json]) 
 
 
 def wrong(answer: httpx.Response, path: str) -> str | None:
-    """What is wrong with an answer; None: nothing."""
+    """The defect of an answer; None: it is right."""
     if answer.status_code >= 500 and answer.status_code != 503:
         return answer.text
     if answer.status_code < 400 or path == RPC:
@@ -85,7 +85,7 @@ async def routes_of(client: httpx.AsyncClient, url: str) -> dict[tuple[str, str]
 async def every_answer_is_sound(
     root: Path, folder: Path, gyms: tuple[str, ...], agents: tuple[str, ...], mutations: int
 ) -> int:
-    """How many requests were answered."""
+    """Check every answer; returns the number of answered requests."""
     found: dict[tuple[str, str, str], tuple[str, bytes]] = {}  # one of each kind
     count, at_once = 0, asyncio.Semaphore(16)
     async with stack(folder, gyms, agents) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:

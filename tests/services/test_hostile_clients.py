@@ -104,7 +104,7 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
 
 
 async def send_and_read(at: Shop, *parts: bytes) -> bytes:
-    """What the server says to someone who sends this and then waits."""
+    """The server's answer to a client that sends this and then waits."""
     reader, writer = await asyncio.open_connection(*at.address)
     try:
         for part in parts:
@@ -331,7 +331,7 @@ class Nothing(BaseModel):
 
 
 class Underway:
-    """What happens in the services of a rollout: who has begun, and who was cancelled."""
+    """The calls in the services of a rollout: begun ones, and cancelled ones."""
 
     def __init__(self) -> None:
         self.started: set[str] = set()

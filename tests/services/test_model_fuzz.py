@@ -27,7 +27,7 @@ def garbage(luck: random.Random) -> bytes:
 
 
 async def fuzz(app: Any, cases: int, seed: int) -> dict[str, int]:
-    """How often each status came; the test fails at the first 5xx and shows what brought it."""
+    """The count of each status; the test fails at the first 5xx and shows its request."""
     luck = random.Random(seed)
     statuses: dict[str, int] = {}
     async with (

@@ -107,7 +107,7 @@ class LastCookies:
 
 
 async def its_agent(peers: Peers, gym: str, row: dict) -> httpx.Response:
-    """What its simple_agent does with a row, on our servers: the last answer, of /verify."""
+    """The result of NeMo Gym's simple_agent for a row, on our servers: the last answer, of /verify."""
     at, model = peers.urls[gym][0], peers.urls["policy"][0]
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         to_gym, to_model = LastCookies(client), LastCookies(client)

@@ -132,7 +132,7 @@ async def test_a_familys_stanza_scores_right_and_wrong(family):
 
 
 def verdicts(options: dict[str, Any], row: dict[str, Any], *answers: str) -> Any:
-    """What answer_match returns for each answer to a row."""
+    """The results of answer_match for each answer to a row."""
 
     async def verify() -> list[Any]:
         async with house({"gym": options}, gym=load(ROOT / "gym_servers" / "answer_match" / "app.py").app) as peers:

@@ -312,7 +312,7 @@ LINES = {
 
 
 def content(name: str, path: str) -> bytes:
-    """What the file of the set holds here: nothing, if no records were written for it."""
+    """The contents of the set's file here: nothing, if no records were written for it."""
     if path in LINES:
         return LINES[path].encode()
     rows = FILES[name].get(path, ())

@@ -29,7 +29,7 @@ PATIENCE_S = 300.0
 
 
 async def send_calls(url: str, calls: int) -> list[object]:
-    """What came of so many calls that may be repeated, so many at a time."""
+    """The results of so many calls that may be repeated, so many at a time."""
     peers, gate = Peers({"policy": [url]}), asyncio.Semaphore(IN_FLIGHT)
 
     async def one() -> object:

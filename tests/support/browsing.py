@@ -81,7 +81,7 @@ ASKED = "() => axe.run({ resultTypes: ['violations'] })"
 
 
 def findings(page: Page) -> list[str]:
-    """What axe-core calls critical or serious on this page: the rule, and the first elements."""
+    """The critical and serious findings of axe-core on this page: the rule, and the first elements."""
     if not AXE.is_file():
         pytest.skip("no axe-core: scripts/browser fetches it")
     page.evaluate(AXE.read_text(encoding="utf-8"))

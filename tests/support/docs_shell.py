@@ -115,7 +115,7 @@ def _commands(words: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def problem(line: Line, folder: Path) -> str | None:
-    """Why this command cannot be given in this folder (the working directory), or None."""
+    """The reason why this command cannot be given in this folder (the working directory), or None."""
     first, *rest = line.words
     if first == "make":
         return next(
@@ -142,7 +142,9 @@ def problem(line: Line, folder: Path) -> str | None:
 
 
 def unknown_words(line: Line) -> str | None:
-    """Why a command in running text, where arguments may be left out, names a command or option that does not exist."""
+    """The reason why a command in running text, where arguments may be left out, names a command or option that does
+    not exist.
+    """
     if line.words[0] == "make":
         return problem(line, ROOT)
     if line.words[0] in FOREIGN | HARMLESS or line.words == ("ng",):
@@ -186,7 +188,7 @@ def _ours(name: str, arguments: tuple[str, ...], folder: Path) -> str | None:
 
 
 def _deeper(name: str, context: click.Context) -> None:
-    """What the command itself would refuse after its options: a recipe, an override, a service's name."""
+    """The refusal of the command itself after its options: a recipe, an override, a service's name."""
     params = context.params
     if name == "train" and not params.get("sweeps"):
         words = params["recipe"]

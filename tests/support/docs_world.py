@@ -188,7 +188,7 @@ def _collect_into(folder: Path, agent: str, name: str) -> None:
 
 
 def run_to_end(command: Sequence[str], folder: Path, stdin: str | None = None, timeout_s: float = 300) -> str:
-    """What a command says. AssertionError where it fails.
+    """The output of a command. AssertionError where it fails.
 
     `ng_train` runs in a process that is forked from one that has imported PyTorch.
     """

@@ -99,7 +99,7 @@ def inline_commands(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def anchors(text: str) -> set[str]:
-    """What `#...` may name on a page, as GitHub and MkDocs both make it of a heading."""
+    """The names for `#...` on a page, as GitHub and MkDocs both make them of headings."""
     found: set[str] = set()
     for _, line in _prose_of(text):
         heading = HEADING.match(line)

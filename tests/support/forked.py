@@ -105,7 +105,7 @@ class ForkedCommand(Forked):
         os.close(writable)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """What it has said, once it has ended. timeout: seconds to wait for its end after its output has ended."""
+        """The output, after its end. timeout: seconds to wait for its end after its output has ended."""
         if not self.stdout.closed:
             self._output = self.stdout.read()
             self.stdout.close()

@@ -84,7 +84,7 @@ async def house(
 
 
 def _slowness() -> float:
-    """How many times longer than usual this machine computes now, at least 1."""
+    """The factor by which this machine computes more slowly than usual now, at least 1."""
     began = time.thread_time()
     sum(number * number for number in range(1_000_000))
     return max(1.0, (time.thread_time() - began) / USUAL_WORK_S)

@@ -57,7 +57,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def answer_ids(tokens: PreTrainedTokenizerFast, prompt: list[int]) -> list[int]:
-    """What the mind says to a prompt, up to the id that ends the turn."""
+    """The scripted answer to a prompt, up to the id that ends the turn."""
     text = tokens.decode(prompt, skip_special_tokens=False)
     turns = [
         Turn(role, reply) for role, reply in re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text, re.DOTALL)

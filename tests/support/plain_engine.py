@@ -17,7 +17,7 @@ Shared = TypeVar("Shared")
 
 
 class PlainEngine:
-    """What `loop.take_step` and the algorithms use of an engine."""
+    """The part of an engine that `loop.take_step` and the algorithms use."""
 
     rank, ranks = 0, 1
     device = torch.device("cpu")

@@ -37,7 +37,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 
 def _rerun_alone(session: pytest.Session, terminal: pytest.TerminalReporter) -> list[pytest.TestReport]:
-    """What was reported of the failed tests that pass when they run alone; they no longer fail the session."""
+    """The reports of the failed tests that pass when they run alone; they no longer fail the session."""
     failed = {report.nodeid for kind in FAILED for report in terminal.stats.get(kind, ())}
     if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(failed) <= MAX_FLAKY:
         return []

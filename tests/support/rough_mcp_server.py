@@ -17,7 +17,7 @@ seen: list[int] = []
 
 @server.tool()
 def count() -> int:
-    """How often this process was asked."""
+    """The number of calls of this process."""
     seen.append(1)
     return len(seen)
 

@@ -9,7 +9,7 @@ USUAL_START_S = 0.1  # of CPU, on the machine for which the limits of the tests 
 
 
 def slowness() -> float:
-    """How many times longer than usual a Python that imports click computes until it has started, at least 1."""
+    """The factor by which a Python that imports click starts more slowly than usual, in CPU time, at least 1."""
     code = "import click.testing, time; print(time.process_time())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return max(1.0, float(result.stdout) / USUAL_START_S)

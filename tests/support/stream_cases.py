@@ -104,7 +104,7 @@ def answers(draw: st.DrawFn) -> tuple[ReasoningStyle, Json, list[Json]]:
 
 
 def completion_of(chunks: list[Json]) -> Json:
-    """What OpenAI's client puts together, and our own fields beside it."""
+    """The completion that OpenAI's client assembles, and our own fields beside it."""
     message: Json = {"content": None, "refusal": None}
     merged: Json = {}
     for chunk in chunks:

@@ -26,7 +26,7 @@ def text_item(text: str, **fields: Any) -> Json:
 
 
 def scored_row(row: Json, reward: float | None = 1.0, *items: Json, **fields: Any) -> Json:
-    """What NeMo Gym's agents answer to /run: no `ng`."""
+    """An answer to /run in the form of NeMo Gym's agents: no `ng`."""
     response = {
         "id": "resp_1",
         "object": "response",

@@ -71,14 +71,14 @@ class Terminal:
         return bool(self._screen.cursor.hidden)
 
     def until(self, condition: Callable[[], object]) -> None:
-        """What is seen then may be half of a frame: a test asks here for all of it that it wants to see."""
+        """Waits for the screen. A frame may be half drawn: the test asks for all that it wants to see."""
         deadline = time.monotonic() + TRAINED_S
         while not condition():
             assert time.monotonic() < deadline, f"not so within {TRAINED_S:.0f} s; the screen:\n{self.text}"
             select.select([self.master], [], [], 0.05)
 
     def close(self) -> None:
-        """What it shows then can still be read."""
+        """Ends the terminal; its last screen can still be read."""
         self.read()
         self._closed = True
         self.stream.close()

@@ -52,7 +52,9 @@ class TooLong(Exception):
 
 
 def mind(turns: list[Turn], tools: bool, limit: int | None) -> StubReply:
-    """What is said next. `status 429`, `garbage`, `forever` and so on in the last turn have the server misbehave."""
+    """The scripted next turn. `status 429`, `garbage`, `forever` and so on in the last turn cause a fault of the
+    server.
+    """
     prompt = sum(len(turn.text.split()) for turn in turns)
     if prompt > CONTEXT:
         raise TooLong

@@ -67,7 +67,7 @@ def ground(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page_results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[list[str]]]]:
-    """What came of running a page's code, two pages at a time: a line for each thing that went wrong."""
+    """The failures of a page's code, two pages at a time: a line each."""
     base = tmp_path_factory.mktemp("pages")
     with ThreadPoolExecutor(2) as pool:
         yield {page: pool.submit(_run, page, project, base / f"{number}") for number, page in enumerate(PAGES)}
@@ -206,7 +206,7 @@ def test_what_is_not_run_says_why(record_property: Any, capsys: pytest.CaptureFi
 
 
 def _problem(snippet: Snippet, project: Path, scratch: Path) -> str | None:
-    """Why a snippet is not what it claims to be, or None."""
+    """The reason why a snippet is not what it claims to be, or None."""
     try:
         match snippet.language:
             case "sh":

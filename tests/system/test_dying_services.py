@@ -68,7 +68,7 @@ async def running(folder: Path, latency_s: float = 0.0) -> AsyncIterator[Stack]:
 
 
 class Done:
-    """What came of a run so far."""
+    """The results of a run so far."""
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []

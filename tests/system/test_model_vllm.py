@@ -651,7 +651,7 @@ TALKS = {
 
 
 def ending(answer: dict[str, Any]) -> str:
-    """Why its turn ended, in the words of its API."""
+    """The reason why its turn ended, in the words of its API."""
     if "output" in answer:
         return answer["status"]
     return answer["stop_reason"] if "content" in answer else answer["choices"][0]["finish_reason"]

@@ -53,7 +53,7 @@ class Elsewhere:
         return subprocess.run(program, cwd=self.folder, capture_output=True, text=True, check=False, timeout=LONG_S)
 
     def python(self, code: str) -> str:
-        """What this program prints."""
+        """The output of this program."""
         result = self.run("python", "-P", "-c", textwrap.dedent(code))
         assert result.returncode == 0, result.stderr
         return result.stdout.strip()

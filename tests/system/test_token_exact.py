@@ -110,7 +110,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Pat
 
 
 class Api(NamedTuple):
-    """How one API is spoken.
+    """The fields of one API.
 
     history: the field with what was said. ask: the fields of each request. carrier: (answer) -> what carries the token
     fields. kept: (answer) -> what this client sends back of it. calls: (what it sends back) -> ids of tool calls.

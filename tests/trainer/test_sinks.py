@@ -64,7 +64,7 @@ def rows(folder: Path) -> list[Values]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard's own reader finds."""
+    """The scalars that TensorBoard's own reader finds."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder))

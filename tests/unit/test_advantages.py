@@ -112,7 +112,7 @@ def test_a_group_is_who_is_in_it(rewards: list[float], estimator: str, seed: int
 
 @pytest.mark.parametrize("scale", [1e-200, 1e200])
 def test_advantages_know_no_scale(scale: float) -> None:
-    """What a verifier calls a reward may be any number."""
+    """Rewards may be any number."""
     options = objective.Advantage(estimator="group_std", eps=0)
     rewards = [1 * scale, 0.0, 0.0, 1 * scale, 0.0]
     expected = [1.0954451, -0.7302967, -0.7302967, 1.0954451, -0.7302967]

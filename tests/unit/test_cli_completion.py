@@ -23,7 +23,7 @@ MAX_MODULES = 500  # a Python with click alone has 250; each hundred more take 3
 
 
 def complete(*words: str) -> list[str]:
-    """What may stand in place of the last word."""
+    """The completions of the last word."""
     environment = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_NG_COMPLETE": "bash_complete"}
     result = CliRunner(env=environment).invoke(ng, [], prog_name="ng")
     assert result.exit_code == 0 and result.stderr == ""

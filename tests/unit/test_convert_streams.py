@@ -79,7 +79,7 @@ def test_reasoning_streams_as_soon_as_it_is_certain() -> None:
 
 
 def assemble(events: list[Json]) -> list[Json]:
-    """What a client has put together from the deltas alone."""
+    """The answer that a client assembles from the deltas alone."""
     output: list[Json] = []
     for event in events:
         match event["type"].removeprefix("response."):
@@ -159,7 +159,7 @@ _FIELDS_OF = {
 
 
 def message_of(events: list[Json]) -> Json:
-    """What Anthropic's client puts together, and our own fields beside it."""
+    """The message that Anthropic's client assembles, and our own fields beside it."""
     message = json.loads(json.dumps(events[0]["message"]))
     partial: dict[int, str] = {}
     for event in events:

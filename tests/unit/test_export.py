@@ -71,7 +71,7 @@ def write(path: Path, *rows: Row | str) -> Path:
 
 
 def export_rows(folder: Path, format: str, *rows: Row | str, **options: Any) -> tuple[list[Row], ExportCounts]:
-    """What is written for these rollouts, and the numbers; every rollout that was read is counted once."""
+    """The lines for these rollouts, and the counts; every rollout that was read is counted once."""
     source, output = write(folder / "rollouts.jsonl", *rows), folder / "exported.jsonl"
     output.unlink(missing_ok=True)
     tally = export(Options(format=format, inputs=(source,), output=output, **options), lambda line: None)

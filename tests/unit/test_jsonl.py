@@ -225,7 +225,7 @@ def test_a_log_without_rows_leaves_no_file(tmp_path: Path) -> None:
 
 
 def read_torn(path: Path, rows: list[bytes], offset: int) -> list[int]:
-    """What is read from a file whose last line was cut after `offset` bytes; the file is checked to be whole again."""
+    """The rows of a file whose last line was cut after `offset` bytes; the file is checked to be whole again."""
     path.write_bytes(b"".join(row + b"\n" for row in rows[:-1]) + (rows[-1] + b"\n")[:offset])
     log, found = open_log(path)
     log.close()

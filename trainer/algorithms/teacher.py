@@ -477,7 +477,7 @@ def _parse_position(position: dict[str, Any], token_id: int, top_k: int) -> Toke
 
 
 def _find_problem(teacher: OpenTeacher, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> str | None:
-    """Why the teacher cannot be used, or None."""
+    """The reason why the teacher cannot be used, or None."""
     ids = tokenizer(KNOWN_TEXT, add_special_tokens=False)["input_ids"]
     changed_ids = [*ids[:-1], ids[0] if ids[0] != ids[-1] else ids[1]]
     try:

@@ -283,7 +283,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def _message_problem(key: str, messages: list[dict[str, Any]]) -> str | None:
-    """What a chat template cannot render, and does not explain."""
+    """The part of a message that a chat template cannot render, and does not explain."""
     for index, message in enumerate(messages):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__

@@ -117,7 +117,7 @@ def _check_ids(samples: Sequence[Sample], vocabulary: int, path: str) -> None:
 
 
 def steps(samples: Sequence[Sample], recipe: Recipe) -> int:
-    """How many optimizer steps the recipe takes on them."""
+    """The number of optimizer steps that the recipe takes on them."""
     assert recipe.batch_size is not None and recipe.epochs is not None
     count = math.ceil(len(samples) / recipe.batch_size) * recipe.epochs
     return min(count, recipe.max_steps or count)

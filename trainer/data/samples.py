@@ -206,7 +206,7 @@ def add_row(row: Json, result: ReadRollouts) -> None:
 
 
 def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset()) -> str | None:
-    """Why a row that should be usable is not; None if it is usable or may be left out."""
+    """The reason why a row that should be usable is not; None if it is usable or may be left out."""
     if is_failed_attempt(row):
         return None
     if "reward" not in row or not isinstance(row.get("ng"), dict):
@@ -267,7 +267,9 @@ def task_field(row: Json, name: str) -> str | None:
 
 
 def distorted_sampling(params: Json, temperature: float) -> str | None:
-    """Why rollouts with these Responses create params are not samples of the policy at this temperature, or None."""
+    """The reason why rollouts with these Responses create params are not samples of the policy at this temperature, or
+    None.
+    """
     try:
         settings = {**params, **extra_body(params)}
     except BadRequest as error:

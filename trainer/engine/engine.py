@@ -265,7 +265,7 @@ class Engine:
 
     @property
     def activity(self) -> str:
-        """What was computed last, and when."""
+        """The last computation, and its time."""
         rank = f" on rank {self.rank}" if self.ranks > 1 else ""
         return f"optimizer step {self.steps + 1}{rank}, {self._activity}"
 

@@ -238,7 +238,7 @@ def gather_state(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]
 
 
 def steps_of(engine: Any, network: nn.Module) -> dict[str, float]:
-    """How many steps the optimizer has counted for each weight; ZeRO has one count for all."""
+    """The number of steps that the optimizer has counted for each weight; ZeRO has one count for all."""
     if not _is_sharded(engine):
         state = engine.optimizer.state
         return {

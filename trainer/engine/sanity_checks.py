@@ -152,7 +152,7 @@ def explain_out_of_memory(activity: Callable[[], str], remedy: str) -> Iterator[
 
 
 def to_fit(budget: int) -> str:
-    """What to change if a step runs out of memory. budget: tokens that a rank computes at once."""
+    """Advice for a step that runs out of memory. budget: tokens that a rank computes at once."""
     return (
         f"A smaller micro_batch_tokens (now {budget:,}; a sample is never divided), engine.activation_checkpointing: true and "
         "the other keys in docs/gpus.md, section Train, save memory; --resume then continues from the newest checkpoint"
@@ -299,14 +299,14 @@ def _explain(values: Mapping[str, float]) -> str:
 
 
 def _describe_wrong_scores(scores_N: Tensor) -> str:
-    """What is wrong with the scores of a reward model; "" if nothing is."""
+    """The defect of a reward model's scores; "" if they are right."""
     if not bool(scores_N.isfinite().all()):
         return "not finite"
     return "" if bool(scores_N.any()) else "all exactly 0"
 
 
 def _describe_wrong(logprobs_N: Tensor, vocabulary: int) -> str:
-    """What is wrong with the logprobs of a policy; "" if nothing is."""
+    """The defect of a policy's logprobs; "" if they are right."""
     if not bool(logprobs_N.isfinite().all()):
         return "not finite"
     from_uniform = (logprobs_N + math.log(vocabulary)).abs()

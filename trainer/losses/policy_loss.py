@@ -60,7 +60,9 @@ def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator,
 
 
 def kl_term(options: Kl, logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor) -> Tensor:
-    """What each token adds to the loss before `coef`, [N]. old_N: the logprobs in the denominator of the ratio."""
+    """The term that each token adds to the loss before `coef`, [N]. old_N: the logprobs in the denominator of the
+    ratio.
+    """
     k = kl_estimate(logprobs_N, reference_N, options.estimator)
     if options.gradient == "pathwise":
         return k
@@ -224,7 +226,7 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Tok
 
 
 def mismatch(trainer_N: Tensor, sampler_N: Tensor) -> Totals:
-    """How far trainer and sampler are apart, before any correction.
+    """The distance between trainer and sampler, before any correction.
 
     token_mult_prob_error: mean of exp |difference|, 1 when they agree. With equal weights, above 1.05 something is wrong
     (NeMo RL).
@@ -308,7 +310,7 @@ class _Surrogate(NamedTuple):
 
 
 def _surrogate(options: PolicyLoss, tokens: Tokens, anchor_N: Tensor) -> _Surrogate:
-    """What each token adds to the loss, before its correction."""
+    """The term that each token adds to the loss, before its correction."""
     advantages_N, logprobs_N = tokens.advantages_N, tokens.logprobs_N
     if options.surrogate == "reinforce":
         return _Surrogate(-advantages_N * logprobs_N, {})

@@ -192,7 +192,7 @@ class Layout:
         full_BB = (end_BR.amin(1) > last_B1).tril(-1)
 
         def listed(mask_BB: Tensor) -> tuple[Tensor, Tensor]:
-            """How many blocks each block of rows sees, and which, those first."""
+            """The number of blocks that each block of rows sees, and their indices, those first."""
             order_BB = mask_BB.to(torch.int8).argsort(dim=1, descending=True, stable=True)
             counts_B = mask_BB.sum(1, dtype=torch.int32)
             order_11BB = order_BB.to(torch.int32)[None, None].contiguous()

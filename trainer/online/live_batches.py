@@ -92,7 +92,7 @@ class LiveBatches:
         return self._recorded_count
 
     def state(self) -> Json:
-        """What `open` needs to continue after the last trained batch; less on ranks without services."""
+        """The state from which `open` continues after the last trained batch; less on ranks without services."""
         stream = self._services.call(_run_on_loop(self._stream.state)) if self._services and self._stream else None
         return {"version": self._weight_sync.version, "stream": stream}
 
@@ -143,7 +143,7 @@ class LiveBatches:
         self._weight_sync.train()
 
     def _count_too_long(self, result: ReadRollouts, samples: Sequence[Sample]) -> int | None:
-        """How many rollouts a teacher left out; None without a teacher."""
+        """The number of rollouts that a teacher left out; None without a teacher."""
         options = self._recipe.algorithm
         assert isinstance(options, PolicyGradientOptions)
         if options.teacher is None:  # with one, no rollout is left out for its reward

@@ -300,7 +300,7 @@ class RolloutStream:
         return at_hand
 
     def state(self) -> Json:
-        """What `open` needs to continue after the batches that were taken so far, as JSON."""
+        """The state from which `open` continues after the batches that were taken so far, as JSON."""
         groups = self._groups.values()
         return {
             "step": self._step,

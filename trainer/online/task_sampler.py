@@ -215,7 +215,7 @@ class TaskFile:
 
 
 def task_problem(row: Json, agent: str) -> str | None:
-    """Why a row is not a task for this agent, or None."""
+    """The reason why a row is not a task for this agent, or None."""
     params = row.get("responses_create_params")
     if not isinstance(params, dict):
         return 'not a task: it needs {"responses_create_params": {"input": ...}}'
@@ -360,7 +360,7 @@ class TaskSource:
         return values
 
     def state(self) -> Json:
-        """What `restore` needs to continue from here, as JSON."""
+        """The state from which `restore` continues, as JSON."""
         turns = self._turns.counts
         return {
             "seed": self._seed,

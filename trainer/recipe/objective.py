@@ -96,7 +96,7 @@ ModelName = Annotated[str, AfterValidator(_local_or_hub)]
 
 
 class Advantage(FrozenOptions):
-    """How rewards become advantages; the formulas are in losses/advantages.py."""
+    """The way from rewards to advantages; the formulas are in losses/advantages.py."""
 
     estimator: Estimator = Field(
         default="group_std",
@@ -461,7 +461,7 @@ def _check_correction(objective: Objective) -> Iterator[InvalidSetting]:
 
 
 def _differ_by_token(objective: Objective) -> str:
-    """Why the advantages of a rollout's tokens differ; "" if they do not."""
+    """The reason why the advantages of a rollout's tokens differ; "" if they do not."""
     advantage = objective.advantage
     if advantage.estimator == "gae":
         return "estimator gae"

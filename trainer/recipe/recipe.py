@@ -79,7 +79,7 @@ class SinkOptions(FrozenOptions):
 
 
 class LoggingOptions(FrozenOptions):
-    """Where the metrics go in addition to metrics.jsonl."""
+    """The destinations of metrics in addition to metrics.jsonl."""
 
     tensorboard: bool | Path = Field(
         default=False,
@@ -195,7 +195,7 @@ class ModelOptions(FrozenOptions):
 
 
 class OffloadOptions(FrozenOptions):
-    """What is kept in CPU memory instead of the GPU's; slower."""
+    """The parts that are kept in CPU memory instead of the GPU's; slower."""
 
     optimizer: Literal["cpu"] | None = Field(
         default=None,
@@ -395,7 +395,7 @@ class ScheduleOptions(FrozenOptions):
 
 
 class CheckpointOptions(FrozenOptions):
-    """When checkpoints are written, and which are kept."""
+    """The times of checkpoints, and the checkpoints that are kept."""
 
     every: Positive = Field(default=50, description="Steps between checkpoints; the last step always has one.")
     keep: Positive = Field(default=2, description="How many of the newest checkpoints to keep.")

@@ -176,7 +176,7 @@ class RolloutOptions(FrozenOptions):
 
 
 class EvaluationOptions(FrozenOptions):
-    """When and on what the policy is evaluated: before the first step, every so many steps and after the last."""
+    """The times and tasks of evaluations: before the first step, every so many steps and after the last."""
 
     tasks: ExistingPath | None = Field(default=None, description="Held-out tasks of a live run with one environment.")
     environments: tuple[HeldOutOptions, ...] = Field(
@@ -242,7 +242,7 @@ def _check_distinct(environments: tuple[Held, ...]) -> tuple[Held, ...]:
 def evaluation_problem(
     options: EvaluationOptions, live: RolloutOptions | None, name: str, *, learns_from_rollouts: bool
 ) -> str | None:
-    """Why this run cannot be evaluated that way, or None.
+    """The reason why this run cannot be evaluated that way, or None.
 
     name: of the algorithm. live: None for a run on a file.
     """

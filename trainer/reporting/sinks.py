@@ -172,7 +172,7 @@ class SinkThread:
             self._problem = f"it accepted no entry while {self._bound:,} arrived"
 
     def new_problem(self) -> str | None:
-        """What is wrong, reported once."""
+        """The current problem, reported once."""
         if self._problem is None or self._reported:
             return None
         self._reported = True

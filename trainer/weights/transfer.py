@@ -146,7 +146,7 @@ class SharingSender:
 
 
 def transfer_device() -> torch.device:
-    """Where the trainer's weights are."""
+    """The device of the trainer's weights."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

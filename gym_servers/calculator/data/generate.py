@@ -59,7 +59,7 @@ PHRASINGS = {
 
 
 class Sum(NamedTuple):
-    """What a problem asks for: two numbers of two digits, or one of three times one digit."""
+    """The numbers of a problem: two of two digits, or one of three times one digit."""
 
     a: int
     operation: str

@@ -24,7 +24,7 @@ WORDS = (
 
 
 class Step(NamedTuple):
-    """What is to be done, in words, and doing it."""
+    """A step of a program: its description in words, and its function."""
 
     text: str
     apply: Callable[[list[Any]], Any]

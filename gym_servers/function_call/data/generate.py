@@ -200,7 +200,7 @@ QUESTION_WORDS = ("where", "when")  # they ask for a thing, and are in questions
 
 
 def all_asked() -> list[str]:
-    """What any wish may lack, in all words."""
+    """Every field that a request may lack, in all words for it."""
     wishes = [tool.wish(random.Random(seed)) for tool in TOOLS.values() for seed in range(20)]
     return sorted({word for wish in wishes for word in wish.asks_for})
 

@@ -29,7 +29,7 @@ def row(game: str, seed: int) -> dict[str, Any]:
 
 
 def level(game: str, seed: int) -> str:
-    """What two games that are the same have in common: what chance will do is a part of it."""
+    """The fields by which two games are equal, the outcomes of chance included."""
     return repr(vars(server.GAMES[game](seed)))
 
 

@@ -28,7 +28,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 class Job(NamedTuple):
-    """What is asked for, and the changes that do it."""
+    """A request, and the changes that fulfil it."""
 
     text: str
     calls: list[Call]

@@ -1,4 +1,4 @@
-"""Why vLLM's engine did not start, or died.
+"""The reason why vLLM's engine did not start, or died.
 
 A process of the engine that fails only logs its error, and the server learns that a process failed. So vLLM's logging, whose
 config all of its processes apply, writes these errors into a file in memory, too.
@@ -94,7 +94,7 @@ def reason_here(error: Exception) -> str | None:
 
 
 def package_advice(message: str) -> str:
-    """How to install the package that the message misses, or ""."""
+    """Advice to install the package that the message misses, or ""."""
     return TORCHVISION if "torchvision" in message.lower() else ""
 
 

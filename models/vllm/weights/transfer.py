@@ -51,7 +51,7 @@ class Transfer:
 
     @property
     def connection_info(self) -> Json:
-        """What a trainer must know before it begins."""
+        """The parameters that a trainer needs to connect."""
         return {"connection": self.connection, "workers": self.workers} if self.backend else {}
 
     async def connect(self, init_info: Json) -> str:

@@ -1,1 +1,1 @@
-"""What all commands share: exit codes, shared options, help, completion, and walks through several commands."""
+"""Shared by all commands: exit codes, options, help, completion, and walks through several commands."""

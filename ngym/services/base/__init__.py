@@ -1,1 +1,1 @@
-"""What every service shares: its app, process, request handling, deadlines and back-pressure."""
+"""Shared by all services: the app, its process, request handling, deadlines and back-pressure."""

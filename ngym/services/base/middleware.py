@@ -1,5 +1,5 @@
-"""What surrounds each request's handler: request ids, bounded bodies, deadlines, disconnected callers, event streams,
-spans.
+"""The middleware around each request's handler: request ids, bounded bodies, deadlines, disconnected callers, event
+streams, spans.
 
 A handler is cancelled when its caller hangs up or its caller's deadline passes.
 

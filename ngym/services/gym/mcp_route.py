@@ -67,7 +67,7 @@ class McpRoute:
         return running
 
     def seed_answer(self, app: FastAPI, session: Session) -> Json:
-        """What `/seed_session` returns for an agent with its own MCP client."""
+        """The answer of `/seed_session` for an agent with its own MCP client."""
         if not INSTALLED or not app.state.callable:
             return {}
         name = app.state.context.name

@@ -230,7 +230,7 @@ def _contains_itself(value: Any) -> bool:
 
 
 def inspect_function(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> AuthorFunction:
-    """Which parameters are the body, the session, the options and the peers, by their annotations.
+    """The parameters that are the body, the session, the options and the peers, by their annotations.
 
     Args:
         fields: the other parameters may be the fields of the body, instead of one `base` that is all of it.

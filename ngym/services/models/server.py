@@ -70,7 +70,7 @@ class ModelOptions(ServiceOptions):
 
     @property
     def reasoning_style(self) -> ReasoningStyle:
-        """How a back end that speaks Chat Completions expresses reasoning."""
+        """The way in which a back end that speaks Chat Completions expresses reasoning."""
         return "field"
 
 

@@ -67,5 +67,5 @@ def _of_kind(kind: Kind) -> list[str]:
 
 
 def _own(service: Shipped, base: type[BaseModel]) -> list[Key]:
-    """What a service's options have beyond those of its kind, or with another default."""
+    """The options of a service that those of its kind do not have, or that have another default."""
     return list(keys(service.options, without={name: default_of(field) for name, field in base.model_fields.items()}))

@@ -54,7 +54,7 @@ def keys_table(keys: Sequence[Key]) -> str:
 
 
 def docstring_summary(model: type) -> str:
-    """What a model's docstring says of it as a whole, without what it says of its fields."""
+    """The part of a model's docstring that is not about its fields."""
     return _split(model)[0]
 
 
@@ -183,7 +183,7 @@ def _split(model: type) -> tuple[str, dict[str, str]]:
 
 
 def descriptions(model: type) -> dict[str, str]:
-    """What a record says of each of its fields: in docstrings, in remarks beside them, its own and its ancestors'."""
+    """The descriptions of a record's fields: in docstrings, in comments beside them, its own and its ancestors'."""
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if kind.__module__.split(".")[0] in ("builtins", "pydantic", "typing"):

@@ -1,4 +1,4 @@
-"""What is measured: the metrics of running services, as their own /metrics tell them, and those of a training run."""
+"""The metrics of running services, as their /metrics list them, and those of a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import ngym` gives: each public name with its signature and its docstring; and the modules that authors use."""
+"""The names of `import ngym`, each with its signature and docstring, and the modules that authors use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collection reads and writes: real rows of a real run, and what their keys mean."""
+"""The files of a collection: rows of a real run, and the meaning of their keys."""
 
 from __future__ import annotations
 

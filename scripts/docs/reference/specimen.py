@@ -44,7 +44,7 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a route answered. body: JSON, else text."""
+    """The answer of a route. body: JSON, else text."""
 
     status: int
     media_type: str

@@ -153,7 +153,7 @@ def _mebibytes(number: int) -> str:
 
 
 def remarks(file: Path) -> dict[str, str]:
-    """What is said beside each constant of a module: NAME = value  # what is said."""
+    """The comments beside the constants of a module: NAME = value # the comment."""
     found: dict[str, str] = {}
     name: str | None = None
     tokens: Any = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
