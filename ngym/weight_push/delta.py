@@ -8,10 +8,13 @@ file has two tensors for each tensor that changed: `NAME#indices`, I32 [K], into
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,11 +22,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ngym.errors import BadRequest
+from ngym.runtime.cpu_threads import usable_cores
 
 from .stage import DTYPES, AnnouncedTensor, Stage
 
 INDICES, VALUES = "#indices", "#values"
 MAX_VALUES = 2**31 - 1  # of a tensor, because indices are I32
+CHUNK = 1 << 20  # values that are compared at once: they stay in the processor's cache
+THREADS = 8  # that compare, at most
+Values = npt.NDArray[Any]  # [K]
 
 
 class Delta(BaseModel):
@@ -42,9 +49,21 @@ class Delta(BaseModel):
 def changed_values(tensor: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The indices [K] and new values [K] of the elements whose bits differ; both tensors have one shape and dtype."""
     bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    flat = tensor.reshape(-1)
-    indices = (flat.view(bits) != kept.reshape(-1).view(bits)).nonzero()[:, 0]
-    return indices.to(torch.int32), flat[indices]
+    new, old = (each.reshape(-1).view(bits).numpy() for each in (tensor, kept))
+
+    def compare(start: int) -> tuple[Values, Values]:
+        part = new[start : start + CHUNK]
+        found = np.flatnonzero(part != old[start : start + CHUNK])
+        return (found + start).astype(np.int32), part[found]
+
+    starts = range(0, max(1, len(new)), CHUNK)
+    if len(starts) == 1:
+        indices, values = compare(0)
+    else:
+        with ThreadPoolExecutor(min(THREADS, usable_cores())) as threads:  # NumPy lets other threads run
+            parts = list(threads.map(compare, starts))
+        indices, values = (np.concatenate(several) for several in zip(*parts, strict=True))
+    return torch.from_numpy(indices), torch.from_numpy(values).view(tensor.dtype)
 
 
 class DeltaStage(Stage):
@@ -111,8 +130,12 @@ class KeptCheckpoint:
             with safe_open(path, "pt") as tensors:
                 for owner in {name.rpartition("#")[0] for name in tensors.keys()}:  # noqa: SIM118  # not a dict
                     changes[owner] = (tensors.get_tensor(owner + INDICES), tensors.get_tensor(owner + VALUES))
-        for path in sorted(self.folder.glob("*.safetensors")):
-            _change_file(path, changes)
+        files = sorted(self.folder.glob("*.safetensors"))
+        buffer = bytearray(
+            max((path.stat().st_size for path in files), default=0)
+        )  # of all, because new pages are slow
+        for path in files:
+            _change_file(path, changes, memoryview(buffer))
         self.push = push
 
 
@@ -123,8 +146,9 @@ class _Place(NamedTuple):
     values: int
 
 
-def _change_file(path: Path, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    content = bytearray(path.read_bytes())
+def _change_file(path: Path, changes: Mapping[str, tuple[Tensor, Tensor]], buffer: memoryview) -> None:
+    with path.open("rb", buffering=0) as file:
+        content = buffer[: _read_all(file, buffer)]
     changed = False
     for name, place in _places(content):
         if name in changes and len(changes[name][0]):
@@ -139,10 +163,18 @@ def _change_file(path: Path, changes: Mapping[str, tuple[Tensor, Tensor]]) -> No
         part.rename(path)
 
 
-def _places(content: bytearray) -> Iterator[tuple[str, _Place]]:
+def _read_all(file: FileIO, buffer: memoryview) -> int:
+    """The number of bytes of the file, which are then in the buffer. One read is at most 2 GiB."""
+    size = 0
+    while count := file.readinto(buffer[size:]):
+        size += count
+    return size
+
+
+def _places(content: memoryview) -> Iterator[tuple[str, _Place]]:
     """The tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, the values."""
     start = 8 + int.from_bytes(content[:8], "little")
-    for name, entry in orjson.loads(memoryview(content)[8:start]).items():
+    for name, entry in orjson.loads(content[8:start]).items():
         if name != "__metadata__":
             first, last = entry["data_offsets"]
             yield name, _Place(start + first, (last - first) // DTYPES[entry["dtype"]].itemsize)
