@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 import httptools
 import orjson
 
+from ngym.net.keepalive import SILENT_S, TcpSocket, enable_keepalive, silence_s
 from ngym.net.request_context import Timeout
 from ngym.net.tls import client_context
 
@@ -32,11 +33,20 @@ MAX_NAME = 64  # characters of a header's name that is remembered
 JOINED_BYTES = 16 << 10  # a larger body is not copied behind its head
 MAX_CONNECTING = 64  # at a time: a server's queue of new connections is short
 __all__ = ["CONNECT_TIMEOUT_S", "AnswerTooLong", "Client", "Reply", "StreamedReply"]
+SILENT = f"its machine has been silent for {SILENT_S:.0f} s"
 VISIBLE = re.compile(r"[!-~]+")
 
 
 class AnswerTooLong(ConnectionResetError):
     """An answer has more than MAX_ANSWER_BYTES; another attempt would get the same."""
+
+
+class _ConnectTimeout(ConnectionRefusedError):
+    """The other machine did not answer. began: when the attempt began, in the time of the loop."""
+
+    def __init__(self, began: float) -> None:
+        super().__init__(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
+        self.began = began
 
 
 class _Opening(asyncio.Protocol):
@@ -183,6 +193,7 @@ class Connection(asyncio.Protocol):
         self._owner = owner
         self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._socket: TcpSocket | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Reply] | None = None
         self._head: asyncio.Future[StreamedReply] | None = None  # instead of `_answer`, for a streamed body
@@ -242,15 +253,24 @@ class Connection(asyncio.Protocol):
         if transport is not None:
             transport.abort()
 
+    def close_if_silent(self) -> None:
+        """Close it if the other machine has sent no packet for SILENT_S."""
+        if self._socket is not None and silence_s(self._socket) > SILENT_S:
+            self._fail(ConnectionResetError(SILENT))
+            self.close()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._socket = transport.get_extra_info("socket")
+        if self._socket is not None:
+            enable_keepalive(self._socket)
         self._owner.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = self._parser = None  # the parser references this object
+        self._transport = self._socket = self._parser = None  # the parser references this object
         self._owner.discard(self)
         why = f"the connection broke: {error}" if error else "the connection was closed before an answer"
-        self._fail(ConnectionResetError(why))
+        self._fail(ConnectionResetError(SILENT if isinstance(error, TimeoutError) else why))
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
@@ -369,6 +389,7 @@ class Pool:
         self._waiting: deque[asyncio.Future[Connection]] = deque()
         self._connecting: set[asyncio.Task[Connection]] = set()
         self._sweep: asyncio.TimerHandle | None = None
+        self._opened_at = 0.0  # when the last connection was opened
 
     def take_idle(self) -> Connection | None:
         """The most recently used connection: it is warm, and the others may expire."""
@@ -403,9 +424,13 @@ class Pool:
             return
         error = task.exception()
         if error is None:
+            self._opened_at = asyncio.get_running_loop().time()
             self.give_back(task.result())
         elif waiter := self._next_waiter():
             waiter.set_exception(error)
+            if isinstance(error, _ConnectTimeout) and self._opened_at < error.began:
+                while waiter := self._next_waiter():  # each would wait as long for a machine that is silent
+                    waiter.set_exception(_ConnectTimeout(error.began))
         self._open_more()
 
     def _next_waiter(self) -> asyncio.Future[Connection] | None:
@@ -417,6 +442,7 @@ class Pool:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if self._proxy is not None and self._tls is not None:
@@ -428,12 +454,14 @@ class Pool:
                 )
                 return connection
         except TimeoutError:
-            raise ConnectionRefusedError(f"no connection within {CONNECT_TIMEOUT_S:.0f} s") from None
+            raise _ConnectTimeout(began) from None
         except OSError as error:
             raise ConnectionRefusedError(str(error)) from error
 
     def add(self, connection: Connection) -> None:
         self._open.add(connection)
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._close_unused)
 
     def discard(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -444,16 +472,17 @@ class Pool:
             return
         connection.idle_since = connection.loop.time()
         self._idle.append(connection)
-        if self._sweep is None:
-            self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._close_idle)
 
-    def _close_idle(self) -> None:
+    def _close_unused(self) -> None:
+        """Close the connections that were idle for long, and those to a machine that is silent."""
         fresh = [connection for connection in self._idle if connection.is_fresh()]
         for connection in self._idle[: len(self._idle) - len(fresh)]:
             connection.close()
         self._idle = fresh
+        for connection in list(self._open):
+            connection.close_if_silent()
         call_later = asyncio.get_running_loop().call_later
-        self._sweep = call_later(KEEPALIVE_S, self._close_idle) if fresh else None
+        self._sweep = call_later(KEEPALIVE_S, self._close_unused) if self._open else None
 
     def close(self) -> None:
         if self._sweep is not None:

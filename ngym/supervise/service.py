@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.net.keepalive import enable_keepalive
 from ngym.runtime.live_region import sanitize
 from ngym.schema import Kind
 from ngym.supervise.head_file import health
@@ -164,10 +165,16 @@ def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY where it sees TCP
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        enable_keepalive(sock)  # a caller whose machine has gone silent is noticed, and its work ends
         sock.bind((host, port))
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise UsageError(
+                f"{who}: {host} is no address of this machine ({error.strerror}): name one of its own (ngym.host, "
+                "ngym.head.host, --host)"
+            ) from None
         in_use = error.errno == errno.EADDRINUSE
         reason = "is in use by another program" if in_use else f"cannot be used: {error.strerror or error}"
         raise UsageError(f"{who}: port {port} on {host} {reason}; {remedy}") from None

@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from ngym.client import MAX_CONNECTING, AnswerTooLong, Client
+import ngym.client
+from ngym.client import MAX_CONNECTING, AnswerTooLong, Client, Pool, _ConnectTimeout
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 DEADLINE_S = 60.0
@@ -224,6 +225,53 @@ async def test_a_cancelled_request_closes_its_connection():
         await arrived.wait()
         task.cancel()
         await left.wait()
+
+
+async def test_a_request_ends_with_a_machine_that_goes_silent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ngym.client, "KEEPALIVE_S", 0.05)
+    silence: dict[str, float] = {"s": 0}
+    monkeypatch.setattr(ngym.client, "silence_s", lambda sock: silence["s"])
+    asked = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_head(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no")
+        asked.set()
+        await reader.read()
+
+    async def stream(client: Client, url: str) -> None:
+        async with client.stream("GET", url, None, {}, DEADLINE_S) as answer:
+            async for _ in answer.body:
+                pass
+
+    for ask in (get, stream):
+        async with server(talk) as (client, url, _):
+            silence["s"] = 0
+            request = asyncio.create_task(ask(client, url))
+            await asked.wait()
+            silence["s"] = 31
+            with pytest.raises(ConnectionResetError, match="its machine has been silent for 30 s"):
+                await request
+
+
+async def test_all_that_wait_for_a_silent_machine_fail_with_the_first_attempts(monkeypatch: pytest.MonkeyPatch):
+    attempts = 0
+
+    async def connect(pool: Pool) -> None:
+        nonlocal attempts
+        attempts += 1
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.2)
+        raise _ConnectTimeout(began)
+
+    monkeypatch.setattr(Pool, "_connect", connect)
+    client = Client({})
+    calls = [client.request("GET", "http://silent", None, {}, DEADLINE_S) for _ in range(5 * MAX_CONNECTING)]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    await client.close()
+    assert all(isinstance(answer, ConnectionRefusedError) for answer in answers)
+    assert "no connection within 5 s" in str(answers[-1])
+    assert attempts == MAX_CONNECTING
 
 
 async def test_what_a_server_says_unasked_ends_its_connection():
