@@ -187,11 +187,14 @@ class Peer:
         self._peers = peers
 
     def session(self, session_id: str | None = None, *, tool_errors: ToolErrors = "fail") -> PeerSession:
-        """A session of related calls: one replica, one session id (128 random bits unless given), its cookies.
+        """A session of related calls: one replica that is up, one session id (128 random bits unless given), its cookies.
 
         tool_errors: whether a crash of a tool fails the rollout or is shown to the model.
         """
-        return PeerSession(self, session_id or secrets.token_hex(16), tool_errors=tool_errors)
+        if session_id is None:
+            urls = self._peers.urls[self.name]
+            session_id = secrets.token_hex(16) if len(urls) < 2 else self._replicas().session_id(urls)
+        return PeerSession(self, session_id, tool_errors=tool_errors)
 
     def conversation(self, beginning: str) -> PeerSession:
         """A session of one conversation with a model: one replica until it fails, the same for equal beginnings."""

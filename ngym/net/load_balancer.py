@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ SLICES = 12
 FREE_RETRIES = 10  # per window: with few requests a share is not meaningful
 REST_S = 1.0  # pause of a replica after a failure; doubled with each further one
 MAX_REST_S = 30.0
+TRIAL_S = 6.0  # after its pause, a replica gets one call in this time, until it has answered one
 SLACK = 1.25  # a replica with more than this times the average of calls in flight gets no new conversation
 
 
@@ -98,17 +100,26 @@ class Replicas:
 
     def random_replica(self, urls: Sequence[str]) -> str:
         """A random replica that is up."""
-        return random.choice(self._available(urls))
+        return self._tried(random.choice(self._available(urls)))
+
+    def session_id(self, urls: Sequence[str]) -> str:
+        """128 random bits, drawn until their replica is one that is up: `rendezvous` is the same for every client."""
+        up = self._available(urls)
+        while True:
+            drawn = secrets.token_hex(16)
+            if (home := rendezvous(drawn, urls)) in up:
+                self._tried(home)
+                return drawn
 
     def replica_of(self, conversation: StickyReplica, urls: Sequence[str]) -> str:
         """The replica of the conversation; a new one, which it then keeps, if that is gone or failed recently."""
         up = self._available(urls)
         if conversation.url is not None and conversation.url in up:
-            return conversation.url
+            return self._tried(conversation.url)
         most = math.ceil(SLACK * (1 + sum(self.in_flight[url] for url in up)) / len(up))
         chosen = rendezvous(conversation.key, [url for url in up if self.in_flight[url] < most])
         conversation.url = chosen
-        return chosen
+        return self._tried(chosen)
 
     def record_failure(self, url: str) -> None:
         """Record that a replica could not be reached or cannot serve: it is paused for a while."""
@@ -133,6 +144,12 @@ class Replicas:
         return [url for url in urls if not self._is_paused(url, now)] or [
             min(urls, key=lambda url: self._paused_until[url])
         ]
+
+    def _tried(self, url: str) -> str:
+        """The replica of a call. After a failure, and until it has answered, the next callers take another for a while."""
+        if url in self._failures:
+            self._paused_until[url] = max(self._paused_until[url], time.monotonic() + TRIAL_S)
+        return url
 
     def _is_paused(self, url: str, now: float) -> bool:
         return self._paused_until.get(url, now) > now

@@ -9,7 +9,8 @@ from machine import reserved_port
 from stub_agents import problem, serving
 
 from ngym.errors import PeerTimeout, ServiceError, Unreachable
-from ngym.net.load_balancer import Replicas, StickyReplica
+from ngym.net import load_balancer
+from ngym.net.load_balancer import Replicas, SessionReplica, StickyReplica
 from ngym.peers import Peers
 from ngym.schema import Json
 
@@ -49,6 +50,33 @@ def test_a_replica_that_failed_is_left_alone_and_its_conversations_move():
     for url in URLS:
         replicas.record_failure(url)
     assert replicas.random_replica(URLS) in URLS  # someone has to be asked
+
+
+def test_a_session_begins_at_a_replica_that_is_up_and_every_client_finds_it_there():
+    replicas = Replicas()
+    for _ in range(6):
+        replicas.record_failure(URLS[0])
+    drawn = [replicas.session_id(URLS) for _ in range(100)]
+    assert {SessionReplica(each).replica(URLS) for each in drawn} == set(URLS[1:])
+    for url in URLS[1:]:
+        replicas.record_failure(url)
+    assert replicas.session_id(URLS)  # someone has to be asked
+
+
+def test_a_replica_that_failed_gets_one_call_after_its_pause_until_it_has_answered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(load_balancer, "REST_S", 0)
+    monkeypatch.setattr(load_balancer, "TRIAL_S", 1000)
+    replicas = Replicas()
+    for choose in (
+        lambda: replicas.random_replica(URLS),
+        lambda: replicas.replica_of(StickyReplica("same"), URLS),
+        lambda: SessionReplica(replicas.session_id(URLS)).replica(URLS),
+    ):
+        failed = replicas.replica_of(StickyReplica("same"), URLS)
+        replicas.record_failure(failed)
+        assert Counter(choose() for _ in range(200))[failed] == 1
+        replicas.record_answer(failed)
+        assert not replicas.has_alternative(failed, URLS)
 
 
 async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():
