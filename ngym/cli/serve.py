@@ -15,11 +15,14 @@ import click
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options
 from ngym.errors import ConfigError, UsageError
+from ngym.net.addresses import WILDCARDS, has_loopback, route_to, with_host
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, token_from, wrong_url
 from ngym.supervise.head_file import find_running
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
+    from ngym.schema import Json
+    from ngym.services.base.joining import Joining
 
 HEAD_TIMEOUT_S = 5.0
 EXIT_CODES = """\
@@ -89,16 +92,23 @@ def main(
     if dry_run:
         show_service(config, stanza, stanza.app, address, requested_port, as_json)
         return
-    sock = listen(address, requested_port, f"service {name!r}", "stop that program or give another --port")
-    url = url_of(sock, config.settings.tls is not None)
     if join is not None and (problem := wrong_url(join)):
         raise UsageError(f"--join {problem}")
-    head_url, urls = asyncio.run(_addresses(config, join, token))
+    sock = listen(address, requested_port, f"service {name!r}", "stop that program or give another --port")
+    url = url_of(sock, config.settings.tls is not None)
+    joining = None
     if join is not None:
-        asyncio.run(_join(join.rstrip("/"), name, url, _admin_token(config, join)))
-    _warn_of_unknown_addresses(stanza, urls)
+        from ngym.services.base.joining import Joining
+
+        url = _reachable(url, address, join)
+        joining = Joining(join.rstrip("/"), _admin_token(config, join), name, stanza.kind, stanza.app, url)
+    head_url, urls = asyncio.run(_addresses(config, stanza, joining, token))
+    if joining is not None:
+        asyncio.run(_join(joining))
+    _warn_of_addresses(stanza, url, urls)
     known = {**urls, name: urls[name] or [url]}
     spec = service_spec(config, stanza, known, head_url, admin_token=token_from(ADMIN_TOKEN), run_token=token)
+    spec["joining"] = joining
     if as_json:
         click.echo(json.dumps({"name": name, "url": url}))
         sys.stdout.flush()
@@ -132,7 +142,36 @@ def _admin_token(config: Config, head_url: str) -> str:
     return token
 
 
-def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> None:
+def _reachable(url: str, address: str, head_url: str) -> str:
+    """The URL at which the machine of a head reaches this process, which listens at `address`.
+
+    UsageError if it cannot.
+    """
+    try:
+        route = route_to(head_url)
+    except OSError as error:
+        raise UsageError(f"--join {head_url}: {error.strerror or error}") from None
+    if route.is_local:
+        return url
+    if address in WILDCARDS:
+        return with_host(url, route.own)
+    if has_loopback(url):
+        named = "" if is_loopback(address) else f" ({address} is that here)"
+        raise UsageError(
+            f"--join {head_url}: that is another machine, which cannot call {url}{named}: give the address of this "
+            f"machine, --host {route.own}"
+        )
+    return url
+
+
+def _warn_of_addresses(stanza: Stanza, url: str, urls: dict[str, list[str]]) -> None:
+    if stanza.external and has_loopback(url) and not any(map(has_loopback, stanza.external_urls)):
+        where = stanza.key_where.get("url", stanza.key_where.get("urls", stanza.where))
+        click.echo(
+            f"{where}: others call {stanza.name!r} at {', '.join(stanza.external_urls)}, and it listens at {url}, for "
+            "this machine only: give --host, such as 0.0.0.0",
+            err=True,
+        )
     for key, value in stanza.options.items():
         if isinstance(value, str) and urls.get(value) == []:
             where = stanza.key_where.get(key, stanza.where)
@@ -141,30 +180,66 @@ def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> No
             )
 
 
-async def _join(head_url: str, name: str, url: str, token: str) -> None:
+async def _join(joining: Joining) -> None:
     """Announce this replica to the head, which waits for its readiness. UsageError if the head does not take it."""
-    from ngym.peers import Peers
+    from ngym.services.base.joining import announce
 
-    async with Peers({}, head_url, token) as peers:
-        body = json.dumps({"name": name, "url": url}).encode()
-        try:
-            reply = await peers.send("POST", f"{head_url}/servers", body, peers.authorization(None), HEAD_TIMEOUT_S)
-        except OSError as error:
-            raise UsageError(f"--join {head_url}: no head of ng_run answers there ({error})") from None
-    if reply.status >= 300:
-        raise UsageError(f"--join {head_url}: {reply.status}: {reply.body[:300].decode(errors='replace')}")
+    try:
+        await announce(joining)
+    except OSError as error:
+        raise _no_head(joining.head_url, error) from None
 
 
-async def _addresses(config: Config, join: str | None, token: str | None) -> tuple[str | None, dict[str, list[str]]]:
-    """The URL of the head to join, or that runs in this folder, if any, and the known addresses of each service."""
+def _no_head(url: str, error: Exception) -> UsageError:
+    """The error of a head that does not answer."""
+    reason = f"no answer within {HEAD_TIMEOUT_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
+    hint = ""
+    if isinstance(error, ConnectionRefusedError):
+        hint = "; its address is ngym.head.host, by default one that only its own machine can call"
+    return UsageError(f"--join {url}: no head of ng_run answers there ({reason}){hint}")
+
+
+async def _addresses(
+    config: Config, stanza: Stanza, joining: Joining | None, token: str | None
+) -> tuple[str | None, dict[str, list[str]]]:
+    """The URL of the head to join, or that runs in this folder, if any, and the known addresses of each service.
+
+    UsageError if the services that the stanza names cannot be called from here.
+    """
+    urls = {each.name: each.external_urls for each in config.services.values()}
+    running = find_running(config.root)
+    if joining is None:
+        if running is None:
+            return None, urls
+        with contextlib.suppress(OSError, ValueError):  # the run has just ended
+            _add(await _servers(running.url, token), urls)
+        return running.url, urls
+    try:
+        _add(await _servers(joining.head_url, token), urls)
+    except (OSError, ValueError) as error:
+        raise _no_head(joining.head_url, error) from None
+    if not route_to(joining.head_url).is_local:
+        for key, value in stanza.options.items():
+            if isinstance(value, str) and any(map(has_loopback, urls.get(value, ()))):
+                raise UsageError(
+                    f"--join {joining.head_url}: {key} {value!r} listens at {', '.join(urls[value])} of that machine, "
+                    "which only that machine can call: set ngym.host there"
+                )
+    return joining.head_url, urls
+
+
+async def _servers(head_url: str, token: str | None) -> list[Json]:
+    """The head's records of its services. OSError or ValueError without an answer of a head; UsageError for a wrong token."""
+    from ngym.peers import servers_in
     from ngym.supervise.head_file import http_get
 
-    urls = {stanza.name: stanza.external_urls for stanza in config.services.values()}
-    running = find_running(config.root)
-    head_url = join.rstrip("/") if join else running.url if running else None
-    if head_url is None:
-        return None, urls
-    with contextlib.suppress(OSError, ValueError):  # the run has just ended
-        for server in json.loads((await http_get(f"{head_url}/servers", HEAD_TIMEOUT_S, token)).body):
-            urls[server["name"]] = urls.get(server["name"]) or server.get("urls") or [server["url"]]
-    return head_url, urls
+    reply = await http_get(f"{head_url}/servers", HEAD_TIMEOUT_S, token)
+    if reply.status == 401:
+        raise UsageError(f"{head_url}: {RUN_TOKEN} is not the token of the run there")
+    return servers_in(reply.body)
+
+
+def _add(servers: list[Json], urls: dict[str, list[str]]) -> None:
+    """Add the addresses of services that have none in the config."""
+    for server in servers:
+        urls[server["name"]] = urls.get(server["name"]) or server.get("urls") or [server["url"]]

@@ -193,5 +193,7 @@ async def _ask(url: str, token: str | None) -> list[Server]:
         if reply.status == 401:
             raise NgymError(f"{url}: the run there is locked; set the variable {RUN_TOKEN} to its token")
         return servers_in(reply.body)
+    except TimeoutError:
+        raise NgymError(f"{url}: no head of ng_run answers there (no answer within {TIMEOUT_S:.0f} s)") from None
     except (OSError, ValueError) as error:
-        raise NgymError(f"{url}: no head of ng_run answers there ({error or type(error).__name__})") from None
+        raise NgymError(f"{url}: no head of ng_run answers there ({error})") from None

@@ -20,6 +20,7 @@ from ngym.collect.progress_display import ProgressDisplay, ProgressMeter
 from ngym.collect.rollout_rows import FailedAttempt
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.errors import UsageError
+from ngym.net.addresses import has_loopback, route_to
 from ngym.net.auth import RUN_TOKEN
 from ngym.option_names import option
 from ngym.peers import Peers, servers_in
@@ -62,6 +63,7 @@ async def discover(head_url: str, token: str | None = None) -> DiscoveredService
     try:
         servers = await _get(peers, head_url, "/servers", servers_in)
         if servers is not None:
+            _check_addresses(head_url, servers)
             return _parse_config(head_url, servers, await _get(peers, head_url, "/config"))
         text = await _get(peers, head_url, "/global_config_dict_yaml")
     finally:
@@ -88,6 +90,17 @@ async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], A
         ) from None
     except ValueError as error:
         raise UsageError(f"the answer of {url} is not that of a head ({error}); check the URL") from None
+
+
+def _check_addresses(head_url: str, servers: list[Json]) -> None:
+    """Refuse a run on another machine whose agents have addresses that only that machine can call."""
+    for server in servers:
+        url = next(filter(has_loopback, server.get("urls") or [server["url"]]), None)
+        if server["kind"] == "agent" and url is not None and not route_to(head_url).is_local:
+            raise UsageError(
+                f"{head_url}: agent {server['name']!r} listens at {url} of that machine, which only that machine can "
+                "call: set ngym.host there"
+            )
 
 
 def _parse_config(head_url: str, servers: list[Json], config: Json | None) -> DiscoveredServices:

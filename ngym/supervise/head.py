@@ -7,6 +7,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
@@ -25,6 +26,7 @@ from starlette.routing import Route
 
 from ngym.config.service_config import Config, Stanza, redacted_config
 from ngym.errors import ConfigError, ServiceError, UsageError
+from ngym.net.addresses import WILDCARDS, with_host
 from ngym.net.api_docs import api_docs_routes
 from ngym.net.auth import (
     ADMIN_TOKEN,
@@ -33,6 +35,7 @@ from ngym.net.auth import (
     TokenAuth,
     TokenAuthMiddleware,
     hosts_of,
+    is_loopback,
     wrong_url,
 )
 from ngym.net.connection_limits import Server, server_config
@@ -241,13 +244,18 @@ def _server(replicas: list[ReplicaState], sizes: Mapping[int, int]) -> dict[str,
         "pid": replicas[0].pid,
         "pids": [state.pid for state in replicas],
         "status": worst.status,
-        "detail": worst.detail or _waiting(replicas),
+        "detail": _detail(worst) or _waiting(replicas),
         "external": worst.external,
         "started_at": started.isoformat() if started else None,
         "uptime_seconds": uptime_seconds(started),
         "restarts": sum(state.restarts for state in replicas),
         "memory_bytes": sum(sizes.get(state.pid or 0, 0) for state in replicas if not state.node) or None,
     }
+
+
+def _detail(worst: ReplicaState) -> str:
+    """Why it is not ready; of one of several replicas with its label."""
+    return f"{worst.label}: {worst.detail}" if worst.detail and worst.label != worst.name else worst.detail
 
 
 def _waiting(replicas: list[ReplicaState]) -> str:
@@ -296,24 +304,26 @@ def _app(supervisor: SupervisedRun) -> Starlette:
         raise HTTPException(404, "this rollout has ended")
 
     async def list_servers(request: Request) -> Response:
-        return JSONResponse(servers(supervisor.states))
+        return JSONResponse(servers(_reachable_states(supervisor, request)))
 
     async def addresses(request: Request) -> Response:
-        return JSONResponse(supervisor.urls)
+        return JSONResponse(_reachable_urls(supervisor, request))
 
     async def join(request: Request) -> Response:
         # a policy that joins gets weights, and the token that changes them
         _check_admin(request, "joining a run")
         match await _body(request):
-            case {"name": str(name), "url": str(url)} if not wrong_url(url):
+            case {"name": str(name), "url": str(url), **stanza} if not wrong_url(url):
                 pass
             case _:
                 raise HTTPException(422, 'send {"name": a service of the config, "url": "http://host:port"}')
         try:
+            _check_stanza(config.stanza(name), stanza)
             state = supervisor.join(name, url.rstrip("/"))
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
-        return JSONResponse({"name": name, "url": state.url, "label": state.label}, 202)
+        shown = {"label": state.label, "status": state.status, "detail": state.detail}
+        return JSONResponse({"name": name, "url": state.url, **shown}, 202)
 
     async def trained(request: Request) -> Response:
         _check_admin(request, "training a policy")
@@ -322,17 +332,20 @@ def _app(supervisor: SupervisedRun) -> Starlette:
                 pass
             case _:
                 raise HTTPException(422, 'send {"version": the policy version, "urls": [where it was proved]}')
+        shown = {state.label: state.url for state in _reachable_states(supervisor, request)}
+        ours = {shown[state.label]: state.url for state in supervisor.states}
         try:
-            waiting = supervisor.record_proof(request.path_params["name"], version, urls)
+            proved = [ours.get(url, url) for url in map(str, urls)]
+            waiting = supervisor.record_proof(request.path_params["name"], version, proved)
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
-        return JSONResponse({"waiting": waiting})
+        return JSONResponse({"waiting": [url for url, own in ours.items() if own in waiting]})
 
     async def show_config(request: Request) -> Response:
         return JSONResponse(redacted_config(config))
 
     async def nemo_config(request: Request) -> Response:
-        text = global_config_dict_yaml(config, supervisor.urls, supervisor.head_url)
+        text = global_config_dict_yaml(config, _reachable_urls(supervisor, request), supervisor.head_url)
         return PlainTextResponse(text, media_type="application/json")
 
     async def nemo_instances(request: Request) -> Response:
@@ -370,6 +383,33 @@ def _app(supervisor: SupervisedRun) -> Starlette:
     app = Starlette(routes=served, exception_handlers={HTTPException: _problem})
     app.router.redirect_slashes = False
     return app
+
+
+def _reachable_states(supervisor: SupervisedRun, request: Request) -> list[ReplicaState]:
+    """The states with addresses that the caller can use.
+
+    Services that listen at every address of this machine are known here by its loopback. A caller from another machine
+    reaches them as it reaches the head.
+    """
+    states, host = supervisor.states, urlsplit(f"//{request.headers.get('host', '')}").hostname
+    if supervisor.config.settings.host not in WILDCARDS or not host or is_loopback(host):
+        return states
+    return [
+        state if state.external or state.node else replace(state, url=with_host(state.url, host)) for state in states
+    ]
+
+
+def _reachable_urls(supervisor: SupervisedRun, request: Request) -> dict[str, list[str]]:
+    states = _reachable_states(supervisor, request)
+    return {name: called_urls([state for state in states if state.name == name]) for name in supervisor.urls}
+
+
+def _check_stanza(ours: Stanza, theirs: Mapping[Any, Any]) -> None:
+    """Refuse a replica whose machine has another kind or app under this name. theirs: its kind and app, if it names them."""
+    for key, value in (("kind", ours.kind), ("app", ours.app)):
+        if (other := theirs.get(key, value)) != value:
+            detail = f"{ours.name!r} has {key} {value} in this run's config, and {other} in that of the replica"
+            raise HTTPException(409, f"{detail}: both machines need the same stanza")
 
 
 _OBJECT: dict[str, Any] = {"type": "object"}
@@ -410,7 +450,7 @@ def _document(is_locked: bool) -> dict[str, Any]:
         }
         for path, (summary, media_type, schema) in _ANSWERS.items()
     }
-    properties = {"name": {"type": "string"}, "url": {"type": "string"}}
+    properties = {name: {"type": "string"} for name in ("name", "url", "kind", "app")}
     replica = {"type": "object", "properties": properties, "required": ["name", "url"]}
     paths["/servers"]["post"] = {
         "summary": "Add a replica that runs elsewhere (`ng_serve --join`); needs the admin token",

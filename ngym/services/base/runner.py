@@ -32,6 +32,7 @@ from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.schema import Kind
 from ngym.services.base.app import load
+from ngym.services.base.joining import Joining, announced
 from ngym.services.base.options import ServiceContext, ServiceOptions, parse_options
 from ngym.telemetry import tracing
 from ngym.telemetry.log_format import Form, Redactor, configure_logging, say, secrets_in
@@ -187,6 +188,7 @@ class ServiceSpec:
     admin_token: str | None = field(default=None, repr=False)
     run_token: str | None = field(default=None, repr=False)
     others: dict[str, str | None] = field(default_factory=dict, repr=False)
+    joining: tuple[str, ...] | None = field(default=None, repr=False)  # of ngym.services.base.joining.Joining
     tls: dict[str, str] | None = None
     tracing: tuple[str, float, bool] | None = None  # of ngym.telemetry.tracing.Destination
     logs: Form = "text"
@@ -241,14 +243,15 @@ async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions,
     context = ServiceContext(
         spec.name, spec.kind, options, peers, sockets, Path(spec.root), *tokens, spec.tls, Redactor(known)
     )
-    if hasattr(module, "serve"):
-        await module.serve(context)
-        return
-    app = module.app
-    app.state.context = context
-    # Started here, an application raises a ngym error; within uvicorn it would be a traceback.
-    async with app.router.lifespan_context(app):
-        await serve_app(app, context, lifespan="off")
+    async with announced(Joining(*spec.joining) if spec.joining else None):
+        if hasattr(module, "serve"):
+            await module.serve(context)
+            return
+        app = module.app
+        app.state.context = context
+        # Started here, an application raises a ngym error; within uvicorn it would be a traceback.
+        async with app.router.lifespan_context(app):
+            await serve_app(app, context, lifespan="off")
 
 
 class _Server(Server):

@@ -1,0 +1,48 @@
+"""Addresses of this machine, and which of them other machines can call."""
+
+from __future__ import annotations
+
+import socket
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from ngym.net.auth import is_loopback
+
+WILDCARDS = ("0.0.0.0", "::", "")  # a socket that is bound to one of them listens at every address of its machine
+_ANY_PORT = 9  # a UDP socket that connects sends nothing
+
+
+class Route(NamedTuple):
+    """The addresses of both ends of a connection between two machines."""
+
+    own: str
+    other: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends are this machine."""
+        return self.own == self.other or is_loopback(self.other)
+
+
+def route_to(url: str) -> Route:
+    """The addresses that a connection to this URL has.
+
+    Raises:
+        OSError: the name cannot be resolved, or there is no network.
+    """
+    family, _, _, _, address = socket.getaddrinfo(urlsplit(url).hostname, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return Route(probe.getsockname()[0], str(address[0]))
+
+
+def has_loopback(url: str) -> bool:
+    """Whether only its own machine can call this URL."""
+    return is_loopback(urlsplit(url).hostname or "")
+
+
+def with_host(url: str, host: str) -> str:
+    """The URL with another host."""
+    parts = urlsplit(url)
+    netloc = f"[{host}]" if ":" in host else host
+    return parts._replace(netloc=f"{netloc}:{parts.port}" if parts.port else netloc).geturl()
