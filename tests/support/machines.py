@@ -66,7 +66,7 @@ class Machine:
 
     def popen(self, *words: str, cwd: Path, env: Mapping[str, str] = MappingProxyType({}), **options: Any) -> Program:
         """Start a program there. `kill` ends it, and what it has started in its session."""
-        enter = ["nsenter", f"--target={self._init}", *NAMESPACES, f"--wd={cwd}", "--", *words]
+        enter = ["nsenter", f"--target={self._init}", *NAMESPACES, f"--wdns={cwd}", "--", *words]
         environment = {**os.environ, "HOME": "/tmp/home", "TMPDIR": "/tmp", **env}
         return subprocess.Popen(enter, env=environment, text=True, start_new_session=True, **options)
 
