@@ -105,7 +105,7 @@ def main(
     head_url, urls = asyncio.run(_addresses(config, stanza, joining, token))
     if joining is not None:
         asyncio.run(_join(joining))
-    _warn_of_addresses(stanza, url, urls)
+    _warn_of_addresses(stanza, None if address in WILDCARDS else url, urls)
     known = {**urls, name: urls[name] or [url]}
     spec = service_spec(config, stanza, known, head_url, admin_token=token_from(ADMIN_TOKEN), run_token=token)
     spec["joining"] = joining
@@ -164,8 +164,9 @@ def _reachable(url: str, address: str, head_url: str) -> str:
     return url
 
 
-def _warn_of_addresses(stanza: Stanza, url: str, urls: dict[str, list[str]]) -> None:
-    if stanza.external and has_loopback(url) and not any(map(has_loopback, stanza.external_urls)):
+def _warn_of_addresses(stanza: Stanza, url: str | None, urls: dict[str, list[str]]) -> None:
+    """Warn of services that cannot be called. url: that of this one; None: all of its machine's addresses."""
+    if stanza.external and url and has_loopback(url) and not any(map(has_loopback, stanza.external_urls)):
         where = stanza.key_where.get("url", stanza.key_where.get("urls", stanza.where))
         click.echo(
             f"{where}: others call {stanza.name!r} at {', '.join(stanza.external_urls)}, and it listens at {url}, for "

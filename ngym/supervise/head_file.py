@@ -9,11 +9,12 @@ import json
 import os
 import socket
 import ssl
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ngym.errors import UsageError
+from ngym.net.addresses import has_loopback
 from ngym.net.auth import RUN_TOKEN, token_from
 from ngym.net.tls import client_context, trust
 
@@ -93,6 +94,7 @@ class RunningHead:
     """A live run: its head's URL, its process, its tokens and its certificate authority.
 
     admin_token authorizes weight updates, run_token (if the run is locked) everything else. ca: a PEM file.
+    host: the name of its machine; other machines may see the same folder.
     """
 
     url: str
@@ -100,6 +102,16 @@ class RunningHead:
     admin_token: str
     run_token: str | None = None
     ca: str | None = None
+    host: str = field(default_factory=socket.gethostname)
+
+    def is_alive(self) -> bool:
+        """Whether it runs, as far as this machine can see: not that of another machine with an address of its own."""
+        if self.host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, 0)
+                return True
+            return False
+        return not has_loopback(self.url) and _accepts(self.url)
 
 
 class HeadFile:
@@ -109,7 +121,7 @@ class HeadFile:
         """owned: the content that this run wrote, if it owns the file."""
         self._path = folder / FILE
         self._owned = owned
-        self.logs = folder / ("logs" if owned else f"logs-{os.getpid()}")
+        self.logs = folder / ("logs" if owned else f"logs-{socket.gethostname()}-{os.getpid()}")
 
     @classmethod
     def claim(cls, root: Path, running: RunningHead) -> HeadFile:
@@ -157,7 +169,8 @@ def find_running(root: Path) -> RunningHead | None:
     """The live run in this folder, or None; the file of a killed run is ignored. The run's ca becomes trusted."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         running = RunningHead(**json.loads((root / FOLDER / FILE).read_text()))
-        os.kill(running.pid, 0)
+        if not running.is_alive():
+            return None
         if running.ca:
             trust(Path(running.ca))
         return running
