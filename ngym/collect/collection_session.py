@@ -22,6 +22,7 @@ from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutSchedu
 from ngym.errors import UsageError
 from ngym.net.addresses import has_loopback, route_to
 from ngym.net.auth import RUN_TOKEN
+from ngym.net.tls import CA
 from ngym.option_names import option
 from ngym.peers import Peers, servers_in
 from ngym.runtime.event_loop import never_fails, run_unless_failed
@@ -83,10 +84,13 @@ async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], A
         if reply.status == 401:
             raise UsageError(f"{head_url}: the run there is locked; set the variable {RUN_TOKEN} to its token")
         return None if reply.status == 404 else read(reply.body)
-    except OSError:
+    except OSError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise UsageError(f"{head_url}: {error}; set {CA} to the file of the authority that signed it") from None
         raise UsageError(
             f"nothing answers at {head_url}: start the services with ng_run in another terminal (then run this in the "
-            f"same folder, or add {option('head', 'URL')}), or add {option('config', 'FILE')} to start and stop them here"
+            f"same folder, or add {option('head', 'URL')}), or add {option('config', 'FILE')} to start and stop them here "
+            f"({error})"
         ) from None
     except ValueError as error:
         raise UsageError(f"the answer of {url} is not that of a head ({error}); check the URL") from None

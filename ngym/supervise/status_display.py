@@ -226,13 +226,17 @@ class PlainLines:
         self._output = output
         self._starts = True
         self._line_count = self._lines_before = 0  # numbers of lines
+        self._last: dict[str, str] = {}  # label -> the line of its state
 
     def watch(self, states: States, token: str | None) -> None: ...
 
     def on_state(self, state: ReplicaState) -> None:
         self._board.record_state(state)
         text = sanitize(state.detail) or (state.url if state.status == "ready" else "")
-        self._print(f"{state.label:<24} {state.status:<10} {text}".rstrip())
+        line = f"{state.label:<24} {state.status:<10} {text}".rstrip()
+        if self._last.get(state.label) != line:  # a policy's version changes with each step
+            self._last[state.label] = line
+            self._print(line)
 
     def say(self, kind: str, text: str, **details: Any) -> None:
         self._starts = False
