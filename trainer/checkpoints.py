@@ -203,7 +203,7 @@ def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
     """The dotted keys in which two recipes differ, except those that begin with a free one, with both values. Two
     spellings of the path of the data file or of the push folder are equal.
     """
-    flat_before, flat_now = _flatten(before), _flatten(now)
+    flat_before, flat_now = flatten(before), flatten(now)
     keys = [
         key
         for key in sorted(flat_before.keys() | flat_now.keys())
@@ -222,10 +222,11 @@ def _resolve_path(key: str, value: Any) -> Any:
     return Path(value).resolve() if key == "rollouts.push_folder" else value
 
 
-def _flatten(values: Json, prefix: str = "") -> Json:
+def flatten(values: Json, prefix: str = "") -> Json:
+    """The values of a recipe by their dotted keys."""
     flat: Json = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

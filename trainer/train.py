@@ -58,12 +58,12 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
     warnings: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: warnings.append(number))
     recipe, tree = check_recipe(files, overrides)
-    launch = read_launch()
+    launch, resolved = read_launch(), as_yaml(recipe, tree)
     if launch.rank:
-        _run(recipe, launch, resume, lambda: None, warnings)
+        _run(recipe, launch, resolved, resume, lambda: None, warnings)
     else:
-        with _locked_folder(recipe, as_yaml(recipe, tree), overwrite, resume) as begin:
-            _run(recipe, launch, resume, begin, warnings)
+        with _locked_folder(recipe, resolved, overwrite, resume) as begin:
+            _run(recipe, launch, resolved, resume, begin, warnings)
     return recipe.output
 
 
@@ -126,7 +126,9 @@ def _launch(recipe: Recipe, on_ray: bool) -> Launch:
     return Launch(rank=0, local_rank=0, ranks=(recipe.trainer or TrainerOptions()).ranks)
 
 
-def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None], warnings: Sequence[int]) -> None:
+def _run(
+    recipe: Recipe, launch: Launch, resolved: str, resume: bool, begin: Callable[[], None], warnings: Sequence[int]
+) -> None:
     """Train on this rank. The arguments are those of TrainingJob.
 
     torch, transformers and deepspeed are imported from here on, so that a wrong recipe fails without their seconds.
@@ -153,7 +155,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .engine.sanity_checks import NothingTrained
         from .training_run import TrainingJob, train_policy
 
-        job = TrainingJob(recipe, launch, services, new_policy, resume, begin, warnings, _say)
+        job = TrainingJob(recipe, launch, resolved, services, new_policy, resume, begin, warnings, _say)
         steps = train_policy(job, imports)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
     if launch.rank == 0 and not steps:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import yaml
+
+from ngym import __version__
 from ngym.files.atomic import WriteFailed, whole_folder
 from ngym.plot.figure import Line, Panel, as_text, default_series, write_picture
 
 from .algorithms import Setup
-from .checkpoints import Checkpoint, Checkpoints, CheckpointSaver, model_digest
+from .checkpoints import Checkpoint, Checkpoints, CheckpointSaver, flatten, model_digest
 from .data import file_batches
 from .engine import engine, optimizer
 from .engine.distributed import barrier, join_process_group
+from .engine.rank_hosts import check_equal, check_shared
 from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, explain_out_of_memory, to_fit
 from .evaluation.heldout_loss import HeldOutNotFinite
 from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
@@ -46,10 +51,14 @@ if TYPE_CHECKING:
     from .online.services import Services
 
 
+COMPARED = ("torch", "deepspeed", "transformers")  # their versions must be equal on all machines
+
+
 class TrainingJob(NamedTuple):
     """A run as `train` has prepared it.
 
     Attributes:
+        resolved: the recipe as YAML.
         services: of a live run, on rank 0; None elsewhere.
         new_policy: the model that a live run initializes in `recipe.model.path`.
         begin: called once, when everything is ready and training begins.
@@ -60,6 +69,7 @@ class TrainingJob(NamedTuple):
 
     recipe: Recipe
     launch: Launch
+    resolved: str
     services: Services | None
     new_policy: ModelOptions | None
     resume: bool
@@ -78,6 +88,7 @@ def train_policy(job: TrainingJob, imports: ExitStack) -> int:
     gc.freeze()
     gc.enable()
     with join_process_group(job.launch):
+        _check_machines(job)
         if recipe.data is not None and job.launch.rank == 0:
             file_batches.make(recipe.data, job.say)
         if job.new_policy is not None and job.launch.rank == 0:
@@ -88,6 +99,35 @@ def train_policy(job: TrainingJob, imports: ExitStack) -> int:
         with explain_out_of_memory(lambda: learner.activity, to_fit(recipe.micro_batch_tokens)):
             TrainingRun(job, learner, tokenizer).run()
     return learner.steps
+
+
+def _check_machines(job: TrainingJob) -> None:
+    """Check that the ranks of all machines have one recipe, the same versions and one output folder.
+
+    Raises:
+        UsageError: one differs; on every rank.
+    """
+    versions = {"ngym": __version__, **{name: metadata.version(name) for name in COMPARED}}
+    recipe = {key: repr(value) for key, value in flatten(yaml.safe_load(job.resolved)).items()}
+    check_equal(job.launch, versions, "install the same versions on all machines")
+    check_equal(job.launch, recipe, "start all ranks with the same recipe and overrides")
+    check_shared(job.launch, job.recipe.output)
+
+
+def _check_files(job: TrainingJob, models: Mapping[str, str]) -> None:
+    """Check that the ranks of all machines read the same models and data.
+
+    models: path -> digest.
+
+    Raises:
+        UsageError: one differs; on every rank.
+    """
+    recipe, data = job.recipe, job.recipe.data
+    held_out = recipe.evaluation.data if recipe.evaluation else None
+    paths = [path for path in (data.path if data else None, held_out) if path is not None]
+    digests = {path: file_batches.digest(path) for path in paths} if job.launch.launched else {}
+    read = {path: f"sha256 {digest[:12]}" for path, digest in {**models, **digests}.items()}
+    check_equal(job.launch, read, "all machines need the same file")
 
 
 def _initialize(options: ModelOptions, job: TrainingJob) -> None:
@@ -135,6 +175,8 @@ class TrainingRun:
         recipe = job.recipe
         self._job, self._recipe, self._learner, self._tokenizer = job, recipe, learner, tokenizer
         self._is_main = job.launch.rank == 0
+        models = {name: digest for name in _models(recipe) if (digest := model_digest(name)) is not None}
+        _check_files(job, models)
         self._algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, self._algorithm, tokenizer)
         self._source = LiveSource(parts, job.services, job.say) if recipe.live else FileSource(parts, job.say)
@@ -149,7 +191,7 @@ class TrainingRun:
             self._source.state,
             self._source.steps,
             recipe.micro_batch_tokens,
-            {name: digest for name in _models(recipe) if (digest := model_digest(name)) is not None},
+            models,
         )
         self._untrained = NoSignalMonitor()
 

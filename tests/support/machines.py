@@ -89,7 +89,12 @@ def kill(program: Program) -> None:
 
 @contextmanager
 def machines(
-    count: int = 2, *, shared: Sequence[Path] = (), private: Sequence[Path] = (), rate: str | None = None
+    count: int = 2,
+    *,
+    shared: Sequence[Path] = (),
+    private: Sequence[Path] = (),
+    rate: str | None = None,
+    debian: bool = False,
 ) -> Iterator[list[Machine]]:
     """`count` machines: node1, node2, ... Their processes end with the block.
 
@@ -97,6 +102,7 @@ def machines(
         shared: folders below /tmp that all see; ngym and its environment are always among them.
         private: folders that are empty, and another on each machine.
         rate: bits a second of each line, as tc writes them ("100mbit"). By default as fast as the kernel.
+        debian: each machine's own name is 127.0.1.1 for itself, as Debian's installer writes it into /etc/hosts.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="machines")))
@@ -107,7 +113,8 @@ def machines(
         for number in range(1, count + 1):
             own = folder / str(number)
             own.mkdir()
-            (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+            names = ["127.0.0.1 localhost", *([f"127.0.1.1 node{number}"] if debian else []), *hosts]
+            (own / "hosts").write_text("\n".join([*names, ""]))
             paths = {"SHARED": " ".join(map(str, below_tmp)), "PRIVATE": " ".join(map(str, private))}
             init = _hold(
                 stack, [*NAMESPACES, "--mount-proc"], MACHINE, {"NAME": f"node{number}", "OWN": str(own), **paths}

@@ -10,20 +10,24 @@ end the run.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+import orjson
 import torch
 from torch import distributed
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ngym.errors import NgymError
+from ngym.net.auth import is_loopback
+from ngym.net.interface import interface_of
 
 from ..recipe.recipe import Launch
 
@@ -44,6 +48,13 @@ class RankGone(NgymError):
     """A rank is dead, hangs or ended before the others."""
 
 
+class RankHost(NamedTuple):
+    """A rank's machine. address: its own one on the way to rank 0; may be loopback on the machine of rank 0."""
+
+    name: str
+    address: str
+
+
 class LastHeartbeat(NamedTuple):
     """A rank's last heartbeat, and the check at which it was new."""
 
@@ -54,6 +65,9 @@ class LastHeartbeat(NamedTuple):
 class Heartbeat:
     """This rank's membership in the process group, from rendezvous to exit.
 
+    Attributes:
+        hosts: the machine of each rank.
+
     Raises:
         RankGone: a rank did not arrive.
     """
@@ -62,6 +76,9 @@ class Heartbeat:
         self._rank = rank
         self._peers = [peer for peer in range(ranks) if peer != rank]
         self._store = self._join_store()  # on rank 0 the store lives as long as this object
+        self.hosts = [
+            RankHost(*orjson.loads(host)) for host in self._store.multi_get(list(map(_host_key, range(ranks))))
+        ]
         self._last_seen = dict.fromkeys(self._peers, LastHeartbeat(FIRST, 0))
         self._checks = 0
         self._stopped = threading.Event()
@@ -96,6 +113,8 @@ class Heartbeat:
                 ) from error
             raise RankGone(self._missing_ranks_message([0])) from error
         try:
+            this_host = RankHost(socket.gethostname(), _address_towards(host))
+            store.set(_host_key(self._rank), orjson.dumps(list(this_host)))  # type: ignore[arg-type]
             store.set(_key(self._rank), FIRST)  # type: ignore[arg-type]  # bytes are accepted too
             _run_within(
                 lambda: store.wait(list(map(_key, self._peers)), timedelta(seconds=RENDEZVOUS_TIMEOUT_S)),
@@ -169,12 +188,17 @@ class Heartbeat:
         ]
         if not silent and not failed:
             return None
-        ranks = "rank " + ", ".join(map(str, failed or silent))
+        ranks = "rank " + ", ".join(map(self._name, failed or silent))
         reason = "has failed" if failed else f"has given no sign of life for {checks * HEARTBEAT_CHECK_S:.0f} s"
         return (
             f"{ranks} {reason}, so rank {self._rank} ends too; see the output of the former; to continue, run the same "
             "command with --resume"
         )
+
+    def _name(self, rank: int) -> str:
+        """The number of a rank, with its machine if that is another one."""
+        name = self.hosts[rank].name
+        return str(rank) if name == self.hosts[self._rank].name else f"{rank} on {name}"
 
 
 def in_daemon_thread(name: str, act: Callable[[], Result]) -> Future[Result]:
@@ -216,18 +240,18 @@ def _address() -> tuple[str, int]:
 
 
 @contextmanager
-def watch_ranks(rank: int, ranks: int) -> Iterator[None]:
-    """Watch the other ranks and name the lost ones; does nothing with a single rank.
+def watch_ranks(rank: int, ranks: int) -> Iterator[Sequence[RankHost]]:
+    """Watch the other ranks and name the lost ones; does nothing with a single rank. Yields the machine of each rank.
 
     Raises:
         RankGone: a collective failed, because a rank is gone.
     """
     if ranks == 1:
-        yield
+        yield []
         return
     heartbeat, last = Heartbeat(rank, ranks), FAILED
     try:
-        yield
+        yield heartbeat.hosts
         last = DONE
     except RuntimeError as error:
         if message := heartbeat.dead_rank():
@@ -241,6 +265,10 @@ def _key(rank: int) -> str:
     return f"ngym/sign of life/{rank}"
 
 
+def _host_key(rank: int) -> str:
+    return f"ngym/host/{rank}"
+
+
 @contextmanager
 def join_process_group(launch: Launch) -> Iterator[None]:
     """In the process group (the launcher's environment has its address), or alone without a launcher."""
@@ -250,8 +278,10 @@ def join_process_group(launch: Launch) -> Iterator[None]:
         backend = "nccl"
         torch.cuda.set_device(launch.local_rank)
     try:
-        with watch_ranks(launch.rank, launch.ranks):
+        with watch_ranks(launch.rank, launch.ranks) as hosts:
             if launch.launched:
+                if interface := gloo_interface(hosts, launch.rank):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
                 distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
             else:
                 distributed.init_process_group(
@@ -260,6 +290,32 @@ def join_process_group(launch: Launch) -> Iterator[None]:
             yield
     finally:
         _exit_process()
+
+
+def gloo_interface(hosts: Sequence[RankHost], rank: int) -> str | None:
+    """The network interface for gloo; None if its own choice is right: that of the address of this machine's name.
+
+    Debian writes this name with the address 127.0.1.1 into /etc/hosts, where other machines cannot connect.
+    """
+    with suppress(OSError):
+        if not is_loopback(socket.gethostbyname(hosts[rank].name)):
+            return None
+    addresses = [host.address for host in hosts if not is_loopback(host.address)]
+    if not addresses:  # all ranks are on one machine
+        return None
+    own = hosts[rank].address
+    return interface_of(_address_towards(addresses[0]) if is_loopback(own) else own)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to a host, to which nothing is sent; a loopback one if there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((host, 9))
+        except OSError:
+            return "127.0.0.1"
+        address: str = sock.getsockname()[0]
+        return address
 
 
 def _exit_process() -> None:

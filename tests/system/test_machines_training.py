@@ -1,0 +1,128 @@
+"""Training over several machines, which are Linux namespaces: ranks, and machines that fall silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import ForkedCommand
+from machine import PATIENCE_S, wait_until
+from machines import Machine, Program, can_make_machines, kill, machines
+from small_model import SHAPE
+from trainer_service import free_port
+
+needs_machines = pytest.mark.skipif(not can_make_machines(), reason="needs root and network namespaces")
+
+
+def sft_words(root: Path, *more: str) -> list[str]:
+    shape = [f"model.from_scratch.{name}={value}" for name, value in SHAPE.items()]
+    script = f"data.made_by=[{root}/data/calculator/generate.py,demonstrations,--count,400,--seed,0]"
+    words = ["sft.yaml", "output=run", script, "batch_size=16", "optimizer.name=adamw", "engine.zero_stage=2", *shape]
+    return [*words, "max_steps=100000", "epochs=100000", "checkpoint.every=3", *more]
+
+
+def rank_variables(rank: int, address: str, port: str) -> dict[str, str]:
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    return {**meeting, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def ng_train(machine: Machine, folder: Path, log: str, words: Sequence[str], **variables: str) -> Program:
+    command = [str(Path(sys.executable).with_name("ng_train")), *words]
+    with (folder / log).open("w") as output:
+        return machine.popen(*command, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT)
+
+
+@contextmanager
+def on_both(nodes: Sequence[Machine], folder: Path, words: Sequence[str]) -> Iterator[list[Program]]:
+    """A rank on each machine, whose outputs are in 0.log and 1.log."""
+    with ExitStack() as stack:
+        ranks = []
+        for rank, node in enumerate(nodes):
+            ranks.append(ng_train(node, folder, f"{rank}.log", words, **rank_variables(rank, "node1", "29500")))
+            stack.callback(kill, ranks[-1])
+        yield ranks
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for_step(folder: Path, step: int, programs: Sequence[Program | ForkedCommand]) -> None:
+    wait_until(lambda: len(steps(folder)) >= step or any(one.poll() is not None for one in programs), 5 * PATIENCE_S)
+    assert len(steps(folder)) >= step, [path.read_text() for path in folder.glob("*.log")]
+
+
+@needs_machines
+def test_ranks_of_two_machines_compute_what_those_of_one_do_and_name_a_machine_that_falls_silent(
+    root: Path, tmp_path: Path
+) -> None:
+    """Each machine's own name is 127.0.1.1 for itself, where the other cannot connect."""
+    words, one = sft_words(root), tmp_path / "one"
+    one.mkdir()
+    port = free_port()
+    alone = [
+        ForkedCommand(["train", *words], one, {**os.environ, **rank_variables(rank, "127.0.0.1", port)})
+        for rank in range(2)
+    ]
+    try:
+        wait_for_step(one, 3, alone)
+    finally:
+        for process in alone:
+            process.kill()
+            process.communicate()
+    with machines(2, shared=[tmp_path], debian=True) as nodes:
+        with on_both(nodes, tmp_path, words) as ranks:
+            wait_for_step(tmp_path, 4, ranks)
+            nodes[1].cut()
+            assert [rank.wait(PATIENCE_S) for rank in ranks] == [1, 1]
+        outputs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+        assert "rank 1 on node2 has given no sign of life for 45 s, so rank 0 ends too" in outputs[0]
+        assert "rank 0 on node1 has given no sign of life for 45 s, so rank 1 ends too" in outputs[1]
+        assert not any("Traceback" in output for output in outputs)
+        compared = [[(row["loss"], row["grad_norm"]) for row in steps(folder)[:3]] for folder in (one, tmp_path)]
+        assert compared[0] == compared[1]
+        nodes[1].connect()
+        done = len(steps(tmp_path))
+        with on_both(nodes, tmp_path, [*words, "--resume"]) as ranks:
+            wait_for_step(tmp_path, done + 1, ranks)
+        assert "resuming after step" in (tmp_path / "0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("folders", "more", "expected"),
+    [
+        (
+            (".", "elsewhere"),
+            (),
+            r"output: .*/elsewhere/run on rank 1 .* is not .*/run of rank 0 .*; all machines need the same folder",
+        ),
+        (
+            (".", "."),
+            ("optimizer.lr=0.5",),
+            r"optimizer\.lr: 0\.5 on rank 1 \(.*\), 0\.005 on rank 0 \(.*\); start all",
+        ),
+    ],
+)
+def test_ranks_with_another_folder_or_recipe_end_in_one_line(
+    root: Path, tmp_path: Path, folders: tuple[str, str], more: tuple[str, ...], expected: str
+) -> None:
+    port = free_port()
+    ranks = []
+    for rank, folder in enumerate(folders):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        words = sft_words(root, *(more if rank else ()))
+        place = {**os.environ, **rank_variables(rank, "127.0.0.1", port)}
+        ranks.append(ForkedCommand(["train", *words], tmp_path / folder, place))
+    outputs = [rank.communicate(timeout=5 * PATIENCE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], outputs
+    assert all(re.search(expected, output) and "Traceback" not in output for output in outputs), outputs
+    assert not list(tmp_path.rglob(".seen-by-all*"))
