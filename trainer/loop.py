@@ -282,7 +282,7 @@ class LiveSource:
         if services is not None:
             check_transport(options.transport)
             ready = services.ready
-            self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), ready.token)
+            self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), ready.token, say)
         for line in live_run_sizes(recipe, read_launch()):
             say(line)
         weights = learner.adapter if options.transport == "lora" else learner.weights
@@ -291,7 +291,7 @@ class LiveSource:
         if services is not None and colocated is None and services.ready.peers.head_url is not None:
             membership = HeadMembership(services, options.policy, say)
         weight_sync = WeightSync(learner, self._pusher, probe_ids(tokenizer), weights, colocated, membership)
-        self._live = LiveBatches(recipe, algorithm, learner, weight_sync, services)
+        self._live = LiveBatches(recipe, algorithm, learner, weight_sync, services, say)
         self._say = say
 
     def check(self, state: Json | None) -> None:
@@ -313,6 +313,7 @@ class LiveSource:
                 recipe.seed,
                 recipe.output / EVAL_ROLLOUTS,
                 done,
+                self._say,
             )
         try:
             at_hand = self._live.open(state)

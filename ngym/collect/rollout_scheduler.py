@@ -68,9 +68,15 @@ Plan = Iterable[PlannedRollout] | AsyncIterable[PlannedRollout]
 
 @dataclass
 class Gate:
-    """A gate that is open while nothing holds it. reasons: holder -> one line for the screen."""
+    """A gate that is open while nothing holds it.
+
+    Attributes:
+        reasons: holder -> one line for the screen.
+        on_hold: called with the reason when a holder begins to hold it.
+    """
 
     reasons: dict[str, str] = field(default_factory=dict)
+    on_hold: Callable[[str], None] = lambda reason: None
     _open: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -81,7 +87,10 @@ class Gate:
         if reason is None:
             self.reasons.pop(holder, None)
         else:
+            is_new = holder not in self.reasons
             self.reasons[holder] = reason
+            if is_new:
+                self.on_hold(reason)
         if self.reasons:
             self._open.clear()
         else:

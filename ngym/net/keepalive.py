@@ -35,6 +35,13 @@ def enable_keepalive(sock: TcpSocket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
+def break_when_silent(sock: socket.socket) -> None:
+    """Let the calls of a blocking socket raise TimeoutError after SILENT_S without a packet, also those that send."""
+    enable_keepalive(sock)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+
+
 def silence_s(sock: TcpSocket) -> float:
     """Seconds since the last packet of the other machine; 0 if the system does not tell.
 

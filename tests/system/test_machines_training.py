@@ -1,15 +1,17 @@
-"""Training over several machines, which are Linux namespaces: ranks, and machines that fall silent."""
+"""Training over several machines, which are Linux namespaces: ranks, a policy elsewhere, and machines that fall silent."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,19 @@ from machines import Machine, Program, can_make_machines, kill, machines
 from small_model import SHAPE
 from trainer_service import free_port
 
+from ngym.collect import CollectionLimits
+from ngym.trainer.online.rollout_stream import reporting_gate
+from ngym.trainer.weights import push
+from ngym.trainer.weights.replica import Replica
+
 needs_machines = pytest.mark.skipif(not can_make_machines(), reason="needs root and network namespaces")
+SERVER = "http://node2:8000"
+TOKENS = {"NGYM_TOKEN": "token-of-the-run-of-a-test", "NGYM_ADMIN_TOKEN": "token-of-its-admin-in-a-test"}
+SERVICES = f"""
+policy: {{kind: model, app: models/transformers, model: run/initial, model_within_s: 600, push_lease_s: 2, url: "{SERVER}"}}
+letters: {{kind: gym_server, app: gym_servers/letters}}
+letters_agent: {{kind: agent, app: agents/simple, gym: letters, model: policy}}
+"""
 
 
 def sft_words(root: Path, *more: str) -> list[str]:
@@ -126,3 +140,70 @@ def test_ranks_with_another_folder_or_recipe_end_in_one_line(
     assert [rank.returncode for rank in ranks] == [2, 2], outputs
     assert all(re.search(expected, output) and "Traceback" not in output for output in outputs), outputs
     assert not list(tmp_path.rglob(".seen-by-all*"))
+
+
+def weights(node: Machine, folder: Path) -> dict[str, Any]:
+    """What the policy says of its weights, asked from its own machine."""
+    words = ["curl", "-s", "-m", "5", "-H", f"authorization: Bearer {TOKENS['NGYM_ADMIN_TOKEN']}", f"{SERVER}/weights"]
+    answer = node.run(*words, cwd=folder).stdout
+    return json.loads(answer) if answer.startswith("{") else {}
+
+
+@needs_machines
+def test_a_push_to_another_machine_that_is_cut_changes_nothing_and_a_silent_machine_is_named(tmp_path: Path) -> None:
+    (tmp_path / "services.yaml").write_text(SERVICES)
+    words = ["letters.yaml", "output=run", "max_steps=1000", "rollouts.policy_app=null", "checkpoint.every=2"]
+    words += ["rollouts.services=services.yaml", "rollouts.max_output_tokens=16", "rollouts.tasks_per_step=2"]
+    with machines(2, shared=[tmp_path], rate="10mbit") as (trainer, server), ExitStack() as stack:
+        serve = [str(Path(sys.executable).with_name("ng_serve")), "policy", "--config", "services.yaml"]
+        with (tmp_path / "server.log").open("w") as log:
+            serving = server.popen(
+                *serve, "--host", server.address, cwd=tmp_path, env=TOKENS, stdout=log, stderr=subprocess.STDOUT
+            )
+        stack.callback(kill, serving)
+        training = ng_train(trainer, tmp_path, "train.log", words, **TOKENS)
+        stack.callback(kill, training)
+        wait_for_step(tmp_path, 1, [training, serving])
+        wait_until(lambda: weights(server, tmp_path).get("updating"))
+        server.cut()
+        before = weights(server, tmp_path)
+        wait_until(lambda: not weights(server, tmp_path)["updating"])  # the lease of the push has ended
+        assert weights(server, tmp_path)["policy_version"] == before["policy_version"]
+        server.connect()
+        wait_for_step(tmp_path, before["policy_version"] + 2, [training, serving])
+        server.power_off()
+        output = tmp_path / "train.log"
+        wait_until(lambda: re.search(rf"{SERVER}.*(trying again for up to|waiting for it)", output.read_text()))
+        os.killpg(training.pid, signal.SIGINT)
+        wait_until(lambda: "--resume continues after step" in output.read_text())
+    rows = steps(tmp_path)
+    assert [row["policy_version"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all(row["token_mult_prob_error"] < 1.001 and row["lag"] == 0 for row in rows)
+
+
+def test_a_push_that_breaks_after_more_than_the_patience_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a large model over a slow network."""
+    now, lines = [0.0], list[str]()
+    answers = iter([push.TransientPushError("the line was cut"), {"policy_version": 3, "transport": ["http"]}])
+
+    def ask(replica: Replica) -> dict[str, Any]:
+        now[0] += 400
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(push, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+    monkeypatch.setattr(Replica, "weights", ask)
+    pusher = push.Pusher([SERVER], "token", patience_s=300, say=lines.append)
+    assert pusher.versions() == [3]
+    assert lines == ["the line was cut; trying again for up to 300 s"]
+    pusher.finish()
+
+
+def test_a_collection_that_waits_says_so_once() -> None:
+    lines: list[str] = []
+    gate = reporting_gate(CollectionLimits(give_up_s=60), lines.append)
+    for _ in range(2):
+        gate.hold("policy", f"policy does not answer at {SERVER}")
+    assert lines == [f"policy does not answer at {SERVER}; waiting for it, 60 s at the most"]

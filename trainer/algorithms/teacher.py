@@ -12,6 +12,7 @@ value of that token changes, and no other.
 
 from __future__ import annotations
 
+import http.client
 import math
 import os
 import sys
@@ -22,16 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
-from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, Request, build_opener
 
 import orjson
 import torch
 from torch import Tensor
 
 from ngym.errors import ConfigError, UsageError
+from ngym.net.keepalive import break_when_silent
 from ngym.net.tls import client_context
 from ngym.peer_answers import is_context_overflow, words
 
@@ -53,6 +54,7 @@ TOLERANCE = 0.2
 QUESTION = {"role": "user", "content": "Q"}
 CALLS = 32  # at the same time
 TIMEOUT_S = 600.0
+CONNECT_S = 10.0
 PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # between the attempts of a call: asking twice changes nothing
 RESTART_PAUSES_S = (5.0,) * 60  # then, if the server has answered before: it restarts and loads its model
 UNAVAILABLE = frozenset({429, 500, 502, 503, 504})  # 500: the first answer of a vLLM whose engine process has died
@@ -312,6 +314,34 @@ def check_context(packed: MicroBatch, policy: Policy, key: str) -> None:
         raise UsageError(f"{key}: its context is {policy.context:,} tokens, and a rollout has {longest:,}")
 
 
+class _Connection(http.client.HTTPConnection):
+    """A connection that is given up when the teacher's machine does not answer."""
+
+    def connect(self) -> None:
+        self.timeout = CONNECT_S
+        super().connect()
+        break_when_silent(self.sock)
+        self.sock.settimeout(TIMEOUT_S)
+
+
+class _TlsConnection(_Connection, http.client.HTTPSConnection):
+    """The same over TLS."""
+
+
+class _Handler(HTTPHandler):
+    def http_open(self, req: Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _TlsHandler(HTTPSHandler):
+    def https_open(self, req: Request) -> http.client.HTTPResponse:
+        return self.do_open(_TlsConnection, req, context=client_context())
+
+
+def _opener(url: str) -> OpenerDirector:
+    return build_opener(_TlsHandler if url.startswith("https") else _Handler)
+
+
 class Server:
     """A server that returns the logprobs of a prompt, such as models/vllm or vLLM itself.
 
@@ -322,6 +352,7 @@ class Server:
 
     def __init__(self, url: str, model: str | None, key: str | None, top_k: int = 0) -> None:
         self._url = url.rstrip("/")
+        self._opener = _opener(url)
         self._model = {} if model is None else {"model": model}
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._pool = ThreadPoolExecutor(CALLS, "teacher")
@@ -400,12 +431,11 @@ class Server:
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = Request(self._url + path, orjson.dumps(self._model | body), self._headers)
-        context = client_context() if self._url.startswith("https") else None
         restart_pauses_s = RESTART_PAUSES_S if self._has_answered else ()
         began = time.monotonic()
         for attempt, pause_s in enumerate((*PAUSES_S, *restart_pauses_s, None)):
             try:
-                with urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+                with self._opener.open(request) as answer:
                     content: dict[str, Any] = orjson.loads(answer.read())
                     self._has_answered, self._is_awaited = True, False
                     return content
@@ -413,7 +443,7 @@ class Server:
                 if pause_s is None or _has_hung(attempt, began) or error.code not in UNAVAILABLE:
                     raise _refusal(f"{self._url}{path}", error) from error
                 problem = f"answers {error.code}"
-            except (OSError, HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 if pause_s is None or _has_hung(attempt, began) or isinstance(error, ValueError):
                     raise UsageError(f"{self._url}{path} cannot be used: {error}") from error
                 problem = f"does not answer ({error})"

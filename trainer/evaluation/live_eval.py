@@ -37,7 +37,7 @@ from ngym.files.row_log import RowLog
 from ngym.schema import Json, is_failed_attempt
 from ngym.stats import Interval, Rewards, reaches
 
-from ..online.rollout_stream import TRAINER_FIELD
+from ..online.rollout_stream import TRAINER_FIELD, reporting_gate
 from ..online.services import Services
 from ..online.task_sampler import TaskFile, for_agent, task_problem
 from ..recipe.rollout_options import EvaluationOptions, HeldOutOptions, RolloutOptions
@@ -116,7 +116,7 @@ class Evaluation:
         temperature: for the sampled attempts.
         note: called with the step, the metrics, and a line for the screen.
         seed: of the run. file: where rollouts are kept. done: number of trained steps; stored rollouts of these weights
-        and of later ones are dropped, because they are attempted again.
+        and of later ones are dropped, because they are attempted again. say: called with what an evaluation waits for.
 
     Raises:
         UsageError: held-out rows that are not tasks of their agent; the file cannot be used. FileLocked: another run
@@ -133,8 +133,10 @@ class Evaluation:
         seed: int,
         file: Path,
         done: int,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._options = options
+        self._say = say
         self._seed = seed
         self._temperature = temperature
         self._services = services
@@ -182,7 +184,11 @@ class Evaluation:
                 await self._rollouts.append(outcome.row)
 
         run = RolloutScheduler(
-            self._services.ready.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep
+            self._services.ready.peers,
+            self._limits,
+            run_id=f"eval-{step}-{secrets.token_hex(4)}",
+            keep=keep,
+            gate=reporting_gate(self._limits, self._say),
         )
         async with aclosing(run.outcomes(self._plan(step, tallies, owners, keys))) as outcomes:
             async for outcome in outcomes:

@@ -55,10 +55,17 @@ class LiveBatches:
     Args:
         recipe: with live rollouts.
         services: on rank 0; None elsewhere.
+        say: called with what the collection waits for.
     """
 
     def __init__(
-        self, recipe: Recipe, algorithm: Algorithm, engine: Engine, weight_sync: WeightSync, services: Services | None
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        engine: Engine,
+        weight_sync: WeightSync,
+        services: Services | None,
+        say: Callable[[str], None],
     ) -> None:
         assert recipe.live is not None and recipe.max_steps is not None
         assert isinstance(recipe.algorithm, PolicyGradientOptions)
@@ -72,6 +79,7 @@ class LiveBatches:
         self._engine = engine
         self._weight_sync = weight_sync
         self._services = services
+        self._say = say
         self._evaluation: Evaluation | None = None
         self._tasks = TaskSource(recipe.live, recipe.seed, self._fields) if services else None
         self._stream: RolloutStream | None = None
@@ -179,6 +187,7 @@ class LiveBatches:
             lambda group: (
                 informative_components(group.components) if self._by_component else informative(group.rewards)
             ),
+            self._say,
         )
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream

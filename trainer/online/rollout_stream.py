@@ -35,7 +35,7 @@ import orjson
 
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome
 from ngym.collect.plan import PlannedRollout, plan_rollouts, sampling_seed
-from ngym.collect.rollout_scheduler import RolloutScheduler
+from ngym.collect.rollout_scheduler import Gate, RolloutScheduler
 from ngym.errors import UsageError
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
@@ -209,6 +209,11 @@ class StepRollouts:
     metrics: dict[str, float]
 
 
+def reporting_gate(limits: CollectionLimits, say: Callable[[str], None]) -> Gate:
+    """A gate that says what a collection waits for."""
+    return Gate(on_hold=lambda reason: say(f"{reason}; waiting for it, {limits.give_up_s:.0f} s at the most"))
+
+
 def next_batch(groups: Iterable[Group], size: int, step: int, max_lag: int) -> list[Group]:
     """The first `size` complete groups; empty if the remaining ones could then not all be trained in time.
 
@@ -236,6 +241,7 @@ class RolloutStream:
         steps: number of batches in all; nothing is collected for later ones.
         file: of the rollouts.
         has_learning_signal: whether a group has a learning signal, for dynamic sampling.
+        say: called with the reason when the collection begins to wait for a service.
     """
 
     def __init__(
@@ -248,6 +254,7 @@ class RolloutStream:
         steps: int,
         file: Path,
         has_learning_signal: Callable[[Group], bool],
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._judging: set[asyncio.Task[None]] = set()
         self._has_learning_signal = has_learning_signal
@@ -257,9 +264,11 @@ class RolloutStream:
         self._seed = seed
         self._steps = steps
         self._file = file
+        limits = CollectionLimits(concurrency=options.concurrency, timeout_s=options.timeout_s)
         self._run = RolloutScheduler(
             peers,
-            CollectionLimits(concurrency=options.concurrency, timeout_s=options.timeout_s),
+            limits,
+            gate=reporting_gate(limits, say),
             run_id=f"train-{secrets.token_hex(4)}",
             keep=self._store,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ Json = dict[str, Any]
 Result = TypeVar("Result")
 Server = TypeVar("Server")
 PAUSE_S = 1.0
+SAY_AFTER_S = 5.0
 JOIN_S = 60.0  # of each call to a replica that joins: the run waits for it
 MAX_AT_ONCE = 64
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, float16
@@ -117,6 +119,7 @@ class Pusher:
         adapter: the shape of what is pushed with `lora`.
         mode: for generations in flight: keep (they continue with the new weights), wait, abort.
         patience_s: how long a server may be unreachable, restarting, or busy with another push.
+        say: called once with the reason, when a call has been repeated for a while.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Pusher:
         adapter: AdapterShape | None = None,
         mode: Mode = "keep",
         patience_s: float = 300.0,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         is_custom = ":" in transport
         if not is_custom and (transport == "filesystem") != (folder is not None):
@@ -138,6 +142,7 @@ class Pusher:
         self._urls = urls if callable(urls) else lambda: urls
         self._token = token
         self._patience_s = patience_s
+        self._say = say
         self._replicas: list[Replica] = []
         self._follow()
         in_files: type[PushTransport] | None = (
@@ -372,13 +377,18 @@ class Pusher:
         return [future.result() for future in futures]
 
     def _with_retries(self, act: Callable[[], Result]) -> Result:
-        deadline = time.monotonic() + self._patience_s
+        began, failing_since, said = time.monotonic(), math.inf, False
         while True:
             try:
                 return act()
             except TransientPushError as error:
-                if time.monotonic() + PAUSE_S > deadline:
+                now = time.monotonic()
+                failing_since = min(failing_since, now)  # a push may have taken longer than the patience before
+                if now - failing_since + PAUSE_S > self._patience_s:
                     raise PushFailed(f"{error} (tried for {self._patience_s:.0f} s)") from error
+                if now - began > SAY_AFTER_S and not said:
+                    said = True
+                    self._say(f"{error}; trying again for up to {self._patience_s:.0f} s")
             time.sleep(PAUSE_S)
             self._follow()
 

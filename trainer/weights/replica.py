@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import orjson
 from torch import Tensor
 
+from ngym.net.keepalive import break_when_silent
 from ngym.net.tls import client_context
 from ngym.weight_push.delta import Delta
 
@@ -19,7 +20,8 @@ from ..recipe.extensions import File, Mode, PushFailed, TransientPushError
 from .push_files import DTYPES
 
 Json = dict[str, Any]
-CONNECT_S = 30.0
+CONNECT_S = 10.0
+PART_BYTES = 1 << 20
 
 
 class LogprobProof(NamedTuple):
@@ -179,11 +181,12 @@ class Replica:
         )
         with contextlib.closing(connection):
             connection.connect()
+            break_when_silent(connection.sock)
             connection.sock.settimeout(self._timeout_s)
             with self._track(connection.sock):
                 # A server may refuse a body without reading it; its answer is more useful than the broken pipe.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    connection.request(method, place.path + path, content, headers)
+                    _send(connection, method, place.path + path, content, headers)
                 reply = connection.getresponse()
                 return reply.status, reply.read()
 
@@ -196,6 +199,18 @@ class Replica:
             yield
         finally:
             self._connections.discard(connection)
+
+
+def _send(
+    connection: http.client.HTTPConnection, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
+) -> None:
+    """Send a request, in parts: the socket's timeout is of each part, however slow the network is for the whole."""
+    if content is None:
+        connection.request(method, path, headers=headers)
+        return
+    view = memoryview(content)
+    parts = (view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES))
+    connection.request(method, path, parts, {**headers, "content-length": str(len(view))})
 
 
 def _problem(answer: bytes) -> Json:

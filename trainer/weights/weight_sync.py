@@ -146,8 +146,10 @@ class WeightSync:
             self._colocated.sample()
 
 
-def pusher_of(recipe: Recipe, urls: Callable[[], Sequence[str]], token: str) -> Pusher:
-    """The pusher to the policy's servers, over the recipe's transport."""
+def pusher_of(
+    recipe: Recipe, urls: Callable[[], Sequence[str]], token: str, say: Callable[[str], None] = lambda line: None
+) -> Pusher:
+    """The pusher to the policy's servers, over the recipe's transport. say: called with what a push waits for."""
     options, lora = recipe.rollouts, recipe.model.lora
     assert options is not None
     return Pusher(
@@ -157,6 +159,7 @@ def pusher_of(recipe: Recipe, urls: Callable[[], Sequence[str]], token: str) -> 
         folder=options.push_folder,
         adapter=AdapterShape(lora.rank, lora.alpha) if lora is not None and options.transport == "lora" else None,
         mode=options.push_mode,
+        say=say,
     )
 
 
