@@ -31,7 +31,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from ngym.errors import ConfigError, UsageError
+from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.net.keepalive import break_when_silent
 from ngym.net.tls import client_context
 from ngym.peer_answers import is_context_overflow, words
@@ -445,7 +445,8 @@ class Server:
                 problem = f"answers {error.code}"
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if pause_s is None or _has_hung(attempt, began) or isinstance(error, ValueError):
-                    raise UsageError(f"{self._url}{path} cannot be used: {error}") from error
+                    kind = TeacherGone if self._has_answered else UsageError
+                    raise kind(f"{self._url}{path} cannot be used: {error}") from error
                 problem = f"does not answer ({error})"
             if attempt == len(PAUSES_S):
                 self._report_wait(problem)
@@ -464,6 +465,10 @@ class Server:
 def _has_hung(attempt: int, began: float) -> bool:
     """Whether the attempts so far took longer than all waits for a restart: the server hangs."""
     return attempt >= len(PAUSES_S) and time.monotonic() - began > sum(RESTART_PAUSES_S)
+
+
+class TeacherGone(NgymError):
+    """A server that has answered before does not answer any more: the recipe is right, so --resume may continue."""
 
 
 class PromptTooLong(UsageError):
@@ -514,7 +519,7 @@ def _find_problem(teacher: OpenTeacher, tokenizer: PreTrainedTokenizerBase, engi
         if isinstance(teacher, Server) and teacher.tokens(KNOWN_TEXT) != ids:
             return "another tokenizer than the policy's: a known text has other token ids there"
         first, repeat, changed = (_score_ids(teacher, token_ids, engine) for token_ids in (ids, ids, changed_ids))
-    except UsageError as error:
+    except (UsageError, TeacherGone) as error:
         return str(error)
     if TOO_LONG in first:
         return f"its context is too small for a known text of {len(ids)} tokens"
