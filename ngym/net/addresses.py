@@ -1,8 +1,10 @@
-"""Addresses of this machine, and which of them other machines can call."""
+"""Addresses and interfaces of this machine, and the addresses that other machines can call."""
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -10,6 +12,8 @@ from ngym.net.auth import is_loopback
 
 WILDCARDS = ("0.0.0.0", "::", "")  # a socket that is bound to one of them listens at every address of its machine
 _ANY_PORT = 9  # a UDP socket that connects sends nothing
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
+_IFREQ = "16s24x"
 
 
 class Route(NamedTuple):
@@ -46,3 +50,17 @@ def with_host(url: str, host: str) -> str:
     parts = urlsplit(url)
     netloc = f"[{host}]" if ":" in host else host
     return parts._replace(netloc=f"{netloc}:{parts.port}" if parts.port else netloc).geturl()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface whose first IPv4 address this is, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        return next((name for _, name in socket.if_nameindex() if _address_of(sock, name) == address), None)
+
+
+def _address_of(sock: socket.socket, interface: str) -> str | None:
+    try:
+        answer = fcntl.ioctl(sock, _GET_ADDRESS, struct.pack(_IFREQ, interface.encode()))
+    except OSError:  # it has none
+        return None
+    return socket.inet_ntoa(answer[20:24])

@@ -26,8 +26,8 @@ from torch import distributed
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ngym.errors import NgymError
+from ngym.net.addresses import interface_of, route_to
 from ngym.net.auth import is_loopback
-from ngym.net.interface import interface_of
 
 from ..recipe.recipe import Launch
 
@@ -308,14 +308,11 @@ def gloo_interface(hosts: Sequence[RankHost], rank: int) -> str | None:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address on the way to a host, to which nothing is sent; a loopback one if there is no way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((host, 9))
-        except OSError:
-            return "127.0.0.1"
-        address: str = sock.getsockname()[0]
-        return address
+    """This machine's address on the way to a host; a loopback one if there is no way."""
+    try:
+        return route_to(f"//{host}").own
+    except OSError:
+        return "127.0.0.1"
 
 
 def _exit_process() -> None:
