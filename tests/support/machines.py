@@ -136,7 +136,7 @@ def machines(
 @cache
 def can_make_machines() -> bool:
     """Whether this user and kernel can."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))):
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "setpriv", "ip", "tc"))):
         return False
     try:
         with machines(1, rate="100mbit"):
@@ -149,7 +149,8 @@ def _hold(
     stack: ExitStack, namespaces: Sequence[str], script: str, env: Mapping[str, str] = MappingProxyType({})
 ) -> int:
     """The process id of a script that keeps new namespaces until the stack is closed."""
-    command = ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script]
+    unshare = ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script]
+    command = ["setpriv", "--pdeathsig", "KILL", *unshare]  # ends also when these tests are killed
     outside = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
     stack.callback(outside.wait)
     stack.callback(outside.kill)
