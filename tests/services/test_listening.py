@@ -11,6 +11,7 @@ from house import bound_socket
 from machine import PATIENCE_S
 
 from ngym.net.connection_limits import Connection, Server
+from ngym.net.interface import interface_of
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 PARTS = (b"HTTP/1.1 ", b"HTTP/1.1 ", b"end")  # of a body: each begins as an answer does
@@ -115,3 +116,8 @@ async def test_what_breaks_after_its_head_has_still_said_that() -> None:
     async with open_connection() as (reader, writer):
         writer.write(asking("/breaks"))
         assert await reader.read() == WHOLE
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None  # of no machine (RFC 5737)

@@ -15,6 +15,7 @@ from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
 from ngym.files.atomic import wait_for_file
 from ngym.files.hub_download import hub_model_problem
+from ngym.net.interface import interface_of
 from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import lean_imports, leave_out_compiler, quick_metadata
 
@@ -103,6 +104,9 @@ def prepare_environment(*, local: bool, address: str | None = None) -> None:
     limit_spinning(alone="OMP_WAIT_POLICY" not in os.environ)  # ng_train has set it for its own case
     if address is not None:
         os.environ.setdefault("VLLM_HOST_IP", address)
+        # gloo would listen at this machine's name, which Debian writes as 127.0.1.1 into /etc/hosts
+        if interface := interface_of(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ["OMP_NUM_THREADS"] = "1"  # until the model is found, whose size decides (engine.py)
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # else 1.5 GB after 600 batch shapes
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # "auto" pins two servers to the same core
