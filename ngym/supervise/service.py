@@ -483,7 +483,7 @@ class ServiceProcess(PolledReplica):
                     "\n".join(self._log.tail(SHOWN_LINES)) or f"{self.state.label}: cannot be started as it is"
                 )
             self._deaths.count(ready_s)
-            how = ": ".join(filter(None, (describe_exit(code), self._log.reason)))
+            how = ": ".join(filter(None, (describe_exit(code, self.state.node), self._log.reason)))
             if why := self._deaths.give_up_reason(self._limits.max_deaths):
                 self.change(status="failed", detail=how, pid=None)
                 if self._log.reason:
@@ -491,7 +491,8 @@ class ServiceProcess(PolledReplica):
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
             changes = {"listed": code != EXIT_LOST and not self.is_leaving, **self.without_weights()}
-            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None, **changes)
+            when = "on a node that has room" if code == EXIT_LOST else f"in {pause:.1f} s"
+            self.change(status="restarting", detail=f"{how}; again {when}", pid=None, **changes)
             await asyncio.sleep(pause)
 
     async def _own_python(self) -> Path | None:
@@ -566,10 +567,10 @@ async def _kill(child: StartedProcess) -> None:
     await asyncio.wait({child.exit_code}, timeout=KILL_S)
 
 
-def describe_exit(code: int) -> str:
-    """An exit code in words."""
+def describe_exit(code: int, node: str = "") -> str:
+    """An exit code in words. node: where the process ran."""
     if code == EXIT_LOST:
-        return "its node was lost"
+        return f"its node was lost: {node}" if node else "its node was lost"
     if code >= 0:
         return f"exit code {code}"
     try:
