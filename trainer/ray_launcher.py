@@ -14,14 +14,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from ngym.cluster.ray_membership import is_lost, until_cut_off, watch_membership
 from ngym.cluster.ray_placement import (
     CHUNK_BYTES,
     RayPlacer,
@@ -34,6 +35,7 @@ from ngym.cluster.ray_placement import (
     reserve_group,
 )
 from ngym.errors import NgymError, UsageError
+from ngym.files.atomic import FileLocked, held_folder
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
 from ngym.runtime.event_loop import run_unless_failed
 from ngym.supervise.placement import VISIBLE
@@ -47,14 +49,18 @@ from .online.services import HEAD, config_for, config_for_agents, serving_option
 from .recipe.recipe import Recipe, TrainerOptions
 from .recipe.recipe_reader import environment_names
 from .run_folder import METRICS, RESOLVED, summary
-from .train import agents_of, check_recipe
+from .train import OTHERWISE, agents_of, check_recipe
 
 PLACEMENT_TIMEOUT_S = 600.0
+# Until an earlier rank 0 has released the run's folder: on a node that is cut off, Ray ends it after a minute, and a
+# network disk keeps the lock of a machine that lost its power for as long as a lease, 90 s for NFS.
+FOLDER_TIMEOUT_S = 180
 USAGE, TRY_AGAIN, INTERRUPTED = 2, 75, 130  # exit codes that another group of ranks does not change
 FIRST_SIGNAL = 128  # exit codes from here on, and negative ones, are of processes that were killed or lost
 RANK_VARIABLES = (
     "CUDA",
     "DS",
+    "GLOO",
     "HF",
     "MLFLOW",
     "NCCL",
@@ -80,10 +86,11 @@ OF_THE_NODE = frozenset(  # variables that they keep
     }
 )
 Say = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 class Rank:
-    """The actor beside one rank."""
+    """The actor beside one rank. It ends the rank when this node is cut off: Ray then starts another one elsewhere."""
 
     async def address(self) -> tuple[str, int]:
         """This node's address, and a port that is free there."""
@@ -98,7 +105,13 @@ class Rank:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
             preexec_fn=_set_up_rank,
         )  # fmt: skip
+        self._watch = asyncio.create_task(self._watch_cluster())
         return self._process.pid
+
+    async def _watch_cluster(self) -> None:
+        """Kill the rank once this node has been cut off. Ray itself would not notice it before the network is back."""
+        await until_cut_off()
+        await self.signal(signal.SIGKILL)
 
     async def output(self) -> bytes:
         assert self._process.stdout is not None
@@ -132,7 +145,8 @@ def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: 
     try:
         return asyncio.run(_Run(recipe, [*files, *overrides], overwrite, resume, environment_names(tree)).run())
     finally:
-        ray.shutdown()
+        if not is_lost():
+            ray.shutdown()
 
 
 class _Run:
@@ -147,6 +161,7 @@ class _Run:
         self._first = ["--resume"] * resume + ["--overwrite"] * overwrite
         self._options = recipe.trainer or TrainerOptions()
         self._ranks: list[RayProcess] = []
+        self._ended = ""  # the rank that ended the last group
         self._stopping = False
         self._task: asyncio.Task[Any] | None = None
 
@@ -183,6 +198,7 @@ class _Run:
         continues, earlier = self._first, self._recipe_file()
         failure: tuple[int, object] | None = None
         for remaining in reversed(range(self._options.max_failures + 1)):
+            self._ended = "a rank"
             code = await self._group(environment, continues)
             if self._stopping and not 0 <= code <= 255:  # the rank could not handle the signal, or is lost
                 return INTERRUPTED
@@ -196,14 +212,35 @@ class _Run:
                 )
             if remaining:
                 _say(
-                    f"a rank ended ({describe_exit(code)}); all start again, after the last checkpoint "
+                    f"{self._ended} ended ({describe_exit(code)}); all start again, after the last checkpoint "
                     f"({remaining} left)"
                 )
+                await self._wait_for_folder()
             began = self._recipe_file() not in (None, earlier)
             continues = ["--resume"] if began else self._first
         raise NgymError(
             f"the ranks failed {self._options.max_failures + 1} times, the last time: {describe_exit(code)}"
         )
+
+    async def _wait_for_folder(self) -> None:
+        """Wait until no earlier rank 0 holds the run's folder.
+
+        Raises:
+            FileLocked: one still holds it.
+        """
+        output = self._recipe.output
+        for attempt in range(FOLDER_TIMEOUT_S):
+            if not output.is_dir():
+                return
+            try:
+                with held_folder(output, OTHERWISE):
+                    return
+            except FileLocked:
+                if attempt == FOLDER_TIMEOUT_S - 1:
+                    raise
+                if not attempt:
+                    _say(f"waiting for an earlier rank 0, which still holds {output}")
+            await asyncio.sleep(1)
 
     def _recipe_file(self) -> tuple[int, int] | None:
         """Identity of the recipe that a run writes when it begins to train; another one after each beginning."""
@@ -234,17 +271,21 @@ class _Run:
             for index in range(size)
         ]
         try:
-            host, port = await actors[0].address.remote()
+            addresses = await asyncio.gather(*(_await(actor.address.remote()) for actor in actors))
+            host, port = addresses[0]
             shared = {**environment, "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
             words, folder = [*self._words, *continues], str(Path.cwd())
             for index, actor in enumerate(actors):
                 variables = {"RANK": str(index), "LOCAL_RANK": "0"}  # each sees only its own GPUs
                 pid = await actor.start.remote(words, shared | variables, folder)
                 self._ranks.append(RayProcess(actor, pid, os.dup(1 if index == 0 else 2)))
-            code = await _first_failure([rank.exit_code for rank in self._ranks])
+            failed = await _first_failure([rank.exit_code for rank in self._ranks])
             exited = [rank for rank in self._ranks if rank.exit_code.done()]
             await asyncio.gather(*(rank.drain() for rank in exited))
-            return code
+            if failed is None:
+                return 0
+            self._ended = f"rank {failed} on {addresses[failed][0]}"
+            return self._ranks[failed].exit_code.result()
         except RayError as error:
             if isinstance(error, RayActorError) and error.actor_init_failed:
                 raise NgymError(
@@ -254,9 +295,10 @@ class _Run:
             return 1 if isinstance(error, RayTaskError) else EXIT_LOST  # the actor's own code failed, or Ray lost it
         finally:
             self._ranks = []
-            for actor in actors:
-                ray.kill(actor)  # and with it its rank
-            ray.util.remove_placement_group(group)
+            if not is_lost():
+                for actor in actors:
+                    ray.kill(actor)  # and with it its rank
+                ray.util.remove_placement_group(group)
 
     @asynccontextmanager
     async def _services(self) -> AsyncIterator[tuple[dict[str, str], Callable[[], Any]]]:
@@ -264,7 +306,7 @@ class _Run:
         environment = rank_environment(os.environ, self._named)
         live = self._recipe.live
         if live is None or live.config is None:
-            yield environment, asyncio.Event().wait
+            yield environment, watch_membership
             return
         agents = agents_of(self._recipe, live)
         config = config_for(live.config, live.policy, live.policy_app, serving_options(self._recipe))
@@ -287,11 +329,19 @@ def rank_environment(environment: Mapping[str, str], named: Collection[str]) -> 
     return {name: environment[name] for name in names if name not in kept}
 
 
-async def _first_failure(codes: Sequence[asyncio.Future[int]]) -> int:
-    for done in asyncio.as_completed(codes):
-        if code := await done:
-            return code
-    return 0
+async def _await(result: Awaitable[Result]) -> Result:
+    return await result
+
+
+async def _first_failure(codes: Sequence[asyncio.Future[int]]) -> int | None:
+    """The index of the first that is not 0, or None if all are."""
+    running = set(codes)
+    while running:
+        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for index, code in enumerate(codes):
+            if code in done and code.result():
+                return index
+    return None
 
 
 def _failures(state: ReplicaState) -> None:

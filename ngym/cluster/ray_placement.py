@@ -27,6 +27,7 @@ from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTask
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ngym.cluster.ray_membership import is_lost, watch_membership
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.supervise.node_group import NodeGroup
@@ -251,6 +252,9 @@ class RayPlacer:
             await host.close()
             _remove(self._places.pop(host))
 
+    async def watch(self) -> None:
+        await watch_membership()
+
     async def _replica(self, config: Config, stanza: Stanza) -> ProcessHost:
         """A place for one replica; those of its processes are on different nodes."""
         places = await self._reserve(config, [stanza] * stanza.nodes, "STRICT_SPREAD")
@@ -269,6 +273,8 @@ class RayPlacer:
         return places
 
     async def close(self) -> None:
+        if is_lost():
+            return
         await asyncio.gather(*(place.close() for place in self._places))
         for group in {group.id: group for group in self._places.values()}.values():
             _remove(group)

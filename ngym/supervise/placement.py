@@ -48,6 +48,10 @@ class ProcessPlacer(Protocol):
         """Free what `more` has reserved; the process there has ended."""
         ...
 
+    async def watch(self) -> None:
+        """Wait forever. Raises NgymError when no process can be started or watched any more."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -158,6 +162,9 @@ class LocalPlacer:
         place = _LocalHost(self, sock, config.settings.tls is not None, environment)
         self._places[place] = (stanza.resources or Resources(), gpus or ())
         return place
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         for session in self._preloaded.values():

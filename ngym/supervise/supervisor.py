@@ -331,6 +331,7 @@ class Supervisor:
         for stanza in config.services.values():
             self._watched += self._external(stanza) if stanza.external else self._processes(stanza, places[stanza.name])
         self._head.start()
+        self._tasks.append(asyncio.create_task(self._engine.watch()))
         for watched in self._watched:
             run = watched.run() if isinstance(watched, ServiceProcess) else watched.watch()
             self._tasks.append(asyncio.create_task(run))

@@ -1,0 +1,96 @@
+"""Whether this machine is still a node of its Ray cluster.
+
+A network that is silent ends no connection, so Ray does not report to a driver or an actor that its node was cut off.
+A new connection shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+import ray
+
+from ngym.errors import NgymError
+
+CHECK_S = 5.0  # between two checks, and at most for each
+ACTOR_CHECKS = 4  # without the head node: 20 to 40 s, less than Ray takes to give a node up (65 s)
+DRIVER_CHECKS = 9  # 45 to 90 s
+ADVICE = "start Ray on this machine again (docs/scale.md), and run the same command with --resume if it has that option"
+
+
+_lost = asyncio.Event()  # set once `watch_membership` has raised
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        host, _, port = text.rpartition(":")
+        return cls(host.strip("[]"), int(port))
+
+    async def answers(self) -> bool:
+        """Whether something accepts a connection there in time."""
+        try:
+            async with asyncio.timeout(CHECK_S):
+                _, writer = await asyncio.open_connection(self.host, self.port)
+        except OSError:  # such as TimeoutError
+            return False
+        writer.close()
+        return True
+
+
+class Silence:
+    """Counts the checks in a row at which an address did not answer."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.checks = 0
+
+    async def check(self) -> int:
+        self.checks = 0 if await self.address.answers() else self.checks + 1
+        return self.checks
+
+
+def head_node() -> Address:
+    """The head node of this process's cluster."""
+    return Address.parse(ray.get_runtime_context().gcs_address)
+
+
+async def until_cut_off() -> None:
+    """Wait until an actor's node has been cut off from the head node of its cluster."""
+    head = Silence(head_node())
+    while await head.check() < ACTOR_CHECKS:
+        await asyncio.sleep(CHECK_S)
+
+
+def is_lost() -> bool:
+    """Whether the cluster is lost for this driver. Calls of Ray would then wait for it, and end the process."""
+    return _lost.is_set()
+
+
+async def watch_membership() -> None:
+    """Wait forever, in a driver.
+
+    Raises:
+        NgymError: Ray has given up this node, and with it the actors of this process; or the head node is lost.
+    """
+    identity = ray.get_runtime_context().get_node_id()
+    own = next(node for node in ray.nodes() if node["NodeID"] == identity)
+    head, here = Silence(head_node()), Silence(Address(own["NodeManagerAddress"], own["NodeManagerPort"]))
+    while True:
+        await asyncio.sleep(CHECK_S)
+        if await here.check() >= 2:
+            _lost.set()
+            raise NgymError(
+                f"this machine ({here.address.host}) is no longer a node of the Ray cluster: Ray has ended here, as it "
+                f"does after the network was down, and with it everything that this command had started; {ADVICE}"
+            )
+        if await head.check() >= DRIVER_CHECKS:
+            _lost.set()
+            raise NgymError(
+                f"the head node of the Ray cluster ({head.address.host}:{head.address.port}) does not answer any more, so "
+                f"everything that this command had started ends; {ADVICE}"
+            )
