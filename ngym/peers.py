@@ -50,6 +50,7 @@ REFUSED_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # pauses after other answers t
 MAX_RETRY_AFTER_S = 30.0
 RETRY_RATIO = 0.5  # retries per success: a third of all calls may fail for long and still be retried until they succeed
 DEFAULT_TIMEOUT_S = 600.0
+SLOW_BYTES_PER_S = 20_000  # of the body on a slow line that many calls share; its time does not count as the answer's
 FOLLOW_S = 5.0
 ToolErrors = Literal["fail", "show"]
 
@@ -227,7 +228,9 @@ class Peer:
         repeatable_s: float = 0.0,
         session: InSession | None = None,
     ) -> Reply:
-        """Send one request, with retries. affinity: decides the replica; None: a random one that is up.
+        """Send one request, with retries. timeout: seconds, and one more for each SLOW_BYTES_PER_S of the body.
+
+        affinity: decides the replica; None: a random one that is up.
 
         repeatable_s: seconds for which the service stores its answer under the idempotency key in `headers`; 0 without one.
         session: the session of the call.
@@ -237,6 +240,7 @@ class Peer:
         correlation = request_context.current.get()
         remaining = correlation.remaining_s()
         began = time.monotonic()
+        timeout += len(payload or b"") / SLOW_BYTES_PER_S
         ends = began + (timeout if remaining is None else min(timeout, remaining))
         repeatable_until = math.inf if idempotent else began + repeatable_s
         fixed = self._peers.authorization(self.name)
@@ -311,7 +315,8 @@ class Peer:
             UpstreamError: the call is not retried.
         """
         error = refusal(self.name, reply, call.method, url, call.path, call.session)
-        is_retryable = reply.status in NOT_PROCESSED
+        # 408 of a server of ngym: a part of the request did not come in time, as on a line that many share
+        is_retryable = reply.status in NOT_PROCESSED or (reply.status == 408 and error.retryable)
         if not own:  # it is not known whether the call reached the service
             is_retryable = is_retryable or call.is_repeatable()
         elif call.idempotent and reply.status in MAYBE_PROCESSED:

@@ -139,6 +139,32 @@ async def test_a_deadline_that_ends_a_retry_names_the_answer_before_it():
             await peers.close()
 
 
+async def test_the_time_of_a_large_body_on_a_slow_line_is_not_that_of_the_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ngym.peers.SLOW_BYTES_PER_S", 1)
+
+    async def slow(body: Json) -> web.Response:
+        await asyncio.sleep(0.5)
+        return web.json_response({"ok": True})
+
+    async with serving(slow) as url:
+        peers = Peers({"gym": [url]})
+        try:
+            assert await peers["gym"].post("/run", {"text": "x" * 100}, timeout=0.1) == {"ok": True}
+        finally:
+            await peers.close()
+
+
+async def test_a_request_that_did_not_come_whole_in_time_is_sent_again():
+    answers = iter([problem(408, retryable=True), problem(408, retryable=True)])
+
+    async with serving(lambda body: next(answers, {"ok": True})) as url:
+        peers = Peers({"agent": [url]})
+        try:
+            assert await peers["agent"].post("/run", {}) == {"ok": True}
+        finally:
+            await peers.close()
+
+
 async def test_where_no_replica_can_be_reached_the_error_says_so():
     with reserved_port() as one, reserved_port() as other:
         peers = Peers({"policy": [f"http://127.0.0.1:{one}", f"http://127.0.0.1:{other}"]})
