@@ -142,6 +142,26 @@ def test_ranks_with_another_folder_or_recipe_end_in_one_line(
     assert not list(tmp_path.rglob(".seen-by-all*"))
 
 
+def test_ranks_that_read_other_rows_end_in_one_line(root: Path, tmp_path: Path) -> None:
+    script = root / "data" / "calculator" / "generate.py"
+    command = [sys.executable, str(script), "demonstrations", "--count", "40", "--output", str(tmp_path / "rows.jsonl")]
+    subprocess.run(command, check=True)
+    folders = [tmp_path, tmp_path / "elsewhere"]
+    folders[1].mkdir()
+    (folders[1] / "rows.jsonl").write_text("".join((tmp_path / "rows.jsonl").open().readlines()[1:]))
+    port, words = free_port(), sft_words(root, f"output={tmp_path / 'run'}", "data.path=rows.jsonl", "data.made_by=[]")
+    ranks = [
+        ForkedCommand(["train", *words], folder, {**os.environ, **rank_variables(rank, "127.0.0.1", port)})
+        for rank, folder in enumerate(folders)
+    ]
+    outputs = [rank.communicate(timeout=5 * PATIENCE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], outputs
+    expected = (
+        r"rows\.jsonl: sha256 \w{12} on rank 1 \(.*\), sha256 \w{12} on rank 0 \(.*\); all machines need the same file"
+    )
+    assert all(re.search(expected, output) and "Traceback" not in output for output in outputs), outputs
+
+
 def weights(node: Machine, folder: Path) -> dict[str, Any]:
     """What the policy says of its weights, asked from its own machine."""
     words = ["curl", "-s", "-m", "5", "-H", f"authorization: Bearer {TOKENS['NGYM_ADMIN_TOKEN']}", f"{SERVER}/weights"]
