@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from importlib import metadata
@@ -107,7 +108,11 @@ def _check_machines(job: TrainingJob) -> None:
     Raises:
         UsageError: one differs; on every rank.
     """
-    versions = {"ngym": __version__, **{name: metadata.version(name) for name in COMPARED}}
+    versions = {
+        "ngym": __version__,
+        "Python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        **{name: metadata.version(name) for name in COMPARED},
+    }
     recipe = {key: repr(value) for key, value in flatten(yaml.safe_load(job.resolved)).items()}
     check_equal(job.launch, versions, "install the same versions on all machines")
     check_equal(job.launch, recipe, "start all ranks with the same recipe and overrides")
