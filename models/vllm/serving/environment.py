@@ -15,7 +15,7 @@ from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
 from ngym.files.atomic import wait_for_file
 from ngym.files.hub_download import hub_model_problem
-from ngym.net.interface import interface_of
+from ngym.net.addresses import interface_of
 from ngym.runtime.cpu_threads import limit_spinning
 from ngym.runtime.lean_imports import lean_imports, leave_out_compiler, quick_metadata
 
