@@ -13,10 +13,10 @@ import forked
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from machine import running, wait_until
 from paths import ROOT
+from waiting import running, wait_until
 
-pytest_plugins = ["browsing", "parallel", "rerun"]
+pytest_plugins = ["browser_pages", "parallel", "rerun"]
 
 # Read when torch, transformers or vLLM are imported, here or in a process that a test starts.
 os.environ |= {

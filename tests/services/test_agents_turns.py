@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from house import house
-from machine import PATIENCE_S
-from shipped import ROOT, calls, says
+from local_services import local_services
+from shipped_gym import ROOT, calls, says
+from waiting import PATIENCE_S
 
 from ngym.errors import ServiceError
 from ngym.schema import SESSION_HEADER
@@ -40,7 +40,7 @@ async def talk(row, *, replies=ADDING, user_replies=(), **options):
         "policy": {"replies": replies, "tokens": True},
         "person": {"replies": list(user_replies)},
     }
-    async with house(configured, **apps) as peers:
+    async with local_services(configured, **apps) as peers:
         return await peers["agent"].post("/run", row)
 
 
@@ -170,7 +170,7 @@ async def send(do, row, **options):
         "agent": {"gym": "counter", "model": "policy", "remote": "theirs", **options},
         "policy": {"replies": [{"text": "Done, 7."}], "tokens": True},
     }
-    async with house(configured, **apps) as peers:
+    async with local_services(configured, **apps) as peers:
         return await peers["agent"].post("/run", row), remote.state.requests
 
 
@@ -226,7 +226,7 @@ async def test_an_agent_of_ngym_is_not_a_remote_agent():
         "theirs": {"gym": "counter", "model": "policy"},
         "policy": {"replies": called},
     }
-    async with house(configured, **apps) as peers:
+    async with local_services(configured, **apps) as peers:
         with pytest.raises(ServiceError, match=r"theirs is an agent of ngym, .* without agents/remote") as caught:
             await peers["agent"].post("/run", task())
     assert caught.value.failure == "config"
@@ -247,7 +247,7 @@ async def test_a_ring_of_remote_agents_is_refused_before_a_second_round():
     apps |= {"counter": service("gym_servers/counter"), "policy": service("models/scripted")}
     shared = {"gym": "counter", "model": "policy", "show": ["target"]}
     configured = {"a": {**shared, "remote": "b"}, "b": {**shared, "remote": "a"}, "policy": {"replies": [{"text": ""}]}}
-    async with house(configured, **apps) as peers:
+    async with local_services(configured, **apps) as peers:
         with pytest.raises(ServiceError, match="sent this task to another agents/remote") as caught:
             await peers["a"].post("/run", task(ng={"rollout_id": "of an earlier collection"}))
     assert (caught.value.failure, caught.value.retryable) == ("config", False)
@@ -277,7 +277,9 @@ async def test_a_tool_that_the_gym_server_does_not_have_is_a_mistake_of_the_row(
     replies = [{"turn": 1, "tool_calls": [{"name": "calculator"}]}] if calls_it else []
     options = {"agent": {"gym": "gym", "model": "policy"}, "policy": {"replies": replies}}
     row = {"responses_create_params": {"input": "2 + 2?", "tools": [CALCULATOR]}, "target": 4}
-    async with house(options, gym=gym, agent=service("agents/simple"), policy=service("models/scripted")) as peers:
+    async with local_services(
+        options, gym=gym, agent=service("agents/simple"), policy=service("models/scripted")
+    ) as peers:
         if not ours and not calls_it:
             assert (await peers["agent"].post("/run", row))["reward"] == 1.0
             return

@@ -15,11 +15,11 @@ import httpx
 import orjson
 import pytest
 import pytest_asyncio
-from house import house
-from machine import PATIENCE_S, until
-from minded import Sglang, write_mind
+from local_services import local_services
 from paths import ROOT
+from stub_engines import Sglang, write_stub_model
 from upstreams import CONTEXT, Anthropic, OpenAI, Stub
+from waiting import PATIENCE_S, until
 
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import load
@@ -108,17 +108,17 @@ async def serving(kind: BackEnd, folder: Path) -> AsyncIterator[ModelService]:
     async with AsyncExitStack() as stack:
         options: Json = {"model": str(folder)} if kind.folder == "transformers" else {}
         if stub is not None:
-            stub_house = await stack.enter_async_context(house(stub=stub.app))
+            stub_house = await stack.enter_async_context(local_services(stub=stub.app))
             base_url = stub_house.urls["stub"][0] + kind.path
             options = {"model": "m", "base_url": base_url, "max_retries": 0, "api_key_env": None}
-        peers = await stack.enter_async_context(house({"policy": options | kind.options}, policy=app))
+        peers = await stack.enter_async_context(local_services({"policy": options | kind.options}, policy=app))
         client = httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S)
         yield ModelService(kind, stub, await stack.enter_async_context(client))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mind(tmp_path_factory.mktemp("mind"))
+    return write_stub_model(tmp_path_factory.mktemp("mind"))
 
 
 @pytest_asyncio.fixture(params=BACK_ENDS, scope="module", loop_scope="module")

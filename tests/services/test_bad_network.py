@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from bad_network import BREAKING, KINDS, Kind, proxy
 from fastapi import FastAPI
-from house import house
+from local_services import local_services
 from paths import ROOT
 from pydantic import BaseModel
 
@@ -66,7 +66,7 @@ async def rollouts_over(
     apps = {"gym": counting(effects), "model": model_server(respond=respond), "agent": agent}
     done: list[Rollout] = []
     failed: list[FailedAttempt] = []
-    async with house(options, **apps) as peers, asyncio.timeout(DEADLINE_S):
+    async with local_services(options, **apps) as peers, asyncio.timeout(DEADLINE_S):
         caller, called = link
         async with proxy(peers.urls[called][0], kind, **how) as between:
             asking = peers if caller == "collector" else agent.state.context.peers

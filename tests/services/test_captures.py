@@ -7,10 +7,10 @@ import chat_policy
 import httpx
 import pytest
 from anthropic import AsyncAnthropic
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
+from waiting import PATIENCE_S
 
 from ngym.rollout import ModelCall as Tokens
 from ngym.schema import Json
@@ -32,7 +32,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 @pytest.fixture(params=["responses", "chat"])
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     app = chat_policy.SCRIPTED.app if request.param == "responses" else chat_policy.app
-    async with house({"policy": {"replies": REPLIES, "tokens": True}}, policy=app) as peers:
+    async with local_services({"policy": {"replies": REPLIES, "tokens": True}}, policy=app) as peers:
         yield peers.urls["policy"][0]
 
 

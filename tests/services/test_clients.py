@@ -11,10 +11,10 @@ import openai
 import orjson
 import pytest
 from anthropic import AsyncAnthropic
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from openai import AsyncOpenAI
 from pydantic import BaseModel
+from waiting import PATIENCE_S
 
 REPLIES: list[dict[str, Any]] = [
     {
@@ -47,7 +47,7 @@ class City(BaseModel):
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """A model server whose back end has this API."""
     app = chat_policy.SCRIPTED.app if request.param == "responses" else chat_policy.app
-    async with house({"policy": {"replies": REPLIES, "tokens": True}}, policy=app) as peers:
+    async with local_services({"policy": {"replies": REPLIES, "tokens": True}}, policy=app) as peers:
         yield peers.urls["policy"][0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from documents import snippets
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.errors import ConfigError, ServiceError
@@ -31,7 +31,9 @@ def code(source: str) -> str:
 @pytest.fixture
 async def gym():
     limits = {"cpu_s": 1.0, "wall_s": 60.0, "memory_mib": 256}
-    async with house({"code_exec": {"limits": limits}}, code_exec=load(ROOT / "gym_servers/code_exec/app.py").app) as p:
+    async with local_services(
+        {"code_exec": {"limits": limits}}, code_exec=load(ROOT / "gym_servers/code_exec/app.py").app
+    ) as p:
         yield p["code_exec"]
 
 
@@ -162,7 +164,7 @@ async def test_no_hack_is_paid_and_each_is_a_verdict(gym):
 
 
 async def test_a_sandbox_that_fails_is_null_and_says_which(gym):
-    async with house(
+    async with local_services(
         {"code_exec": {"sandbox": {"provider": "remote", "url": "http://127.0.0.1:1"}}},
         code_exec=load(ROOT / "gym_servers/code_exec/app.py").app,
     ) as peers:
@@ -178,7 +180,7 @@ async def test_the_sandbox_of_the_documentation_runs_the_programs(tmp_path, monk
     (tmp_path / "sandboxes.py").write_text(next(each.text for each in page if "class CommandSandbox" in each.text))
     options = {"provider": "sandboxes.py:CommandSandbox", "command": ["nice"]}
     app = load(ROOT / "gym_servers/code_exec/app.py").app
-    async with house({"code_exec": {"sandbox": options}}, code_exec=app) as peers:
+    async with local_services({"code_exec": {"sandbox": options}}, code_exec=app) as peers:
         task = {"cases": [{"stdin": str(n), "stdout": str(n * n)} for n in range(3)]}
         right = await peers["code_exec"].post("/verify", request(task, code("print(int(input()) ** 2)")))
         wrong = await peers["code_exec"].post("/verify", request(task, code("print(int(input()) * 2)")))
@@ -192,7 +194,9 @@ async def test_the_sandbox_of_the_documentation_runs_the_programs(tmp_path, monk
 
 async def test_the_share_of_passing_tests_is_paid_on_demand():
     options = {"partial": True, "limits": {"cpu_s": 1.0, "wall_s": 60.0}}
-    async with house({"code_exec": options}, code_exec=load(ROOT / "gym_servers/code_exec/app.py").app) as peers:
+    async with local_services(
+        {"code_exec": options}, code_exec=load(ROOT / "gym_servers/code_exec/app.py").app
+    ) as peers:
         calls = {"function": "f", "cases": [{"args": [n], "expected": n * n} for n in range(4)]}
         runs = {"cases": [{"stdin": str(n), "stdout": str(n * n)} for n in range(4)]}
         some = "def f(n):\n    if n == 2: raise ValueError\n    return n * n"

@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from house import house
-from machine import PATIENCE_S, reserved_port, until
+from local_services import local_services
 from paths import ROOT
 from stub_agents import head, problem, scored_row, serving, task, text_item
+from waiting import PATIENCE_S, reserved_port, until
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Gate, Outcome, Rollout, collect
@@ -89,7 +89,7 @@ async def test_a_rollout_of_our_own_agent_is_a_whole_row() -> None:
         "agent": load(ROOT / "agents" / "simple" / "app.py").app,
     }
     options = {"agent": {"gym": "gym", "model": "model"}, "model": {"tokens": True}}
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         found = [
             outcome
             async for outcome in collect(

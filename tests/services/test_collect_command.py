@@ -17,8 +17,8 @@ import orjson
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
-from machine import PATIENCE_S, until
 from stub_agents import head, problem, scored_row, task
+from waiting import PATIENCE_S, until
 
 from ngym.cli.rollouts.collect import hint, main, translate_flags
 from ngym.collect.plan import CollectionPlan, input_rows, plan_rollouts

@@ -16,8 +16,8 @@ from typing import Any
 
 import orjson
 import pytest
-from machine import PATIENCE_S, until
 from stub_agents import head, scored_row, task, text_item
+from waiting import PATIENCE_S, until
 
 from ngym.files.jsonl import read
 from ngym.schema import Json

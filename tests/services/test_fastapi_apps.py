@@ -16,9 +16,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from house import bound_socket, house
-from machine import PATIENCE_S
+from local_services import bound_socket, local_services
 from paths import ROOT
+from waiting import PATIENCE_S
 
 from ngym import ConfigError, ServiceContext, ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.net.auth import RUN_TOKEN, TokenAuth, TokenAuthMiddleware
@@ -72,7 +72,7 @@ async def test_httpx_drives_an_agent_a_model_and_a_gym_server_in_one_process(mon
     ) as client:
         response = (await client.post("/v1/responses", json={"input": "Hi."})).json()
     assert response["output"][0]["content"][0]["text"] == "It is 3."
-    async with house(
+    async with local_services(
         policy=load_app("models/scripted"), gym=counter(), options={"policy": {"replies": [{"text": "3"}]}}
     ) as peers:
         for option, name in (("GYM", "gym"), ("MODEL", "policy")):
@@ -148,7 +148,7 @@ async def test_every_answer_of_a_service_has_a_schema_and_the_document_its_name(
         "actor": load_app("agents/simple"),
     }
     options = {"policy": {"replies": [{"text": "3"}]}, "actor": {"gym": "math", "model": "policy"}}
-    async with house(options=options, **apps) as peers:
+    async with local_services(options=options, **apps) as peers:
         for name in apps:
             document = await peers[name].get("/openapi.json")
             assert document["info"]["title"] == name

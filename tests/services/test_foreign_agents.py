@@ -8,10 +8,10 @@ import httpx
 import pytest
 from aiohttp import web
 from fastapi import FastAPI
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
 from stub_agents import scored_row, text_item
+from waiting import PATIENCE_S
 
 from ngym import ModelCall, RolloutContext, VerifyRequest, agent, gym_server, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
@@ -44,7 +44,7 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
     }
     options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
     task = {"responses_create_params": {"input": "Count to five."}, "target": 5}
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         recipe = CollectionPlan("actor", repeats=4)
         found = [
             outcome
@@ -79,7 +79,7 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
 
 @pytest.mark.parametrize("name", list(NEEDS))
 async def test_many_rollouts_of_a_foreign_agent_at_once_do_not_block_its_service(name: str):
-    """`house` fails where the event loop was blocked: 32 HTTP clients of LangChain are 3 s without an answer to /health."""
+    """`local_services` fails where the event loop was blocked: 32 HTTP clients of LangChain are 3 s without an answer to /health."""
     apps = {
         "policy": load(ROOT / "models" / "scripted" / "app.py").app,
         "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
@@ -87,7 +87,7 @@ async def test_many_rollouts_of_a_foreign_agent_at_once_do_not_block_its_service
     }
     options = {"policy": {"replies": REPLIES}, "actor": {"gym": "env", "model": "policy"}}
     task = {"responses_create_params": {"input": "Count to five."}, "target": 5}
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         await peers["actor"].post("/run", task)  # imports
         rows = await asyncio.gather(*(peers["actor"].post("/run", task) for _ in range(32)))
     assert [row["reward"] for row in rows] == [1.0] * 32
@@ -123,7 +123,7 @@ async def test_a_turn_that_was_cut_off_ends_the_rollout_of_a_foreign_agent_and_i
     }
     options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
     task = {"responses_create_params": {"input": "Count to five."}, "target": 2}
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         row = await peers["actor"].post("/run", task)
     trace = row["ng"]
     assert row["reward"] == 1.0, "the call of its first turn was run, that of the second was not"
@@ -144,7 +144,7 @@ async def test_the_calls_of_the_last_turn_at_max_steps_are_not_run(name: str):
     for steps, expected in ((1, 0), (2, 2), (3, 5)):
         agent = {"gym": "env", "model": "policy", "max_steps": steps}
         options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": agent}
-        async with house(options, **apps) as peers:
+        async with local_services(options, **apps) as peers:
             task = {"responses_create_params": {"input": "Count to five."}, "target": expected}
             row = await peers["actor"].post("/run", task)
         trace = row["ng"]
@@ -206,7 +206,9 @@ async def model_requests(name: str, params: dict[str, Any]) -> list[dict[str, An
         "actor": load(ROOT / "agents" / name / "app.py").app,
     }
     replies = [{"turn": 1, "tool_calls": [{"name": "add", "arguments": {"amount": 5}}]}, {"text": "Done."}]
-    async with house({"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
+    async with local_services(
+        {"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}, **apps
+    ) as peers:
         row = {"responses_create_params": {"input": "Count to five.", **params}, "target": 5}
         assert (await peers["actor"].post("/run", row))["reward"] == 1.0
     return [{"model": "policy"} | request for request in requests]
@@ -284,7 +286,7 @@ async def test_arguments_of_any_form_reach_the_tool_and_the_next_turn_as_the_mod
         "policy": {"replies": [*replies, {"text": "{tool_output}"}], "tokens": True},
         "actor": {"gym": "env", "model": "policy"},
     }
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         for index, (arguments, answer) in enumerate(ARGUMENTS.items()):
             task = {"responses_create_params": {"input": f"This is row {index}."}, "target": 0}
             row = await peers["actor"].post("/run", task)
@@ -307,7 +309,7 @@ async def test_calls_in_the_input_of_a_row_reach_the_model_unchanged(name: str):
         items.append({"type": "function_call", "call_id": call_id, "name": "add", "arguments": arguments})
         items.append({"type": "function_call_output", "call_id": call_id, "output": "no"})
     options = {"policy": {"replies": [{"text": "Done."}], "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         row = await peers["actor"].post("/run", {"responses_create_params": {"input": items}, "target": 0})
     ids = bytes(row["ng"]["segments"][0]["token_ids"]).decode("latin-1")
     assert ids.count("<tool_call>") == len(ARGUMENTS)
@@ -334,7 +336,9 @@ async def test_a_tool_gets_its_parameters_whatever_their_names(name: str):
     }
     arguments = dict.fromkeys(("config", "run_manager", "callbacks", "runtime", "state", "store"), "A")
     replies = [{"turn": 1, "tool_calls": [{"name": "configure", "arguments": arguments}]}, {"text": "{tool_output}"}]
-    async with house({"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
+    async with local_services(
+        {"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}, **apps
+    ) as peers:
         row = await peers["actor"].post("/run", {"responses_create_params": {"input": "Go."}})
     assert row["response"]["output"][-1]["content"][0]["text"] == '["A","A","A","A","A","A"]'
 
@@ -346,7 +350,7 @@ async def test_the_failure_of_an_agent_names_the_cause_of_a_librarys_error():
     apps = {"env": load(ROOT / "gym_servers" / "counter" / "app.py").app, "actor": agent(respond=respond)}
     apps["policy"] = load(ROOT / "models" / "scripted" / "app.py").app
     reason = r"RuntimeError: Connection error\. \(caused by OSError: no route to the host\) \(test_foreign_agents"
-    async with house({"actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
+    async with local_services({"actor": {"gym": "env", "model": "policy"}}, **apps) as peers:
         with pytest.raises(ServiceError, match=reason):
             await peers["actor"].post("/run", {"responses_create_params": {"input": "Go."}, "target": 1})
 
@@ -364,7 +368,7 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_
         {"turn": 3, "text": "Done."},
     ]
     options = {"policy": {"replies": replies, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         row = await peers["actor"].post("/run", {"responses_create_params": {"input": "Count."}, "target": 2})
     trace = row["ng"]
     assert (row["reward"], trace["stop_reason"], trace["turns"]) == (1.0, "answer", 3)
@@ -381,7 +385,7 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_answered_and_counted_and_
 async def test_a_collector_picks_up_what_an_agent_of_another_framework_had_captured():
     """It takes the rollout's id from its header, and returns neither token data nor `ng`."""
     policy = load(ROOT / "models" / "scripted" / "app.py").app
-    async with house({"policy": {"tokens": True}}, policy=policy) as peers:
+    async with local_services({"policy": {"tokens": True}}, policy=policy) as peers:
         url = peers.urls["policy"][0]
 
         async def run(request: web.Request) -> web.Response:
@@ -459,7 +463,7 @@ async def test_with_replicas_all_calls_of_a_rollout_go_to_one_and_its_segments_c
     }
     options = {name: {"replies": REPLIES, "tokens": True} for name in ("policy", "other")}
     options["actor"] = {"gym": "env", "model": "policy"}
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         replicas = apps["actor"].state.context.peers.urls["policy"]
         replicas += peers.urls["other"]
         tasks = [{"responses_create_params": {"input": f"Count to five, {n}."}, "target": 5} for n in range(40)]

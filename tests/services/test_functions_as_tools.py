@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from fastapi import Depends
-from house import house
+from local_services import local_services
 from pydantic import BaseModel, Field
 
 from ngym import ConfigError, Session, ToolError, VerifyRequest, gym_server
@@ -57,7 +57,7 @@ async def verify(task: VerifyRequest, session: Session) -> float:
 
 
 async def test_type_hints_and_a_docstring_are_the_schema_of_a_tool():
-    async with house(gym=gym_server(tools=[look, travel, where, copy], verify=verify)) as peers:
+    async with local_services(gym=gym_server(tools=[look, travel, where, copy], verify=verify)) as peers:
         tools = {tool["name"]: tool for tool in await peers["gym"].get("/tools")}
     described = tools["look"]
     assert described["description"] == "Look a word up.\n\nThe dictionary is small."
@@ -76,7 +76,7 @@ async def test_type_hints_and_a_docstring_are_the_schema_of_a_tool():
 
 
 async def test_functions_get_their_arguments_and_the_session_and_wrong_ones_are_for_the_model():
-    async with house(gym=gym_server(tools=[look, travel, where, copy], verify=verify)) as peers:
+    async with local_services(gym=gym_server(tools=[look, travel, where, copy], verify=verify)) as peers:
         session = peers["gym"].session()
         await session.post("/seed_session", PARAMS)
         assert await session.post("/look", {"word": "stone"}) == "stone:5"

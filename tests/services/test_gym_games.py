@@ -6,8 +6,8 @@ import random
 import sys
 
 import pytest
-from house import house
-from shipped import ROOT, gold_failures, module, rollout, rows, says, unreproducible_files
+from local_services import local_services
+from shipped_gym import ROOT, gold_failures, module, rollout, rows, says, unreproducible_files
 
 from ngym.errors import ServiceError
 from ngym.services.base.app import load
@@ -20,7 +20,7 @@ def part(name):
 
 
 def playing():
-    return house({}, games=server.app)
+    return local_services({}, games=server.app)
 
 
 async def test_every_gold_game_gets_the_reward_it_must_get():
@@ -178,7 +178,7 @@ def service(folder):
 async def play(replies, row, **options):
     apps = {"games": server.app, "agent": service("agents/gymnasium"), "model": service("models/scripted")}
     configured = {"agent": {"gym": "games", "model": "model", **options}, "model": {"replies": replies, "tokens": True}}
-    async with house(configured, **apps) as peers:
+    async with local_services(configured, **apps) as peers:
         return await peers["agent"].post("/run", row)
 
 
@@ -256,6 +256,6 @@ async def test_an_environment_without_steps_fails_the_rollout_by_name():
         "agent": service("agents/gymnasium"),
         "model": service("models/scripted"),
     }
-    async with house({"agent": {"gym": "games", "model": "model"}}, **apps) as peers:
+    async with local_services({"agent": {"gym": "games", "model": "model"}}, **apps) as peers:
         with pytest.raises(ServiceError, match="/reset"):
             await peers["agent"].post("/run", rows("tool_minimal", "example")[0])

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridged import alone, serve_bridged
+from bridge_service import alone, serve_bridged
 from click.testing import CliRunner
-from shipped import rollout, rows, says
+from shipped_gym import rollout, rows, says
 
 from ngym.cli.validate import main
 from ngym.errors import ServiceError

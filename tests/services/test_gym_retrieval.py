@@ -4,7 +4,7 @@ import asyncio
 import re
 
 import pytest
-from shipped import calls, gold_failures, module, questions, rollout, rows, says, serving, unreproducible_files
+from shipped_gym import calls, gold_failures, module, questions, rollout, rows, says, serving, unreproducible_files
 
 from ngym.errors import ServiceError
 

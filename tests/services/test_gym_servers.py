@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.errors import ServiceError
@@ -44,7 +44,7 @@ def rollout(output: list[dict[str, Any]], **row: Any) -> dict[str, Any]:
 
 
 def serving(name: str, **options: Any):
-    return house({name: options}, **{name: load(ROOT / "gym_servers" / name / "app.py").app})
+    return local_services({name: options}, **{name: load(ROOT / "gym_servers" / name / "app.py").app})
 
 
 def serving_with_its_model(name: str):
@@ -53,7 +53,7 @@ def serving_with_its_model(name: str):
     if not replies.is_file():
         return serving(name)
     apps = {name: load(ROOT / "gym_servers" / name / "app.py").app, "policy": load(ROOT / "models/scripted/app.py").app}
-    return house({"policy": {"file": replies}}, **apps)
+    return local_services({"policy": {"file": replies}}, **apps)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,7 +235,7 @@ async def test_two_rollouts_do_not_see_each_others_counter():
 
 
 async def test_nemo_gyms_counter_starts_at_the_rows_count():
-    async with house(counter=load(ROOT / "gym_servers" / "counter" / "nemo_gym.py").app) as peers:
+    async with local_services(counter=load(ROOT / "gym_servers" / "counter" / "nemo_gym.py").app) as peers:
         row = {"responses_create_params": {"input": ""}, "initial_count": 3, "expected_count": 5}
         for amount, reward in ((2, 1.0), (1, 0.0)):
             session = peers["counter"].session()
@@ -291,7 +291,7 @@ async def test_an_agent_that_uses_the_tool_well_earns_the_reward_on_shipped_rows
     fitting = [row for row in rows(name, "train") if re.search(SCRIPTS[name][0]["match"], _question(row))][:10]
     services = {part: load(ROOT / folder / "app.py").app for part, folder in _parts(name).items()}
     options = {"agent": {"gym": name, "model": "model"}, "model": {"replies": SCRIPTS[name]}}
-    async with house(options, **services) as peers:
+    async with local_services(options, **services) as peers:
         finished = await asyncio.gather(*(peers["agent"].post("/run", row) for row in fitting))
     assert len(finished) == 10
     assert [row["reward"] for row in finished] == [1.0] * 10

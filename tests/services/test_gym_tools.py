@@ -7,8 +7,19 @@ import string
 from itertools import product
 
 import pytest
-from house import house
-from shipped import ROOT, calls, gold_failures, module, questions, rollout, rows, says, serving, unreproducible_files
+from local_services import local_services
+from shipped_gym import (
+    ROOT,
+    calls,
+    gold_failures,
+    module,
+    questions,
+    rollout,
+    rows,
+    says,
+    serving,
+    unreproducible_files,
+)
 
 from ngym.errors import ServiceError, UpstreamError
 from ngym.services.base.app import load
@@ -73,7 +84,7 @@ def test_no_task_can_be_done_with_fewer_calls_and_each_can_with_so_many():
 @pytest.fixture
 async def scored():
     apps = {name: module(name).app for name in NAMES}
-    async with house({}, **apps) as peers:
+    async with local_services({}, **apps) as peers:
         yield lambda name, row, *output: peers[name].post("/verify", rollout(row, *output))
 
 
@@ -361,7 +372,7 @@ async def test_an_agent_that_executes_no_tools_ends_at_the_first_calls():
         "agent": {"gym": "env", "model": "model", "execute_tools": False},
         "model": {"replies": [{"tool_calls": tool_calls}]},
     }
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         scored_row = await peers["agent"].post("/run", row)
     assert scored_row["reward"] == pytest.approx(1.0)
     assert (scored_row["ng"]["turns"], scored_row["ng"]["stop_reason"], scored_row["ng"]["tool_calls"]) == (

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from shipped import calls, gold_failures, module, questions, rollout, rows, says, serving, unreproducible_files
+from shipped_gym import calls, gold_failures, module, questions, rollout, rows, says, serving, unreproducible_files
 
 from ngym.errors import ServiceError
 

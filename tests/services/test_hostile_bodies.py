@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hostile import RAW
 from hostile_stack import AGENTS, FEW, MANY, stack
-from machine import PATIENCE_S
+from malformed_json import RAW
 from request_bodies import WHOLE, mutate
+from waiting import PATIENCE_S
 
 from ngym.schema import Json
 

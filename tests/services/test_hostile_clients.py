@@ -19,12 +19,12 @@ import psutil
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from house import bound_socket, house
-from machine import PATIENCE_S, until
+from local_services import bound_socket, local_services
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from waiting import PATIENCE_S, until
 
 from ngym import AgentOptions, ModelCall, RolloutContext, ServiceOptions, VerifyRequest, agent, gym_server, model_server
 from ngym.net.connection_limits import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Connection, Server
@@ -374,7 +374,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"agent": {"gym": "gym", "model": "model"}}
 
 
 async def test_every_route_refuses_a_body_that_is_too_large_for_it_before_it_comes() -> None:
-    async with house(OPTIONS, **services(Underway())) as peers:
+    async with local_services(OPTIONS, **services(Underway())) as peers:
         for name, routes in ROUTES.items():
             host, port = peers.urls[name][0].removeprefix("http://").split(":")
             for path, most in routes.items():
@@ -403,7 +403,7 @@ async def test_what_is_done_for_a_caller_who_disconnects_is_cancelled(name: str,
     underway = Underway()
     body = ROW if path in ("/run", "/verify") else {"input": "Wait."} if path == "/v1/responses" else {}
     async with (
-        house(OPTIONS, **services(underway)) as peers,
+        local_services(OPTIONS, **services(underway)) as peers,
         asyncio.timeout(PATIENCE_S),
         httpx.AsyncClient(base_url=peers.urls[name][0], timeout=PATIENCE_S) as client,
     ):

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 import pytest
-from house import house
+from cpu_speed import slowness
+from local_services import local_services
 from paths import ROOT
-from starting import slowness
 
 from ngym.errors import ServiceError
 from ngym.services.base.app import load
@@ -18,7 +18,7 @@ APP = load(ROOT / "gym_servers" / "instruction_following" / "app.py")
 
 
 def serving(**options: Any):
-    return house({"gym": options}, gym=APP.app)
+    return local_services({"gym": options}, gym=APP.app)
 
 
 def rollout(text: str, **row: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym import ModelCall, VerifyGroup, VerifyRequest, gym_server, model_server
@@ -61,7 +61,7 @@ async def verify_text(decide, text: str = POLITE, **row: Any) -> dict[str, Any]:
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
     request = {"responses_create_params": {"input": "q"}, "response": {"output": output}, "question": "Decline.", **row}
     services = {"gym": load(ROOT / "gym_servers" / "judge" / "app.py").app, "model": judge(decide)}
-    async with house({"gym": {"judge": "model", "scale": 4}}, **services) as peers:
+    async with local_services({"gym": {"judge": "model", "scale": 4}}, **services) as peers:
         answer: dict[str, Any] = await peers["gym"].post("/verify", request)
         return answer
 
@@ -166,7 +166,7 @@ async def by_form(items: Any) -> dict[str, Any]:
     request = {"responses_create_params": {"input": "q"}, "question": "Decline.", "items": items}
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": POLITE}]}]
     services = {"gym": load(ROOT / "gym_servers" / "judge" / "app.py").app, "model": judge(lambda *_: "yes")}
-    async with house({"gym": {"judge": "model", "form": FORM}}, **services) as peers:
+    async with local_services({"gym": {"judge": "model", "form": FORM}}, **services) as peers:
         answer: dict[str, Any] = await peers["gym"].post("/verify", {**request, "response": {"output": output}})
         return answer
 
@@ -208,7 +208,7 @@ def in_group(text: str) -> dict[str, Any]:
 
 async def together(decide, *texts: str) -> list[dict[str, Any]]:
     services = {"gym": load(ROOT / "gym_servers" / "judge" / "app.py").app, "model": judge(decide)}
-    async with house({"gym": {"judge": "model"}}, **services) as peers:
+    async with local_services({"gym": {"judge": "model"}}, **services) as peers:
         answer = await peers["gym"].post("/verify_group", {"rollouts": [in_group(text) for text in texts]})
         rollouts: list[dict[str, Any]] = answer["rollouts"]
         return rollouts
@@ -291,7 +291,7 @@ def living(decide, silent_on=""):
         "policy": policy(silent_on),
         "agent": load(ROOT / "agents" / "simple" / "app.py").app,
     }
-    return house({"gym": {"judge": "model"}, "agent": {"gym": "gym", "model": "policy"}}, **apps)
+    return local_services({"gym": {"judge": "model"}, "agent": {"gym": "gym", "model": "policy"}}, **apps)
 
 
 def group_task(number: int) -> dict[str, Any]:
@@ -423,7 +423,7 @@ async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_
     tasks.write_text(json.dumps(group_task(0)) + "\n")
     options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
     apps = {"gym": gym, "policy": policy(""), "agent": load(ROOT / "agents" / "simple" / "app.py").app}
-    async with house({"agent": {"gym": "gym", "model": "policy"}}, **apps) as peers:
+    async with local_services({"agent": {"gym": "gym", "model": "policy"}}, **apps) as peers:
         source = task_sampler.TaskSource(options, seed=0)
         spool = tmp_path / "rollouts.jsonl"
         taking = rollout_stream.RolloutStream(peers, source, options, 1.0, 1, 1, spool, lambda group: True)

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from house import house
-from machine import PATIENCE_S, until
+from local_services import local_services
 from pydantic import BaseModel
-from shipped import ROOT
+from shipped_gym import ROOT
+from waiting import PATIENCE_S, until
 
 from ngym import BadRequest, Session, ToolError, VerifyRequest, gym_server
 from ngym.schema import DEADLINE_HEADER
@@ -58,7 +58,7 @@ def test_stored_responses(traced: None) -> None:
 
 async def test_answers_that_are_kept_to_be_given_again(traced: None) -> None:
     gym = gym_server(verify=verify, tools=[say])
-    async with house(gym=gym) as peers:
+    async with local_services(gym=gym) as peers:
         session = peers["gym"].session()
         await session.post("/seed_session", {"responses_create_params": {"input": ""}}, idempotent=True)
         await session.post("/say", {"times": CHARACTERS})
@@ -141,7 +141,7 @@ async def test_a_failed_request_leaves_no_error_that_keeps_its_body_alive(
     path, _, limited = route.partition(" ")
     headers = {DEADLINE_HEADER: "200"} if limited else {}
 
-    async with house(options, **apps) as peers, httpx.AsyncClient(base_url=peers.urls["agent"][0]) as client:
+    async with local_services(options, **apps) as peers, httpx.AsyncClient(base_url=peers.urls["agent"][0]) as client:
         tasks = len(asyncio.all_tasks())
         gc.collect()
         gc.disable()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import uvicorn
-from house import bound_socket
-from machine import PATIENCE_S
+from local_services import bound_socket
+from waiting import PATIENCE_S
 
-from ngym.net.connection_limits import Connection, Server
 from ngym.net.addresses import interface_of
+from ngym.net.connection_limits import Connection, Server
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 PARTS = (b"HTTP/1.1 ", b"HTTP/1.1 ", b"end")  # of a body: each begins as an answer does

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym import ModelCall, model_server
@@ -59,7 +59,7 @@ async def reader(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
 async def test_a_model_that_reads_every_page_earns_every_shipped_row():
     rows = [json.loads(line) for line in (ROOT / "data" / "long_context" / "validation.jsonl").open()]
     services = {"gym": APP.app, "agent": load(ROOT / "agents" / "simple" / "app.py").app}
-    async with house(
+    async with local_services(
         {"agent": {"gym": "gym", "model": "model"}}, **services, model=model_server(respond=reader)
     ) as peers:
         done = await asyncio.gather(*(peers["agent"].post("/run", row) for row in rows))
@@ -69,7 +69,7 @@ async def test_a_model_that_reads_every_page_earns_every_shipped_row():
 
 async def test_a_page_of_a_very_long_document_is_made_without_the_others():
     row = {"responses_create_params": {"input": "q"}, "kind": "needle", "seed": 1, "pages": 100_000, "facts": 200}
-    async with house(gym=APP.app) as peers:
+    async with local_services(gym=APP.app) as peers:
         session = peers["gym"].session()
         await session.post("/seed_session", row)
         page = await session.post("/read_page", {"page": 99_999})
@@ -86,7 +86,7 @@ async def test_a_page_of_a_very_long_document_is_made_without_the_others():
 )
 async def test_a_row_that_makes_no_document_is_refused(field, value):
     row = {"responses_create_params": {"input": "q"}, "kind": "needle", "seed": 1, "pages": 3, "facts": 8, field: value}
-    async with house(gym=APP.app) as peers:
+    async with local_services(gym=APP.app) as peers:
         with pytest.raises(ServiceError) as refusal:
             await peers["gym"].session().post("/seed_session", row)
     assert refusal.value.status == 422

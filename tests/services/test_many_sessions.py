@@ -10,10 +10,10 @@ import httpx
 import psutil
 import pytest
 import yaml
-from house import house
-from machine import until
+from local_services import local_services
 from paths import ROOT
-from shipped import module
+from shipped_gym import module
+from waiting import until
 
 from ngym import VerifyRequest, gym_server
 from ngym.config.service_config import load_config
@@ -84,7 +84,7 @@ async def test_sessions_over_two_replicas_do_not_touch_one_another_and_leave_not
 
 
 async def test_a_session_is_found_only_by_its_id_and_never_after_its_end() -> None:
-    async with house(counter=module("counter").app) as peers:
+    async with local_services(counter=module("counter").app) as peers:
         url = peers.urls["counter"][0]
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             seeded = await client.post("/seed_session", json=row(3))
@@ -165,7 +165,7 @@ async def test_an_agent_whose_rollout_failed_ends_its_session() -> None:
     gym = gym_server(verify=verify)
     agent = load(SIMPLE_AGENT).app
     options = {"agent": {"gym": "gym", "model": "policy"}}
-    async with house(options, gym=gym, agent=agent) as peers:
+    async with local_services(options, gym=gym, agent=agent) as peers:
         agent.state.context.peers.urls["policy"] = ["http://127.0.0.1:9"]
         for _ in range(3):
             with pytest.raises(ServiceError, match="policy cannot be reached"):

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 from pydantic import BaseModel
-from shipped import rows, serving
+from shipped_gym import rows, serving
+from waiting import PATIENCE_S
 
 from ngym import VerifyRequest, gym_server
 from ngym.errors import Unreachable, UpstreamError
@@ -115,7 +115,7 @@ async def test_a_broken_environment_is_not_a_text_for_the_model():
         return 1.0
 
     row = {"responses_create_params": {"input": "Look it up."}}
-    async with house(gym=gym_server(tools=[lookup, crash], verify=verify)) as peers:
+    async with local_services(gym=gym_server(tools=[lookup, crash], verify=verify)) as peers:
         for tool, words in (("lookup", "the database is down"), ("crash", "RuntimeError: the database is gone")):
             session, headers = await seeded(peers, "gym", row)
             async with speaking(url_of(peers, "gym"), headers) as client:
@@ -143,7 +143,7 @@ async def test_sessions_of_mcp_clients_are_bounded_and_expire():
     app = gym_server(verify=verify)
     store = app.state.sessions
     store.limit = 2
-    async with house(gym=app) as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
+    async with local_services(gym=app) as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         statuses = [(await begin(http, url_of(peers, "gym"))).status_code for _ in range(3)]
         assert statuses == [200, 200, 429]
         store.ttl_s = 0

@@ -11,18 +11,18 @@ import httpx
 import psutil
 import pytest
 from fastapi import Request
-from house import house
-from machine import PATIENCE_S, descendants, reserved_port, until
+from local_services import local_services
 from paths import SUPPORT
 from pydantic import ValidationError
-from shipped import ROOT, calls, questions, rollout, rows, says, unreproducible_files
+from shipped_gym import ROOT, calls, questions, rollout, rows, says, unreproducible_files
+from waiting import PATIENCE_S, descendants, reserved_port, until
 
 from ngym import ServiceOptions
 from ngym.errors import ConfigError, ServiceError, Unreachable
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.request_bodies import json_body
 
-ROUGH = str(SUPPORT / "rough_mcp_server.py")
+ROUGH = str(SUPPORT / "faulty_mcp_server.py")
 STDIO = ["python", ROUGH, "stdio"]
 SHOP = ["python", str(ROOT / "gym_servers" / "mcp" / "example_server.py")]
 LISTS_NOTHING = """
@@ -49,7 +49,7 @@ def service():
 
 @asynccontextmanager
 async def serve_bridge(server=STDIO, *, module=None, **options):
-    async with house({"mcp": {"server": server, **options}}, mcp=(module or service()).app) as peers:
+    async with local_services({"mcp": {"server": server, **options}}, mcp=(module or service()).app) as peers:
         yield peers["mcp"]
 
 
@@ -66,7 +66,7 @@ async def failing(session, tool, arguments=None):
 
 
 def servers_alive():
-    servers = ("rough_mcp", "example_server")
+    servers = ("faulty_mcp", "example_server")
     return descendants(psutil.Process(), lambda each: any(one in " ".join(each.cmdline()) for one in servers))
 
 
@@ -209,7 +209,7 @@ async def test_a_server_that_is_not_there_is_reported_in_one_line():
         (["no-such-program"], ConfigError, "no-such-program"),
         (["python", "-c", "raise SystemExit(3)"], ConfigError, "raise SystemExit"),
         (
-            ["python", "-c", "import time; time.sleep(3600)", "rough_mcp"],
+            ["python", "-c", "import time; time.sleep(3600)", "faulty_mcp"],
             ConfigError,
             r"did not start within 1 s \(start_timeout_s\)",
         ),
@@ -217,7 +217,7 @@ async def test_a_server_that_is_not_there_is_reported_in_one_line():
         ("http://127.0.0.1:9/mcp", Unreachable, "cannot be reached"),
     ):
         module = service()
-        options = module.Options(server=server, start_timeout_s={"rough_mcp": 1, LISTS_NOTHING: 5}.get(server[-1], 60))
+        options = module.Options(server=server, start_timeout_s={"faulty_mcp": 1, LISTS_NOTHING: 5}.get(server[-1], 60))
         with pytest.raises(error, match=message):
             async with module.Connections(options, Path()) as every:
                 await every.list_tools()
@@ -333,7 +333,7 @@ async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
     add_route(model, "POST", "/v1/responses", responses)
     agent = load(ROOT / "agents" / "simple" / "app.py").app
     options = {"gym": {"server": STDIO}, "agent": {"gym": "gym", "model": "model"}}
-    async with house(options, gym=service().app, model=model, agent=agent) as peers:
+    async with local_services(options, gym=service().app, model=model, agent=agent) as peers:
         output["output"] = calls(("browser_click", {"place": "x"}), ("refuse", {}))
         row = await peers["agent"].post("/run", ROW)
         outputs = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]

@@ -8,9 +8,9 @@ import re
 import httpx
 import pytest
 from fastapi import Request
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from starlette.responses import Response
+from waiting import PATIENCE_S
 
 from ngym import ModelCall, ServiceOptions, VerifyRequest, gym_server, model_server
 from ngym.errors import UpstreamError
@@ -58,7 +58,7 @@ def caller(peers: Peers) -> httpx.AsyncClient:
 
 
 async def send_request(method: str, path: str, **request: object) -> httpx.Response:
-    async with house(shop=shop()) as peers, caller(peers) as client:
+    async with local_services(shop=shop()) as peers, caller(peers) as client:
         return await client.request(method, path, **request)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ async def test_what_no_one_serves_is_a_problem_document():
 
 
 async def test_a_body_that_announces_too_much_is_refused_before_all_of_it_came():
-    async with house(shop=shop()) as peers, asyncio.timeout(PATIENCE_S):
+    async with local_services(shop=shop()) as peers, asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(peers.urls["shop"][0].rpartition(":")[2]))
         writer.write(f"POST /buy HTTP/1.1\r\nhost: shop\r\ncontent-length: {CALL_BYTES + 1}\r\n\r\n{{".encode())
         head = await reader.readuntil(b"\r\n\r\n")
@@ -94,7 +94,7 @@ async def test_a_body_that_announces_too_much_is_refused_before_all_of_it_came()
 
 
 async def test_requests_are_counted_by_route_and_status():
-    async with house(shop=shop()) as peers, caller(peers) as client:
+    async with local_services(shop=shop()) as peers, caller(peers) as client:
         await client.post("/buy", json={})
         await client.post("/nowhere", json={})
         metrics = (await client.get("/metrics")).text
@@ -103,7 +103,7 @@ async def test_requests_are_counted_by_route_and_status():
 
 
 async def test_the_openapi_document_shows_parameters_answers_and_problems():
-    async with house(policy=model_server(respond=nothing)) as peers:
+    async with local_services(policy=model_server(respond=nothing)) as peers:
         document = await peers["policy"].get("/openapi.json")
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -125,7 +125,7 @@ async def test_a_request_that_the_end_of_its_server_stops_is_answered_and_logged
         await asyncio.Event().wait()
         return 1.0
 
-    async with house(slow=gym_server(verify=verify)) as peers:
+    async with local_services(slow=gym_server(verify=verify)) as peers:
         caller = Peers(peers.urls, owner="a caller")
         call = asyncio.create_task(caller["slow"].post("/verify", {"responses_create_params": {}, "response": {}}))
         await begun.wait()

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from anthropic import AsyncAnthropic
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
 from pydantic import ValidationError
 from upstreams import Anthropic
+from waiting import PATIENCE_S
 
 from ngym.services.base.app import load
 
@@ -26,7 +26,7 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[Anthropic, httpx.AsyncClient]]:
     stub = Anthropic()
-    async with house(stub=stub.app) as upstream:
+    async with local_services(stub=stub.app) as upstream:
         stanza = {
             "model": "claude",
             "base_url": upstream.urls["stub"][0],
@@ -34,7 +34,7 @@ async def serving(**options: Any) -> AsyncIterator[tuple[Anthropic, httpx.AsyncC
             "max_retries": 0,
         } | options
         async with (
-            house({"policy": stanza}, policy=APP.app) as peers,
+            local_services({"policy": stanza}, policy=APP.app) as peers,
             httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
         ):
             yield stub, client

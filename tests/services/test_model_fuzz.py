@@ -7,9 +7,9 @@ import chat_policy
 import httpx
 import orjson
 import pytest
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from request_bodies import WHOLE, mutate
+from waiting import PATIENCE_S
 
 
 def garbage(luck: random.Random) -> bytes:
@@ -31,7 +31,7 @@ async def fuzz(app: Any, cases: int, seed: int) -> dict[str, int]:
     luck = random.Random(seed)
     statuses: dict[str, int] = {}
     async with (
-        house({"policy": {"tokens": True}}, policy=app) as peers,
+        local_services({"policy": {"tokens": True}}, policy=app) as peers,
         httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
     ):
         for case in range(cases):
@@ -74,7 +74,7 @@ async def test_none_of_ten_thousand_requests_is_a_5xx(native: str):
 async def test_the_request_that_is_mutated_is_sound(path: str, native: str):
     app = chat_policy.SCRIPTED.app if native == "responses" else chat_policy.app
     async with (
-        house({"policy": {"tokens": True}}, policy=app) as peers,
+        local_services({"policy": {"tokens": True}}, policy=app) as peers,
         httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
     ):
         for body in (WHOLE[path], WHOLE[path] | {"stream": False, "stream_options": None}):

@@ -14,12 +14,12 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from house import house
-from machine import PATIENCE_S, reserved_port, until
+from local_services import local_services
 from openai import AsyncOpenAI
 from paths import ROOT
 from pydantic import ValidationError
 from upstreams import OpenAI
+from waiting import PATIENCE_S, reserved_port, until
 
 from ngym.errors import ConfigError
 from ngym.schema import TOKEN_FIELDS
@@ -105,11 +105,11 @@ async def broken_off(request: Json) -> Response:
 @asynccontextmanager
 async def model(endpoint: Endpoint | OpenAI, **options: Any):
     """Our model server in front of an endpoint, as an HTTP client."""
-    async with house(endpoint=endpoint.app) as upstream:
+    async with local_services(endpoint=endpoint.app) as upstream:
         base_url = upstream.urls["endpoint"][0] + ("" if "azure" in options else "/v1")
         stanza = {"model": "m", "base_url": base_url, "api_key_env": None, "max_retries": 0} | options
         async with (
-            house({"policy": stanza}, policy=OPENAI.app) as peers,
+            local_services({"policy": stanza}, policy=OPENAI.app) as peers,
             httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
         ):
             yield client

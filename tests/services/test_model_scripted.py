@@ -8,11 +8,11 @@ import httpx
 import orjson
 import pytest
 from anthropic import AsyncAnthropic
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from openai import AsyncOpenAI
 from paths import ROOT
 from pydantic import ValidationError
+from waiting import PATIENCE_S
 
 from ngym.errors import UsageError
 from ngym.rollout import extend, tokens_of
@@ -34,7 +34,7 @@ SUM_RULES = [
 
 @asynccontextmanager
 async def serve_scripted(**options: Any):
-    async with house({"policy": options}, policy=SCRIPTED.app) as peers:
+    async with local_services({"policy": options}, policy=SCRIPTED.app) as peers:
         yield peers.urls["policy"][0]
 
 

@@ -10,9 +10,9 @@ import httpx
 import orjson
 import pytest
 from documents import snippets
-from house import house
-from machine import PATIENCE_S, until
+from local_services import local_services
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from waiting import PATIENCE_S, until
 
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.config.shipped_files import app_file
@@ -38,7 +38,7 @@ def replying(text: str = "4", **response: Any):
 @asynccontextmanager
 async def client_of(app: Any, **options: Any):
     async with (
-        house({"policy": options}, policy=app) as peers,
+        local_services({"policy": options}, policy=app) as peers,
         httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
     ):
         yield client
@@ -448,7 +448,7 @@ async def test_four_thousand_calls_are_in_flight_together():
         await go.wait()
         return new_response(request, [], response_id=f"resp_{request['input']}", model="m")
 
-    async with house({"policy": {}}, crowd=True, policy=model_server(respond=respond)) as peers:
+    async with local_services({"policy": {}}, crowd=True, policy=model_server(respond=respond)) as peers:
         calls = [
             asyncio.create_task(peers["policy"].post("/v1/responses", {"input": str(number)})) for number in range(4096)
         ]

@@ -14,11 +14,11 @@ import pytest
 import torch
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from house import house
-from machine import PATIENCE_S
-from minded import Sglang, write_mind
+from local_services import local_services
 from paths import ROOT
 from safetensors.torch import load_file, save
+from stub_engines import Sglang, write_stub_model
+from waiting import PATIENCE_S
 
 from ngym.services.base.app import load
 from ngym.trainer.weights.push import Pusher, PushFailed
@@ -33,7 +33,7 @@ Stub = TypeVar("Stub", bound=Sglang)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mind(tmp_path_factory.mktemp("mind"))
+    return write_stub_model(tmp_path_factory.mktemp("mind"))
 
 
 @asynccontextmanager
@@ -41,10 +41,10 @@ async def serving(
     folder: Path, kind: type[Stub] = Sglang, **options: Any
 ) -> AsyncIterator[tuple[Stub, httpx.AsyncClient]]:
     stub = kind(folder)
-    async with house(stub=stub.app) as upstream:
+    async with local_services(stub=stub.app) as upstream:
         settings = {"model": "m", "base_url": upstream.urls["stub"][0], "api_key_env": None, "max_retries": 0} | options
         async with (
-            house({"policy": settings}, policy=APP.app) as peers,
+            local_services({"policy": settings}, policy=APP.app) as peers,
             httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
         ):
             yield stub, client

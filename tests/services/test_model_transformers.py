@@ -16,12 +16,12 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_service import write_checkpoint
+from waiting import PATIENCE_S
 
 from ngym.errors import ConfigError, ServiceError
 from ngym.schema import TOKEN_FIELDS
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        house({"policy": {"model": str(folder), "context": 512}}, policy=APP.app) as peers,
+        local_services({"policy": {"model": str(folder), "context": 512}}, policy=APP.app) as peers,
         httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as one,
     ):
         yield one

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
 from pydantic import BaseModel
+from waiting import PATIENCE_S
 
 from ngym import ServiceOptions
 from ngym.config.service_config import load_config
@@ -55,7 +55,7 @@ def service(name: str) -> FastAPI:
 
 def weather_house():
     options = {"policy": SCRIPT, "weather_agent": {"gym": "weather", "model": "policy"}}
-    return house(
+    return local_services(
         options,
         policy=service("models/scripted"),
         weather=service("gym_servers/weather"),
@@ -144,7 +144,7 @@ async def test_its_agents_stay_in_their_session_from_call_to_call_though_one_is_
     tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
     params = {"input": [{"role": "user", "content": "Add up."}], "tools": [tool]}
     services = {"policy": service("models/scripted"), "counter": service("gym_servers/counter")}
-    async with house({"policy": script}, **services) as peers:
+    async with local_services({"policy": script}, **services) as peers:
         scored = await its_agent(peers, "counter", {"responses_create_params": params, "target": target})
     assert scored.json()["reward"] == reward
     assert len(scored.json()["response"]["output"]) == 7
@@ -181,7 +181,7 @@ async def test_our_agent_drives_a_gym_server_that_knows_rollouts_by_cookie():
         "theirs": nemo_gym_server(),
         "weather_agent": service("agents/simple"),
     }
-    async with house(options, **services) as peers:
+    async with local_services(options, **services) as peers:
         rows = [await peers["weather_agent"].post("/run", WEATHER_ROW) for _ in range(2)]
     assert [row["reward"] for row in rows] == [1.0, 1.0]
     assert rows[0]["ng"]["status"] == "ok"
@@ -214,7 +214,7 @@ async def test_what_its_gym_servers_refuse_fails_the_rollout_or_is_shown_as_the_
     gym.state.kind, gym.state.options_model = "gym_server", ServiceOptions
     options = {"policy": SCRIPT, "weather_agent": {"gym": "theirs", "model": "policy", "tool_errors": tool_errors}}
     services = {"policy": service("models/scripted"), "weather_agent": service("agents/simple")}
-    async with house(options, theirs=gym, **services) as peers:
+    async with local_services(options, theirs=gym, **services) as peers:
         if tool_errors == "fail":
             with pytest.raises(UpstreamError, match="tool_errors: show in the agent's stanza") as caught:
                 await peers["weather_agent"].post("/run", WEATHER_ROW)
@@ -245,7 +245,7 @@ async def test_a_gym_server_of_another_make_can_say_what_is_for_the_model():
     gym.state.kind, gym.state.options_model = "gym_server", ServiceOptions
     options = {"policy": SCRIPT, "weather_agent": {"gym": "theirs", "model": "policy"}}
     services = {"policy": service("models/scripted"), "weather_agent": service("agents/simple")}
-    async with house(options, theirs=gym, **services) as peers:
+    async with local_services(options, theirs=gym, **services) as peers:
         row = await peers["weather_agent"].post("/run", WEATHER_ROW)
     assert "no such city" in row["response"]["output"][1]["output"] and row["reward"] == 0.5
 
@@ -283,7 +283,7 @@ def its_gymnasium_server() -> FastAPI:
 async def test_our_gymnasium_agent_plays_its_servers_and_sums_their_rewards():
     options = {"policy": SCRIPT, "player": {"gym": "theirs", "model": "policy"}}
     services = {"policy": service("models/scripted"), "player": service("agents/gymnasium")}
-    async with house(options, theirs=its_gymnasium_server(), **services) as peers:
+    async with local_services(options, theirs=its_gymnasium_server(), **services) as peers:
         row = await peers["player"].post("/run", WEATHER_ROW)
     kinds = [item["type"] for item in row["response"]["output"]]
     assert kinds == ["function_call", "function_call_output", "message"]
@@ -294,7 +294,7 @@ async def test_our_gymnasium_agent_plays_its_servers_and_sums_their_rewards():
 async def test_with_reward_verify_tools_are_routes_of_the_server():
     services = {"policy": service("models/scripted"), "player": service("agents/gymnasium")}
     options = {"policy": SCRIPT, "player": {"gym": "theirs", "model": "policy", "reward": "verify"}}
-    async with house(options, theirs=its_gymnasium_server(), **services) as peers:
+    async with local_services(options, theirs=its_gymnasium_server(), **services) as peers:
         with pytest.raises(UpstreamError, match="get_weather"):
             await peers["player"].post("/run", WEATHER_ROW)
 
@@ -311,7 +311,7 @@ async def test_its_gymnasium_agent_can_read_our_steps():
 
     row = {"responses_create_params": {"input": "Play."}, "game": "wordle", "seed": 3}
     message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "crane"}]}
-    async with house({}, games=service("gym_servers/games")) as peers, httpx.AsyncClient() as client:
+    async with local_services({}, games=service("gym_servers/games")) as peers, httpx.AsyncClient() as client:
         to_gym, at = LastCookies(client), peers.urls["games"][0]
         reset = (await to_gym.post(f"{at}/reset", row)).json()
         answer = await to_gym.post(f"{at}/step", {**row, "response": {"output": [message]}})

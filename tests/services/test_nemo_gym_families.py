@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym import ModelCall, model_server
@@ -116,7 +116,7 @@ async def verify_row(
     options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "optional")}
     items = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
     body = {"responses_create_params": {"input": "q"}, "response": {"output": output or items}, **row}
-    async with house({"gym": options}, gym=load(ROOT / stanza["app"] / "app.py").app, **services) as peers:
+    async with local_services({"gym": options}, gym=load(ROOT / stanza["app"] / "app.py").app, **services) as peers:
         return await peers["gym"].post("/verify", body)
 
 
@@ -135,7 +135,9 @@ def verdicts(options: dict[str, Any], row: dict[str, Any], *answers: str) -> Any
     """The results of answer_match for each answer to a row."""
 
     async def verify() -> list[Any]:
-        async with house({"gym": options}, gym=load(ROOT / "gym_servers" / "answer_match" / "app.py").app) as peers:
+        async with local_services(
+            {"gym": options}, gym=load(ROOT / "gym_servers" / "answer_match" / "app.py").app
+        ) as peers:
             return [await peers["gym"].post("/verify", body | row | {"response": respond(text)}) for text in answers]
 
     def respond(text: str) -> Any:
@@ -310,7 +312,7 @@ async def test_tests_of_a_task_id_come_from_the_file_and_a_missing_part_is_fille
     }
     file.write_text("".join(json.dumps(row) + "\n" for row in (complete, middle)))
     app = load(ROOT / "gym_servers" / "code_exec" / "app.py").app
-    async with house({"gym": {"tests": str(file)}}, gym=app) as peers:
+    async with local_services({"gym": {"tests": str(file)}}, gym=app) as peers:
 
         async def reward(task_id: str, code: str) -> Any:
             output = [{"type": "message", "role": "assistant", "content": f"```python\n{code}\n```"}]

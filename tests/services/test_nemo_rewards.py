@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.services.base.app import load
@@ -63,7 +63,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str, float]] = [
 async def test_a_row_of_theirs_gets_their_reward(name):
     rows = [row for row in ROWS if row[0] == name]
     app, wrong = load(ROOT / "gym_servers" / name / "app.py").app, []
-    async with house({"gym": rows[0][1]}, gym=app) as peers:
+    async with local_services({"gym": rows[0][1]}, gym=app) as peers:
         for _, _, row, text, reward in rows:
             message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
             messages = [{"role": "user", "type": "message", "content": "q"}]

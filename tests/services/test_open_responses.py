@@ -6,8 +6,8 @@ import chat_policy
 import httpx
 import orjson
 import pytest
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
+from waiting import PATIENCE_S
 
 from ngym.schema import Json
 
@@ -161,7 +161,7 @@ def events_of(text: str) -> list[Json]:
 async def test_an_answer_and_its_stream_are_as_the_specification_has_them(native: str, case: str):
     app = chat_policy.SCRIPTED.app if native == "responses" else chat_policy.app
     async with (
-        house({"policy": {"replies": REPLIES}}, policy=app) as peers,
+        local_services({"policy": {"replies": REPLIES}}, policy=app) as peers,
         httpx.AsyncClient(base_url=f"{peers.urls['policy'][0]}/v1", timeout=PATIENCE_S) as client,
     ):
         response = await client.post("/responses", json={"model": "m", "stream": False, **CASES[case]})

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from machine import reserved_port, wait_until
-from shipped import ROOT, calls, rollout, says
+from shipped_gym import ROOT, calls, rollout, says
+from waiting import reserved_port, wait_until
 
 from ngym.config.service_config import load_config
 from ngym.errors import NgymError, ServiceError

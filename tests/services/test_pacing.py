@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from fastapi import Request
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym import VerifyRequest, gym_server
@@ -71,7 +71,7 @@ async def test_a_rollout_whose_time_is_over_before_its_turn_calls_no_one():
     add_route(gym, "POST", "/seed_session", seed)
     model = service_app("model", options=ServiceOptions)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(ServiceError, match="/run was not begun: the caller's deadline passed") as caught:
             await peers["agent"].request("POST", "/run", ROW, headers={"x-ng-deadline-ms": "0"})
     assert (caught.value.status, caught.value.failure) == (504, "timeout")
@@ -132,7 +132,9 @@ async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
     options = {"agent": {"gym": "gym", "model": "model"}}
     limits = CollectionLimits(concurrency=count, max_attempts=1)
     async with (
-        house(options, crowd=True, gym=gym_server(verify=verify), model=model, agent=load(SIMPLE_AGENT).app) as peers,
+        local_services(
+            options, crowd=True, gym=gym_server(verify=verify), model=model, agent=load(SIMPLE_AGENT).app
+        ) as peers,
         asyncio.timeout(DEADLINE_S),
     ):
         rows = [o.row async for o in collect([ROW] * count, peers=peers, recipe=CollectionPlan("agent"), limits=limits)]

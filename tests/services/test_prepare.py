@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from machine import reserved_port
 from paths import ROOT
-from shipped import says, serving
+from shipped_gym import says, serving
+from waiting import reserved_port
 
 from ngym.cli.rollouts.prepare import main
 from ngym.errors import ConfigError, UsageError

@@ -10,9 +10,9 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse as Page
 from fastapi.responses import JSONResponse
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
+from waiting import PATIENCE_S
 
 from ngym import ServiceOptions
 from ngym.config.shipped_files import app_file
@@ -71,11 +71,11 @@ async def behind(page: Response, paths: tuple[str, ...], times: int) -> AsyncIte
     """An agent whose gym server is behind such a proxy; the policy adds 7, which is what the row wants."""
     call = {"name": "add", "arguments": {"amount": 7}}
     script = {"replies": [{"turn": 1, "tool_calls": [call]}, {"text": "Done."}]}
-    async with house(counter=service("gym_servers/counter")) as real:
+    async with local_services(counter=service("gym_servers/counter")) as real:
         proxy = Between(real.urls["counter"][0], page, paths, times)
         options = {"policy": script, "agent": {"gym": "gym", "model": "policy"}}
         apps = {"policy": service("models/scripted"), "agent": service("agents/simple")}
-        async with house(options, gym=proxy.app(), **apps) as peers:
+        async with local_services(options, gym=proxy.app(), **apps) as peers:
             yield peers
 
 

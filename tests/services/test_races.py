@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from house import house
-from machine import PATIENCE_S, descendants, running, until
+from local_services import local_services
 from pydantic import BaseModel
+from waiting import PATIENCE_S, descendants, running, until
 
 from ngym import Session, VerifyRequest, gym_server
 from ngym.cli.shell import walkthrough
@@ -309,7 +309,7 @@ async def worthless(request: VerifyRequest) -> float:
 async def test_a_call_whose_session_ends_meanwhile_gets_that_error(headers: dict[str, str]) -> None:
     slow_sessions.clear()
     async with (
-        house(gym=gym_server(verify=worthless, tools=[slow])) as peers,
+        local_services(gym=gym_server(verify=worthless, tools=[slow])) as peers,
         httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
     ):
         await client.post("/seed_session", json={"responses_create_params": {"input": "?"}})

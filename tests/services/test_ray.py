@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import yaml
-from machine import PATIENCE_S, until, wait_until
 from vllm_service import write_checkpoint
+from waiting import PATIENCE_S, until, wait_until
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, NgymError, UsageError

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.errors import ServiceError
@@ -14,7 +14,7 @@ from ngym.services.base.app import load
 
 
 def serving(name: str, **options: Any):
-    return house({"gym": options}, gym=load(ROOT / "gym_servers" / name / "app.py").app)
+    return local_services({"gym": options}, gym=load(ROOT / "gym_servers" / name / "app.py").app)
 
 
 def message(text: str) -> dict[str, Any]:

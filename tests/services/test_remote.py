@@ -11,9 +11,9 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from house import house
-from machine import PATIENCE_S, until
+from local_services import local_services
 from pydantic import ValidationError
+from waiting import PATIENCE_S, until
 
 from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.net import request_context
@@ -39,7 +39,7 @@ async def upstream(answer: Any, **options: Any):
     async def no_headers() -> dict[str, str]:
         return {}
 
-    async with house(stub=app) as peers:
+    async with local_services(stub=app) as peers:
         settings = RemoteOptions(base_url=peers.urls["stub"][0] + "/v1", **options)
         one = Upstream(settings, "policy", "m", no_headers)
         try:

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from house import house
-from machine import until
+from local_services import local_services
 from pydantic import BaseModel
 from starlette.responses import Response
+from waiting import until
 
 from ngym import ServiceContext, ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import NotReady, Overloaded, UpstreamError
@@ -44,7 +44,7 @@ class Shop:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[httpx.AsyncClient]:
         async with (
-            house(gym=self.app()) as peers,
+            local_services(gym=self.app()) as peers,
             httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
         ):
             yield client
@@ -138,7 +138,7 @@ async def test_a_step_server_that_is_busy_once_costs_no_episode() -> None:
         busy_once("step", NotReady("the board is being set up"))
         return Step("fine", reward=1.0, terminated=True)
 
-    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+    async with local_services(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
         session = peers["gym"].session()
         assert (await session.post("/reset", ROW))["observation"] == "go"
         assert (await session.post("/step", ANSWERED))["terminated"]
@@ -164,7 +164,7 @@ async def test_a_new_reset_begins_an_episode_that_does_not_keep_the_failure_of_t
         fail_once("step")
         return Step("done", reward=1.0, terminated=True)
 
-    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+    async with local_services(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
         session = peers["gym"].session()
         turn = {**ROW, "response": {"output": []}}
         with pytest.raises(ServiceError, match=f"{fails_in} is broken"):
@@ -182,7 +182,7 @@ async def test_a_step_server_that_stays_busy_is_reported_with_its_reason() -> No
     async def step(task: VerifyRequest, session: Session) -> Step:
         raise AssertionError("no episode has begun")
 
-    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+    async with local_services(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
         with pytest.raises(UpstreamError, match="both places are taken; lower `episodes`") as busy:
             await peers["gym"].session().post("/reset", ROW)
     assert (busy.value.status, busy.value.failure, busy.value.retryable) == (429, "tool_error", True)
@@ -205,7 +205,7 @@ async def test_a_verifier_that_is_busy_once_is_asked_again_in_the_same_session(e
         return float(session["n"])
 
     app = gym_server(tools=[add], verify=verify)
-    async with house(gym=app) as peers:
+    async with local_services(gym=app) as peers:
         session = peers["gym"].session()
         await session.post("/seed_session", ROW)
         await session.post("/add", {})
@@ -228,7 +228,7 @@ async def test_what_a_session_closes_may_be_async_and_its_error_costs_no_reward(
         session.when_over(close)
         return 1.0
 
-    async with house(gym=gym_server(verify=verify, replays=True)) as peers:
+    async with local_services(gym=gym_server(verify=verify, replays=True)) as peers:
         session = peers["gym"].session()
         await session.post("/seed_session", ROW)
         assert (await session.post("/verify", ANSWERED))["reward"] == 1.0
@@ -257,7 +257,7 @@ async def test_the_sessions_of_a_service_end_with_it_before_its_lifespan() -> No
     async def verify(task: VerifyRequest, session: Session) -> float:
         return 1.0
 
-    async with house(gym=gym_server(tools=[look], verify=verify, lifespan=lifespan)) as peers:
+    async with local_services(gym=gym_server(tools=[look], verify=verify, lifespan=lifespan)) as peers:
         session = peers["gym"].session()
         await session.post("/seed_session", ROW)
         await session.post("/look", {})
@@ -272,7 +272,7 @@ async def test_a_session_whose_verifier_stays_busy_ends_when_it_is_deleted_or_id
 
     closed: list[str] = []
     app = gym_server(verify=verify, replays=True)
-    async with house(gym=app) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+    async with local_services(gym=app) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
         first, second = await seeded(client), await seeded(client)
         for headers in (first, second):
             assert (await client.post("/verify", json=ANSWERED, headers=headers)).status_code == 429
@@ -326,7 +326,7 @@ async def counting_client(repeats: IdempotentCalls) -> AsyncIterator[tuple[httpx
     app = service_app("gym_server", options=ServiceOptions)
     add_route(app, "POST", "/count", repeats.once(count))
     async with (
-        house(one=app) as peers,
+        local_services(one=app) as peers,
         httpx.AsyncClient(base_url=peers.urls["one"][0], timeout=PATIENCE_S) as client,
     ):
         yield client, times
@@ -352,7 +352,7 @@ async def test_after_its_time_an_answer_is_forgotten() -> None:
 async def test_a_lost_answer_of_a_tool_is_fetched_and_the_rollout_continues() -> None:
     """The first connections break after the server has answered and before the client has read it."""
     shop = Shop()
-    async with house(gym=shop.app()) as peers, asyncio.timeout(PATIENCE_S):
+    async with local_services(gym=shop.app()) as peers, asyncio.timeout(PATIENCE_S):
         host, port = peers.urls["gym"][0].removeprefix("http://").split(":")
         lost: list[bytes] = []
 

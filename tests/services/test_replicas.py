@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 from aiohttp import web
-from machine import reserved_port
 from stub_agents import problem, serving
+from waiting import reserved_port
 
 from ngym.errors import PeerTimeout, ServiceError, Unreachable
 from ngym.net import load_balancer

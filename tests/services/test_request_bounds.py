@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from pydantic import BaseModel, field_validator
-from shipped import rollout, says, serving
+from shipped_gym import rollout, says, serving
+from waiting import PATIENCE_S
 
 from ngym import ModelCall, ServiceOptions, VerifyRequest, did_you_mean, gym_server, model_server
 from ngym.errors import MAX_DETAIL, BadRequest, ServiceError
@@ -129,7 +129,7 @@ def test_long_conversations_images_and_token_ids_are_light_enough() -> None:
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/v1/messages"])
 async def test_of_unknown_fields_eight_are_named_and_no_more_are_looked_at(compared: list[str], path: str) -> None:
     fields = {f"field{number}": 1 for number in range(40_000)}
-    async with house(policy=model_server(respond=echo)) as peers:
+    async with local_services(policy=model_server(respond=echo)) as peers:
         answer = await post_body(peers, path, json.dumps(fields).encode())
     problem = answer.json()
     assert answer.status_code == 400 and len(problem["errors"]) == 8 and problem["detail"].endswith("; and more")
@@ -137,7 +137,7 @@ async def test_of_unknown_fields_eight_are_named_and_no_more_are_looked_at(compa
 
 
 async def test_a_long_name_is_cut_where_it_is_named_and_compared_with_nothing(compared: list[str]) -> None:
-    async with house(policy=model_server(respond=echo)) as peers:
+    async with local_services(policy=model_server(respond=echo)) as peers:
         for body in ({"x" * MB: 1}, {"input": [{"type": "y" * MB}]}, {"input": "a", "tool_choice": {"z" * MB: 1}}):
             answer = await post_body(peers, "/v1/responses", json.dumps(body).encode())
             assert answer.status_code == 400 and len(answer.content) < 4_000
@@ -182,7 +182,7 @@ async def test_of_an_authors_model_no_more_problems_are_made_than_are_reported(m
         {f"n{number}": 1 for number in range(1000)},
         {"by_name": {f"n{number}": "x" for number in range(1000)}},
     )
-    async with house(gym=gym_server(verify=nothing, tools=[count])) as peers:
+    async with local_services(gym=gym_server(verify=nothing, tools=[count])) as peers:
         for arguments in wrong:
             answer = await post_body(peers, "/count", json.dumps(arguments).encode())
             assert answer.status_code == 422 and 1 <= len(answer.json()["errors"]) <= 8, answer.text
@@ -207,7 +207,7 @@ async def scores(task: ThreadRecorder) -> float:
 
 async def test_a_large_body_is_parsed_validated_and_written_beside_the_event_loop() -> None:
     loop = threading.current_thread().name
-    async with house(gym=gym_server(verify=scores)) as peers:
+    async with local_services(gym=gym_server(verify=scores)) as peers:
         for size, in_thread in ((1_000, False), (MB, True)):
             threads.clear()
             body = rollout({"responses_create_params": {"input": "x" * size}}, says("a"))
@@ -217,7 +217,7 @@ async def test_a_large_body_is_parsed_validated_and_written_beside_the_event_loo
 
 async def test_a_stanza_may_take_larger_or_smaller_bodies() -> None:
     options = {"gym": {"max_body_mib": 1, "max_json_weight": 1000}}
-    async with house(options, gym=gym_server(verify=nothing, options=ServiceOptions)) as peers:
+    async with local_services(options, gym=gym_server(verify=nothing, options=ServiceOptions)) as peers:
         for row, status in (({}, 200), ({"x": "a" * (1 << 20)}, 413), ({"x": [1] * 1001}, 413)):
             body = json.dumps(rollout(row, says("a"))).encode()
             assert (await post_body(peers, "/verify", body)).status_code == status

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fastapi import Request
-from house import house
+from local_services import local_services
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -231,7 +231,7 @@ async def test_a_tool_that_crashes_now_is_not_a_reward_unless_the_model_read_it_
 ) -> None:
     output = [adds(3, "a"), adds(-1, "b"), {"type": "function_call_output", "call_id": "b", "output": output_text}]
     row = rollout("counter_agent", [*output, says("Done.")], 3.0)
-    async with house(counter=gym_server(tools=[add], verify=verify)) as peers:
+    async with local_services(counter=gym_server(tools=[add], verify=verify)) as peers:
         if reward is None:
             with pytest.raises(ServiceError, match="the database is gone"):
                 await verify_row(row, peers["counter"])
@@ -250,6 +250,6 @@ async def test_calls_are_repeated_with_all_digits_of_their_integers() -> None:
     register_tool(gym, Tool(describe_tool("send", "Send.", {"type": "object"}), send))
     arguments = {"account": 123456789012345678901234567890}
     call = {"type": "function_call", "name": "send", "call_id": "a", "arguments": json.dumps(arguments)}
-    async with house(counter=gym) as peers:
+    async with local_services(counter=gym) as peers:
         await verify_row(rollout("counter_agent", [call, says("Sent.")], 1.0), peers["counter"])
     assert [json.loads(body) for body in bodies] == [arguments]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from house import house
+from local_services import local_services
 from paths import ROOT
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
@@ -46,7 +46,7 @@ async def peers(folder: Path) -> AsyncIterator[Peers]:
     options: dict[str, Json] = {"scorer": {"model": str(folder)}}
     options["gym"] = {"reward_model": "scorer", "beside": "letters", "beside_weight": 0.5, "weight": 2.0}
     services = {"scorer": SCORER.app, "letters": LETTERS.app, "gym": GYM.app}
-    async with house(options, **services) as everyone:
+    async with local_services(options, **services) as everyone:
         yield everyone
 
 
@@ -177,7 +177,7 @@ def broken_scorer(answer: Any) -> Any:
 )
 async def test_a_scoring_service_that_fails_is_a_failure_and_no_reward(answer: Any) -> None:
     gym = load(ROOT / "gym_servers" / "reward_model" / "app.py").app
-    async with house({"gym": {"reward_model": "scorer"}}, gym=gym, scorer=broken_scorer(answer)) as everyone:
+    async with local_services({"gym": {"reward_model": "scorer"}}, gym=gym, scorer=broken_scorer(answer)) as everyone:
         with pytest.raises(ServiceError, match=r"without one score|out of memory"):
             await everyone["gym"].post("/verify", row("7"))
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import psutil
 import pytest
-from house import house
-from machine import descendants, until
+from local_services import local_services
 from paths import ROOT
+from waiting import descendants, until
 
 from ngym.errors import ServiceError
 from ngym.sandbox import DockerSandbox, Limits, LocalSandbox, Program, RemoteSandbox, confinement
@@ -254,7 +254,7 @@ async def test_a_tier_that_cannot_be_had_is_an_error_that_says_so_and_runs_nothi
 
 async def test_a_sandbox_server_runs_programs_within_its_own_bounds():
     options = {"sandbox": {"most": {"cpu_s": 0.3, "wall_s": 60, "output_kib": 1}}}
-    async with house(options, sandbox=load(ROOT / "gym_servers/sandbox/app.py").app) as peers:
+    async with local_services(options, sandbox=load(ROOT / "gym_servers/sandbox/app.py").app) as peers:
         async with aclosing(RemoteSandbox(peers.urls["sandbox"][0])) as remote:
             ran, endless, loud = await asyncio.gather(
                 remote.run("print(input())", stdin="hello"),

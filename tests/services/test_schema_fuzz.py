@@ -10,8 +10,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from drawn_cases import Route, check_route, routes
 from hostile_stack import AGENTS, FEW, MANY, stack
+from openapi_cases import Route, check_route, routes
 
 SPARE = 1.25  # some routes have fewer different cases than their share
 SERVICES = ("policy", *(f"{name}_agent" for name in AGENTS), *MANY)

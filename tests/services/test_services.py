@@ -15,10 +15,10 @@ import numpy as np
 import orjson
 import pytest
 from fastapi import FastAPI, Request, Response
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
 from pydantic import BaseModel, model_validator
+from waiting import PATIENCE_S
 
 from ngym import RolloutContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, agent, gym_server
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
@@ -124,7 +124,7 @@ def says(text: str) -> list[dict[str, Any]]:
 
 
 def simple_house(model):
-    return house(
+    return local_services(
         {"agent": {"gym": "gym", "model": "model", "max_steps": 3}},
         gym=counter(),
         model=model,
@@ -225,7 +225,7 @@ async def test_a_result_with_half_a_character_is_readable():
     async def verify(task: VerifyRequest) -> float:
         return 0.0
 
-    async with house(gym=gym_server(tools=[half], verify=verify)) as peers:
+    async with local_services(gym=gym_server(tools=[half], verify=verify)) as peers:
         assert await peers["gym"].post("/half", {}) == {"cut": ["?", 1], "?": None}
 
 
@@ -251,7 +251,7 @@ async def test_a_tool_that_crashes_fails_the_rollout_and_says_where(amount: int)
     words, again = CRASHES[amount]
     options = {"agent": {"gym": "gym", "model": "model", "tool_timeout_s": 0.5 if amount == 18 else 60}}
     model = scripted_app(calls("add", f'{{"amount": {amount}}}'), says("done"))
-    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match=words) as caught:
             await peers["agent"].post("/run", {**ROW, "target": 0})
     assert (caught.value.failure, caught.value.retryable) == ("tool_error", again)
@@ -264,7 +264,7 @@ async def test_a_tool_that_crashes_fails_the_rollout_and_says_where(amount: int)
 async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amount: int):
     options = {"agent": {"gym": "gym", "model": "model", "tool_errors": "show"}}
     model = scripted_app(calls("add", f'{{"amount": {amount}}}'), says("sorry"))
-    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
         row = await peers["agent"].post("/run", ROW)
     output = row["response"]["output"][1]["output"]
     assert re.match(f"Error: {CRASHES[amount][0]}", output)
@@ -280,7 +280,7 @@ async def test_a_tool_error_of_an_exception_or_without_a_text_is_readable(amount
 
 async def test_a_rollout_that_called_a_tool_that_crashed_gets_no_reward():
     """A caller that shows the model whatever comes back, as the loops of other frameworks do."""
-    async with house(gym=counter()) as peers:
+    async with local_services(gym=counter()) as peers:
         for path, headers, status in (("/add", {}, 500), ("/add", {"x-ng-tool-errors": "show"}, 200)):
             session = peers["gym"].session()
             await session.post("/seed_session", {**ROW, "target": 7})
@@ -303,7 +303,7 @@ async def test_an_agent_that_swallows_the_environments_failure_gets_no_reward():
             await rollout.call_tool(calls("add", '{"amount": 14}')[0])
         return rollout.answer("done")
 
-    async with house(
+    async with local_services(
         {"agent": {"gym": "gym", "model": "model"}},
         gym=counter(),
         model=scripted_app(says("x")),
@@ -338,7 +338,7 @@ async def test_a_step_that_crashes_leaves_no_reward():
     async def step(task: VerifyRequest, session: Session) -> Step:
         raise RuntimeError("the board is gone")
 
-    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+    async with local_services(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
         session = peers["gym"].session()
         row = {"responses_create_params": {"input": "play"}}
         await session.post("/reset", row)
@@ -352,7 +352,7 @@ async def test_a_step_that_crashes_leaves_no_reward():
 
 
 async def test_a_session_that_was_never_seeded_is_not_verified_where_verify_needs_its_state():
-    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+    async with local_services(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
         scored = {**ROW, "target": 0, "response": {"output": []}}
         bare = await client.post("/verify", json=scored)
         response = await client.post("/add", json={"amount": 7})
@@ -368,7 +368,7 @@ async def test_a_session_that_was_never_seeded_is_not_verified_where_verify_need
 
 @pytest.mark.parametrize("keeps_cookies", [True, False])
 async def test_every_answer_in_a_session_shows_it_by_header_and_to_callers_with_cookies_by_cookie(keeps_cookies: bool):
-    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+    async with local_services(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
         headers = {"x-ng-session": "of-this-test-0123456789"}
         requests = [
             ("POST", "/seed_session", ROW, 200),
@@ -398,7 +398,7 @@ async def test_every_answer_in_a_session_shows_it_by_header_and_to_callers_with_
 async def test_verify_answers_only_what_it_adds_to_a_caller_that_prefers_it():
     row = {**ROW, "response": {"output": []}}
     answers = []
-    async with house(gym=counter()) as peers:
+    async with local_services(gym=counter()) as peers:
         for prefer in (None, "return=minimal"):
             session = peers["gym"].session()
             await session.post("/seed_session", ROW)
@@ -445,7 +445,7 @@ async def test_a_result_of_a_foreign_gym_server_that_fits_no_request_fails_the_r
     options = {"agent": {"gym": "gym", "model": "model"}}
     model = scripted_app(calls("add", '{"amount": 7}'), says("done"))
     row = {**ROW, "responses_create_params": {"input": "add 7", "tools": [{"type": "function", "name": "add"}]}}
-    async with house(options, gym=foreign, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=foreign, model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match=r"add returned 17\.0 MiB, more than 16") as caught:
             await peers["agent"].post("/run", row)
     assert caught.value.failure == "tool_error"
@@ -502,7 +502,7 @@ async def test_a_model_whose_answer_is_invalid_is_named_with_what_it_said(body: 
     model = service_app("model", options=ServiceOptions)
     add_route(model, "POST", "/v1/responses", answers)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match=words) as caught:
             await peers["agent"].post("/run", ROW)
     assert caught.value.failure == "model_error" and caught.value.upstream["service"] == "model"
@@ -517,7 +517,9 @@ async def test_a_gym_server_whose_tools_are_invalid_is_named(tools: Any):
 
     add_route(gym, "POST", "/seed_session", begins)
     options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
-    async with house(options, gym=gym, model=scripted_app(says("done")), agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(
+        options, gym=gym, model=scripted_app(says("done")), agent=load(SIMPLE_AGENT).app
+    ) as peers:
         with pytest.raises(
             UpstreamError, match="gym answered /seed_session with tools that are not a list of objects"
         ) as caught:
@@ -539,7 +541,7 @@ async def test_a_tool_that_is_broken_is_not_a_fault_of_the_agents():
     add_route(gym, "POST", "/add", broken)
     options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
     model = scripted_app(calls("add", '{"amount": 7}'), says("done"))
-    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match="gym answered 500 to POST /add: <html>") as caught:
             await peers["agent"].post("/run", ROW)
     assert caught.value.failure == "tool_error" and caught.value.retryable
@@ -555,7 +557,7 @@ async def test_a_session_that_the_gym_server_lost_ends_the_rollout_and_is_not_sh
     model = service_app("model", options=ServiceOptions)
     add_route(model, "POST", "/v1/responses", forgets)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(UpstreamError, match="no such session") as caught:
             await peers["agent"].post("/run", ROW)
     assert caught.value.retryable
@@ -618,7 +620,7 @@ async def test_an_agent_that_does_not_look_how_its_turns_ended_leaves_a_row_that
     model = service_app("model", options=ServiceOptions)
     add_route(model, "POST", "/v1/responses", says_how)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    async with house(options, gym=counter(), model=model, agent=agent(respond=heedless)) as peers:
+    async with local_services(options, gym=counter(), model=model, agent=agent(respond=heedless)) as peers:
         row = await peers["agent"].post("/run", ROW)
     ng = row["ng"]
     assert (ng["finish_reasons"], ng["stop_reason"], ng["status"]) == (finishes, stop, status)
@@ -650,13 +652,15 @@ async def test_a_row_that_is_refused_as_a_whole_names_no_field():
     async def verify_(task: Bounded) -> float:
         return 1.0
 
-    async with house(gym=gym_server(verify=verify_)) as peers:
+    async with local_services(gym=gym_server(verify=verify_)) as peers:
         with pytest.raises(UpstreamError, match=r"the row: Value error, low is more than high"):
             await peers["gym"].post("/seed_session", {"responses_create_params": {}, "low": 2, "high": 1})
 
 
 async def test_a_model_server_that_is_down_is_a_connect_failure_that_names_it():
-    async with house({"agent": {"gym": "gym", "model": "model"}}, gym=counter(), agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(
+        {"agent": {"gym": "gym", "model": "model"}}, gym=counter(), agent=load(SIMPLE_AGENT).app
+    ) as peers:
         load(SIMPLE_AGENT).app.state.context.peers.urls["model"] = ["http://127.0.0.1:9"]
         with pytest.raises(UpstreamError, match=r"model cannot be reached at http://127.0.0.1:9") as caught:
             await peers["agent"].post("/run", ROW)
@@ -758,7 +762,7 @@ async def test_two_hundred_rollouts_at_once_do_not_mix_their_sessions():
 
 
 async def test_a_session_ends_with_verify_and_is_not_started_afresh():
-    async with house(gym=counter()) as peers:
+    async with local_services(gym=counter()) as peers:
         session = peers["gym"].session()
         await session.post("/seed_session", ROW)
         await session.post("/add", {"amount": 7})
@@ -773,7 +777,7 @@ async def test_a_tool_that_wants_the_task_of_a_session_without_one_says_so():
         """Look at the task."""
         return int(session["task"]["target"])
 
-    async with house(gym=gym_server(tools=[look], verify=verify)) as peers:
+    async with local_services(gym=gym_server(tools=[look], verify=verify)) as peers:
         with pytest.raises(UpstreamError, match="this session has no task: begin it with its row") as raised:
             await peers["gym"].post("/look", {"amount": 7})
     assert raised.value.status == 422
@@ -787,7 +791,7 @@ async def test_references_of_the_openapi_document_lead_to_what_they_name():
         """Put items on the shelf."""
         return len(body.items)
 
-    async with house(gym=gym_server(tools=[put], verify=verify)) as peers:
+    async with local_services(gym=gym_server(tools=[put], verify=verify)) as peers:
         document = await peers["gym"].get("/openapi.json")
     found = list(_references(document))
     assert found
@@ -807,7 +811,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 async def test_a_caller_that_keeps_only_cookies_keeps_its_session():
     async with (
-        house(gym=counter()) as peers,
+        local_services(gym=counter()) as peers,
         httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
     ):
         await client.post("/seed_session", json=ROW)
@@ -817,7 +821,7 @@ async def test_a_caller_that_keeps_only_cookies_keeps_its_session():
 
 
 async def test_every_service_answers_health_readiness_metrics_and_its_schema():
-    async with house(gym=counter()) as peers:
+    async with local_services(gym=counter()) as peers:
         assert await peers["gym"].get("/") == {"status": "ok"}
         assert await peers["gym"].get("/ready") == {"status": "ready"}
         schema = await peers["gym"].get("/openapi.json")
@@ -831,7 +835,7 @@ async def test_every_service_answers_health_readiness_metrics_and_its_schema():
 )
 async def test_a_bad_body_is_a_problem_document(body: bytes, status: int):
     async with (
-        house(gym=counter()) as peers,
+        local_services(gym=counter()) as peers,
         httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
     ):
         answer = await client.post("/verify", content=body)
@@ -846,7 +850,7 @@ async def outcome_of(result: Any) -> dict[str, Any]:
             raise result
         return result
 
-    async with house(gym=gym_server(verify=verify_)) as peers:
+    async with local_services(gym=gym_server(verify=verify_)) as peers:
         return await peers["gym"].post("/verify", {"responses_create_params": {}, "response": {}})
 
 
@@ -854,7 +858,7 @@ async def test_an_answer_in_another_form_is_refused_and_not_scored():
     async def verify_(task: VerifyRequest) -> float:
         return float("95" in task.text)
 
-    async with house(gym=gym_server(verify=verify_)) as peers:
+    async with local_services(gym=gym_server(verify=verify_)) as peers:
         url = f"{peers.urls['gym'][0]}/verify"
         async with httpx.AsyncClient() as client:
             body = {"responses_create_params": {}, "response": {"choices": [{"message": {"content": "95"}}]}}
@@ -887,7 +891,7 @@ async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environ
         return {"responses_create_params": {"temperature": reward}, "response": {}}
 
     app = gym_server(verify=verify_, reward_range=(-1, 1))
-    async with house(gym=app) as peers:
+    async with local_services(gym=app) as peers:
         assert (await peers["gym"].post("/verify", row(-1)))["reward_range"] == [-1, 1]
         assert (await peers["gym"].post("/verify", row(None)))["reward"] is None
         assert (await peers["gym"].post("/verify", row(1.0000000000000002)))["reward"] == 1.0  # as of nine ninths
@@ -996,7 +1000,7 @@ async def test_429_and_503_are_retried_and_500_is_not():
     app = service_app("model", options=ServiceOptions)
     add_route(app, "POST", "/busy", answer)
     add_route(app, "POST", "/broken", answer)
-    async with house(model=app) as peers:
+    async with local_services(model=app) as peers:
         with pytest.raises(UpstreamError, match="broken"):
             await peers["model"].post("/broken", {})
         assert len(paths) == 1

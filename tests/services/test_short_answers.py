@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.config.import_path import load_file
@@ -15,7 +15,7 @@ measures = load_file(ROOT / "gym_servers" / "qa_short" / "app.py").measures
 
 
 def serving(**options: Any):
-    return house({"qa": options}, qa=load(ROOT / "gym_servers" / "qa_short" / "app.py").app)
+    return local_services({"qa": options}, qa=load(ROOT / "gym_servers" / "qa_short" / "app.py").app)
 
 
 def rollout(text: str, **row: Any) -> dict[str, Any]:

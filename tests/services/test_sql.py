@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.errors import ServiceError
@@ -31,7 +31,7 @@ def request(task: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def serving(**options: Any):
-    return house({"sql": options}, sql=load(ROOT / "gym_servers/sql/app.py").app)
+    return local_services({"sql": options}, sql=load(ROOT / "gym_servers/sql/app.py").app)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from house import house
+from local_services import local_services
 from pydantic import BaseModel
-from shipped import ROOT
+from shipped_gym import ROOT
 
 from ngym import RolloutContext, Session, VerifyRequest, agent, gym_server
 from ngym.errors import ServiceError
@@ -89,7 +89,7 @@ def remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_row_without_parameters_is_refused_in_the_same_way_once_the_server_is_known() -> None:
-    async with house(OPTIONS, gym=gym_server(verify=verify), **others()) as peers:
+    async with local_services(OPTIONS, gym=gym_server(verify=verify), **others()) as peers:
         await peers["agent"].post("/run", ROW)
         with pytest.raises(ServiceError, match="'responses_create_params': Field required"):
             await peers["agent"].post("/run", {"answer": "3"})
@@ -110,7 +110,7 @@ async def test_only_the_first_rollout_of_a_row_begins_a_session_if_none_is_neede
     declared: dict[str, Any], stateless: bool
 ) -> None:
     counted = Counted(gym_server(**{"verify": verify, **declared}))
-    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+    async with local_services(OPTIONS, gym=counted.app, **others()) as peers:
         rows = [await peers["agent"].post("/run", {**ROW, "_ng_rollout_index": index}) for index in range(3)]
     assert [row["reward"] for row in rows] == [1.0] * 3
     assert counted.paths["/seed_session"] == (1 if stateless else 3) and counted.paths["/verify"] == 3
@@ -126,7 +126,7 @@ def attempt(row: dict[str, Any], index: int) -> dict[str, Any]:
 
 async def test_rollouts_of_a_row_that_begin_together_wait_for_the_first_one() -> None:
     counted = Counted(gym_server(verify=verify, stateless=True))
-    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+    async with local_services(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", attempt({"answer": "other"}, 0))
         requests = [peers["agent"].post("/run", attempt(ROW, index)) for index in range(8)]
         rows = await asyncio.gather(*requests)
@@ -136,7 +136,7 @@ async def test_rollouts_of_a_row_that_begin_together_wait_for_the_first_one() ->
 
 async def test_each_rollout_of_a_row_that_does_not_fit_is_refused() -> None:
     counted = Counted(gym_server(verify=verify, stateless=True))
-    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+    async with local_services(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", ROW)
         requests = [peers["agent"].post("/run", attempt({"answer": 3}, index)) for index in range(4)]
         errors = await asyncio.gather(*requests, return_exceptions=True)
@@ -147,7 +147,7 @@ async def test_each_rollout_of_a_row_that_does_not_fit_is_refused() -> None:
 async def test_accepted_rows_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "STATELESS_S", 0.0)
     counted = Counted(gym_server(verify=verify, stateless=True))
-    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+    async with local_services(OPTIONS, gym=counted.app, **others()) as peers:
         for _ in range(2):
             await peers["agent"].post("/run", ROW)
     assert counted.paths["/seed_session"] == 2
@@ -156,7 +156,7 @@ async def test_accepted_rows_are_forgotten_after_a_while(monkeypatch: pytest.Mon
 async def test_accepted_rows_are_forgotten_after_a_failure_of_verify() -> None:
     counted, bug = Counted(gym_server(verify=verify, stateless=True)), {**ROW, "answer": "bug"}
     seeded = []
-    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+    async with local_services(OPTIONS, gym=counted.app, **others()) as peers:
         for row in (ROW, bug, bug, ROW, ROW):
             with suppress(ServiceError):
                 await peers["agent"].post("/run", row)
@@ -166,7 +166,7 @@ async def test_accepted_rows_are_forgotten_after_a_failure_of_verify() -> None:
 
 async def test_another_row_that_does_not_fit_is_refused_before_the_model_is_asked() -> None:
     counted = Counted(gym_server(verify=verify, stateless=True))
-    async with house(OPTIONS, gym=counted.app, **others()) as peers:
+    async with local_services(OPTIONS, gym=counted.app, **others()) as peers:
         await peers["agent"].post("/run", ROW)
         with pytest.raises(ServiceError, match="answer") as caught:
             await peers["agent"].post("/run", {**ROW, "answer": 3})
@@ -194,7 +194,7 @@ def calling(amount: int) -> dict[str, Any]:
 
 async def test_tools_that_take_no_session_are_offered_and_called_without_one() -> None:
     counted = Counted(gym_server(verify=verify, tools=[add], stateless=True))
-    async with house(calling(3), gym=counted.app, **others()) as peers:
+    async with local_services(calling(3), gym=counted.app, **others()) as peers:
         rows = [await peers["agent"].post("/run", attempt(ROW, index)) for index in range(3)]
     for row in rows:
         outputs = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
@@ -204,7 +204,7 @@ async def test_tools_that_take_no_session_are_offered_and_called_without_one() -
 
 async def test_a_tool_that_fails_fails_its_rollout_and_the_next_one_begins_a_session() -> None:
     counted = Counted(gym_server(verify=verify, tools=[add], stateless=True))
-    async with house(calling(-1), gym=counted.app, **others()) as peers:
+    async with local_services(calling(-1), gym=counted.app, **others()) as peers:
         for seeded in (1, 1, 2):
             with pytest.raises(ServiceError, match="a negative amount") as failed:
                 await peers["agent"].post("/run", ROW)
@@ -218,7 +218,7 @@ async def test_a_repeated_call_of_a_tool_without_a_session_runs_once_until_verif
     async def call_add(gym: Peer, amount: int) -> bytes:
         return (await gym.request("POST", "/add", {"amount": amount}, headers=headers)).body
 
-    async with house({}, gym=gym_server(verify=verify, tools=[add], stateless=True)) as peers:
+    async with local_services({}, gym=gym_server(verify=verify, tools=[add], stateless=True)) as peers:
         gym = peers["gym"]
         assert [await call_add(gym, 1), await call_add(gym, 2)] == [b"1", b"1"]
         await gym.session(headers[SESSION_HEADER]).post("/verify", {**ROW, "response": {"output": []}})

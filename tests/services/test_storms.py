@@ -9,11 +9,11 @@ import httpx
 import pytest
 from aiohttp import web
 from fastapi import Request
-from house import house
-from machine import until
+from local_services import local_services
 from paths import ROOT
 from starlette.responses import Response
 from stub_agents import problem, serving
+from waiting import until
 
 from ngym import ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import ServiceError, UpstreamError
@@ -158,7 +158,7 @@ class Slow:
 async def test_work_is_stopped_at_its_callers_deadline_and_not_begun_after_it() -> None:
     slow = Slow()
     async with (
-        house(slow=slow.app()) as peers,
+        local_services(slow=slow.app()) as peers,
         httpx.AsyncClient(base_url=peers.urls["slow"][0], timeout=PATIENCE_S) as client,
     ):
         late = await client.post("/work", headers={"x-ng-deadline-ms": "0"})
@@ -177,7 +177,7 @@ async def test_a_deadline_that_is_not_a_number_is_passed_over(deadline: bytes) -
     app = service_app("model", options=ServiceOptions)
     add_route(app, "POST", "/work", work)
     async with (
-        house(quick=app) as peers,
+        local_services(quick=app) as peers,
         httpx.AsyncClient(base_url=peers.urls["quick"][0], timeout=PATIENCE_S) as client,
     ):
         done = await client.post("/work", headers={b"x-ng-deadline-ms": deadline})
@@ -192,7 +192,7 @@ async def test_a_rollouts_deadline_reaches_its_model_and_its_session_ends_with_i
 
     gym = gym_server(verify=verify)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    async with house(options, gym=gym, model=slow.app(), agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=gym, model=slow.app(), agent=load(SIMPLE_AGENT).app) as peers:
         row = {"responses_create_params": {"input": "say something"}}
         with pytest.raises(ServiceError) as caught:
             await peers["agent"].request("POST", "/run", row, headers={"x-ng-deadline-ms": "2000"}, timeout=PATIENCE_S)
@@ -209,7 +209,7 @@ async def test_a_collector_that_leaves_takes_its_rollout_with_it() -> None:
 
     gym = gym_server(verify=verify)
     options = {"agent": {"gym": "gym", "model": "model"}}
-    async with house(options, gym=gym, model=slow.app(), agent=load(SIMPLE_AGENT).app) as peers:
+    async with local_services(options, gym=gym, model=slow.app(), agent=load(SIMPLE_AGENT).app) as peers:
         row = {"responses_create_params": {"input": "say something"}}
         run = asyncio.create_task(peers["agent"].post("/run", row))
         await until(lambda: slow.started)

@@ -4,14 +4,14 @@ import asyncio
 import json
 from typing import Any
 
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.services.base.app import load
 
 
 def serving(**options: Any):
-    return house({"gym": options}, gym=load(ROOT / "gym_servers" / "structured_outputs" / "app.py").app)
+    return local_services({"gym": options}, gym=load(ROOT / "gym_servers" / "structured_outputs" / "app.py").app)
 
 
 def rollout(text: str, **row: Any) -> dict[str, Any]:

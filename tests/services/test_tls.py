@@ -22,7 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from machine import PATIENCE_S
+from waiting import PATIENCE_S
 
 from ngym.config.service_config import Config, load_config
 from ngym.errors import ConfigError, Unreachable, UsageError

@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 import pytest
-from machine import PATIENCE_S, reserved_port
 from otlp_receiver import Received, receiver
+from waiting import PATIENCE_S, reserved_port
 
 from ngym.net.request_context import trace_ids
 from ngym.telemetry import tracing

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_service import write_checkpoint
+from waiting import PATIENCE_S
 
 from ngym.chat_codec import Sampling
 from ngym.runtime import cpu_threads
@@ -59,7 +59,7 @@ def family(folder: Path, written: Path, name: str) -> Path:
 async def serve_model(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = load(ROOT / "models" / "transformers" / "app.py").app
     async with (
-        house({"policy": {"model": str(folder)} | options}, policy=app) as peers,
+        local_services({"policy": {"model": str(folder)} | options}, policy=app) as peers,
         httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
     ):
         yield client

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.services.base.app import load
@@ -20,7 +20,7 @@ async def verify_all(
 ) -> list[dict[str, Any]]:
     row = {"responses_create_params": {"input": "q"}, "source": source, "references": list(references)}
     outputs = [[{"type": "message", "role": "assistant", "content": text}] for text in texts]
-    async with house({"gym": options}, gym=load(ROOT / "gym_servers" / "translation" / "app.py").app) as peers:
+    async with local_services({"gym": options}, gym=load(ROOT / "gym_servers" / "translation" / "app.py").app) as peers:
         return await asyncio.gather(
             *(peers["gym"].post("/verify", {**row, "response": {"output": o}}) for o in outputs)
         )
@@ -86,7 +86,7 @@ async def test_weights_split_the_reward_between_chrf_and_bleu():
 
 async def test_the_reference_of_each_shipped_row_is_worth_one_and_its_source_nothing():
     rows = [json.loads(line) for line in (ROOT / "data" / "translation" / "validation.jsonl").open()]
-    async with house(gym=load(ROOT / "gym_servers" / "translation" / "app.py").app) as peers:
+    async with local_services(gym=load(ROOT / "gym_servers" / "translation" / "app.py").app) as peers:
         for row in rows:
             for text, reward in ((row["references"][0], 1.0), (row["source"], 0.0)):
                 output = [{"type": "message", "role": "assistant", "content": text}]

@@ -5,7 +5,7 @@ from decimal import Decimal
 from time import process_time
 
 import pytest
-from house import house
+from local_services import local_services
 
 from ngym import ModelCall, model_server
 from ngym.convert import message_item, new_response, output_text
@@ -202,7 +202,7 @@ def _judge(replies):
 
 async def _ask(*replies, read=None):
     app, prompts = _judge(replies)
-    async with house(judge=app) as peers:
+    async with local_services(judge=app) as peers:
         return await ask(peers, "judge", QUESTION, read or whole_number(0, 10)), prompts
 
 

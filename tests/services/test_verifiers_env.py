@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 import pytest_asyncio
-from shipped import ROOT, calls, rollout, says
+from shipped_gym import ROOT, calls, rollout, says
 
 from ngym.config.service_config import load_config
 from ngym.errors import NgymError, ServiceError

@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from house import house
+from local_services import local_services
 from rich.console import Console
-from shipped import module, rollout, rows, says
+from shipped_gym import module, rollout, rows, says
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect.aggregate import Aggregates, environment_metrics
@@ -167,7 +167,7 @@ def gym(compute_metrics: Any) -> Any:
 
 
 async def post_metrics(compute_metrics: Any, rows: list[Json]) -> Json:
-    async with house({}, words=gym(compute_metrics)) as peers:
+    async with local_services({}, words=gym(compute_metrics)) as peers:
         answer: Json = await peers["words"].post("/aggregate_metrics", {"verify_responses": rows})
         return answer
 
@@ -219,7 +219,7 @@ async def test_own_metrics_that_are_not_numbers_are_reported_one_by_one() -> Non
     ],
 )
 async def test_a_request_for_metrics_that_is_invalid_is_refused(body: Json, message: str) -> None:
-    async with house({}, words=gym(None)) as peers:
+    async with local_services({}, words=gym(None)) as peers:
         with pytest.raises(ServiceError, match=message):
             await peers["words"].post("/aggregate_metrics", body)
 
@@ -234,7 +234,7 @@ async def test_the_collector_asks_an_environment_without_the_long_texts(tmp_path
     lines = [output_row(index, 1.0, level="easy", document="x" * 20_000) for index in range(3)]
     output = tmp_path / "out.jsonl"
     output.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    async with house({}, words_agent=gym(own), quiet=gym(None)) as peers:
+    async with local_services({}, words_agent=gym(own), quiet=gym(None)) as peers:
         report = await environment_metrics(output, peers["words_agent"])
         assert await environment_metrics(output, peers["quiet"]) is None
     assert report == {"metrics": {"count": 3.0}, "errors": []}
@@ -245,7 +245,7 @@ async def test_the_collector_sends_no_more_fields_than_an_environment_takes(tmp_
     line = output_row(0, 1.0, **{f"field_{number}": number for number in range(30)})
     output = tmp_path / "out.jsonl"
     output.write_text((json.dumps(line) + "\n") * 20_000)
-    async with house({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
+    async with local_services({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
         report = await environment_metrics(output, peers["words_agent"])
     assert report is not None and 10_000 < report["metrics"]["count"] < 20_000
     assert report["errors"] == [f"only the first {report['metrics']['count']:,.0f} rollouts are in it"]
@@ -256,7 +256,7 @@ async def test_the_collector_sends_no_more_bytes_than_an_environment_takes(tmp_p
     line = output_row(0, 1.0, **{f"field_{number}_{'x' * 400}": number for number in range(10)})
     output = tmp_path / "out.jsonl"
     output.write_text((json.dumps(line) + "\n") * 10_000)
-    async with house({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
+    async with local_services({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
         report = await environment_metrics(output, peers["words_agent"])
     assert report is not None and 5_000 < report["metrics"]["count"] < 10_000
     assert report["errors"] == [f"only the first {report['metrics']['count']:,.0f} rollouts are in it"]
@@ -275,7 +275,7 @@ SHIPPED_METRICS = {
 
 @pytest.mark.parametrize("name", SHIPPED_METRICS)
 async def test_a_shipped_environment_counts_its_own_metrics(name: str) -> None:
-    async with house({}, **{name: module(name).app}) as peers:
+    async with local_services({}, **{name: module(name).app}) as peers:
         tasks = rows(name, "example")
         answers = [await peers[name].post("/verify", rollout(row, says("I do not know."))) for row in tasks]
         report = await peers[name].post("/aggregate_metrics", {"verify_responses": answers})

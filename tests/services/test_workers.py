@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from machine import running, until, wait_until
+from waiting import running, until, wait_until
 
 from ngym.errors import NotReady, Overloaded, ServiceError
 from ngym.workers import WorkerPool

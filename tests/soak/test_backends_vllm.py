@@ -11,10 +11,10 @@ import httpx
 import orjson
 import pytest
 import pytest_asyncio
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from paths import ROOT
 from vllm_service import Server, Servers, write_checkpoint
+from waiting import PATIENCE_S
 
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import load
@@ -42,7 +42,7 @@ async def clients(folder: Path, root: Path, tmp_path_factory: pytest.TempPathFac
     options = {"policy": {"model": str(folder), "context": CONTEXT}}
     with Servers(tmp_path_factory.mktemp("services"), root, {"policy": stanza}) as servers:
         vllm: Server = servers["policy"]
-        async with house(options, policy=TRANSFORMERS.app) as peers:
+        async with local_services(options, policy=TRANSFORMERS.app) as peers:
             yield [vllm.url, peers.urls["policy"][0]]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from machine import descendants
 from trainer_service import metrics_of, train
+from waiting import descendants
 
 pytestmark = [
     pytest.mark.soak,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
-from docs_world import PORTS
+from docs_project import PORTS
 from documents import ROOT
 
 from ngym.cli.shell.main import COMMANDS

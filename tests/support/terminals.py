@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 import pyte
-from machine import PATIENCE_S
+from waiting import PATIENCE_S
 
 TRAINED_S = 4 * PATIENCE_S  # on an overloaded machine: what is waited for may be the end of a whole training
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import httpx
 from forked import MODEL_SERVER, FdAtStart, Forked
-from machine import PATIENCE_S, wait_until
+from waiting import PATIENCE_S, wait_until
 
 from ngym.runtime.event_loop import exit_process
 from ngym.services.base.runner import ServiceSpec, run

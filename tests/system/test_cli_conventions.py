@@ -25,7 +25,7 @@ import psutil
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from machine import PATIENCE_S, wait_until
+from waiting import PATIENCE_S, wait_until
 
 from ngym.cli.init import _write, project
 from ngym.cli.shell import main as shell

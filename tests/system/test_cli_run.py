@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 import psutil
 import pytest
-from machine import PATIENCE_S, descendants, running, wait_until
+from waiting import PATIENCE_S, descendants, running, wait_until
 
 from ngym.supervise.supervisor import GRACE_S
 

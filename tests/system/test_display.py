@@ -21,10 +21,10 @@ from typing import IO
 import orjson
 import psutil
 import pytest
-from machine import descendants, until
 from rich.text import Text
 from stub_agents import head, scored_row, task
 from terminals import Terminal, terminal
+from waiting import descendants, until
 
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.collection_files import Progress

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from machine import PATIENCE_S
+from waiting import PATIENCE_S
 
 from ngym.config.service_config import Config, load_config
 from ngym.supervise.supervisor import Supervisor

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import click
 import pytest
 import yaml
-from browsing import Page
+from browser_pages import Page
 from documents import ROOT, anchors, links, pages, readmes
 
 from ngym.cli.shell.main import COMMANDS

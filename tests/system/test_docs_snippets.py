@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import docs_shell
 import pytest
 import yaml
-from docs_world import AGENTS, copy_world, ngym, replace_addresses, run_to_end, world
+from docs_project import AGENTS, copy_world, ngym, replace_addresses, run_to_end, world
 from documents import ROOT, Snippet, inline_commands, pages, readmes, snippets
 from pydantic import create_model
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import yaml
-from machine import until
+from waiting import until
 
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Rollout, collect
 from ngym.config.service_config import load_config

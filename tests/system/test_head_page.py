@@ -15,9 +15,9 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
-from browsing import Page, eventually, findings, is_elsewhere
-from machine import PATIENCE_S
-from viewing import rollout, viewer, write
+from browser_pages import Page, eventually, findings, is_elsewhere
+from viewer_process import rollout, viewer, write
+from waiting import PATIENCE_S
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
 LOCAL = build_opener(ProxyHandler({}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from house import house
+from local_services import local_services
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.init import project
@@ -105,7 +105,7 @@ async def test_a_kind_that_is_not_what_the_server_offers_is_reported(tmp_path: P
 
     (tmp_path / "gold.jsonl").write_text("")
     path = readme(tmp_path, FACTS.replace("single_turn", kind))
-    async with house({}, words=gym_server(verify=verify, reward_range=(-0.5, 1))) as peers:
+    async with local_services({}, words=gym_server(verify=verify, reward_range=(-0.5, 1))) as peers:
         finding = await check_facts(Environment("words", tmp_path), path, peers["words"])
     assert len(finding.mistakes) == mistakes
     assert mistakes or finding.looked_at.endswith(", rewards -0.5 to 1")

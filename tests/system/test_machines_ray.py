@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from machine import wait_until
 from machines import Machine, Program, can_make_machines, kill, machines
 from paths import ROOT
 from vllm_service import write_checkpoint
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(not can_make_machines(), reason="needs root, and namespaces of Linux"),

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
-from machine import wait_until
 from machines import Machine, can_make_machines, kill, machines
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not can_make_machines(), reason="needs root, util-linux, iproute2 and namespaces")
 

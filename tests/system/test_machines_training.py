@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from forked import ForkedCommand
-from machine import PATIENCE_S, wait_until
 from machines import Machine, Program, can_make_machines, kill, machines
 from small_model import SHAPE
 from trainer_service import free_port
+from waiting import PATIENCE_S, wait_until
 
 from ngym.collect import CollectionLimits
 from ngym.trainer.online.rollout_stream import reporting_gate

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
-from machine import PATIENCE_S, running, wait_until
 from starlette.requests import Request
 from starlette.responses import Response
 from vllm_service import ENDLESS, LOADED_S, Server, Servers, endless, metric, start, tokens_of, user, write_checkpoint
+from waiting import PATIENCE_S, running, wait_until
 
 from ngym.errors import ConfigError, ServiceError
 from ngym.schema import TOKEN_FIELDS

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 import yaml
-from machine import PATIENCE_S, running, until
+from waiting import PATIENCE_S, running, until
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError

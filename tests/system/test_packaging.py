@@ -19,7 +19,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from machine import wait_until
+from waiting import wait_until
 
 from ngym.supervise import package_indexes
 

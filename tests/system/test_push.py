@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from machine import reserved_port
+from waiting import reserved_port
 
 REPO = "me/mine"
 COMMIT = "c" * 40

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from machine import PATIENCE_S
 from pushed_policy import Experts, Policy, Weights, write_experts
 from starlette.applications import Starlette
 from starlette.routing import Route
 from torch import Tensor
 from vllm_service import Server, Servers, tokens_of, write_checkpoint
+from waiting import PATIENCE_S
 
 from ngym.errors import BadRequest, NgymError, ServiceError
 from ngym.trainer.weights import push, push_files

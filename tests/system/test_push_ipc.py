@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from machine import PATIENCE_S, wait_until
 from pushed_policy import Experts, Policy, Weights
 from vllm_service import Server, endless, start, tokens_of, wait_until_ready, write_checkpoint
+from waiting import PATIENCE_S, wait_until
 
 from ngym.errors import BadRequest
 from ngym.trainer.weights import push, push_files, replica, transfer

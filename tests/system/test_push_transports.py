@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from machine import PATIENCE_S, reserved_port
 from safetensors.torch import save
 from trainer_service import free_port
 from vllm_service import Server, endless, generating, start, tokens_of, wait_until_ready, write_checkpoint
+from waiting import PATIENCE_S, reserved_port
 
 from ngym.errors import UsageError
 from ngym.services.base.app import load

@@ -23,8 +23,8 @@ from typing import Any
 import orjson
 import psutil
 import pytest
-from machine import PATIENCE_S, running, until, wait_until
 from stub_agents import head, scored_row, task, text_item
+from waiting import PATIENCE_S, running, until, wait_until
 
 import ngym
 import ngym.notebook

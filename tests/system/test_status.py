@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import PATIENCE_S
 
 from ngym.cli.status import tables
 from ngym.config.service_config import load_config

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from machine import PATIENCE_S, reserved_port, running, until
 from omegaconf import OmegaConf
+from waiting import PATIENCE_S, reserved_port, running, until
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from machine import PATIENCE_S
 from vllm_service import Server, Servers, user, write_checkpoint
+from waiting import PATIENCE_S
 
 from ngym.rollout import ModelCall, extend
 from ngym.schema import TOKEN_FIELDS

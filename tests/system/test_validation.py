@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from house import house
+from local_services import local_services
 from pydantic import BaseModel
 
 from ngym import Session, ToolError, VerifyRequest, gym_server
@@ -42,7 +42,7 @@ def environment(folder: Path, gold: list[dict[str, Any]] = GOLD, **rows: list[di
 
 
 async def mistakes_of(verify: Any, environment: Environment, within_s: float = 60.0) -> dict[str, list[str]]:
-    async with house({}, words=gym_server(verify=verify)) as peers:
+    async with local_services({}, words=gym_server(verify=verify)) as peers:
         findings = await validate_environment(environment, peers["words"], within_s)
     return {finding.check: finding.mistakes for finding in findings if finding.mistakes}
 
@@ -112,7 +112,7 @@ async def test_a_tool_that_crashes_is_reported_though_no_case_calls_it(tmp_path:
         raise ToolError("there is no such key")
 
     words = gym_server(verify=right, tools=[lookup, listed, refused])
-    async with house({}, words=words) as peers:
+    async with local_services({}, words=words) as peers:
         findings = await validate_environment(environment(tmp_path), peers["words"], 60.0)
     [(check, tried, (first, second))] = [(one.check, one.looked_at, one.mistakes) for one in findings if one.mistakes]
     assert (check, tried) == ("tools", "3 that no gold case calls, tried with made-up arguments")
@@ -203,7 +203,7 @@ async def test_a_tool_that_never_answers_ends_the_checks(tmp_path: Path) -> None
         return "too late"
 
     own = environment(tmp_path, [{**case, "calls": [["lookup", {"key": "x"}]]} for case in GOLD])
-    async with house({}, words=gym_server(tools=[lookup], verify=right)) as peers:
+    async with local_services({}, words=gym_server(tools=[lookup], verify=right)) as peers:
         found = await validate_environment(own, peers["words"], 60.0, 0.2)
         ended.set()
     ((check, looked_at, (mistake,)),) = found

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from click.testing import CliRunner
-from machine import running, until
+from waiting import running, until
 
 from ngym.cli import run, validate
 from ngym.config.service_config import Config, load_config

@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 import pytest
-from browsing import eventually, viewer_of
-from viewing import Viewer, failure, of_task, rollout, run, viewer, write
+from browser_pages import eventually, viewer_of
+from viewer_process import Viewer, failure, of_task, rollout, run, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from viewing import failure, rollout, run, write
+from viewer_process import failure, rollout, run, write
 
 from ngym.view.app import STATIC
 from ngym.view.html_report import join_modules

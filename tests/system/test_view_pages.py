@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import eventually, findings, viewer_of
-from viewing import Viewer, failure, rollout, viewer, write
+from browser_pages import eventually, findings, viewer_of
+from viewer_process import Viewer, failure, rollout, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
 

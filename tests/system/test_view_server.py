@@ -12,8 +12,8 @@ from statistics import fmean
 
 import orjson
 import pytest
-from machine import reserved_port, wait_until
-from viewing import Viewer, command, environment, failure, of_task, rollout, run, segment, viewer, write
+from viewer_process import Viewer, command, environment, failure, of_task, rollout, run, segment, viewer, write
+from waiting import reserved_port, wait_until
 
 from ngym.collect.collection_files import CollectionPaths
 from ngym.view.runs import open_runs

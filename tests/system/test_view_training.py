@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import wait_until
-from viewing import Json, rollout, viewer, write
+from viewer_process import Json, rollout, viewer, write
+from waiting import wait_until
 
 from ngym.errors import UsageError
 from ngym.view import training

@@ -26,7 +26,6 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from bad_network import BREAKING, KINDS, Kind, proxy
 from documents import snippets
-from machine import PATIENCE_S, reserved_port, wait_until
 from paths import ROOT
 from pushed_policy import PROMPT, Experts, Policy, Weights, write_experts
 from safetensors.torch import save
@@ -44,6 +43,7 @@ from vllm_service import (
     tokens_of,
     write_checkpoint,
 )
+from waiting import PATIENCE_S, reserved_port, wait_until
 
 from ngym.errors import BadRequest, ServiceError, Unauthorized, UsageError
 from ngym.trainer.weights import push, push_files

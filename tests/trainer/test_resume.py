@@ -18,12 +18,12 @@ from typing import Any, cast
 
 import pytest
 from forked import ForkedCommand
-from machine import wait_until
 from stub_agents import scored_row
 from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
 from trainer_service import SHAPE, arguments, free_port, metrics_of, new_policy, train
 from transformers import AutoTokenizer
+from waiting import wait_until
 
 from ngym.errors import UsageError
 from ngym.peers import Peers

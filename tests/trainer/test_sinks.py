@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from machine import reserved_port
 from paths import SUPPORT
+from waiting import reserved_port
 
 from ngym.cli.train import main
 from ngym.trainer.recipe import recipe

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
-from machine import running, wait_until
+from waiting import running, wait_until
 
 from ngym.cli.train import main
 from ngym.errors import UsageError

@@ -26,11 +26,11 @@ import orjson
 import pytest
 import torch
 from forked import ForkedCommand
-from machine import PATIENCE_S, wait_until
 from paths import SUPPORT
 from safetensors.torch import load_file, save_file
 from trainer_service import SHAPE, free_port, on_two_ranks, train
 from transformers import AutoTokenizer
+from waiting import PATIENCE_S, wait_until
 
 from ngym.errors import ConfigError, UsageError
 from ngym.trainer import checkpoints, loop

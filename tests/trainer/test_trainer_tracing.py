@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from machine import wait_until
 from otlp_receiver import receiver
 from trainer_service import SHAPE
 from transformers import AutoTokenizer
+from waiting import wait_until
 
 from ngym.telemetry import tracing
 from ngym.trainer import loop

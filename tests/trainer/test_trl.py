@@ -16,10 +16,10 @@ from typing import Any, Literal
 import pytest
 from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
-from house import house
+from local_services import local_services
 from paths import SUPPORT
 from pydantic import BaseModel, Field
-from shipped import module
+from shipped_gym import module
 from transformers.utils import get_json_schema
 
 from ngym import Session, VerifyRequest, gym_server
@@ -86,7 +86,7 @@ def counter() -> FastAPI:
 @contextmanager
 def serve_gym(app: FastAPI, tool_errors: ToolErrors = "fail") -> Iterator[TrlGym]:
     """A gym server in a thread of its own, as TRL has it on another machine."""
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(house({}, gym=app)) as peers:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(local_services({}, gym=app)) as peers:
         yield TrlGym(peers.urls["gym"][0], tool_errors=tool_errors)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from minded import tokenizer
+from stub_engines import tokenizer
 
 from ngym import chat_codec
 from ngym.chat_codec import AnswerParser, AnswerPiece, Detokenizer, Stops, Template, turn_ends

@@ -14,10 +14,10 @@ import orjson
 import pytest
 import zstandard
 from click.testing import CliRunner, Result
-from house import house
-from machine import PATIENCE_S
+from local_services import local_services
 from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from waiting import PATIENCE_S
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.rollouts.export import main
@@ -126,7 +126,7 @@ async def test_a_rollout_of_real_services_becomes_the_conversation_that_the_mode
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "2 + 3?"}]}],
         "instructions": "Sum.",
     }
-    async with house(options, **apps) as peers:
+    async with local_services(options, **apps) as peers:
         row = await peers["agent"].post("/run", {"responses_create_params": params, "_ng_task_index": 0})
     (demonstration,), _ = export_rows(tmp_path, "demonstrations", row)
     system, user, question, first, second, answer = demonstration["messages"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 import pytest
 import zstandard
-from machine import PATIENCE_S
+from waiting import PATIENCE_S
 
 from ngym.errors import UsageError
 from ngym.files import row_log

@@ -20,8 +20,8 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine import wait_until
-from viewing import failure, rollout, segment, write
+from viewer_process import failure, rollout, segment, write
+from waiting import wait_until
 
 from ngym.errors import NotFound
 from ngym.files.row_log import RowLog

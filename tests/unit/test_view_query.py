@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from viewing import failure, rollout, write
+from viewer_process import failure, rollout, write
 
 from ngym.errors import NotFound
 from ngym.view.filter_query import LOOKUP_ROWS, MAX_TEXTS, Search, TextCondition, WrongFilter, order, parse

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from viewing import rollout, run, segment, write
+from viewer_process import rollout, run, segment, write
 
 from ngym.errors import UsageError
 from ngym.view.runs import RolloutRun

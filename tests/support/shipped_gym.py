@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from house import house
+from local_services import local_services
 from paths import ROOT
 
 from ngym.services.base.app import load
@@ -39,7 +39,7 @@ def module(name: str) -> Any:
 
 
 def serving(name: str, **options: Any):
-    return house({name: options}, **{name: module(name).app})
+    return local_services({name: options}, **{name: module(name).app})
 
 
 async def gold_failures(name: str) -> list[Any]:

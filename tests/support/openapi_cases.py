@@ -13,10 +13,10 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
-from machine import PATIENCE_S
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi import checks as promises
+from waiting import PATIENCE_S
 
 CHECKS = [
     not_a_server_error,

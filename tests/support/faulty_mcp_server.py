@@ -1,6 +1,6 @@
 """An MCP server for tests, over stdio, streamable HTTP or SSE: a counter, and faults on demand.
 
-python rough_mcp_server.py stdio | http PORT | sse PORT
+python faulty_mcp_server.py stdio | http PORT | sse PORT
 """
 
 import asyncio

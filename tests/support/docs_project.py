@@ -18,7 +18,7 @@ import httpx
 import yaml
 from documents import ROOT
 from forked import ForkedCommand
-from machine import PATIENCE_S, wait_until
+from waiting import PATIENCE_S, wait_until
 
 from ngym.cli.init import project
 

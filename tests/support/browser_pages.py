@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import wait_until
 from paths import ROOT
-from viewing import Viewer, viewer
+from viewer_process import Viewer, viewer
+from waiting import wait_until
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 EXPECT_MS, LONG_MS = 20_000, 60_000  # on an overloaded machine

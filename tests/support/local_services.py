@@ -1,4 +1,4 @@
-"""Services on real sockets in the test's own process: `async with house(gym=..., model=..., agent=...) as peers`."""
+"""Services on real sockets in the test's own process: `async with local_services(gym=..., model=..., agent=...) as peers`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bound_socket() -> socket.socket:
 
 
 @asynccontextmanager
-async def house(
+async def local_services(
     options: dict[str, dict[str, Any]] | None = None, *, crowd: bool = False, **apps: FastAPI
 ) -> AsyncIterator[Peers]:
     """Serve the apps by these names; each knows the others. Yields a client that knows them all.

@@ -72,17 +72,17 @@ def _render(reply: StubReply) -> str:
     return thought + reply.text + call
 
 
-class MindConfig(PretrainedConfig):
-    model_type = "ngym_test_mind"
+class StubConfig(PretrainedConfig):
+    model_type = "ngym_test_stub"
     max_position_embeddings = CONTEXT
 
 
-class MindModel(PreTrainedModel, GenerationMixin):
+class StubModel(PreTrainedModel, GenerationMixin):
     """Sure of what the mind says next: nearly all probability is on it. What it has seen is its cache."""
 
-    config_class = MindConfig
+    config_class = StubConfig
 
-    def __init__(self, config: MindConfig) -> None:
+    def __init__(self, config: StubConfig) -> None:
         super().__init__(config)
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.tokens = tokenizer()
@@ -101,11 +101,11 @@ class MindModel(PreTrainedModel, GenerationMixin):
         return SimpleNamespace(logits=logits, past_key_values=ids)
 
 
-def write_mind(folder: Path) -> Path:
+def write_stub_model(folder: Path) -> Path:
     """A checkpoint of it."""
-    AutoConfig.register("ngym_test_mind", MindConfig, exist_ok=True)
-    AutoModelForCausalLM.register(MindConfig, MindModel, exist_ok=True)
-    model = MindModel(MindConfig(eos_token_id=2, pad_token_id=0))
+    AutoConfig.register("ngym_test_stub", StubConfig, exist_ok=True)
+    AutoModelForCausalLM.register(StubConfig, StubModel, exist_ok=True)
+    model = StubModel(StubConfig(eos_token_id=2, pad_token_id=0))
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
