@@ -35,7 +35,7 @@ NOT_READY_S = 2.0  # how often the head is asked which services are not ready
 
 @dataclass(frozen=True)
 class DiscoveredServices:
-    """urls: service name -> its replicas. agents: names of the agents. services: the config, name -> stanza, if known.
+    """urls: service name -> its replicas. agents: names of the agents. stanzas: the config by service name, if known.
 
     head_url: the head to ask when a service moves. others: external services, and the bearer token of each, or None.
     lost: agents whose environment or model the run could not start, and why.
@@ -43,7 +43,7 @@ class DiscoveredServices:
 
     urls: dict[str, list[str]]
     agents: frozenset[str]
-    services: Json = field(default_factory=dict)
+    stanzas: Json = field(default_factory=dict)
     head_url: str | None = None
     others: dict[str, str | None] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)

@@ -160,7 +160,7 @@ class _Call:
         tasks = tasks_in(self._arguments["input"], self.folder.path)
         known = await self.target.discover()
         gate = Gate()
-        source = CollectionSettings(tasks, self._recipe, self._arguments["token_format"], known.services)
+        source = CollectionSettings(tasks, self._recipe, self._arguments["token_format"], known.stanzas)
         store = CollectionFiles(self._output, source, on_stall=lambda reason: gate.hold("disk", reason))
         try:
             await self._collect(store, known, gate)
@@ -199,7 +199,7 @@ class _Call:
             store.finish("done")
             return
         needed = config.only(store.progress.agents) if config is not None else None
-        tracing.begin(config.tracing if config else tracing_of(known.services), services.OWNER)
+        tracing.begin(config.tracing if config else tracing_of(known.stanzas), services.OWNER)
         display = partial(drawing, show=self.display, tick_s=SAMPLE_S)
         try:
             session = CollectionSession(store, self._limits, gate, display, self.display.say)

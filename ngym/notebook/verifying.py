@@ -139,7 +139,7 @@ class _Call:
     async def run(self) -> list[VerifyResult]:
         known = await self.target.discover()
         config = self.target.config
-        gyms = [self._gym(row, known.services, known.urls or known.services) for row in self._rows]
+        gyms = [self._gym(row, known.stanzas, known.urls or known.stanzas) for row in self._rows]
         services = config_for_scoring(config, set(gyms), self._models, REMEDY) if config is not None else None
         async with self.target.connect(known, services, self.display) as reached:
             return await run_unless_failed(reached.failure(), self._verify_all(gyms, reached))

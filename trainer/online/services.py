@@ -336,7 +336,7 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
     for name, names in (*((agent, discovered.agents) for agent in agents), (policy, discovered.urls)):
         if name not in names:
             raise UsageError(f"{run.url} knows no {name!r}{did_you_mean(name, names)}")
-    tracing.begin(tracing_of(discovered.services), OWNER)
+    tracing.begin(tracing_of(discovered.stanzas), OWNER)
     peers = Peers(discovered.urls, discovered.head_url, run.run_token, owner=OWNER, others=discovered.others)
     try:
         yield ReadyServices(peers, run.admin_token, never_fails)

@@ -179,7 +179,7 @@ def show_plan(options: Options, known: DiscoveredServices, config: Config | None
     check_places(options.output, options.inputs)
     earlier = _read_existing(options)
     if options.resume and (earlier.done or earlier.failed):
-        source = CollectionSettings(options.inputs, options.recipe, options.token_format, known.services)
+        source = CollectionSettings(options.inputs, options.recipe, options.token_format, known.stanzas)
         RunRecord.resume(CollectionPaths.for_output(options.output).run, source, options.output)
     plan = _make_plan(options, known, earlier if options.resume else ExistingOutput())
     needed = sorted(config.only(plan.agents).services) if config else None
@@ -310,7 +310,7 @@ class Command:
 
     def __init__(self, options: Options, known: DiscoveredServices) -> None:
         self.options = options
-        self.services = known
+        self.discovered = known
         self.stream: TextIO = sys.stderr if options.as_json else sys.stdout
         self._gate = Gate()
         self._session: CollectionSession | None = None
@@ -320,7 +320,7 @@ class Command:
 
     def run(self, config: Config | None, launcher: ZygoteClient | None) -> int:
         options = self.options
-        source = CollectionSettings(options.inputs, options.recipe, options.token_format, self.services.services)
+        source = CollectionSettings(options.inputs, options.recipe, options.token_format, self.discovered.stanzas)
         store = CollectionFiles(
             options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason)
         )
@@ -329,7 +329,7 @@ class Command:
             self._prepare(store)
             try:
                 if store.progress.left:
-                    tracing.begin(config.tracing if config else tracing_of(self.services.services), OWNER)
+                    tracing.begin(config.tracing if config else tracing_of(self.discovered.stanzas), OWNER)
                     event_loop.run(self._collect(session, self._connect(store, config, launcher)))
                 else:
                     session.status = "done"
@@ -352,7 +352,7 @@ class Command:
             resume=options.resume,
             overwrite=options.overwrite,
             max_attempts=options.max_attempts,
-            agents=self.services.agents,
+            agents=self.discovered.agents,
             command=sys.argv,
             tick=lambda text: self._echo(f"\r\x1b[2K{text}", nl=False) if live else None,
             starts=bool(options.configs),
@@ -361,7 +361,9 @@ class Command:
             self._echo("\r\x1b[2K", nl=False)
         before = store.progress
         if lost := [
-            f"agent {name!r} {self.services.lost[name]}" for name in sorted(before.agents) if name in self.services.lost
+            f"agent {name!r} {self.discovered.lost[name]}"
+            for name in sorted(before.agents)
+            if name in self.discovered.lost
         ]:
             raise NgymError("\n".join(lost))
         if options.agent and before.replaced:
@@ -397,7 +399,7 @@ class Command:
     ) -> AsyncIterator[ConnectedServices]:
         """The services: started here, or those of a running head."""
         if config is None:
-            known = self.services
+            known = self.discovered
             token = token_of(known.head_url, self.options.root) if known.head_url else None
             async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
                 yield ConnectedServices(peers)
