@@ -67,7 +67,7 @@ async def until_cut_off() -> None:
 
 
 def is_lost() -> bool:
-    """Whether the cluster is lost for this driver. Calls of Ray would then wait for it, and end the process."""
+    """Whether the cluster is lost for this driver. Calls of Ray would then wait for it for a minute, and end the process."""
     return _lost.is_set()
 
 
