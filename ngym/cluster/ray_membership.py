@@ -67,7 +67,7 @@ async def until_cut_off() -> None:
 
 
 def is_lost() -> bool:
-    """Whether the cluster is lost for this driver. Calls of Ray would then wait for it for a minute, and end the process."""
+    """Whether the cluster is lost for this driver. Calls of Ray would wait a minute for it, and end the process."""
     return _lost.is_set()
 
 
@@ -91,6 +91,6 @@ async def watch_membership() -> None:
         if await head.check() >= DRIVER_CHECKS:
             _lost.set()
             raise NgymError(
-                f"the head node of the Ray cluster ({head.address.host}:{head.address.port}) does not answer any more, so "
-                f"everything that this command had started ends; {ADVICE}"
+                f"the head node of the Ray cluster ({head.address.host}:{head.address.port}) does not answer any more, "
+                f"so everything that this command had started ends; {ADVICE}"
             )
