@@ -712,7 +712,9 @@ def test_a_colocated_trainer_sleeps_wakes_and_learns_as_if_it_had_not(
         assert one == pytest.approx(other, rel=1e-5 if exact else 1e-2)
 
 
-def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_measures_steps_attention_and_pushes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """benchmarks/gpu.py with its tiny shape; its compiled side and TRL's are left to `scripts/gpu_check`."""
     kernels()
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -723,14 +725,14 @@ def test_the_benchmark_measures_steps_attention_and_ipc(device: torch.device, mo
         for specs in gpu.measurements(list(gpu.PARTS), ["tiny"])
         if specs[0]["side"] in ("", "models/transformers", "ours")
     ]
-    assert [spec["part"] for spec in part_specs] == ["ipc", "attention", "sft", "grpo"]
+    assert [spec["part"] for spec in part_specs] == ["ipc", "delta", "attention", "sft", "grpo"]
     monkeypatch.setattr(gpu, "in_group", lambda measure: measure)  # this process is in one
     rows = [{**spec, **gpu.PARTS[spec["part"]](spec)} for spec in part_specs]
-    assert rows[0]["gb"] > 0 and rows[0]["difference"] < 0.1
+    assert rows[0]["gb"] > rows[1]["gb"] > 0 and max(row["difference"] for row in rows[:2]) < 0.1
     # A kernel may refuse the shapes.
-    measured = [ms for ms in rows[1]["kernels_ms"].values() if not isinstance(ms, str)]
-    assert len(measured) >= 3 and min(measured) > 0 and min(row["tokens_s"] for row in rows[2:]) > 0
-    assert rows[2]["loss"] == pytest.approx(math.log(1024), abs=0.3)
+    measured = [ms for ms in rows[2]["kernels_ms"].values() if not isinstance(ms, str)]
+    assert len(measured) >= 3 and min(measured) > 0 and min(row["tokens_s"] for row in rows[3:]) > 0
+    assert rows[3]["loss"] == pytest.approx(math.log(1024), abs=0.3)
     text = gpu.render_rows(rows, "this machine")
     assert "| sft | tiny | ours |" in text and "| padded, math |" in text and "models/transformers: 0.00 GB" in text
     flops = gpu.flop_per_token(gpu.SHAPES["8B"], 8_190_735_360, 0.0)

@@ -24,6 +24,8 @@ import psutil
 from paths import ROOT
 
 Program = subprocess.Popen[str]
+PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"  # where iproute2 is
+PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "tc")
 SUBNET = "10.77.0"
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 BURST = "256kb"  # bytes that a slow line sends at once
@@ -67,7 +69,7 @@ class Machine:
     def popen(self, *words: str, cwd: Path, env: Mapping[str, str] = MappingProxyType({}), **options: Any) -> Program:
         """Start a program there. `kill` ends it, and what it has started in its session."""
         enter = ["nsenter", f"--target={self._init}", *NAMESPACES, f"--wdns={cwd}", "--", *words]
-        environment = {**os.environ, "HOME": "/tmp/home", "TMPDIR": "/tmp", **env}
+        environment = {**os.environ, "PATH": PATH, "HOME": "/tmp/home", "TMPDIR": "/tmp", **env}
         return subprocess.Popen(enter, env=environment, text=True, start_new_session=True, **options)
 
     def run(self, *words: str, cwd: Path, timeout_s: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -136,7 +138,7 @@ def machines(
 @cache
 def can_make_machines() -> bool:
     """Whether this user and kernel can."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "setpriv", "ip", "tc"))):
+    if os.geteuid() != 0 or not all(shutil.which(name, path=PATH) for name in PROGRAMS):
         return False
     try:
         with machines(1, rate="100mbit"):
@@ -151,7 +153,7 @@ def _hold(
     """The process id of a script that keeps new namespaces until the stack is closed."""
     unshare = ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script]
     command = ["setpriv", "--pdeathsig", "KILL", *unshare]  # ends also when these tests are killed
-    outside = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
+    outside = subprocess.Popen(command, env={**os.environ, "PATH": PATH, **env}, stdout=subprocess.PIPE, text=True)
     stack.callback(outside.wait)
     stack.callback(outside.kill)
     if outside.stdout is None or outside.stdout.readline() != "ready\n":
@@ -160,4 +162,8 @@ def _hold(
 
 
 def _run_in(process: int, namespaces: Sequence[str], script: str) -> None:
-    subprocess.run(["nsenter", f"--target={process}", *namespaces, "sh", "-ec", script], check=True)
+    subprocess.run(
+        ["nsenter", f"--target={process}", *namespaces, "sh", "-ec", script],
+        check=True,
+        env={**os.environ, "PATH": PATH},
+    )

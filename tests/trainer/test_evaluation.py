@@ -176,7 +176,7 @@ def test_attempts_without_a_reward_are_counted_and_are_not_zeros(tmp_path: Path)
     (first, *_), lines = run_evaluation(tmp_path, Solver(), tasks=tasks, attempts=2, greedy=False)
     assert first["eval/sums/avg@2"] == first["eval/sums/pass@2"] == 1
     assert [first[f"eval/sums/avg@2/{what}"] for what in ("count", "failed", "unscored")] == [4, 2, 2]
-    assert lines[0].endswith("avg@2 1.000 [1.000, 1.000], pass@2 1.000, 2 failed, 2 unscored (33.3%) (4 tasks)")
+    assert lines[0].endswith("avg@2 1.000 [0.158, 1.000], pass@2 1.000, 2 failed, 2 unscored (33.3%) (4 tasks)")
 
 
 def test_where_nothing_has_a_reward_nothing_is_claimed(tmp_path: Path) -> None:

@@ -237,6 +237,7 @@ def run_on_ray(group: Callable[..., Awaitable[int]], folder: Path, monkeypatch: 
     (folder / "data.jsonl").touch()
     words = ["data={path: data.jsonl}", "output=run"]
     monkeypatch.setattr(ray_launcher._Run, "_group", group)
+    monkeypatch.setattr(ray_launcher, "watch_membership", asyncio.Event().wait)  # Ray's functions would start a cluster
     return ray_launcher._Run(check_recipe(["sft.yaml"], words, on_ray=True)[0], ["sft.yaml", *words], False, False)
 
 
@@ -385,6 +386,9 @@ def test_a_signal_ends_a_run_on_ray_whose_ranks_wait_for_room(
     (tmp_path / "data.jsonl").touch()
     files, overrides = ["sft.yaml"], ["data={path: data.jsonl}", "output=run"]
     recipe, _ = check_recipe(files, overrides, on_ray=True)
+
+    # Ray's functions would start a cluster
+    monkeypatch.setattr(ray_launcher, "watch_membership", asyncio.Event().wait)
 
     async def reserved(*_: object) -> None:
         os.kill(os.getpid(), number)
