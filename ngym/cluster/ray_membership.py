@@ -1,4 +1,4 @@
-"""Whether this machine is still a node of its Ray cluster.
+"""Detects that this machine is no longer a node of its Ray cluster.
 
 A network that is silent ends no connection, so Ray does not report to a driver or an actor that its node was cut off.
 A new connection shows it.

@@ -1,4 +1,4 @@
-"""Addresses and interfaces of this machine, and the addresses that other machines can call."""
+"""Addresses and network interfaces of this machine, and whether other machines can call an address."""
 
 from __future__ import annotations
 

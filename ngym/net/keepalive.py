@@ -1,4 +1,4 @@
-"""TCP keepalive: how a connection to a machine that has gone silent is noticed.
+"""TCP keepalive: detects connections to a machine that has gone silent.
 
 A machine that loses power, and a network that drops packets, end no connection: TCP sends again for a quarter of an hour.
 So the kernel asks a quiet peer whether it is there. The peer's kernel answers, whatever its programs do.
@@ -19,7 +19,7 @@ _INFO_BYTES = _RECEIVED_AT + _RECEIVED.size
 
 
 class TcpSocket(Protocol):
-    """What of a socket is needed here; the sockets of uvloop's transports have it."""
+    """The methods of a socket that are used here; the sockets of uvloop's transports have them."""
 
     def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
 

@@ -254,7 +254,7 @@ def _server(replicas: list[ReplicaState], sizes: Mapping[int, int]) -> dict[str,
 
 
 def _detail(worst: ReplicaState) -> str:
-    """Why it is not ready; of one of several replicas with its label."""
+    """The reason why it is not ready; of one of several replicas with its label."""
     return f"{worst.label}: {worst.detail}" if worst.detail and worst.label != worst.name else worst.detail
 
 

@@ -163,7 +163,7 @@ def test_ranks_that_read_other_rows_end_in_one_line(root: Path, tmp_path: Path) 
 
 
 def weights(node: Machine, folder: Path) -> dict[str, Any]:
-    """What the policy says of its weights, asked from its own machine."""
+    """The state of the policy's weights, asked from its own machine."""
     words = ["curl", "-s", "-m", "5", "-H", f"authorization: Bearer {TOKENS['NGYM_ADMIN_TOKEN']}", f"{SERVER}/weights"]
     answer = node.run(*words, cwd=folder).stdout
     return json.loads(answer) if answer.startswith("{") else {}

@@ -1,4 +1,4 @@
-"""What must be equal on the machines of all ranks: versions, recipe, data, and the folder of the run."""
+"""Checks that the machines of all ranks have equal versions, recipes, data and models, and one output folder."""
 
 from __future__ import annotations
 

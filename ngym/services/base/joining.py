@@ -24,7 +24,7 @@ TIMEOUT_S = 5.0
 
 
 class Joining(NamedTuple):
-    """The head to join, and what it learns: the service, its kind and app in the config of this machine, its address."""
+    """The head to join, and the announced replica: the service, its kind and app in this machine's config, its address."""
 
     head_url: str
     admin_token: str
@@ -84,7 +84,7 @@ async def _keep_announcing(joining: Joining) -> None:
 
 
 def _opinion(joining: Joining, record: dict[str, Any]) -> tuple[str, int]:
-    """What the head's record says, and its log level; "" while it has not been able to look."""
+    """A line about the head's record, and its log level; "" while the head has not been able to look."""
     status, detail = record.get("status"), record.get("detail")
     if status == "ready":
         return f"takes calls of the run at {joining.head_url}", logging.INFO
