@@ -125,10 +125,7 @@ def bootstrap(values: Sequence[float], seed: int = 0, *, binary: bool = False) -
     """95 % interval of the mean of these values (one per task), by resampling tasks; None for fewer than two.
 
     Percentile bootstrap (Efron 1979) with 1,000 resamples; above 1,000 values the normal interval, which it then
-    equals. For equal values `interval_of_equal`.
-
-    Args:
-        binary: the values are means of 0 and 1.
+    equals. For equal values that are means of 0 and 1 (`binary`) `interval_of_equal`, for others None.
     """
     n = len(values)
     if n < 2:

@@ -131,11 +131,10 @@ class KeptCheckpoint:
                 for owner in {name.rpartition("#")[0] for name in tensors.keys()}:  # noqa: SIM118  # not a dict
                     changes[owner] = (tensors.get_tensor(owner + INDICES), tensors.get_tensor(owner + VALUES))
         files = sorted(self.folder.glob("*.safetensors"))
-        buffer = bytearray(
-            max((path.stat().st_size for path in files), default=0)
-        )  # of all, because new pages are slow
+        largest = max((path.stat().st_size for path in files), default=0)
+        buffer = memoryview(bytearray(largest))  # for all files: new pages of memory are slow
         for path in files:
-            _change_file(path, changes, memoryview(buffer))
+            _change_file(path, changes, buffer)
         self.push = push
 
 
