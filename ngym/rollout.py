@@ -17,6 +17,7 @@ import math
 import textwrap
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -35,12 +36,26 @@ _NUMBER = (int, float)
 
 
 class ModelCall(NamedTuple):
-    """One call's tokens: prompt ids [P], sampled ids [G], the sampler's logprobs [G], version spans over the sampled ids."""
+    """One call's tokens: prompt ids [P], sampled ids [G], the sampler's logprobs [G], version spans over the sampled ids.
+
+    images: digests of the prompt's images, in order.
+    """
 
     prompt_token_ids: list[int]
     generation_token_ids: list[int]
     generation_log_probs: list[float]
     versions: list[list[int]]
+    images: Sequence[str] = ()
+
+
+def image_digest(url: str) -> str:
+    """The identity of an image in a conversation, 32 hex digits: of its URL, which for a data: URL is its content."""
+    return blake2b(url.encode(), digest_size=16).hexdigest()
+
+
+def continues(ids: Any, images: Sequence[str], prompt: Any, prompt_images: Sequence[str]) -> bool:
+    """Whether a prompt begins with all ids of a context, and with its images: their placeholders are equal tokens."""
+    return bool(prompt[: len(ids)] == ids and list(prompt_images[: len(images)]) == list(images))
 
 
 def tokens_of(response: Json) -> ModelCall | None:
@@ -62,8 +77,9 @@ def tokens_of(response: Json) -> ModelCall | None:
     if len(generated) != len(logprobs):
         raise ValueError(f"{len(generated)} generated tokens but {len(logprobs)} logprobs")
     _check_tokens(prompt, generated, logprobs)
-    versions = (response.get("ng") or {}).get("policy_version") or [[0, len(generated), 0]]
-    return ModelCall(prompt, generated, logprobs, versions)
+    record = response.get("ng") or {}
+    versions = record.get("policy_version") or [[0, len(generated), 0]]
+    return ModelCall(prompt, generated, logprobs, versions, record.get("images") or [])
 
 
 def _check_tokens(prompt: list[int], generated: list[int], logprobs: list[float]) -> None:
@@ -81,13 +97,16 @@ def _check_tokens(prompt: list[int], generated: list[int], logprobs: list[float]
 def extend(segments: list[Segment], call: ModelCall) -> None:
     """Add a model call: it continues the last segment exactly if its prompt begins with all ids so far, else a new one starts."""
     prompt = call.prompt_token_ids
-    if segments and prompt[: len(segments[-1]["token_ids"])] == segments[-1]["token_ids"]:
-        segment = segments[-1]
+    last = segments[-1] if segments else None
+    if last is not None and continues(last["token_ids"], last.get("images", []), prompt, call.images):
+        segment = last
         context = prompt[len(segment["token_ids"]) :]
     else:
         segment = Segment(token_ids=[], mask=[], logprobs=[], policy_version=[])
         segments.append(segment)
         context = prompt
+    if call.images:
+        segment["images"] = list(call.images)
     ids = segment["token_ids"]
     ids += context
     start = len(ids)

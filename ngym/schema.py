@@ -55,12 +55,14 @@ class Segment(TypedDict):
     mask: spans [start, end) of the tokens that the policy sampled.
     logprobs: [number of masked tokens] the sampler's own, in order.
     policy_version: spans [start, end, version] over token_ids.
+    images: `image_digest` of those whose placeholders are in token_ids, in order; absent without images.
     """
 
     token_ids: list[int]
     mask: list[list[int]]
     logprobs: list[float]
     policy_version: list[list[int]]
+    images: NotRequired[list[str]]
 
 
 Failure = TypedDict(

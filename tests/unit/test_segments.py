@@ -35,6 +35,22 @@ def test_a_broken_prefix_starts_a_new_segment():
     assert [segment["token_ids"] for segment in segments] == [[1, 2, 3], [1, 9, 3, 4, 5]]
 
 
+def test_a_call_with_another_image_in_place_of_an_earlier_one_starts_a_new_segment():
+    """The placeholders of all images are the same token."""
+    segments = []
+    for images in (["red"], ["red", "blue"], ["green", "blue"]):
+        extend(
+            segments,
+            call([1, 5, 5, 2], [3])._replace(images=images)
+            if not segments
+            else call([1, 5, 5, 2, 3, 5, 5], [4])._replace(images=images),
+        )
+    assert [(len(segment["mask"]), segment["images"]) for segment in segments] == [
+        (2, ["red", "blue"]),
+        (1, ["green", "blue"]),
+    ]
+
+
 @given(ids, st.lists(st.tuples(ids, ids), max_size=5))
 def test_an_unbroken_rollout_is_one_segment_whose_masked_tokens_are_the_sampled_ones(prompt, turns):
     segments, context, sampled = [], list(prompt), []
@@ -55,6 +71,8 @@ def test_token_data_is_all_or_nothing():
     assert tokens_of({"output": [{"type": "message"}, complete], "ng": {"policy_version": [[0, 1, 7]]}}).versions == [
         [0, 1, 7]
     ]
+    seen = {"output": [complete], "ng": {"policy_version": [[0, 1, 7]], "images": ["a"]}}
+    assert tokens_of(seen).images == ["a"]
     assert tokens_of({"output": [{"type": "message"}]}) is None
     assert tokens_of({"output": []}) is None
     with pytest.raises(ValueError, match="all or nothing"):

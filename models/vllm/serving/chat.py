@@ -40,7 +40,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
-from ngym.rollout import PriorTokens, TurnEnds, begins_with, splice
+from ngym.rollout import PriorTokens, TurnEnds, begins_with, image_digest, splice
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
@@ -90,13 +90,14 @@ def turn_ends(engine: AsyncLLM) -> TurnEnds:
 class Tokens:
     """Tokens of a call: prompt [P], sampled [G], logprobs [G]; versions: spans [start, end, policy version] over [G].
 
-    aborted: a weight push ended the generation (its mode `abort`).
+    images: digests of those in the prompt, in order. aborted: a weight push ended the generation (its mode `abort`).
     """
 
     prompt: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
     aborted: bool = False
 
     def add(self, output: RequestOutput) -> None:
@@ -122,7 +123,9 @@ class Tokens:
     @property
     def trace(self) -> Json:
         """The fields of the whole answer."""
-        return {"ng": {"policy_version": self.versions}} if self.prompt else {}
+        if not self.prompt:
+            return {}
+        return {"ng": {"policy_version": self.versions} | ({"images": self.images} if self.images else {})}
 
 
 class SampledLogprobs(LogprobsProcessor):
@@ -318,7 +321,7 @@ class ChatHandler:
             BadRequest: vLLM refuses the request.
             NotReady: vLLM cannot answer, or a weight push cut the answer off.
         """
-        tokens = Tokens()
+        tokens = Tokens(images=_images(request))
         try:
             answer = await self._ask(self._validate(request | {"stream": False}), call.seen, tokens)
         except ContextFull as full:
@@ -340,7 +343,7 @@ class ChatHandler:
 
     async def stream(self, request: Json, call: ModelCall) -> AsyncGenerator[Json]:
         """Chat Completion chunks; the one with the finish_reason has the token fields. Raises as `respond`."""
-        tokens = Tokens()
+        tokens = Tokens(images=_images(request))
         checked = self._validate(request | {"stream": True})
         try:
             answer = await self._ask(checked, call.seen, tokens)
@@ -449,6 +452,16 @@ class ChatHandler:
             "choices": [{"index": 0, field: {"role": "assistant", "content": ""}, "finish_reason": "length"}],
             "usage": {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt},
         }
+
+
+def _images(request: Json) -> list[str]:
+    """The digests of a conversation's images, in order."""
+    messages = request.get("messages")
+    contents = (message.get("content") for message in messages or () if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    images = (part["image_url"] for part in parts if part.get("type") == "image_url" and part.get("image_url"))
+    urls = (image.get("url") if isinstance(image, dict) else image for image in images)
+    return [image_digest(str(url)) for url in urls]
 
 
 def _service_error(error: Exception, request: ChatCompletionRequest) -> ServiceError:

@@ -28,7 +28,7 @@ from ngym.convert import finish_reason
 from ngym.errors import BadRequest
 from ngym.net.json_limits import is_deep
 from ngym.rollout import ModelCall as CallTokens
-from ngym.rollout import add_usage
+from ngym.rollout import add_usage, continues
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, FinishReason, Json
 from ngym.schema import Segment as SegmentJson
 
@@ -215,15 +215,16 @@ def _arguments(arguments: str) -> Any:
 
 @dataclass(slots=True)
 class _Segment:
-    """One unbroken context: ids [T], the sampler's logprobs of the masked ones, and its calls in order."""
+    """One unbroken context: ids [T], the sampler's logprobs of the masked ones, its images, and its calls in order."""
 
     ids: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
+    images: list[str] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
 
     def json(self) -> SegmentJson:
         sampled = [call for call in self.calls if call.end > call.start]
-        return SegmentJson(
+        segment = SegmentJson(
             token_ids=self.ids.tolist(),
             mask=[[call.start, call.end] for call in sampled],
             logprobs=self.logprobs.tolist(),
@@ -233,6 +234,9 @@ class _Segment:
                 for first, last, version in call.versions
             ],
         )
+        if self.images:
+            segment["images"] = self.images
+        return segment
 
 
 @dataclass(slots=True, eq=False)
@@ -393,13 +397,14 @@ class Captures:
 
 def _place_call(question: PendingCall, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
     """Put the call in the segment that it continues, if its prompt begins with all ids of that, else in a new one."""
-    continues = question.continues
+    earlier = question.continues
     prompt = array("I", tokens.prompt_token_ids)
     segment = _Segment()
-    if continues is not None:
-        continues.continued = True
-        if prompt[: len(continues.segment.ids)] == continues.segment.ids:
-            segment = continues.segment
+    if earlier is not None:
+        earlier.continued = True
+        if continues(earlier.segment.ids, earlier.segment.images, prompt, tokens.images):
+            segment = earlier.segment
+    segment.images = list(tokens.images)
     before = len(segment.ids)
     segment.ids += prompt[before:]
     start = len(segment.ids)
