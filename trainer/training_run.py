@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import yaml
 
 from ngym import __version__
+from ngym.errors import ConfigError
 from ngym.files.atomic import WriteFailed, whole_folder
 from ngym.plot.figure import Line, Panel, as_text, default_series, write_picture
 
@@ -29,15 +30,9 @@ from .engine.rank_hosts import check_equal, check_shared
 from .engine.sanity_checks import TO_LOAD, NanGuard, NoSignalMonitor, explain_out_of_memory, to_fit
 from .evaluation.heldout_loss import HeldOutNotFinite
 from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
-from .model.policy import (
-    CriticNetwork,
-    TrainedNetwork,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-    unused_dropout,
-    write_base,
-)
+from .model.images import has_vision
+from .model.lora import write_base
+from .model.policy import CriticNetwork, TrainedNetwork, load_policy, load_reward_model, load_tokenizer, unused_dropout
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import Launch, ModelOptions, Recipe
 from .recipe.recipe_reader import high_learning_rate
@@ -158,6 +153,10 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
         policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
     if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
         policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
+    if has_vision(policy.network) and recipe.live and recipe.live.transport == "lora":
+        raise ConfigError("rollouts.transport: lora is not supported for models with images; use http, which merges it")
+    if not isinstance(policy.images, str) and (reason := _images_problem(recipe)):
+        policy.images = reason
     if dropout := unused_dropout(policy.network):
         text = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
         job.say(f"the model's own dropout is off ({text}); only model.lora.dropout drops anything")
@@ -171,6 +170,21 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
         make_room(recipe, job.services)
         barrier()
     return engine.Engine(policy, job.launch, recipe.engine, recipe.optimizer), tokenizer
+
+
+def _images_problem(recipe: Recipe) -> str | None:
+    """The reason why rows with images cannot be trained with this recipe."""
+    algorithm, engine_options = recipe.algorithm, recipe.engine
+    teaches = isinstance(algorithm, PolicyGradientOptions) and algorithm.teacher is not None
+    values = isinstance(algorithm, PolicyGradientOptions) and algorithm.critic is not None
+    problems = {
+        "engine.sequence_parallel": engine_options.sequence_parallel > 1,
+        "engine.tensor_parallel": engine_options.tensor_parallel > 1,
+        "algorithm.critic": values,
+        "algorithm.teacher": teaches,
+    }
+    key = next((key for key, given in problems.items() if given), None)
+    return key and f"images are not supported with {key}"
 
 
 class TrainingRun:

@@ -611,7 +611,7 @@ def test_qlora_is_lora_on_the_dequantized_weights(
     on_packed = {"path": str(wide / "policy"), "lora": {**lora, "base_4bit": kind}}
     quantized = make_recipe(wide, "sft", model=on_packed, **options)
     policy = network(quantized, tokenizer)
-    model.write_base(tmp_path / "base", policy.network, tokenizer, quantized.engine.dtype)
+    lora.write_base(tmp_path / "base", policy.network, tokenizer, quantized.engine.dtype)
     packed = [one for one in policy.network.parameters() if one.dtype is torch.uint8]
     assert len(packed) == 14 and all(one.device.type == device.type for one in packed)
     learner = engine.Engine(policy, LAUNCH, quantized.engine, quantized.optimizer)

@@ -3,86 +3,35 @@ checkpoint's."""
 
 from __future__ import annotations
 
-import base64
-import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_service import TAGS, Server, Servers, user, write_tokenizer
+from vllm_service import Server, Servers, user
 
 pytest.importorskip("vllm")
 
+from image_models import IMAGE, data_url, png, write_image_model
+from trainer_service import metrics_of, train
+
+from ngym.rollout import image_digest
+from ngym.trainer.model.images import open_image
+
+TOKENS = 4  # of an image
 CONTEXT = 512
-SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<fake_token_around_image>",
-    "<global-img>",
-    "<image>",
-    "<end_of_utterance>",
-]
-SPECIAL += ["<row_1_col_1>", "<|im_end|>"]
-IMAGE, TOKENS, SIDE = SPECIAL.index("<image>"), 4, 56
 BIAS = -100.0  # a random policy would sometimes sample the placeholder
-TEMPLATE = r"""{%- for m in messages -%}
-<|im_start|>{{ m.role }}
-{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}
-{%- if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def write_model(folder: Path) -> Any:
-    """A random Idefics3, one of the families that need no torchvision; the network."""
-    import transformers
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    ids = write_tokenizer(folder, TEMPLATE, SPECIAL, TAGS)
-    transformers.set_seed(0)
-    text = {**SIZE, "max_position_embeddings": CONTEXT, "model_type": "llama", "vocab_size": ids}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {"image_size": SIDE, "patch_size": 14, "initializer_range": 0.2}
-    fields = {"image_token_id": IMAGE, "scale_factor": 2, "tie_word_embeddings": False, "pad_token_id": 0}
-    ends = {"bos_token_id": 0, "eos_token_id": len(SPECIAL) - 1}
-    config = transformers.Idefics3Config(text_config=text | ends, vision_config=vision, **fields)
-    network = transformers.Idefics3ForConditionalGeneration(config)
-    network.generation_config.eos_token_id = len(SPECIAL) - 1
-    network.save_pretrained(folder)
-    size = {"longest_edge": SIDE}
-    images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    transformers.Idefics3Processor(images, tokenizer, image_seq_len=TOKENS, chat_template=TEMPLATE).save_pretrained(
-        folder
-    )
-    return network.eval()
 
 
 def picture(colour: str) -> dict[str, Any]:
-    from PIL import Image
-
-    out = io.BytesIO()
-    Image.new("RGB", (SIDE, SIDE), colour).save(out, "PNG")
-    return {"type": "input_image", "image_url": f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"}
+    return {"type": "input_image", "image_url": data_url(png(colour))}
 
 
 def logprobs(network: Any, folder: Path, colours: list[str], ids: list[int], first: int) -> list[float]:
     import torch
-    from PIL import Image
     from transformers import AutoProcessor
 
-    images = [Image.new("RGB", (SIDE, SIDE), colour) for colour in colours]
+    images = [open_image(png(colour)) for colour in colours]
     pixels = AutoProcessor.from_pretrained(folder).image_processor(images, return_tensors="pt")
     with torch.no_grad():
         logits_TV = network(input_ids=torch.tensor([ids]), **pixels).logits[0, first - 1 : -1]
@@ -92,7 +41,7 @@ def logprobs(network: Any, folder: Path, colours: list[str], ids: list[int], fir
 
 def test_images_reach_the_model_in_every_turn_and_after_calls_that_do_not_generate(tmp_path: Path, root: Path) -> None:
     folder = tmp_path / "policy"
-    network = write_model(folder)
+    network = write_image_model(folder, "idefics3", std=0.2)
     with Servers(tmp_path, root, {"policy": {"options": {"model": str(folder)}}}) as servers:
         server = servers["policy"]
         sampling = {"max_output_tokens": 12, "ignore_eos": True, "logit_bias": {str(IMAGE): BIAS}}
@@ -105,8 +54,24 @@ def test_images_reach_the_model_in_every_turn_and_after_calls_that_do_not_genera
             assert prompt.count(IMAGE) == TOKENS * (turn + 1)
             exact = logprobs(network, folder, colours[: turn + 1], prompt + sampled, len(prompt))
             assert said["generation_log_probs"] == pytest.approx(exact, abs=1e-4)
+            assert answer["ng"]["images"] == [digest(colour) for colour in colours[: turn + 1]]
             history += answer["output"]
+        _captured_calls(server, sampling)
         _after_calls_that_do_not_generate(server)
+
+
+def digest(colour: str) -> str:
+    return image_digest(picture(colour)["image_url"])
+
+
+def _captured_calls(server: Server, sampling: dict[str, Any]) -> None:
+    """Two calls of an agent that shows the model one image after the other: equal ids, two segments."""
+    for colour in ("red", "blue"):
+        asked = [user([{"type": "image_url", "image_url": {"url": picture(colour)["image_url"]}}])]
+        body = {"model": "m", "messages": asked, "max_tokens": 2, "logit_bias": sampling["logit_bias"]}
+        assert server.post("/rollouts/r/v1/chat/completions", **body).status_code == 200
+    segments = server.get("/rollouts/r/segments").json()["segments"]
+    assert [segment["images"] for segment in segments] == [[digest("red")], [digest("blue")]]
 
 
 def _after_calls_that_do_not_generate(server: Server) -> None:
@@ -126,3 +91,41 @@ def _after_calls_that_do_not_generate(server: Server) -> None:
     full = server.answer(input=[user([picture("pink"), text(CONTEXT - beside - 1)])], max_output_tokens=2)
     assert (full["status"], full["usage"]["input_tokens"]) == ("incomplete", CONTEXT + TOKENS - 1)
     assert server.answer(input=[user([picture("pink")])], max_output_tokens=2)["usage"]["input_tokens"] == counted
+
+
+def test_a_policy_learns_from_live_rollouts_with_images(tmp_path: Path) -> None:
+    """The letter that is rewarded depends on the image; without it, the reward could not pass a half."""
+    write_image_model(tmp_path / "policy", "idefics3", std=0.02, hidden_size=128, num_attention_heads=4)
+    colours = {"a": "red", "b": "blue"}
+    rows = [
+        {
+            "responses_create_params": {"input": [user([picture(colour), {"type": "input_text", "text": "say"}])]},
+            "letter": letter,
+        }
+        for letter, colour in colours.items()
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = {"kind": "model", "app": "models/vllm", "model": str(tmp_path / "policy")}
+    services = {"policy": policy, "letters": {"kind": "gym_server", "app": "gym_servers/letters"}}
+    services["agent"] = {"kind": "agent", "app": "agents/simple", "gym": "letters", "model": "policy"}
+    (tmp_path / "services.yaml").write_text(json.dumps(services))
+    overrides = {
+        "output": "run",
+        "model.from_scratch": "null",
+        "model.tokenizer": "null",
+        "model.path": tmp_path / "policy",
+        "rollouts.agent": "agent",
+        "rollouts.services": tmp_path / "services.yaml",
+        "rollouts.policy_app": "null",
+        "rollouts.tasks": tmp_path / "tasks.jsonl",
+        "rollouts.tasks_per_step": 2,
+        "rollouts.max_output_tokens": 8,
+        "max_steps": 4,
+    }
+    words = ["letters.yaml", *(f"{key}={value}" for key, value in overrides.items())]
+    output, _ = (process := train(tmp_path, words, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, output
+    steps = metrics_of(tmp_path)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(row["lag"] == 0 and row["token_mult_prob_error"] < 1.001 for row in steps)
+    assert (tmp_path / "run" / "policy" / "processor_config.json").exists()

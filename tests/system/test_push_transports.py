@@ -21,7 +21,7 @@ from waiting import PATIENCE_S, reserved_port
 
 from ngym.errors import UsageError
 from ngym.services.base.app import load
-from ngym.trainer.model import policy as lora
+from ngym.trainer.model import lora
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 from ngym.trainer.weights import push, replica, transfer

@@ -7,13 +7,12 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compiled import needs_compiler
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ngym.errors import ConfigError
 from ngym.trainer import loop
@@ -254,13 +253,6 @@ def test_two_steps_in_fp16_are_those_of_fp32(family: str, only_rank: None) -> No
 def test_soft_capped_logits_are_refused() -> None:
     with pytest.raises(ConfigError, match="gemma2: its logits are soft-capped"):
         policy.Policy(network("gemma2", attention.NAME, final_logit_softcapping=3.0))
-
-
-def test_a_model_that_also_reads_images_is_refused(tmp_path: Path) -> None:
-    tokenizer: Any = None  # not used before
-    Gemma3Config(text_config={}, vision_config={}).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="a model of type gemma3 also reads images"):
-        policy.load_policy(recipe.ModelOptions(path=str(tmp_path)), tokenizer, 0)
 
 
 def test_attention_sinks_are_refused_where_ranks_share_the_tokens() -> None:

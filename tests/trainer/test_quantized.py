@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ngym.errors import ConfigError, UsageError
 from ngym.trainer.engine import engine
-from ngym.trainer.model import layers
+from ngym.trainer.model import layers, lora
 from ngym.trainer.model import policy as model
 from ngym.trainer.online import services
 from ngym.trainer.recipe import recipe as config
@@ -168,7 +168,7 @@ def test_the_written_base_with_the_adapter_is_what_was_trained_and_the_unquantiz
 
     data, policy = pack_sequences(), load_policy(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model.write_base(tmp_path / "base", policy.network, tokenizer, "float32")
+    lora.write_base(tmp_path / "base", policy.network, tokenizer, "float32")
     trained = engine.Engine(policy, LAUNCH, config.EngineOptions(), config.OptimizerOptions(lr=1e-2))
     step(trained, data, 3)
     trained.save_adapter(tmp_path / "adapter", config.LoraOptions(**QLORA), str(base))
@@ -191,7 +191,7 @@ def test_the_written_base_with_the_adapter_is_what_was_trained_and_the_unquantiz
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_written_base_has_the_dtype_of_the_trainers_arithmetic(base: Path, tmp_path: Path, precision: Any) -> None:
     policy, options = load_policy(base), config.EngineOptions(zero_stage=1, precision=precision)
-    model.write_base(tmp_path / "base", policy.network, AutoTokenizer.from_pretrained(base), options.dtype)
+    lora.write_base(tmp_path / "base", policy.network, AutoTokenizer.from_pretrained(base), options.dtype)
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
     assert served.dtype == getattr(torch, options.dtype) == served.config.dtype
     trained = engine.Engine(policy, LAUNCH, options, config.OptimizerOptions(lr=1e-2))

@@ -563,7 +563,7 @@ def test_rollouts_with_images_or_with_the_ids_of_another_model_are_refused(
     algorithm, lines = policy_gradient.PolicyGradient(options(), None, None), rows()
     output = {"type": "function_call_output", "output": [{"type": "input_text", "text": "x"}, {"type": "input_image"}]}
     seen = lines[0] | {"response": {"output": [{"type": "reasoning", "content": None}, output]}}
-    wrong = r"response.output\[1\] has a part of type 'input_image'; only text is trained on"
+    wrong = r"response.output\[1\] has a part of type 'input_image': the model reads text only"
     with pytest.raises(UsageError, match=wrong):
         algorithm.samples(write(tmp_path / "seen.jsonl", [*lines, seen]), tokenizer)
     lines[0]["ng"]["segments"][0]["token_ids"][-1] = 9999

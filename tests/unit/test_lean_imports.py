@@ -53,7 +53,7 @@ import torch
 from ngym.runtime.lean_imports import lean_imports
 with lean_imports():
     from transformers import AutoModelForCausalLM, Qwen3Config
-    from ngym.trainer.model.policy import add_adapter
+    from ngym.trainer.model.lora import add_adapter
     from ngym.trainer.recipe.recipe import LoraOptions
     shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**shape, num_key_value_heads=2, head_dim=16))

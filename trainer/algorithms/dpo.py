@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ..data.chat_dataset import Pair, read_pairs
+from ..data.images import TEXT_ONLY, Images
 from ..data.samples import Sample, Segment
 from ..engine.engine import score
 from ..losses.policy_loss import Loss, TokenRows
@@ -56,15 +57,18 @@ class PairSample(Sample):
 
 
 class Dpo:
-    def __init__(self, options: Preference) -> None:
+    """images: how the policy reads images, or the reason why it does not."""
+
+    def __init__(self, options: Preference, images: Images = TEXT_ONLY) -> None:
         self._options = options
+        self._images = images
 
     @property
     def asks(self) -> RequestedScores:
         return RequestedScores(collision=self._options.weighted)
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        return [_sample(pair) for pair in read_pairs(path, tokenizer)]
+        return [_sample(pair) for pair in read_pairs(path, tokenizer, self._images)]
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """The pairs with their reference: the current policy's log p of both sides, unless the loss uses none."""
@@ -95,7 +99,7 @@ class Dpo:
 def create(setup: Setup) -> Dpo:
     """DPO or its kin, with the options of a recipe."""
     assert isinstance(setup.recipe.algorithm, PreferenceOptions)
-    return Dpo(setup.recipe.algorithm)
+    return Dpo(setup.recipe.algorithm, setup.engine.policy.images)
 
 
 def rows_of(packed: MicroBatch) -> TokenRows:
@@ -108,9 +112,13 @@ def rows_of(packed: MicroBatch) -> TokenRows:
 
 
 def _sample(pair: Pair) -> PairSample:
-    chosen = [Side(segment.token_ids, segment.spans, chosen=True) for segment in pair.chosen.segments]
-    rejected = [Side(segment.token_ids, segment.spans, chosen=False) for segment in pair.rejected.segments]
-    return PairSample((*chosen, *rejected))
+    return PairSample(
+        tuple(
+            Side(segment.token_ids, segment.spans, segment.images, chosen=sample is pair.chosen)
+            for sample in pair
+            for segment in sample.segments
+        )
+    )
 
 
 def with_reference(pair: PairSample, logprobs: list[list[float]]) -> PairSample:

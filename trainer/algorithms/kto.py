@@ -60,7 +60,7 @@ class Kto:
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return [
             LabeledSample(answer.segments, label=label, mismatched=mismatched)
-            for answer, mismatched, label in read_labeled(path, tokenizer)
+            for answer, mismatched, label in read_labeled(path, tokenizer, self._engine.policy.images)
         ]
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ngym.stats import all_equal
 
+from ..data.images import TEXT_ONLY, Images
 from ..data.samples import RolloutSample, Sample, group_by_task, trainable_rollouts
 from ..engine.engine import score
 from ..model.chunked_logprobs import RequestedScores
@@ -32,10 +33,18 @@ if TYPE_CHECKING:
 
 
 class OnlineDpo:
-    """reference: logprobs [N] of a micro-batch under the policy at the start; None for a loss without a reference."""
+    """reference: logprobs [N] of a micro-batch under the policy at the start; None for a loss without a reference.
+    images: how the policy reads images, or the reason why it does not.
+    """
 
-    def __init__(self, options: OnlineDpoOptions, reference: Callable[[MicroBatch], Tensor] | None) -> None:
+    def __init__(
+        self,
+        options: OnlineDpoOptions,
+        reference: Callable[[MicroBatch], Tensor] | None,
+        images: Images = TEXT_ONLY,
+    ) -> None:
         self._options = options
+        self._images = images
         self._dpo = Dpo(options.preference)
         self._reference = reference
 
@@ -46,7 +55,7 @@ class OnlineDpo:
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
         options = self._options
-        return trainable_rollouts(path, options.temperature, options.task_fields)
+        return trainable_rollouts(path, options.temperature, options.task_fields, self._images)
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """A pair of each group with different rewards, with the reference's log p of both sides."""
@@ -66,13 +75,14 @@ def create(setup: Setup) -> OnlineDpo:
     """Online DPO with the options of a recipe."""
     options = setup.recipe.algorithm
     assert isinstance(options, OnlineDpoOptions)
-    return OnlineDpo(options, None if options.preference.reference_free else initial_policy(setup, options.temperature))
+    reference = None if options.preference.reference_free else initial_policy(setup, options.temperature)
+    return OnlineDpo(options, reference, setup.engine.policy.images)
 
 
 def _make_pair(group: Sequence[RolloutSample]) -> PairSample:
     best, worst = (choose(group, key=lambda rollout: rollout.reward) for choose in (max, min))
     sides = [
-        Side(segment.token_ids, segment.spans, chosen=rollout is best)
+        Side(segment.token_ids, segment.spans, segment.images, chosen=rollout is best)
         for rollout in (best, worst)
         for segment in rollout.segments
     ]

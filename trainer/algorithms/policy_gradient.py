@@ -20,7 +20,15 @@ from torch import Tensor
 
 from ngym.errors import UsageError
 
-from ..data.samples import RolloutSample, Sample, SampledSegment, group_by_task, trainable_rollouts, with_values
+from ..data.images import TEXT_ONLY, Images
+from ..data.samples import (
+    RolloutSample,
+    Sample,
+    SampledSegment,
+    group_by_task,
+    trainable_rollouts,
+    with_values,
+)
 from ..engine.engine import score
 from ..losses.advantages import (
     advantages,
@@ -142,7 +150,7 @@ def create(setup: Setup) -> PolicyGradient:
     reference = initial_policy(setup, options.temperature) if options.kl.coef > 0 else None
     teacher = None if options.teacher is None else open_teachers(setup, options.teacher, options.temperature)
     updates = 1 if recipe.live and recipe.live.updates_per_step == 1 else None
-    return PolicyGradient(options, updates, reference, teacher)
+    return PolicyGradient(options, updates, reference, teacher, setup.engine.policy.images)
 
 
 def initial_policy(setup: Setup, temperature: float) -> Callable[[MicroBatch], Tensor]:
@@ -169,6 +177,7 @@ class PolicyGradient:
         current ones.
         reference: logprobs [N] of a micro-batch under the reference policy of the KL; needed only with kl.coef above 0.
         teacher: if the options have one.
+        images: how the policy reads images, or the reason why it does not.
     """
 
     def __init__(
@@ -177,8 +186,10 @@ class PolicyGradient:
         updates: int | None,
         reference: Callable[[MicroBatch], Tensor] | None,
         teacher: Teachers | None = None,
+        images: Images = TEXT_ONLY,
     ) -> None:
         self._options = options
+        self._images = images
         self._objective = options.objective
         self._updates = updates
         self._reference = reference
@@ -197,7 +208,7 @@ class PolicyGradient:
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
         options = self._options
-        return trainable_rollouts(path, options.temperature, options.task_fields)
+        return trainable_rollouts(path, options.temperature, options.task_fields, self._images)
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """The rollouts that have a learning signal and fit their teachers' contexts, with their advantages.

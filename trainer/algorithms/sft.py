@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.chat_dataset import read_demonstrations
+from ..data.images import TEXT_ONLY, Images
 from ..data.samples import Sample
 from ..losses.policy_loss import nll_loss
 from ..model.chunked_logprobs import RequestedScores, Scores
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
 
 
 class Sft:
-    """loss = - sum of log p(token) / trained tokens of the batch."""
+    """loss = - sum of log p(token) / trained tokens of the batch.
+
+    images: how the policy reads images, or the reason why it does not.
+    """
 
     asks = RequestedScores()
 
+    def __init__(self, images: Images = TEXT_ONLY) -> None:
+        self._images = images
+
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        return read_demonstrations(path, tokenizer)
+        return read_demonstrations(path, tokenizer, self._images)
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         return list(samples)
@@ -39,4 +46,4 @@ class Sft:
 
 def create(setup: Setup) -> Sft:
     """Supervised fine-tuning, which has no options."""
-    return Sft()
+    return Sft(setup.engine.policy.images)

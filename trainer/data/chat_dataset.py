@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,6 +24,7 @@ from ngym.export.conversation import arguments
 from ngym.files import jsonl
 
 from ..recipe.objective import Supervision
+from .images import IMAGES, TEXT_ONLY, Images, PlacedImage, image_content, place_in_order
 from .samples import Sample, Segment
 
 if TYPE_CHECKING:
@@ -32,10 +34,14 @@ SIDES = ("chosen", "rejected")
 
 
 class TextPiece(NamedTuple):
-    """A stretch of text that is tokenized separately, as its writer (template or policy) wrote it."""
+    """A stretch of text that is tokenized separately, as its writer (template or policy) wrote it.
+
+    images: those whose markers are in the text, in order.
+    """
 
     text: str
     trained: bool
+    images: tuple[bytes, ...] = ()
 
 
 # the pieces of each segment
@@ -72,20 +78,22 @@ class LabeledAnswer(NamedTuple):
     label: bool
 
 
-def read_demonstrations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def read_demonstrations(path: Path, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY) -> list[Sample]:
     """The samples of a JSONL file of `{"messages": [...], "tools": [...]}`.
+
+    images: how the model reads images, or the reason why it does not; here and below.
 
     Raises:
         UsageError: a line is not a demonstration, or the chat template cannot render it; all such lines are named.
     """
 
     def rendered(row: dict[str, Any]) -> list[Conversation]:
-        return [list(_segments(row["messages"], 0, row.get("tools"), tokenizer))]
+        return [list(_segments(row["messages"], 0, row.get("tools"), tokenizer, images))]
 
-    return _tokenize(_read(path, _problem, rendered), tokenizer)
+    return _tokenize(_read(path, partial(_problem, images=images), rendered), tokenizer, images)
 
 
-def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY) -> list[Pair]:
     """The pairs of a JSONL file of `{"prompt": [...], "chosen": [...], "rejected": [...], "tools": [...]}`.
 
     Raises:
@@ -94,16 +102,18 @@ def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
 
     def rendered(row: dict[str, Any]) -> list[Conversation]:
         start = len(row["prompt"])
-        sides = [list(_segments(row["prompt"] + row[side], start, row.get("tools"), tokenizer)) for side in SIDES]
+        sides = [
+            list(_segments(row["prompt"] + row[side], start, row.get("tools"), tokenizer, images)) for side in SIDES
+        ]
         if sides[0] == sides[1]:
             raise _Unrenderable("chosen and rejected are equal, so there is no learning signal; drop the row")
         return sides
 
-    samples = _tokenize(_read(path, _pair_problem, rendered), tokenizer)
+    samples = _tokenize(_read(path, partial(_pair_problem, images=images), rendered), tokenizer, images)
     return [Pair(*sides) for sides in zip(samples[::2], samples[1::2], strict=True)]
 
 
-def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[LabeledAnswer]:
+def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY) -> list[LabeledAnswer]:
     """The answers of a JSONL file of `{"prompt": [...], "completion": [...], "label": true, "tools": [...]}`.
 
     Raises:
@@ -113,18 +123,18 @@ def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Labeled
 
     def rendered(row: dict[str, Any]) -> list[Conversation]:
         rows.append(row)
-        return [_conversation(row, row["completion"], tokenizer)]
+        return [_conversation(row, row["completion"], tokenizer, images)]
 
-    conversations = _read(path, _labeled_problem, rendered)
+    conversations = _read(path, partial(_labeled_problem, images=images), rendered)
     partners = _partners([row["prompt"] for row in rows], path)
     try:
         conversations += [
-            _conversation(row, rows[partner]["completion"], tokenizer)
+            _conversation(row, rows[partner]["completion"], tokenizer, images)
             for row, partner in zip(rows, partners, strict=True)
         ]
     except _Unrenderable as error:
         raise UsageError(f"{path}: a prompt with the completion of another row: {error}") from error
-    samples = _tokenize(conversations, tokenizer)
+    samples = _tokenize(conversations, tokenizer, images)
     half = len(rows)
     return [
         LabeledAnswer(*fields)
@@ -187,8 +197,10 @@ def _judged_texts(row: dict[str, Any], completion: list[Any], tokenizer: PreTrai
     return _render(prompt, tools, tokenizer, prompt=True), _render(prompt + completion, tools, tokenizer, prompt=False)
 
 
-def _conversation(row: dict[str, Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase) -> Conversation:
-    return list(_segments(row["prompt"] + completion, len(row["prompt"]), row.get("tools"), tokenizer))
+def _conversation(
+    row: dict[str, Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase, images: Images
+) -> Conversation:
+    return list(_segments(row["prompt"] + completion, len(row["prompt"]), row.get("tools"), tokenizer, images))
 
 
 def _partners(prompts: Sequence[Any], path: Path) -> list[int]:
@@ -231,10 +243,10 @@ class _Unrenderable(Exception):
     """The chat template cannot render this conversation."""
 
 
-def _problem(row: dict[str, Any]) -> str | None:
+def _problem(row: dict[str, Any], images: Images) -> str | None:
     if not _are_messages(row.get("messages")):
         return 'not a demonstration: it needs "messages", a list of {"role", "content"}'
-    if error := _message_problem("messages", row["messages"]):
+    if error := _message_problem("messages", row["messages"], images):
         return error
     if row["messages"] and row["messages"][0]["role"] == "assistant":
         return "the assistant speaks first: a prompt must come before it"
@@ -243,12 +255,12 @@ def _problem(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _pair_problem(row: dict[str, Any]) -> str | None:
-    return _answers_problem(row, "preference pair", SIDES)
+def _pair_problem(row: dict[str, Any], images: Images = TEXT_ONLY) -> str | None:
+    return _answers_problem(row, "preference pair", SIDES, images)
 
 
-def _labeled_problem(row: dict[str, Any]) -> str | None:
-    error = _answers_problem(row, "labeled answer", ("completion",))
+def _labeled_problem(row: dict[str, Any], images: Images = TEXT_ONLY) -> str | None:
+    error = _answers_problem(row, "labeled answer", ("completion",), images)
     if error is None and not isinstance(row.get("label"), bool):
         return f"the label is {row.get('label')!r:.60}; it must be true or false"
     return error
@@ -264,11 +276,13 @@ def _steps_problem(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _answers_problem(row: dict[str, Any], kind: str, answers: tuple[str, ...]) -> str | None:
+def _answers_problem(
+    row: dict[str, Any], kind: str, answers: tuple[str, ...], images: Images = TEXT_ONLY
+) -> str | None:
     for key in ("prompt", *answers):
         if not _are_messages(row.get(key)):
             return f'not a {kind}: it needs "{key}", a list of {{"role", "content"}}'
-        if error := _message_problem(key, row[key]):
+        if error := _message_problem(key, row[key], images):
             return error
     if not row["prompt"]:
         return "the prompt is empty: it needs at least one message"
@@ -282,13 +296,12 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
 
 
-def _message_problem(key: str, messages: list[dict[str, Any]]) -> str | None:
+def _message_problem(key: str, messages: list[dict[str, Any]], images: Images) -> str | None:
     """The part of a message that a chat template cannot render, and does not explain."""
     for index, message in enumerate(messages):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                return f'{key}[{index}].content: a part of type {kind!r:.40}; only {{"type": "text", "text"}} is trained on'
+            if error := _part_problem(part, f"{key}[{index}].content", message["role"], images):
+                return error
         for call in message["tool_calls"] if isinstance(message.get("tool_calls"), list) else ():
             function = call.get("function", call) if isinstance(call, dict) else call
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -298,43 +311,89 @@ def _message_problem(key: str, messages: list[dict[str, Any]]) -> str | None:
     return None
 
 
+def _part_problem(part: Any, where: str, role: Any, images: Images) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind == "text" and isinstance(part.get("text"), str):
+        return None
+    if kind not in IMAGES or not isinstance(part, dict):
+        return f'{where}: a part of type {kind!r:.40}; only {{"type": "text", "text"}} and images are trained on'
+    if isinstance(images, str):
+        return f"{where}: a part of type {kind!r}: {images}"
+    if role == "assistant":
+        return f"{where}: an image of the assistant: the model writes text only"
+    try:
+        images.count(image_content(part, where))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _has_assistant(messages: list[dict[str, Any]]) -> bool:
     return any(message["role"] == "assistant" for message in messages)
 
 
 def _segments(
-    messages: list[dict[str, Any]], first: int, tools: Any, tokenizer: PreTrainedTokenizerBase
+    messages: list[dict[str, Any]], first: int, tools: Any, tokenizer: PreTrainedTokenizerBase, images: Images
 ) -> Iterator[list[TextPiece]]:
     """The segments that hold the assistant turns from message `first` on."""
     segment: list[TextPiece] = []
-    so_far = ""
+    so_far, placed = "", 0
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        prompt = _render(messages[:index], tools, tokenizer, prompt=True)
-        rendered = _render(messages[: index + 1], tools, tokenizer, prompt=False)
+        prompt = _render(messages[:index], tools, tokenizer, images, prompt=True)
+        rendered = _render(messages[: index + 1], tools, tokenizer, images, prompt=False)
         if not rendered.startswith(prompt):
             raise _Unrenderable(
                 f"message {index}: the chat template does not begin the turn with its own generation prompt"
             )
+        contents = _contents(messages[:index])
         # white space between two turns belongs to the next prompt
         answer = rendered[len(prompt) :].rstrip()
-        if segment and prompt.startswith(so_far):
-            segment.append(TextPiece(prompt[len(so_far) :], False))
-        else:
+        if not (segment and prompt.startswith(so_far)):
             if segment:
                 yield segment
-            segment = [TextPiece(prompt, False)]
-        segment.append(TextPiece(answer, True))
-        so_far = prompt + answer
+            segment, so_far, placed = [], "", 0
+        segment.append(_context(prompt[len(so_far) :], contents[placed:], images, index))
+        segment.append(_answer(answer, images, index))
+        so_far, placed = prompt + answer, len(contents)
     yield segment
 
 
-def _render(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase, *, prompt: bool) -> str:
+def _context(text: str, contents: Sequence[bytes], images: Images, index: int) -> TextPiece:
+    """What the assistant did not write."""
+    markers = 0 if isinstance(images, str) else text.count(images.marker)
+    if markers != len(contents):
+        raise _Unrenderable(
+            f"message {index}: the chat template writes {markers} image markers before it for {len(contents)} images"
+        )
+    return TextPiece(text, False, tuple(contents))
+
+
+def _answer(text: str, images: Images, index: int) -> TextPiece:
+    if not isinstance(images, str) and images.marker in text:
+        raise _Unrenderable(f"message {index}: the assistant's text has the image marker {images.marker}")
+    return TextPiece(text, True)
+
+
+def _contents(messages: list[dict[str, Any]]) -> list[bytes]:
+    """The images in these messages."""
+    return [
+        image_content(part, "a message")
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if part.get("type") in IMAGES
+    ]
+
+
+def _render(
+    messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY, *, prompt: bool
+) -> str:
     """prompt: with the generation prompt of the next turn."""
     from jinja2 import TemplateError
 
-    messages = [_normalize(message) for message in messages]
+    messages = [_normalize(message, as_parts=not isinstance(images, str)) for message in messages]
     try:
         return str(
             tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt)
@@ -343,12 +402,18 @@ def _render(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase,
         raise _Unrenderable(f"the chat template refuses it: {error}") from error
 
 
-def _normalize(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its content as one text, and its calls in OpenAI's form with arguments as objects."""
+def _normalize(message: dict[str, Any], *, as_parts: bool) -> dict[str, Any]:
+    """A message with its calls in OpenAI's form with arguments as objects.
+
+    as_parts: its content as a list, which templates of models with images read; otherwise it is one text.
+    """
     content, calls = message.get("content"), message.get("tool_calls")
     changes: dict[str, Any] = {}
     if isinstance(content, list):
-        changes["content"] = "".join(part["text"] for part in content)
+        parts = [{"type": "image"} if part["type"] in IMAGES else part for part in content]
+        changes["content"] = parts if as_parts else "".join(part["text"] for part in content)
+    elif isinstance(content, str) and as_parts:
+        changes["content"] = [{"type": "text", "text": content}]
     if isinstance(calls, list):
         changes["tool_calls"] = [_normalize_call(call) for call in calls]
     return {**message, **changes}
@@ -364,9 +429,12 @@ def _normalize_call(call: Any) -> Any:
     return {**call, "arguments": arguments(text)} if isinstance(text, str) else call
 
 
-def _tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    ids_of = _ids_of({piece.text for segments in conversations for pieces in segments for piece in pieces}, tokenizer)
-    return [Sample(tuple(_segment(pieces, ids_of) for pieces in segments)) for segments in conversations]
+def _tokenize(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, images: Images
+) -> list[Sample]:
+    all_pieces = [piece for segments in conversations for pieces in segments for piece in pieces]
+    ids_of = _ids_of({piece.text for piece in all_pieces if not piece.images}, tokenizer)
+    return [Sample(tuple(_segment(pieces, ids_of, images) for pieces in segments)) for segments in conversations]
 
 
 def _ids_of(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
@@ -374,14 +442,19 @@ def _ids_of(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, li
     return dict(zip(order, tokenizer(order, add_special_tokens=False)["input_ids"], strict=True)) if order else {}
 
 
-def _segment(pieces: list[TextPiece], ids_of: dict[str, list[int]]) -> Segment:
+def _segment(pieces: list[TextPiece], ids_of: dict[str, list[int]], images: Images) -> Segment:
     token_ids: list[int] = []
     spans: list[tuple[int, int]] = []
+    placed: list[PlacedImage] = []
     for piece in pieces:
         start = len(token_ids)
-        token_ids += ids_of[piece.text]
+        if piece.images and not isinstance(images, str):
+            token_ids += images.token_ids(piece.text, piece.images)
+            placed += place_in_order(token_ids, start, piece.images, images)
+        else:
+            token_ids += ids_of[piece.text]
         if piece.trained and len(token_ids) > start:
             spans.append((start, len(token_ids)))
     if not token_ids or (spans and spans[0][0] == 0):
         raise UsageError("the chat template renders an empty prompt; the first token of a turn needs a token before it")
-    return Segment(token_ids, spans)
+    return Segment(token_ids, spans, tuple(placed))

@@ -4,8 +4,8 @@ A demonstration is one sample, with one segment as long as each turn's prompt co
 a sample always share a micro-batch.
 
 Left out and counted: failed attempts, and null rewards ("could not be scored" is not a 0). Refused: rows without
-tokens, rows with images or other media, and rows that were not sampled from the plain distribution at the recipe's
-temperature, because then the sampler's logprobs are not the policy's.
+tokens, rows with images or other media that the model does not read, and rows that were not sampled from the plain
+distribution at the recipe's temperature, because then the sampler's logprobs are not the policy's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ngym.files import jsonl
 from ngym.schema import Json, RolloutCopies, agent_name, is_failed_attempt, row_problem
 from ngym.stats import all_equal
 
+from .images import TEXT_ONLY, Images, PlacedImage, images_of, media_problem, place_images
+
 # name -> the values that leave the model's distribution unchanged
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
@@ -40,9 +42,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text.format": (None, "text"),
     "tool_choice": (None, "auto", "none"),
 }
-MEDIA = frozenset(
-    {"input_image", "input_audio", "input_video", "input_file", "image_url", "audio_url", "video_url", "file"}
-)
 NO_MODEL_CALL = (
     "let the agent call its model by ngym's URL, and use a model server that returns token ids, such as models/vllm"
 )
@@ -53,10 +52,23 @@ class Segment:
     """One unbroken context.
 
     token_ids: [T]. spans: [start, end) of the trained tokens; start >= 1, because the first token has no prediction.
+    images: in the order of their placeholders.
     """
 
     token_ids: list[int]
     spans: list[tuple[int, int]]
+    images: tuple[PlacedImage, ...] = ()
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """The token ids, where each placeholder is the key of its image: equal for equal contexts only."""
+        if not self.images:
+            return self.token_ids
+        ids = list(self.token_ids)
+        for image in self.images:
+            for place in image.places:
+                ids[place] = image.key
+        return ids
 
     @property
     def trained(self) -> int:
@@ -147,8 +159,13 @@ class ReadRollouts:
     fields: frozenset[str] = frozenset()
 
 
-def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = frozenset()) -> ReadRollouts:
-    """The rollouts of a JSONL file. fields: of their tasks, that samples keep; `a.b` is a member of a field.
+def read_rollouts(
+    path: Path, temperature: float, fields: frozenset[str] = frozenset(), images: Images = TEXT_ONLY
+) -> ReadRollouts:
+    """The rollouts of a JSONL file.
+
+    fields: of their tasks, that samples keep; `a.b` is a member of a field. images: how the model reads images, or the
+    reason why it does not.
 
     Raises:
         UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
@@ -156,10 +173,10 @@ def read_rollouts(path: Path, temperature: float, fields: frozenset[str] = froze
     result, copies = ReadRollouts(fields=fields), RolloutCopies()
 
     def wrong(row: Json) -> str | None:
-        return problem(row, temperature, fields) or copies.problem(row)
+        return problem(row, temperature, fields, images) or copies.problem(row)
 
     for line in jsonl.check_lines(path, wrong):
-        add_row(line.row, result)
+        add_row(line.row, result, images)
     return result
 
 
@@ -173,13 +190,15 @@ def check_model_calls(rollouts: Sequence[RolloutSample]) -> None:
         raise UsageError(f"none of {len(rollouts):,} rollouts has a model call; {NO_MODEL_CALL}")
 
 
-def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -> list[Sample]:
+def trainable_rollouts(
+    path: Path, temperature: float, fields: frozenset[str], images: Images = TEXT_ONLY
+) -> list[Sample]:
     """The rollouts of a file with a reward and sampled tokens; see `read_rollouts`.
 
     Raises:
         UsageError: as `read_rollouts`, or none of the rollouts can be trained on.
     """
-    result = read_rollouts(path, temperature, fields)
+    result = read_rollouts(path, temperature, fields, images)
     samples: list[Sample] = [rollout for rollout in result.rollouts if rollout.trained]
     if not samples and (result.rollouts or result.failed or result.unscored):
         uncalled = sum(rollout.turns == 0 for rollout in result.rollouts)
@@ -191,7 +210,7 @@ def trainable_rollouts(path: Path, temperature: float, fields: frozenset[str]) -
     return samples
 
 
-def add_row(row: Json, result: ReadRollouts) -> None:
+def add_row(row: Json, result: ReadRollouts, images: Images = TEXT_ONLY) -> None:
     """Add a row without problems to the result."""
     if is_failed_attempt(row):
         result.failed += 1
@@ -202,10 +221,12 @@ def add_row(row: Json, result: ReadRollouts) -> None:
     elif row["reward"] is None:
         result.unscored += 1
     else:
-        result.rollouts.append(_rollout(row, result.fields))
+        result.rollouts.append(_rollout(row, result.fields, images))
 
 
-def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset()) -> str | None:
+def problem(
+    row: Json, temperature: float, fields: frozenset[str] = frozenset(), images: Images = TEXT_ONLY
+) -> str | None:
     """The reason why a row that should be usable is not; None if it is usable or may be left out."""
     if is_failed_attempt(row):
         return None
@@ -220,27 +241,40 @@ def problem(row: Json, temperature: float, fields: frozenset[str] = frozenset())
     segments = row["ng"].get("segments") or []
     if not segments and not sampled_nothing(row):
         return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
-    return media_problem(row) or next(filter(None, map(_segment_problem, segments)), None) or missing_field(row, fields)
+    return (
+        next(filter(None, map(_segment_problem, segments)), None)
+        or _images_problem(row, segments, images)
+        or missing_field(row, fields)
+    )
 
 
-def media_problem(row: Json) -> str | None:
-    """The first image, sound, video or file in the conversation of a rollout, of which its ids have only placeholders."""
-    for owner, key in (("responses_create_params", "input"), ("response", "output")):
-        record = row.get(owner)
-        items = record.get(key) if isinstance(record, dict) else None
-        for place, item in enumerate(items if isinstance(items, list) else ()):
-            for part in _content_parts(item):
-                if str(part.get("type")) in MEDIA:
-                    return f"{owner}.{key}[{place}] has a part of type {part['type']!r}; only text is trained on"
+def _images_problem(row: Json, segments: Sequence[Json], images: Images) -> str | None:
+    """The reason why the images or other media of a rollout cannot be trained on."""
+    if problem := media_problem(row, images):
+        return problem
+    recorded = any(segment.get("images") for segment in segments)
+    if recorded and isinstance(images, str):
+        return f"a segment has images: {images}"
+    try:
+        has_images = bool(images_of(row))
+        if has_images and segments and not recorded:
+            return "the model server did not record the images of each call, as models/vllm does"
+        _segment_images(row, images)
+    except ValueError as error:
+        return str(error)
     return None
 
 
-def _content_parts(item: Any) -> list[Json]:
-    """The parts of a message's content or of a tool's output, if it has parts."""
-    if not isinstance(item, dict):
-        return []
-    content = item.get("output" if item.get("type") == "function_call_output" else "content")
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+def _segment_images(row: Json, images: Images) -> list[tuple[PlacedImage, ...]]:
+    """The images of each segment."""
+    segments = row["ng"].get("segments") or ()
+    if isinstance(images, str) or not any(segment.get("images") for segment in segments):
+        return [() for _ in segments]
+    contents = images_of(row)
+    return [
+        place_images(segment["token_ids"], segment["mask"], segment.get("images", ()), contents, images)
+        for segment in segments
+    ]
 
 
 def sampled_nothing(row: Json) -> bool:
@@ -313,13 +347,11 @@ def _segment_problem(segment: Any) -> str | None:
     return None
 
 
-def _rollout(row: Json, fields: frozenset[str]) -> RolloutSample:
+def _rollout(row: Json, fields: frozenset[str], images: Images) -> RolloutSample:
     trace = row["ng"]
     segments = tuple(
-        SampledSegment(
-            segment["token_ids"], [(start, end) for start, end in segment["mask"]], sampler=segment["logprobs"]
-        )
-        for segment in trace.get("segments") or ()
+        _sampled_segment(segment, placed, images)
+        for segment, placed in zip(trace.get("segments") or (), _segment_images(row, images), strict=True)
         if segment["mask"]
     )
     return RolloutSample(
@@ -335,6 +367,21 @@ def _rollout(row: Json, fields: frozenset[str]) -> RolloutSample:
         agent=agent_name(row) or "",
         task={name: task_field(row, name) or "" for name in fields},
     )
+
+
+def _sampled_segment(segment: Json, placed: tuple[PlacedImage, ...], images: Images) -> SampledSegment:
+    """A segment of a row. It ends with a placeholder that the policy sampled: the network would read the next ids with
+    an image there.
+    """
+    ids, spans, logprobs = segment["token_ids"], [(start, end) for start, end in segment["mask"]], segment["logprobs"]
+    if not isinstance(images, str):
+        inside = (place for start, end in spans for place in range(start, end))
+        if (last := next((place for place in inside if ids[place] == images.token_id), None)) is not None:
+            ids = ids[: last + 1]
+            spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
+            logprobs = logprobs[: sum(end - start for start, end in spans)]
+            placed = tuple(image for image in placed if image.places[-1] < last)
+    return SampledSegment(ids, spans, placed, sampler=logprobs)
 
 
 def with_values(

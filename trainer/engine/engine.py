@@ -33,18 +33,11 @@ from ngym.schema import Json
 
 from ..data.samples import Sample
 from ..model.chunked_logprobs import RequestedScores, Scores
+from ..model.images import copy_processor, has_vision
 from ..model.layers import check_rounding, checkpoint_layers, compile_layers
+from ..model.lora import CheckpointTensor, adapter_off, adapter_tensors, checkpoint_tensors, write_adapter
 from ..model.packing import MicroBatch, pack, plan
-from ..model.policy import (
-    CheckpointTensor,
-    Policy,
-    TrainedNetwork,
-    adapter_off,
-    adapter_tensors,
-    checkpoint_tensors,
-    dropout_off,
-    write_adapter,
-)
+from ..model.policy import Policy, TrainedNetwork, dropout_off
 from ..model.sequence_parallel import SequenceParallelGroup
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer
@@ -213,6 +206,7 @@ class Engine:
             policy.check_shared("engine.tensor_parallel", options.tensor_parallel, *CUT_SIZES)
             shapes = parameter_shapes(policy)
         self._options = options
+        policy.always_encodes = options.zero_stage == 3 and launch.ranks > 1
         self._optimizing = optimizing
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
         checkpointing = options.activation_checkpointing
@@ -464,6 +458,7 @@ class Engine:
             with whole_folder(folder) as temporary, lean_imports():  # saving asks whether FSDP wraps the network
                 self.policy.network.save_pretrained(temporary, state_dict=weights, save_original_format=False)
                 tokenizer.save_pretrained(temporary)
+                copy_processor(self.policy.network, temporary)
                 _make_readable(temporary)
         barrier()
 
@@ -472,7 +467,7 @@ class Engine:
         tensors = self.adapter()
         if self.rank == 0:
             with whole_folder(folder) as temporary:
-                write_adapter(temporary, tensors, options, base)
+                write_adapter(temporary, tensors, options, base, whole_names=has_vision(self.policy.network))
                 _make_readable(temporary)
         barrier()
 

@@ -259,7 +259,9 @@ class NanGuard:
             return ""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{step:06}-{self.skipped}.jsonl"
-        write_whole(path, b"".join(orjson.dumps(asdict(sample)) + b"\n" for sample in samples))
+        # an image, as bytes, is left out
+        lines = (orjson.dumps(asdict(sample), default=lambda content: f"{len(content):,} bytes") for sample in samples)
+        write_whole(path, b"".join(line + b"\n" for line in lines))
         return f", or look at the batch in {path}"
 
 

@@ -12,7 +12,7 @@ are stored, and a single chunk keeps its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -38,23 +38,24 @@ def logits_limit(device: torch.device, *, compiled: bool) -> int:
     return limit
 
 
-def states(decoder: nn.Module, packed: MicroBatch, group: SequenceParallelGroup | None = None) -> Tensor:
+def states(
+    decoder: nn.Module,
+    packed: MicroBatch,
+    group: SequenceParallelGroup | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Tensor:
     """The last hidden states one place before each trained token, [N, H].
 
     decoder: a Hugging Face model without its head, with the attention of attention.py.
     group: the ranks that share the micro-batch; the states are then those of `group.local_indices`.
+    inputs: instead of the micro-batch's ids and positions, for `decoder`; images are among them.
     """
     places_N, token_ids_T, positions_T = packed.trained_N - 1, packed.token_ids_T, packed.positions_T
     if group is not None:
         places_N = places_N[group.local_indices(packed.trained_N, len(token_ids_T))] - group.first(len(token_ids_T))
         token_ids_T, positions_T = group.shard(token_ids_T), group.shard(positions_T)
-    hidden_TH: Tensor = decoder(
-        input_ids=token_ids_T.unsqueeze(0),
-        position_ids=positions_T.unsqueeze(0),
-        use_cache=False,
-        layout=packed.layout,
-        group=group,
-    ).last_hidden_state[0]
+    inputs = inputs or {"input_ids": token_ids_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
+    hidden_TH: Tensor = decoder(**inputs, use_cache=False, layout=packed.layout, group=group).last_hidden_state[0]
     return hidden_TH[places_N]
 
 

@@ -42,6 +42,7 @@ COMPILERS = ("g++", "clang++")
 GRAPHS = 64
 ROTARY, ROTARY_ARGUMENTS = "apply_rotary_pos_emb", ["q", "k", "cos", "sin", "unsqueeze_dim"]  # in a model's module
 IS_FUSED = "ngym_fused"
+INPUTS = ("input_ids", "inputs_embeds")  # of a decoder; one is None
 
 
 class RmsNorm(torch.autograd.Function):
@@ -201,13 +202,14 @@ def compile_layers(model: PreTrainedModel, memory_budget: float | None = None) -
     # A name of its own: loading another model registers the plain function again.
     outside = torch.compiler.disable(partial(attention.packed_attention, flex=True))
     ALL_ATTENTION_FUNCTIONS.register(attention.COMPILED_NAME, partial(attention.compiled_attention, outside=outside))
-    model.set_attn_implementation(attention.COMPILED_NAME)
-    model.get_decoder().register_forward_pre_hook(_with_block_mask, with_kwargs=True)
+    decoder = model.get_decoder()
+    decoder.set_attn_implementation(attention.COMPILED_NAME)
+    decoder.register_forward_pre_hook(_with_block_mask, with_kwargs=True)
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
     # one backend for all layers: a layer is compiled again for another one
     backend = partial(_compile, memory_budget=memory_budget)
-    for layer in model.modules():
+    for layer in decoder.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True, backend=backend)
 
@@ -224,7 +226,7 @@ def check_rounding(device: torch.device) -> None:
 def _with_block_mask(decoder: Any, arguments: Any, keywords: dict[str, Any]) -> None:
     """Make FlexAttention's mask before the layers are called: making it is not compiled."""
     layout: attention.Layout = keywords["layout"]
-    device: torch.device = keywords["input_ids"].device
+    device = next(tensor.device for name in INPUTS if (tensor := keywords.get(name)) is not None)
     if not layout.equal and device.type == "cuda" and decoder.dtype.itemsize == 2:
         layout.make_block_mask(device)
 
@@ -247,12 +249,12 @@ def checkpoint_layers(model: PreTrainedModel, most: int | None = None) -> None:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers or not model.supports_gradient_checkpointing:
         raise ConfigError(
             f"engine.activation_checkpointing: the layers of {type(model).__name__} cannot be checkpointed; set it to false"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.get_decoder().gradient_checkpointing_enable({"use_reentrant": False})
     for number, layer in enumerate(layers):
         if most is not None and number >= most:
             layer.gradient_checkpointing = False

@@ -34,7 +34,8 @@ class MicroBatch:
     """One micro-batch.
 
     samples: as given. segments: theirs, in the order of the tensors. token_ids_T, positions_T: int64.
-    trained_N: int64 indices into T. sample_S: index into `samples` of each segment; sample_N: of each trained token.
+    trained_N: int64 indices into T. images: files in the order of their placeholders in token_ids_T, those in a common
+    prefix once. image_rows: the rows of these placeholders. sample_S: index into `samples` of each segment; sample_N: of each trained token.
     """
 
     samples: tuple[Sample, ...]
@@ -45,6 +46,8 @@ class MicroBatch:
     sample_S: Tensor
     sample_N: Tensor
     layout: Layout
+    images: tuple[bytes, ...] = ()
+    image_rows: tuple[int, ...] = ()
 
 
 def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sample]]:
@@ -55,7 +58,7 @@ def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sa
     them, at most ATTENTION_SHARE * budget tokens are attended to. Every rank plans the whole batch and gets the same
     plan. A sample longer than the budget is alone; with fewer samples than ranks some micro-batches are empty.
     """
-    alike = sorted(samples, key=lambda sample: sample.segments[0].token_ids)
+    alike = sorted(samples, key=lambda sample: sample.segments[0].prefix_ids)
     costs = list(_costs(alike))
     micro_batches = _split(alike, costs, budget)
     count = math.ceil(len(micro_batches) / ranks) * ranks
@@ -86,9 +89,9 @@ def _costs(alike: Sequence[Sample]) -> Iterator[_Cost]:
     before: list[int] = []
     for sample in alike:
         segments = sample.segments
-        within = sum(_common_length(segment.token_ids, following) for segment, following in pairwise(segments))
+        within = sum(_common_length(segment.prefix_ids, following) for segment, following in pairwise(segments))
         yield _Cost(sample.tokens - within, sample.tokens - within - _common_length(before, segments[0]), sample.tokens)
-        before = segments[0].token_ids
+        before = segments[0].prefix_ids
 
 
 def _split(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[list[Sample]]:
@@ -107,19 +110,25 @@ def _split(alike: Sequence[Sample], costs: Sequence[_Cost], limit: int) -> list[
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     """Concatenate the segments of a micro-batch, with those that share a prefix next to each other."""
     owned_segments = [(segment, owner) for owner, sample in enumerate(samples) for segment in sample.segments]
-    owned_segments.sort(key=lambda pair: pair[0].token_ids)
+    owned_segments.sort(key=lambda pair: pair[0].prefix_ids)
     segments = tuple(segment for segment, _ in owned_segments)
     rows: list[Tensor] = []
     token_ids: list[int] = []
     positions: list[int] = []
     trained: list[int] = []
+    images: list[bytes] = []
+    image_rows: list[int] = []
     for index, segment in enumerate(segments):
         length, first = len(segment.token_ids), len(token_ids)
-        shared = _common_length(segments[index - 1].token_ids, segment) if index else 0
+        shared = _common_length(segments[index - 1].prefix_ids, segment) if index else 0
         token_ids += segment.token_ids[shared:]
         positions += range(shared, length)
         for start, end in segment.spans:
             trained += range(first + start - shared, first + end - shared)
+        for image in segment.images:
+            if image.places[0] >= shared:
+                images.append(image.content)
+                image_rows += (first + place - shared for place in image.places)
         new_rows = torch.arange(first, first + length - shared)
         rows.append(torch.cat((rows[-1][:shared], new_rows)) if shared else new_rows)
     sample_S = torch.tensor([owner for _, owner in owned_segments])
@@ -132,12 +141,16 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         sample_S=on_device(sample_S, device),
         sample_N=on_device(sample_S.repeat_interleave(torch.tensor([segment.trained for segment in segments])), device),
         layout=Layout.of(rows, device),
+        images=tuple(images),
+        image_rows=tuple(image_rows),
     )
 
 
 def _common_length(before: list[int], segment: Segment) -> int:
-    """The length of the prefix shared with `before`, without the last token before the first trained one."""
-    ids = segment.token_ids
+    """The length of the prefix shared with `before`, without the last token before the first trained one, and with
+    whole images only.
+    """
+    ids = segment.prefix_ids
     low, high = 0, min(len(before), (segment.spans[0][0] if segment.spans else len(ids)) - 1)
     while low < high:  # comparing slices is much faster than comparing elements
         middle = (low + high + 1) // 2
@@ -145,4 +158,7 @@ def _common_length(before: list[int], segment: Segment) -> int:
             low = middle
         else:
             high = middle - 1
+    for image in segment.images:
+        if image.places[0] < low <= image.places[-1]:
+            return image.places[0]
     return low

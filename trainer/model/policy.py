@@ -1,43 +1,32 @@
-"""The policy: its network and adapters; a critic on a copy of its decoder; and reward models.
+"""The policy: its network; a critic on a copy of its decoder; and reward models.
 
 The critic starts with a scalar head of zeros, so a new critic returns 0. It shares no weight with the policy, and its
 loss does not change the policy.
-
-Low-rank adapters (LoRA, arXiv 2106.09685) come from PEFT: small trained matrices next to frozen linear layers.
-
-add_adapter(network, options)      # before the engine: only lora_A and lora_B of each target have gradients
-with adapter_off(network): ...     # the network before training: the reference of KL
-checkpoint_tensors(network)        # W + alpha / rank * B A under the name of W: a checkpoint like any other
-adapter_tensors(network)           # A and B under PEFT's names
-write_base(folder, network, ...)   # of a 4-bit base: the dequantized weights, for servers that get only the adapter
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
-from ngym.files.atomic import whole_folder
 from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, check_loaded, is_classifier, suppress_load_report
-from ngym.runtime.lean_imports import name_dtensor
 
+from ..data.images import TEXT_ONLY
 from ..data.samples import Sample, Segment
-from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
+from ..recipe.recipe import ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import RequestedScores, Scorer, Scores, logits_limit, states
+from .images import ImageReader, UnusableImages, freeze_vision, has_vision
 from .layers import fuse_layers
+from .lora import add_adapter
 from .packing import MicroBatch, pack
 from .sequence_parallel import SequenceParallelGroup
 from .teacher_divergence import DivergenceScorer
@@ -45,16 +34,9 @@ from .teacher_divergence import DivergenceScorer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-ADAPTER = "default"  # of the only adapter; PEFT omits it from the names in a file
-PEFT_PREFIX = "base_model.model."
-BASE_LAYER = ".base_layer."
-LORA_MATRICES = (".lora_A.", ".lora_B.")
 JUST_LOGPROBS = RequestedScores()
 # Weights are data: pickles are not opened, and code that comes with a model does not run.
 SAFE = {"use_safetensors": True, "trust_remote_code": False}
-
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 
 
 class ModelRefused(ConfigError):
@@ -63,161 +45,6 @@ class ModelRefused(ConfigError):
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"model.{key}: {reason}")
         self.reason = reason
-
-
-class CheckpointTensor(NamedTuple):
-    """One tensor of a checkpoint. parameters: those it is computed from (ZeRO-3 must gather them first)."""
-
-    name: str
-    parameters: list[nn.Parameter]
-    compute: Callable[[], Tensor]
-
-
-def add_adapter(network: PreTrainedModel, options: LoraOptions) -> None:
-    """Add an adapter to each target and freeze everything else. The network's outputs do not change.
-
-    Raises:
-        ConfigError: a target is not a linear layer of the decoder.
-    """
-    linear = (name for name, module in network.get_decoder().named_modules() if isinstance(module, nn.Linear))
-    names = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    targets = list(options.targets or names)
-    for target in targets:
-        if target not in names:
-            problem = f"model.lora.targets: the decoder has no linear layer {target!r}"
-            raise ConfigError(f"{problem}{did_you_mean(target, names)}; it has {', '.join(names)}")
-    sizes = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout}
-    with _import_peft() as peft:
-        peft.inject_adapter_in_model(peft.LoraConfig(**sizes, target_modules=targets, bias="none"), network, ADAPTER)
-
-
-@contextmanager
-def _import_peft() -> Iterator[Any]:
-    """peft, which does not see an installed bitsandbytes within this block, unless that is imported already: its import
-    takes a second of CPU time, and PEFT's layers for it are not used.
-    """
-    hides = not {"peft", "bitsandbytes"} & sys.modules.keys()
-    if hides:
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-    try:
-        import peft
-
-        name_dtensor()
-        yield peft
-    finally:
-        if hides:
-            del sys.modules["bitsandbytes"]
-            from peft import import_utils
-
-            import_utils.is_bnb_available.cache_clear()
-            import_utils.is_bnb_4bit_available.cache_clear()
-
-
-@contextmanager
-def adapter_off(network: nn.Module) -> Iterator[None]:
-    """Within this block the network computes without its adapter."""
-    layers = list(_adapted_layers(network).values())
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
-def checkpoint_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
-    """The network's tensors by their names in transformers, with adapters merged into copies; a tied tensor comes once.
-
-    4-bit weights come dequantized, on the CPU: whole ones might not fit where they are.
-    """
-    adapted_layers = _adapted_layers(network)
-    packed = {name: module for name, module in network.named_modules() if hasattr(module, "dequantized")}
-    tensor_ids = set()
-    for name, tensor in network.state_dict(keep_vars=True).items():
-        if id(tensor) in tensor_ids or any(matrix in name for matrix in LORA_MATRICES):
-            continue
-        tensor_ids.add(id(tensor))
-        layer_name, base, field = name.rpartition(BASE_LAYER)
-        if not base and name.removesuffix(".weight") in packed:
-            layer, dtype = packed[name.removesuffix(".weight")], network.dtype
-            yield CheckpointTensor(name, [tensor], lambda layer=layer, dtype=dtype: layer.dequantized(dtype).cpu())  # type: ignore[misc]
-            continue
-        if not base or field != "weight":
-            gathered = [tensor] if isinstance(tensor, nn.Parameter) else []  # buffers are never sharded
-            yield CheckpointTensor(name.replace(BASE_LAYER, "."), gathered, tensor.detach)
-            continue
-        layer = adapted_layers[layer_name]
-        parameters = [tensor, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
-        yield CheckpointTensor(f"{layer_name}.{field}", parameters, lambda layer=layer: _merge(layer))  # type: ignore[misc]
-
-
-def adapter_tensors(network: nn.Module) -> Iterator[CheckpointTensor]:
-    """The adapter's own tensors, by PEFT's names in a file."""
-    for name, layer in _adapted_layers(network).items():
-        for matrix, weight in (("lora_A", layer.lora_A[ADAPTER].weight), ("lora_B", layer.lora_B[ADAPTER].weight)):
-            yield CheckpointTensor(f"{PEFT_PREFIX}{name}.{matrix}.weight", [weight], weight.detach)
-
-
-def write_adapter(folder: Path, tensors: dict[str, Tensor], options: LoraOptions, base: str | None) -> None:
-    """Write an adapter in the format of `peft.PeftModel.from_pretrained` and vLLM.
-
-    base: the model that it belongs to.
-    """
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS)
-    layers = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in tensors}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": options.rank,
-        "lora_alpha": options.alpha,
-        "lora_dropout": options.dropout,
-        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
-        "bias": "none",
-        "base_model_name_or_path": base,
-    }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _merge(layer: Any) -> Tensor:
-    """The merged weight, computed in float32 and rounded once; the layer's own weights do not change. With a 4-bit base
-    on the CPU.
-    """
-    base, up, down = (
-        layer.get_base_layer(),
-        layer.lora_B[ADAPTER].weight.detach(),
-        layer.lora_A[ADAPTER].weight.detach(),
-    )
-    quantized = hasattr(base, "dequantized")
-    weight = base.dequantized(up.dtype) if quantized else base.weight.detach()
-    merged = torch.add(weight.float(), up.float() @ down.float(), alpha=layer.scaling[ADAPTER]).to(weight.dtype)
-    return merged.cpu() if quantized else merged
-
-
-def write_base(folder: Path, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: str) -> None:
-    """Commit a Hugging Face folder of a network with a new adapter, dequantized: for servers that will get the adapter.
-
-    dtype: of the trainer's arithmetic, in torch's name, so that both compute with the same weights.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    # A new adapter adds exact zeros.
-    tensors = {name: compute().to("cpu", getattr(torch, dtype)) for name, _, compute in checkpoint_tensors(network)}
-    with whole_folder(folder) as temporary:
-        network.save_pretrained(
-            temporary, state_dict=revert_weight_conversion(network, tensors), save_original_format=False
-        )
-        tokenizer.save_pretrained(temporary)
-        config = temporary / "config.json"  # with the dtype of the network, which is still float32
-        settings = json.loads(config.read_bytes()) | {"dtype": dtype}
-        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _adapted_layers(network: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by name."""
-    return {name: module for name, module in network.named_modules() if hasattr(module, "lora_A")}
 
 
 class CriticNetwork(nn.Module):
@@ -262,7 +89,8 @@ class TrainedNetwork(nn.Module):
     """A network under training: a policy or a reward model.
 
     critic: None if values of a policy are not needed. group: the ranks that compute each micro-batch together; None:
-    this rank alone.
+    this rank alone. images: how it reads images, or the reason why it does not. always_encodes: whether the encoder of
+    images computes something in each micro-batch, because ranks that share all weights (ZeRO-3) must use the same layers.
     """
 
     def __init__(self, network: PreTrainedModel) -> None:
@@ -271,11 +99,22 @@ class TrainedNetwork(nn.Module):
         self.network = network
         self.critic: CriticNetwork | None = None
         self.group: SequenceParallelGroup | None = None
+        self.images: ImageReader | str = TEXT_ONLY
+        self.always_encodes = False
+
+    def states(self, packed: MicroBatch) -> Tensor:
+        """The hidden states that predict the trained tokens, [N, H]; with a group, those of this rank."""
+        if not packed.images and self.always_encodes and not isinstance(self.images, str):
+            packed = pack([*packed.samples, self.images.example], packed.token_ids_T.device)
+        if not packed.images:
+            return states(self.network.get_decoder(), packed, self.group)
+        assert not isinstance(self.images, str), "rows with images are refused"
+        return states(self.network.base_model, packed, self.group, self.images.inputs(self.network, packed))
 
     @property
     def context(self) -> int:
         """The maximum length of a sequence in tokens."""
-        return int(self.network.config.max_position_embeddings)
+        return int(self.network.config.get_text_config().max_position_embeddings)
 
     @property
     def vocabulary(self) -> int:
@@ -301,7 +140,7 @@ class RewardModel(TrainedNetwork):
 
     def forward(self, packed: MicroBatch, asks: RequestedScores, temperature: float | None = None) -> Scores:
         """The score at each trained place, float32."""
-        values_N: Tensor = self.network.score(states(self.network.get_decoder(), packed, self.group)).squeeze(1).float()
+        values_N: Tensor = self.network.score(self.states(packed)).squeeze(1).float()
         if self.group is not None:
             values_N = self.group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
         return Scores(torch.empty(0), values_N=values_N)
@@ -329,7 +168,7 @@ class Policy(TrainedNetwork):
         scores = Scores(torch.empty(0))
         if asks.logprobs:
             token_ids_N = packed.token_ids_T[packed.trained_N]
-            hidden_NH = states(self.network.get_decoder(), packed, self.group)
+            hidden_NH = self.states(packed)
             head = self.network.get_output_embeddings()
             logits_bytes = self.logits_bytes or logits_limit(hidden_NH.device, compiled=self.scorer.compiled)
             divided = (self.temperature if temperature is None else temperature) / self.scale
@@ -372,7 +211,7 @@ class Policy(TrainedNetwork):
     def distributions(self, packed: MicroBatch) -> FullDistributions:
         """The whole distribution of each trained token, without a gradient."""
         head = self.network.get_output_embeddings()
-        return FullDistributions(states(self.network.get_decoder(), packed), head, self.temperature / self.scale)
+        return FullDistributions(self.states(packed), head, self.temperature / self.scale)
 
 
 class FullDistributions(NamedTuple):
@@ -467,9 +306,17 @@ def load_policy(
     from transformers import AutoModelForCausalLM
 
     network = _load_network(AutoModelForCausalLM, options, tokenizer, seed)
+    if has_vision(network):
+        freeze_vision(network)
     if options.lora is not None:
         add_adapter(network, options.lora)
-    return Policy(network, temperature)
+    policy = Policy(network, temperature)
+    if has_vision(network):
+        try:
+            policy.images = ImageReader(network, str(options.path), tokenizer)
+        except UnusableImages as error:
+            policy.images = str(error)
+    return policy
 
 
 def load_reward_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> RewardModel:
@@ -506,6 +353,7 @@ def _load_network(
 ) -> PreTrainedModel:
     """kind: an AutoModel class. config: keys of the model's config that differ from its folder's."""
     from safetensors import SafetensorError
+    from transformers import AutoModelForImageTextToText
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import logging
 
@@ -522,6 +370,9 @@ def _load_network(
     try:
         scores = "num_labels" in config
         stored_config = _trainable_config(str(options.path), scores)
+        if _reads_images(stored_config):
+            kind = AutoModelForImageTextToText
+            del arguments["attn_implementation"]  # that of its vision encoder stays
         # tensors of another size are refused in one line, with their names
         arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with suppress_load_report():
@@ -529,6 +380,7 @@ def _load_network(
             check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(stored_config.architectures))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelRefused("path", f"no model can be loaded from {options.path}: {_first_line(error)}") from error
+    network.get_decoder().set_attn_implementation(attention.NAME)
     if base_4bit is not None:
         from .quantized import quantize_base
 
@@ -540,22 +392,16 @@ def _trainable_config(name: str, scores: bool) -> PreTrainedConfig:
     """The config of this folder or model. scores: it becomes a reward model.
 
     Raises:
-        ConfigError: it is a reward model, and no policy; it reads more than text; or its weights are quantized, which
-            only those of gpt-oss may be: transformers turns them into whole ones.
+        ConfigError: it is a reward model, and no policy; it would be one, but reads images; it reads other media; or its
+            weights are quantized, which only those of gpt-oss may be: transformers turns them into whole ones.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not scores and is_classifier(config.architectures):
         raise ModelRefused("path", f"{name}: {CLASSIFIER_PROBLEM}")
-    text, network = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # For some types (Qwen 3.5), transformers loads the decoder alone.
-    if text is not config and getattr(network, "config_class", type(config)) is type(config):
-        raise ModelRefused(
-            "path",
-            f"{name}: a model of type {config.model_type} also reads images or other media, and only models of text are "
-            f"trained (such as {text.model_type})",
-        )
+    if _reads_images(config) and scores:
+        raise ModelRefused("path", f"{name}: a model of type {config.model_type} reads images; choose a model of text")
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return config
@@ -568,6 +414,27 @@ def _trainable_config(name: str, scores: bool) -> PreTrainedConfig:
             "the model that it was made from, and set model.lora.base_4bit=nf4",
         )
     return config
+
+
+def _reads_images(config: PreTrainedConfig) -> bool:
+    """Whether transformers loads a model with this config together with an encoder of images. For some types (Qwen 3.5),
+    it loads the decoder alone.
+
+    Raises:
+        ConfigError: the model reads other media.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text, network = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text is config or getattr(network, "config_class", type(config)) is not type(config):
+        return False
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or not hasattr(config, "vision_config"):
+        raise ModelRefused(
+            "path",
+            f"a model of type {config.model_type} also reads media other than images, and only models of text and images "
+            f"are trained (such as {text.model_type})",
+        )
+    return True
 
 
 def _qwen3_config(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase, **config: Any) -> object:

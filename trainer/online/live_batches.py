@@ -81,7 +81,7 @@ class LiveBatches:
         self._services = services
         self._say = say
         self._evaluation: Evaluation | None = None
-        self._tasks = TaskSource(recipe.live, recipe.seed, self._fields) if services else None
+        self._tasks = TaskSource(recipe.live, recipe.seed, self._fields, engine.policy.images) if services else None
         self._stream: RolloutStream | None = None
         self._membership_watch: asyncio.Task[None] | None = None
         self._recorded_count = 0
@@ -225,13 +225,28 @@ class LiveBatches:
         """The rollouts of this step, on every rank."""
         while True:
             step_rollouts = self._services.call(self._stream.take()) if self._services and self._stream else None
-            result = self._engine.broadcast(
-                _parse_step(step_rollouts, self._temperature, self._fields) if step_rollouts else None
-            )
+            result = self._engine.broadcast(self._parse_step(step_rollouts) if step_rollouts else None)
             if result is not None:
                 return result
             self._push(step)  # a server restarted with other weights, or joins
             self._call_stream(RolloutStream.record_version, step)
+
+    def _parse_step(self, step_rollouts: StepRollouts) -> tuple[ReadRollouts, dict[str, float]]:
+        """The rollouts, and metrics that only the rows contain. Raises UsageError: a row cannot be trained."""
+        images = self._engine.policy.images
+        result = ReadRollouts(fields=self._fields)
+        for row in step_rollouts.rows:
+            if wrong := problem(row, self._temperature, self._fields, images):
+                raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
+            add_row(row, result, images)
+        values: dict[str, float] = {
+            "stale_dropped": step_rollouts.stale,
+            "num_equal_groups": step_rollouts.equal,
+            **step_rollouts.metrics,
+        }
+        if step_rollouts.lags:
+            values |= {"lag": max(step_rollouts.lags), "lag/mean": fmean(step_rollouts.lags)}
+        return result, values
 
     def _split_rollouts(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""
@@ -242,22 +257,3 @@ class LiveBatches:
 
 async def _run_on_loop(call: Callable[[], Result]) -> Result:
     return call()
-
-
-def _parse_step(
-    step_rollouts: StepRollouts, temperature: float, fields: frozenset[str]
-) -> tuple[ReadRollouts, dict[str, float]]:
-    """The rollouts, and metrics that only the rows contain. Raises UsageError: a row cannot be trained."""
-    result = ReadRollouts(fields=fields)
-    for row in step_rollouts.rows:
-        if wrong := problem(row, temperature, fields):
-            raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
-        add_row(row, result)
-    values: dict[str, float] = {
-        "stale_dropped": step_rollouts.stale,
-        "num_equal_groups": step_rollouts.equal,
-        **step_rollouts.metrics,
-    }
-    if step_rollouts.lags:
-        values |= {"lag": max(step_rollouts.lags), "lag/mean": fmean(step_rollouts.lags)}
-    return result, values

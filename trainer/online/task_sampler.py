@@ -35,6 +35,7 @@ from ngym.files import jsonl
 from ngym.files.atomic import file_digest
 from ngym.schema import Json
 
+from ..data.images import Images, media_problem
 from ..data.samples import distorted_sampling, missing_field
 from ..recipe.rollout_options import CurriculumOptions, EnvironmentOptions, RolloutOptions
 from ..seeds import seeded_random
@@ -289,19 +290,28 @@ class DrawnTask(NamedTuple):
 
 
 class TaskSource:
-    """The tasks of all environments of a run. fields: that every task must have.
+    """The tasks of all environments of a run.
+
+    fields: that every task must have. images: how the model reads images, or the reason why it does not; None if that
+    is not known yet.
 
     Raises:
         UsageError: rows that are not tasks, name another agent, or set parameters that training rollouts must not set.
     """
 
-    def __init__(self, options: RolloutOptions, seed: int, fields: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        options: RolloutOptions,
+        seed: int,
+        fields: frozenset[str] = frozenset(),
+        images: Images | None = None,
+    ) -> None:
         self.fields = {name.partition(".")[0] for name in fields}  # of rows
         self._seed = seed
         self._next_number = 0
         self._recorded: Mapping[int, DrawnTask] = {}
         self._environments = {
-            environment.key: _Environment(environment, options, seed, fields) for environment in options.sources
+            environment.key: _Environment(environment, options, seed, fields, images) for environment in options.sources
         }
         self._turns = RoundRobin([environment.weight for environment in options.sources])
 
@@ -403,9 +413,15 @@ class _Environment:
     """The tasks of one file for one agent."""
 
     def __init__(
-        self, options: EnvironmentOptions, rollouts: RolloutOptions, seed: int, fields: frozenset[str]
+        self,
+        options: EnvironmentOptions,
+        rollouts: RolloutOptions,
+        seed: int,
+        fields: frozenset[str],
+        images: Images | None,
     ) -> None:
         self.weight = options.weight
+        self._images = images
         self._options = options
         self._fields = fields
         self._difficulties: array[float] | None = array("d") if rollouts.easy_first else None
@@ -481,7 +497,9 @@ class _Environment:
             return wrong
         # the recipe's temperature overrides the row's
         bent = distorted_sampling({**row["responses_create_params"], "temperature": 1.0}, 1.0)
-        return bent or missing_field(row, self._fields)
+        if wrong := bent or missing_field(row, self._fields):
+            return wrong
+        return None if self._images is None else media_problem(row, self._images)
 
 
 class Epochs:

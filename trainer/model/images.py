@@ -1,0 +1,270 @@
+"""Images as inputs of a network: prepared by the checkpoint's own processor, and computed by the model's own forward.
+
+    images, token ids -> vision encoder -> vectors in place of the placeholders -> decoder -> hidden states
+
+The vision encoder is not trained. Its vectors get positions in two dimensions in families with `get_rope_index` (Qwen).
+
+A family whose decoder does not read images as it reads text, such as Gemma 3 (where the tokens of an image see each
+other in both directions), is found by a comparison of hidden states when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Sequence
+from hashlib import blake2b
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..data.images import PlacedImage
+from ..data.samples import Sample, Segment
+from . import attention
+from .packing import MicroBatch, pack
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Image files from outside: formats that Pillow decodes itself. PostScript, for example, would start another program.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+REMEMBERED = 65_536  # images whose size in tokens is known
+GRID = "image_grid_thw"  # of Qwen's families: patches of each image in time, height and width
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROBE_LAYERS = 2
+
+
+class UnusableImages(Exception):
+    """A model's images cannot be trained on; the message says why."""
+
+
+class ImageSize(NamedTuple):
+    """tokens: placeholders of an image. grid: its patches in time, height and width, [1, 3]; None in most families."""
+
+    tokens: int
+    grid: Tensor | None
+
+
+class ImageReader:
+    """How a network reads images.
+
+    Attributes:
+        token_id: the placeholder.
+        marker: its text, which a chat template writes once for each image.
+        example: a sample with images and without trained tokens.
+
+    Raises:
+        UnusableImages: the processor cannot be loaded, or the decoder reads images in another way than text.
+    """
+
+    def __init__(self, network: PreTrainedModel, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.token_id: int = network.config.image_token_id
+        self.marker = str(tokenizer.convert_ids_to_tokens(self.token_id))
+        self._tokenizer = tokenizer
+        self._accepted = frozenset(signature(network.base_model.forward).parameters)
+        self._merge = int(getattr(network.config.vision_config, "spatial_merge_size", 1))
+        self._has_grid = GRID in self._accepted
+        self._processor = _load_processor(path, images_only=self._has_grid)
+        self._sizes: dict[bytes, ImageSize] = {}
+        self.example = _example(self)
+        _check_decoder(network, self)
+
+    def count(self, content: bytes) -> int:
+        """The number of placeholders of an image.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        return self._size(content).tokens
+
+    def _size(self, content: bytes) -> ImageSize:
+        digest = blake2b(content, digest_size=16).digest()
+        if digest not in self._sizes:
+            if len(self._sizes) >= REMEMBERED:
+                self._sizes.clear()
+            self._sizes[digest] = self._measure(content)
+        return self._sizes[digest]
+
+    def _measure(self, content: bytes) -> ImageSize:
+        image = open_image(content)
+        try:
+            if self._has_grid:
+                grid_13: Tensor = self._processor(images=[image], return_tensors="pt")[GRID]
+                return ImageSize(int(grid_13.prod()) // self._merge**2, grid_13)
+            processor = self._processor
+            inputs = processor(text=[self.marker], images=[image], return_tensors="pt")
+        except ValueError as error:
+            raise ValueError(
+                f"the model's processor refuses an image of {image.width}x{image.height}: {error}"
+            ) from None
+        return ImageSize(int((inputs["input_ids"] == self.token_id).sum()), None)
+
+    def token_ids(self, text: str, contents: Sequence[bytes]) -> list[int]:
+        """The ids of a text with one marker for each of these images, with all their placeholders."""
+        if not self._has_grid:
+            images = [open_image(content) for content in contents]
+            [ids] = self._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"]
+            return list(ids)
+        counts = iter(map(self.count, contents))
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [each for token in ids for each in ([token] * (next(counts) if token == self.token_id else 1))]
+
+    def inputs(self, network: PreTrainedModel, packed: MicroBatch) -> dict[str, Tensor]:
+        """The arguments of the model's forward for a micro-batch with images, instead of ids and positions alone."""
+        device = packed.token_ids_T.device
+        images = [open_image(content) for content in packed.images]
+        prepare = self._processor if self._has_grid else self._processor.image_processor
+        pixels = prepare(images=images, return_tensors="pt")
+        dtype = network.get_input_embeddings().weight.dtype
+        inputs = {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in pixels.items()
+            if name in self._accepted and isinstance(tensor, Tensor)
+        }
+        return {
+            "input_ids": self._without_sampled(packed).unsqueeze(0),
+            "position_ids": self._positions(network, packed),
+            **inputs,
+        }
+
+    def _without_sampled(self, packed: MicroBatch) -> Tensor:
+        """The ids, with another token in place of a placeholder that was sampled: it is the last of its segment, so
+        nothing depends on it.
+        """
+        is_image_T = torch.zeros_like(packed.token_ids_T, dtype=torch.bool)
+        is_image_T[torch.tensor(packed.image_rows, device=is_image_T.device)] = True
+        other = 0 if self.token_id else 1
+        return packed.token_ids_T.masked_fill((packed.token_ids_T == self.token_id) & ~is_image_T, other)
+
+    def _positions(self, network: PreTrainedModel, packed: MicroBatch) -> Tensor:
+        """[1, T], or [3, 1, T] where places in an image have a height and a width."""
+        rope_index: Any = getattr(network.base_model, "get_rope_index", None)
+        if rope_index is None:
+            return packed.positions_T.unsqueeze(0)
+        positions_3T = packed.positions_T.cpu().repeat(3, 1)
+        for segment, rows_T in zip(packed.segments, packed.layout.rows, strict=True):
+            if not segment.images:
+                continue
+            ids_1T = torch.tensor([segment.token_ids])
+            types_1T = torch.zeros_like(ids_1T)
+            for image in segment.images:
+                types_1T[0, list(image.places)] = 1
+            grids = [size.grid for image in segment.images if (size := self._size(image.content)).grid is not None]
+            found_31T, _ = rope_index(ids_1T, mm_token_type_ids=types_1T, image_grid_thw=torch.cat(grids))
+            positions_3T[:, rows_T] = found_31T[:, 0]
+        return positions_3T.to(packed.token_ids_T.device).unsqueeze(1)
+
+
+def open_image(content: bytes) -> Image:
+    """The image of a file as vLLM opens it: upright, in RGB, transparent on white.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        file = Image.open(io.BytesIO(content), formats=FORMATS)
+        file.load()
+        image: Image.Image = ImageOps.exif_transpose(file)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"an image of {len(content):,} bytes cannot be read: {error}") from None
+    if image.mode != "RGB" and (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image.convert("RGB")
+
+
+def _load_processor(path: str, *, images_only: bool) -> Any:
+    """The processor of a checkpoint. images_only: not that of its videos, which needs torchvision."""
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    try:
+        kind = AutoImageProcessor if images_only else AutoProcessor
+        return kind.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UnusableImages(f"the image processor of {path} cannot be loaded: {reason:.300}") from None
+
+
+def has_vision(network: PreTrainedModel) -> bool:
+    """Whether the network has an encoder of images."""
+    return hasattr(network.config, "vision_config")
+
+
+def copy_processor(network: PreTrainedModel, folder: Path) -> None:
+    """Copy the files of the checkpoint's processor, which a server needs next to the weights of a model with images."""
+    from transformers.utils.hub import cached_file
+
+    for name in PROCESSOR_FILES if has_vision(network) else ():
+        file = cached_file(network.name_or_path, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+
+
+def freeze_vision(network: PreTrainedModel) -> None:
+    """Exclude everything from training but the decoder and the head."""
+    trained = {id(parameter) for parameter in network.get_decoder().parameters()}
+    trained |= {id(parameter) for parameter in network.get_output_embeddings().parameters()}
+    for parameter in network.parameters():
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
+
+
+@torch.no_grad()
+def _check_decoder(network: PreTrainedModel, reader: ImageReader) -> None:
+    """Compare the hidden states of the first layers with those of the model's own attention, around two images.
+
+    Raises:
+        UnusableImages: they differ.
+    """
+    packed = pack([reader.example], network.device)
+    base, decoder = network.base_model, network.get_decoder()
+    kept = getattr(decoder, "layers", None)
+    if isinstance(kept, nn.ModuleList):
+        decoder.layers = kept[:PROBE_LAYERS]
+    try:
+        inputs = reader.inputs(network, packed)
+        ours_TH = base(**inputs, use_cache=False, layout=packed.layout).last_hidden_state[0]
+        types = torch.zeros_like(packed.token_ids_T)
+        types[list(packed.image_rows)] = 1
+        decoder.set_attn_implementation("eager")
+        names = ("mm_token_type_ids", "token_type_ids")
+        inputs |= {name: types.unsqueeze(0) for name in names if name in reader._accepted}
+        del inputs["position_ids"]  # the model computes its own
+        expected_TH = base(**inputs, use_cache=False).last_hidden_state[0]
+    finally:
+        decoder.set_attn_implementation(attention.NAME)
+        if isinstance(kept, nn.ModuleList):
+            decoder.layers = kept
+    if not torch.allclose(ours_TH, expected_TH, rtol=1e-3, atol=1e-3 * float(expected_TH.abs().max())):
+        raise UnusableImages(
+            f"images of {network.config.model_type} are not supported: its decoder reads them in another way than text"
+        )
+
+
+def _example(reader: ImageReader) -> Sample:
+    """A sequence with text around two images of different sizes."""
+    contents = [_picture(64, 96), _picture(128, 64)]
+    other = 1 if reader.token_id != 1 else 2
+    ids, images = [other] * 3, list[PlacedImage]()
+    for content in contents:
+        places = range(len(ids), len(ids) + reader.count(content))
+        images.append(PlacedImage.at(content, places))
+        ids += [reader.token_id] * len(places) + [other] * 2
+    return Sample((Segment(ids, [], tuple(images)),))
+
+
+def _picture(width: int, height: int) -> bytes:
+    """A PNG file with a gradient."""
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.linear_gradient("L").resize((width, height)).convert("RGB").save(out, "PNG")
+    return out.getvalue()
