@@ -187,7 +187,8 @@ def _split(contents: Sequence[bytes], places: Sequence[int], tokens: ImageTokens
     if sum(counts) != len(places):
         raise ValueError(
             f"a segment has {len(places)} image placeholders, but its images need {' + '.join(map(str, counts)) or 0}: "
-            "the engine and the trainer prepare images differently; give both the same checkpoint and processor options"
+            "the engine and the trainer prepare images differently; set the processor's options in the checkpoint's "
+            "preprocessor_config.json, which both read"
         )
     ends = accumulate(counts)
     return tuple(

@@ -62,7 +62,11 @@ class ImageReader:
     """
 
     def __init__(self, network: PreTrainedModel, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.token_id: int = network.config.image_token_id
+        kind = network.config.model_type
+        token_id = getattr(network.config, "image_token_id", None)
+        if not isinstance(token_id, int):
+            raise UnusableImages(f"images of {kind} are not supported: its config has no image_token_id")
+        self.token_id = token_id
         self.marker = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self._tokenizer = tokenizer
         self._accepted = frozenset(signature(network.base_model.forward).parameters)
@@ -70,8 +74,13 @@ class ImageReader:
         self._has_grid = GRID in self._accepted
         self._processor = _load_processor(path, images_only=self._has_grid)
         self._sizes: dict[bytes, ImageSize] = {}
-        self.example = _example(self)
-        _check_decoder(network, self)
+        try:
+            self.example = _example(self)
+            is_equal = _reads_images_as_text(network, self)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # of a family's own code
+            raise UnusableImages(f"images of {kind} are not supported: {_first_line(error)}") from error
+        if not is_equal:
+            raise UnusableImages(f"images of {kind} are not supported: its decoder reads them in another way than text")
 
     def count(self, content: bytes) -> int:
         """The number of placeholders of an image.
@@ -189,8 +198,12 @@ def _load_processor(path: str, *, images_only: bool) -> Any:
         kind = AutoImageProcessor if images_only else AutoProcessor
         return kind.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UnusableImages(f"the image processor of {path} cannot be loaded: {reason:.300}") from None
+        raise UnusableImages(f"the image processor of {path} cannot be loaded: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error that has text, up to 300 characters."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def has_vision(network: PreTrainedModel) -> bool:
@@ -218,12 +231,8 @@ def freeze_vision(network: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _check_decoder(network: PreTrainedModel, reader: ImageReader) -> None:
-    """Compare the hidden states of the first layers with those of the model's own attention, around two images.
-
-    Raises:
-        UnusableImages: they differ.
-    """
+def _reads_images_as_text(network: PreTrainedModel, reader: ImageReader) -> bool:
+    """Whether the hidden states of the first layers, around two images, are those of the model's own attention."""
     packed = pack([reader.example], network.device)
     base, decoder = network.base_model, network.get_decoder()
     kept = getattr(decoder, "layers", None)
@@ -243,10 +252,7 @@ def _check_decoder(network: PreTrainedModel, reader: ImageReader) -> None:
         decoder.set_attn_implementation(attention.NAME)
         if isinstance(kept, nn.ModuleList):
             decoder.layers = kept
-    if not torch.allclose(ours_TH, expected_TH, rtol=1e-3, atol=1e-3 * float(expected_TH.abs().max())):
-        raise UnusableImages(
-            f"images of {network.config.model_type} are not supported: its decoder reads them in another way than text"
-        )
+    return torch.allclose(ours_TH, expected_TH, rtol=1e-3, atol=1e-3 * float(expected_TH.abs().max()))
 
 
 def _example(reader: ImageReader) -> Sample:
