@@ -16,6 +16,7 @@ from typing import Any, Literal
 import orjson
 
 from ngym.collect.plan import PlannedRollout
+from ngym.collect.replica_outages import ReplicaOutages
 from ngym.errors import BadRequest, Boundary, FailureClass, ServiceError, Unreachable, UpstreamError
 from ngym.peers import Peers
 from ngym.rollout import extend, function_calls, tokens_of, versions_in, without_tokens
@@ -53,7 +54,9 @@ STAGES: dict[FailureClass, str] = {
 
 
 class CaptureClient:
-    """Fetches captured calls from the model servers. Call `begin` first.
+    """Fetches captured calls from the model servers. Call `begin` first, `close` at the end.
+
+    A rollout that may have lost calls with a replica fails, and is run again.
 
     Args:
         models: names of the model servers. None: asks the head; if an agent's stanza names models, only those are used.
@@ -64,6 +67,10 @@ class CaptureClient:
         self._configured = models
         self._models: list[str] | None = list(models or ())  # None: the head has not answered yet
         self._of_agent: dict[str, list[str]] = {}
+        self._fixed: dict[str, list[str]] = {}  # the addresses in the config: agents may have them from there
+        self._listed = {model: set(peers.urls.get(model, ())) for model in models or ()}  # when last looked at
+        self._delisted_at: dict[tuple[str, str], float] = {}  # by model and replica
+        self._outages = ReplicaOutages(peers)
         self._probe_lock = asyncio.Lock()
 
     async def begin(self) -> None:
@@ -75,9 +82,13 @@ class CaptureClient:
         if servers is None:
             return  # `complete` asks again
         stanzas = await self._config()
+        stanzas = stanzas if isinstance(stanzas, dict) else {}
         self._models = [server["name"] for server in servers if server.get("kind") == "model"]
+        for model in self._models:
+            self._fixed[model] = _urls_of(stanzas.get(model))
+            self._listed[model] = set(self._peers.urls.get(model, ()))
         for server in servers:
-            stanza = stanzas.get(server["name"]) if isinstance(stanzas, dict) else None
+            stanza = stanzas.get(server["name"])
             if server.get("kind") == "agent" and isinstance(stanza, Mapping):
                 models = [model for model in self._models if model in stanza.values()]
                 if models:
@@ -101,11 +112,20 @@ class CaptureClient:
         models = self._models
         segments: list[Segment] = []
         calls: list[tuple[Span, FinishReason]] = []
+        doubtful: list[tuple[str, str]] = []  # replicas that may have served calls which are lost
         for model in self._of_agent.get(agent, models):
-            for url in self._peers.urls.get(model, ()):
-                captured, made = await self._fetch_captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
+            for url in self._replicas(model, began):
+                if self._outages.was_down(url, began):
+                    if not self._outages.was_dead(url, began):
+                        doubtful.append((model, url))
+                    continue
+                captured, made = await self._fetch_captured(model, url, rollout_id, began)
                 segments += captured
                 calls += made
+                if self._outages.has_died(url, began):
+                    doubtful.append((model, url))
+        if doubtful:
+            _check_complete(*doubtful[0], answer, len(calls))
         if segments or calls:
             calls.sort(key=lambda call: call[0][1])
             trace = answer.setdefault("ng", {})
@@ -113,23 +133,41 @@ class CaptureClient:
             trace["finish_reasons"] = [finish_reason for _, finish_reason in calls]
             trace.setdefault("spans", [span for span, _ in calls])
 
+    async def close(self) -> None:
+        await self._outages.close()
+
+    def _replicas(self, model: str, began: float) -> list[str]:
+        """The replicas that may have served a rollout which began then: the listed ones, those that have been delisted
+        since, and those in the config.
+        """
+        listed = set(self._peers.urls.get(model, ()))
+        for url in self._listed.get(model, set()) - listed:
+            self._delisted_at[model, url] = time.perf_counter()
+        self._listed[model] = listed
+        delisted = [url for (name, url), at in self._delisted_at.items() if name == model and at >= began]
+        return sorted({*listed, *delisted, *self._fixed.get(model, ())})
+
     async def _fetch_captured(
-        self, model: str, url: str, began: float
+        self, model: str, replica: str, rollout_id: str, began: float
     ) -> tuple[list[Segment], list[tuple[Span, FinishReason]]]:
         """The segments, and the span and finish reason of each call."""
+        url = f"{replica}/rollouts/{rollout_id}/segments"
         upstream, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
         try:
             reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
             elapsed = time.perf_counter() - began
             if reply.status in NOT_CAPTURED:
                 return [], []
+            if reply.status == 503:
+                self._outages.record(model, replica, None)
             if reply.status != 200:
                 detail = f"{model} answered {reply.status} to GET {url}"
                 raise UpstreamError(detail, failure="model_error", upstream=upstream | {"status": reply.status})
             with suppress(OSError):  # the server also expires them
                 await self._peers.send("DELETE", url, None, opener, TIMEOUT_S)
         except OSError as error:
-            detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
+            self._outages.record(model, replica, error)
+            detail = f"{model} may have token data of the rollout, and cannot be reached at {url}: {error}"
             raise Unreachable(detail, upstream=upstream) from None
         with Boundary("model_error", f"{model} answered GET {url} with no segments"):
             body: Json = reply.json()
@@ -144,6 +182,29 @@ class CaptureClient:
             return reply.json() if reply.status == 200 else None
         except (OSError, orjson.JSONDecodeError):
             return None
+
+
+def _urls_of(stanza: Any) -> list[str]:
+    """The addresses of an external service in its stanza."""
+    if not isinstance(stanza, Mapping):
+        return []
+    return [url for url in (stanza.get("url"), *(stanza.get("urls") or ())) if isinstance(url, str)]
+
+
+def _check_complete(model: str, url: str, answer: Json, calls: int) -> None:
+    """Raise Unreachable unless this number of captured calls is that of the trajectory's model turns.
+
+    model, url: a replica that was down during the rollout.
+    """
+    response = answer.get("response")
+    output = response.get("output") if isinstance(response, dict) else None
+    turns = _turns(output) if isinstance(output, list) and _items(output) else 0
+    if calls != turns:
+        detail = (
+            f"{model} was down at {url}, and may have had token data of the rollout: {calls} calls are captured, and "
+            f"the trajectory has {turns} model turns (if it stays down, take that address out of the config)"
+        )
+        raise Unreachable(detail, upstream={"service": model, "url": url, "status": None})
 
 
 def _has_tokens(answer: Json) -> bool:

@@ -370,6 +370,7 @@ class RolloutScheduler:
             dispatch.cancel()
             await asyncio.gather(dispatch, return_exceptions=True)
             await self._outages.close()
+            await self._captures.close()
 
     async def _dispatch(self, plan: Plan) -> None:
         try:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from local_services import local_services
 from paths import ROOT
 from stub_agents import scored_row, text_item
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, reserved_port
 
 from ngym import ModelCall, RolloutContext, VerifyRequest, agent, gym_server, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
@@ -430,7 +430,8 @@ async def test_the_head_shows_a_collector_whom_to_ask_for_captured_calls(token: 
                 kinds = {"agent": "agent", "other": "agent", "env": "gym_server", "policy": "model", "judge": "model"}
                 return web.json_response([{"name": name, "kind": kind, "url": url} for name, kind in kinds.items()])
             case ["config"]:
-                return web.json_response({"agent": {"model": "policy", "max_steps": 3}, "other": {}})
+                judge = {"urls": [f"{url}/held", f"{url}/judge"]}  # the head does not list one that has no weights
+                return web.json_response({"agent": {"model": "policy", "max_steps": 3}, "other": {}, "judge": judge})
             case [model, "rollouts", rollout, "segments"]:
                 requests.append(f"{rollout} at {model}")
         return web.json_response({}, status=404)
@@ -451,7 +452,7 @@ async def test_the_head_shows_a_collector_whom_to_ask_for_captured_calls(token: 
     finally:
         await peers.close()
         await runner.cleanup()
-    assert requests == ["r-agent at policy", "r-other at policy", "r-other at judge"]
+    assert requests == ["r-agent at policy", "r-other at policy", "r-other at held", "r-other at judge"]
 
 
 async def test_with_replicas_all_calls_of_a_rollout_go_to_one_and_its_segments_come_from_there():
@@ -483,3 +484,24 @@ async def _calls(peers: Peers, name: str) -> float:
     line = 'ngym_requests_total{route="/rollouts/{rollout_id}/v1/chat/completions",status="200"} '
     metrics = (await peers[name].request("GET", "/metrics", None)).body.decode()
     return float(metrics.partition(line)[2].partition("\n")[0] or 0)
+
+
+async def test_with_a_dead_replica_of_the_model_rollouts_of_an_sdk_agent_go_to_the_others():
+    pytest.importorskip("openai")
+    apps = {
+        "policy": chat_policy.SCRIPTED.app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / "openai_sdk" / "app.py").app,
+    }
+    options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    tasks = [{"responses_create_params": {"input": f"Count to five, {n}."}, "target": 5} for n in range(40)]
+    limits = CollectionLimits(concurrency=4, max_attempts=3, retry_s=(0.01,))
+    with reserved_port() as port:
+        async with local_services(options, **apps) as peers:
+            apps["actor"].state.context.peers.urls["policy"].append(f"http://127.0.0.1:{port}")
+            found = [
+                outcome async for outcome in collect(tasks, peers=peers, recipe=CollectionPlan("actor"), limits=limits)
+            ]
+    failed = [outcome.row["failure"] for outcome in found if not isinstance(outcome, Rollout)]
+    assert sum(isinstance(outcome, Rollout) for outcome in found) == 40
+    assert {failure["class"] for failure in failed} <= {"connect"} and len(failed) < 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -13,7 +14,7 @@ from urllib.parse import quote
 import orjson
 
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response, unfinished
-from ngym.errors import Boundary, ServiceError, UpstreamError
+from ngym.errors import Boundary, PeerTimeout, ServiceError, Unreachable, UpstreamError
 from ngym.net.json_limits import LONG_NUMBER, MAX_DEPTH, by_size, is_deep, serialize
 from ngym.peer_answers import SHOWN_BYTES
 from ngym.rollout import add_usage, extend, tokens_of, versions_in, with_latest_tokens
@@ -31,6 +32,7 @@ from ngym.schema import (
 )
 from ngym.services.base.options import ServiceContext, check_result, most_result_bytes
 
+HEALTH_TIMEOUT_S = 5.0
 MAX_TOOL_ERROR_CHARS = 2000
 CALLS_AT_ONCE = 64  # of one rollout: a response may ask for thousands
 
@@ -249,6 +251,22 @@ class RolloutContext:
         output.append(message_item([output_text(text)], f"msg_{stem}"))
         response = new_response({}, output, response_id=f"resp_{stem}", model=self.options.model)
         return self.finish(response, output, stop_reason)
+
+    async def check_replica(self) -> None:
+        """Record whether the replica of `model_base_url` is up, after the agent has failed: only the agent calls it, and
+        later rollouts shall go to another one.
+
+        Raises:
+            Unreachable: it is not.
+        """
+        if self._captured_at is None:
+            return
+        with suppress(UpstreamError, PeerTimeout):  # a server of another make may have no /health
+            await self.model.request("/health", None, method="GET", timeout=HEALTH_TIMEOUT_S, idempotent=True)
+        if not self._captured_at.startswith(f"{self.model.url}/"):
+            url, name = self._captured_at.rpartition("/rollouts/")[0], self.model.peer.name
+            upstream = {"service": name, "url": url, "status": None}
+            raise Unreachable(f"{name} cannot be reached at {url}, where the agent called it", upstream=upstream)
 
     async def with_captured(self, response: Json) -> Json:
         """The last response, after the calls sampled under `model_base_url` are added to the record.

@@ -406,6 +406,8 @@ async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> J
         if rollout.failure is not None:
             raise rollout.failure
     except ServiceError as error:
+        if rollout.failure is None:
+            await rollout.check_replica()
         raise rollout.failure or error from error.__cause__  # an SDK may have wrapped it in another error
     finally:
         rollout.failure = None  # its traceback holds the rollout: a circle that would keep the row alive

@@ -1,0 +1,160 @@
+"""Captured calls of external agents whose model has replicas that are down, silent, delisted or started again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from local_services import local_services
+from paths import ROOT
+from stub_agents import scored_row, text_item
+from waiting import PATIENCE_S, reserved_port, until
+
+from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Outcome, Rollout, collect, replica_outages
+from ngym.collect import rollout_rows as rows
+from ngym.errors import Unreachable
+from ngym.peers import Peers
+from ngym.services.base.app import load
+
+ANSWER = {"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-0.1], "policy_version": [[1, 2, 0]]}
+CAPTURED = {"segments": [ANSWER], "spans": [[0.1, 0.1]], "finish_reasons": ["stop"]}
+ONE_TURN, TWO_TURNS = [text_item("4")], [text_item("4"), {"type": "function_call_output"}, text_item("5")]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(replica_outages, "PROBE_S", 0.02)
+    monkeypatch.setattr(replica_outages, "PROBE_TIMEOUT_S", 0.1)
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """The URL of a server that accepts connections and answers nothing."""
+    server = await asyncio.start_server(lambda reader, writer: asyncio.Event().wait(), "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+@asynccontextmanager
+async def model_server(port: int, *rollouts: str) -> AsyncIterator[str]:
+    """The URL of a model server that has one captured call of each of these rollouts."""
+
+    async def answer(request: web.Request) -> web.Response:
+        has = request.path.split("/")[2] in rollouts
+        return web.json_response(CAPTURED) if has else web.json_response({}, status=404)
+
+    app = web.Application()
+    app.router.add_get("/rollouts/{rollout}/segments", answer)
+    app.router.add_delete("/rollouts/{rollout}/segments", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def client(*urls: str) -> AsyncIterator[rows.CaptureClient]:
+    async with Peers({"policy": list(urls)}) as peers:
+        captures = rows.CaptureClient(peers, ["policy"])
+        await captures.begin()
+        yield captures
+        await captures.close()
+
+
+async def segments(captures: rows.CaptureClient, rollout: str, output: list[Any], began: float) -> list[Any]:
+    """The captured segments of a rollout."""
+    answer: dict[str, Any] = {"response": {"output": output}}
+    await captures.complete("agent", rollout, answer, began)
+    return list(answer.get("ng", {}).get("segments", []))
+
+
+async def collected(dead: str, *more: dict[str, Any]) -> list[Outcome]:
+    """Two rollouts, one after the other, of an agent that answers with these items, too. dead: the URL of a replica."""
+    policy = load(ROOT / "models" / "scripted" / "app.py").app
+    async with local_services({"policy": {"tokens": True}}, policy=policy) as peers:
+        live = peers.urls["policy"][0]
+
+        async def run(request: web.Request) -> web.Response:
+            base_url = f"{live}/rollouts/{request.headers['x-ng-rollout-id']}/v1"
+            async with httpx.AsyncClient(base_url=base_url, timeout=PATIENCE_S) as model:
+                items = (await model.post("/responses", json={"input": "one two"})).json()["output"]
+            output = [text_item(items[0]["content"][0]["text"]), *more]
+            return web.json_response(scored_row(await request.json(), 0.5, *output))
+
+        app = web.Application()
+        app.add_routes([web.post("/run", run)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        peers.urls |= {"agent": [f"http://127.0.0.1:{runner.addresses[0][1]}"], "policy": [live, dead]}
+        try:
+            limits = CollectionLimits(concurrency=1, max_attempts=2, retry_s=(0.01,))
+            plan = CollectionPlan("agent", repeats=2)
+            row = {"responses_create_params": {"input": "x"}}
+            return [
+                outcome async for outcome in collect([row], peers=peers, recipe=plan, limits=limits, models=["policy"])
+            ]
+        finally:
+            await runner.cleanup()
+
+
+async def test_a_dead_replica_fails_only_the_rollout_that_may_have_used_it() -> None:
+    with reserved_port() as port:
+        found = await collected(f"http://127.0.0.1:{port}", *TWO_TURNS[1:])
+    assert [type(outcome) for outcome in found] == [FailedAttempt, Rollout, Rollout]
+    assert [len(outcome.row["ng"]["segments"]) for outcome in found[1:]] == [1, 1]
+
+
+async def test_with_a_silent_replica_a_rollout_is_complete_if_each_of_its_turns_is_captured() -> None:
+    async with silent_server() as url:
+        found = await collected(url)
+    assert [type(outcome) for outcome in found] == [FailedAttempt, Rollout, Rollout]
+
+
+async def test_with_a_silent_replica_a_rollout_with_a_turn_that_is_not_captured_fails() -> None:
+    async with silent_server() as url:
+        found = await collected(url, *TWO_TURNS[1:])
+    assert {type(outcome) for outcome in found} == {FailedAttempt}
+    failure = found[-1].row["failure"]
+    assert failure["class"] == "connect" and failure["service"] == "policy"
+    assert f"policy was down at {url}" in failure["message"]
+    assert "1 calls are captured, and the trajectory has 2 model turns" in failure["message"]
+
+
+async def test_calls_at_a_replica_that_has_been_delisted_meanwhile_are_found() -> None:
+    async with model_server(0) as listed, model_server(0, "r") as delisted, client(listed, delisted) as captures:
+        began = time.perf_counter()
+        captures._peers.urls["policy"] = [listed]
+        assert await segments(captures, "r", ONE_TURN, began) == [ANSWER]
+
+
+async def test_a_replica_that_has_left_is_not_asked_about_later_rollouts() -> None:
+    with reserved_port() as port:
+        async with model_server(0, "r") as listed, client(listed, f"http://127.0.0.1:{port}") as captures:
+            began = time.perf_counter()
+            captures._peers.urls["policy"] = [listed]
+            with pytest.raises(Unreachable):
+                await segments(captures, "r", ONE_TURN, began)
+            assert await segments(captures, "r", TWO_TURNS, time.perf_counter()) == [ANSWER]
+
+
+async def test_a_rollout_whose_calls_ended_with_a_process_is_not_complete() -> None:
+    with reserved_port() as port:
+        async with model_server(0, "r", "whole") as other, client(other, f"http://127.0.0.1:{port}") as captures:
+            began = time.perf_counter()
+            with pytest.raises(Unreachable):
+                await segments(captures, "r", ONE_TURN, began)
+            async with model_server(port, "later"):
+                await until(lambda: not captures._outages.was_down(f"http://127.0.0.1:{port}", time.perf_counter()))
+                with pytest.raises(Unreachable, match="the trajectory has 2 model turns"):
+                    await segments(captures, "r", TWO_TURNS, began)
+                assert await segments(captures, "whole", ONE_TURN, began) == [ANSWER]
+                assert await segments(captures, "later", TWO_TURNS, time.perf_counter()) == [ANSWER]
