@@ -32,10 +32,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Health:
-    """Whether a service can serve, and if not, why. is_distrusted: its certificate is wrong, and waiting does not help."""
+    """Whether a service can serve, and if not, why.
+
+    is_late: it did not answer in time. is_distrusted: its certificate is wrong, and waiting does not help.
+    """
 
     ready: bool
     reason: str = ""
+    is_late: bool = False
     is_distrusted: bool = False
 
 
@@ -72,7 +76,7 @@ async def health(url: str, timeout_s: float, token: str | None = None) -> Health
     try:
         reply = await http_get(f"{url.rstrip('/')}/ready", timeout_s, token)
     except TimeoutError:
-        return Health(False, f"no answer within {timeout_s:g} s")
+        return Health(False, f"no answer within {timeout_s:g} s", is_late=True)
     except ssl.SSLCertVerificationError as error:
         return Health(False, f"its certificate is not accepted: {error.verify_message}", is_distrusted=True)
     except OSError as error:

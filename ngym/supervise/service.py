@@ -155,6 +155,7 @@ STABLE_S = 30.0  # a process that is ready for this many seconds resets the coun
 MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each time
 SHOWN_LINES = 20
 PROBE_TIMEOUT_S = 5.0
+LATE_PROBES = 3  # in a row without an answer in time, until a service that was ready is not: an engine may be busy
 STARTING_GRACE_S = 0.5
 KILL_S = 1.0  # until a killed process has ended
 
@@ -295,12 +296,15 @@ class PolledReplica:
             ConfigError: a process of this run has the wrong certificate.
         """
         deadline = time.monotonic() + timeout_s
-        been_ready = False
+        been_ready, late = False, 0
         while True:
             # A listening socket queues the first probe until the service accepts it, so polling loses no time.
             remaining_s = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
             answer = await health(self.state.url, min(PROBE_TIMEOUT_S, remaining_s), self._token)
-            if answer.ready or (self._blocked and answer.reason == self._blocked):
+            late = late + 1 if answer.is_late else 0
+            if been_ready and 0 < late < LATE_PROBES:
+                pass  # it keeps its state
+            elif answer.ready or (self._blocked and answer.reason == self._blocked):
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True
