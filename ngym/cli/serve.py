@@ -15,7 +15,7 @@ import click
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options
 from ngym.errors import ConfigError, UsageError
-from ngym.net.addresses import WILDCARDS, has_loopback, route_to, with_host
+from ngym.net.addresses import WILDCARDS, has_loopback, is_own, route_to, with_host
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, token_from, wrong_url
 from ngym.supervise.head_file import find_running
 
@@ -41,7 +41,8 @@ Exit codes: 0  stopped by Ctrl-C or SIGTERM
 )
 @click.option(
     "--port", type=click.IntRange(0, 65535), metavar="N",
-    help="The port to listen at; 0: a free one.  [default: that of the stanza's port or url, else a free one]",
+    help="The port to listen at; 0: a free one.  [default: that of the stanza's port, or of its url of this machine, "
+    "else a free one]",
 )  # fmt: skip
 @click.option("--join", metavar="URL", help="Add this process to the run of this head, as a further replica of NAME.")
 @click.option("--dry-run", is_flag=True, help="Show what would be started, and where; start nothing.")
@@ -85,8 +86,7 @@ def main(
         raise ConfigError(
             f"{where}: nodes: ng_serve starts one process; a replica on {stanza.nodes} machines needs ng_run"
         )
-    url_port = urlsplit(stanza.external_urls[0]).port if stanza.external else None
-    requested_port = stanza.port or url_port or 0 if port is None else port
+    requested_port = _port_here(stanza) if port is None else port
     address = host or config.settings.host
     token = _token(config, address)
     if dry_run:
@@ -119,6 +119,25 @@ def main(
     if venv := venv_of(config, stanza):
         request["python"] = str(asyncio.run(make(venv, lambda text: click.echo(text, err=True), find_uv())))
     perform(ServiceJob(request, [sock]))
+
+
+def _port_here(stanza: Stanza) -> int:
+    """The port at which others call this process: that of the stanza's port or url; 0: any.
+
+    UsageError if its urls have several ports, and not exactly one of them is of this machine.
+    """
+    if stanza.port is not None or not stanza.external:
+        return stanza.port or 0
+    urls = stanza.external_urls
+    if len({urlsplit(url).port for url in urls}) > 1:
+        urls = list(filter(is_own, urls))
+    if len(ports := {urlsplit(url).port for url in urls}) == 1:
+        return ports.pop() or 0
+    where, number = stanza.key_where.get("urls", stanza.where), len(ports) or "none"
+    raise UsageError(
+        f"{where}: {number} of the addresses of {stanza.name!r} ({', '.join(stanza.external_urls)}) belong to this "
+        "machine, so its port is not known: give --port"
+    )
 
 
 def _token(config: Config, address: str) -> str | None:

@@ -40,6 +40,14 @@ def route_to(url: str) -> Route:
         return Route(probe.getsockname()[0], str(address[0]))
 
 
+def is_own(url: str) -> bool:
+    """Whether the host of this URL is this machine, as far as it can be resolved."""
+    try:
+        return route_to(url).is_local
+    except OSError:
+        return False
+
+
 def has_loopback(url: str) -> bool:
     """Whether only its own machine can call this URL."""
     return is_loopback(urlsplit(url).hostname or "")

@@ -405,6 +405,32 @@ def test_ng_serve_runs_one_service_alone(folder: Path) -> None:
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.parametrize(
+    ("urls", "port"),
+    [
+        (["http://198.51.100.1:8001", "http://127.0.0.1:8002"], 8002),
+        (["http://198.51.100.1:8001", "http://198.51.100.2:8001"], 8001),
+        (["http://198.51.100.1:8001", "http://localhost:8001"], 8001),
+    ],
+)
+def test_ng_serve_listens_at_the_port_of_the_url_of_its_machine(folder: Path, urls: list[str], port: int) -> None:
+    result = run_to_end(folder, "serve", "one", f"one.urls={json.dumps(urls)}", "--dry-run", "--json")
+    assert json.loads(result.stdout)["port"] == port, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("urls", "number"),
+    [(["http://198.51.100.1:8001", "http://198.51.100.2:8002"], "none"), (["http://127.0.0.1:1", "http://localhost:2"], "2")],
+)
+def test_ng_serve_asks_for_the_port_that_its_urls_do_not_tell(folder: Path, urls: list[str], number: str) -> None:
+    words = ("serve", "one", f"one.urls={json.dumps(urls)}", "--dry-run", "--json")
+    result = run_to_end(folder, *words)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 2 and f"{number} of the addresses of 'one' ({', '.join(urls)})" in line, line
+    assert line.endswith("give --port")
+    assert json.loads(run_to_end(folder, *words, "--port", "8003").stdout)["port"] == 8003
+
+
 def test_a_new_project_runs_unchanged(run: Callable[..., Running], folder: Path) -> None:
     result = run_to_end(folder, "init", "my_env")
     assert result.returncode == 0 and "ng_run" in result.stdout
