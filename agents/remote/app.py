@@ -43,8 +43,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         },
     }
     with Boundary("agent_error", f"{options.remote} failed"):
-        service = rollout.peers[options.remote].session(rollout.rollout_id)
-        answer = await service.post(options.path, task, timeout=options.remote_timeout_s)
+        answer = await rollout.peers[options.remote].post(options.path, task, timeout=options.remote_timeout_s)
     response = _response(answer, options.remote)
     output = without_tokens(response["output"])
     rollout.tool_calls = len(list(function_calls(output)))

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from local_services import local_services
 from shipped_gym import ROOT, calls, says
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, reserved_port
 
 from ngym.errors import ServiceError
 from ngym.schema import SESSION_HEADER
@@ -210,6 +210,25 @@ async def test_the_calls_of_a_remote_agent_that_answers_with_chat_messages_are_c
 
     scored, _ = await send(chats, task())
     assert scored["ng"]["tool_calls"] == 2
+
+
+async def test_tasks_go_to_a_replica_of_the_remote_agent_that_is_up():
+    agent = service("agents/remote")
+    apps = {
+        "counter": service("gym_servers/counter"),
+        "agent": agent,
+        "policy": service("models/scripted"),
+        "theirs": somebody_elses(their_work),
+    }
+    configured = {
+        "agent": {"gym": "counter", "model": "policy", "remote": "theirs", "show": ["target"]},
+        "policy": {"replies": [{"text": "Done, 7."}], "tokens": True},
+    }
+    with reserved_port() as port:
+        async with local_services(configured, **apps) as peers:
+            agent.state.context.peers.urls["theirs"].append(f"http://127.0.0.1:{port}")
+            rows = [await peers["agent"].post("/run", task()) for _ in range(8)]
+    assert [row["reward"] for row in rows] == [1.0] * 8
 
 
 async def test_an_agent_of_ngym_is_not_a_remote_agent():
