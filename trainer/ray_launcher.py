@@ -37,7 +37,7 @@ from ngym.cluster.ray_placement import (
 from ngym.errors import NgymError, UsageError
 from ngym.files.atomic import FileLocked, held_folder
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
-from ngym.runtime.event_loop import run_unless_failed
+from ngym.runtime.event_loop import run_endlessly, run_unless_failed
 from ngym.supervise.placement import VISIBLE
 from ngym.supervise.service import EXIT_LOST, ReplicaState, describe_exit
 from ngym.supervise.service_zygote import PR_SET_PDEATHSIG, prctl
@@ -105,7 +105,7 @@ class Rank:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
             preexec_fn=_set_up_rank,
         )  # fmt: skip
-        self._watch = asyncio.create_task(self._watch_cluster())
+        self._watch = asyncio.create_task(run_endlessly(self._watch_cluster, "the watch of the cluster"))
         return self._process.pid
 
     async def _watch_cluster(self) -> None:

@@ -381,7 +381,7 @@ class Bridge:
         except BaseException:
             await tools.stack.aclose()
             raise
-        session.when_over(lambda: asyncio.ensure_future(tools.stack.aclose()))
+        session.when_over(tools.stack.aclose)
         return ActiveRollout(trace, tools)
 
     async def _score(self, trace: Trace) -> None:

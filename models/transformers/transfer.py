@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ngym.errors import BadRequest, ServiceError
+from ngym.runtime.event_loop import log_error
 from ngym.schema import Json
 from ngym.services.base.request_bodies import validate
 from ngym.weight_push.shared_memory import SharedTensors, device_id, open_tensor
@@ -73,5 +74,6 @@ class Transfer:
     def abort(self, reason: str) -> ServiceError:
         """Resume generation with the old weights."""
         self._received = {}
-        self._resuming = asyncio.get_running_loop().create_task(self._engine.resume())
+        self._resuming = asyncio.get_running_loop().create_task(self._engine.resume(), name="resuming the engine")
+        self._resuming.add_done_callback(log_error)
         return ServiceError(f"a weight transfer failed: {reason}; the old weights are served", retryable=True)

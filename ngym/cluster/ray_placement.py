@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ngym.cluster.ray_membership import is_lost, watch_membership
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.runtime.event_loop import log_error
 from ngym.supervise.node_group import NodeGroup
 from ngym.supervise.placement import asked_cores
 from ngym.supervise.service import EXIT_LOST, ProcessHost, StartedProcess, free_port, listen, url_of
@@ -104,7 +105,12 @@ class RayProcess:
         self.pid: asyncio.Future[int] = loop.create_future()
         self.pid.set_result(pid)
         self.exit_code: asyncio.Future[int] = loop.create_future()
-        self._tasks = [loop.create_task(self._end()), loop.create_task(self._copy(log))]
+        self._tasks = [
+            loop.create_task(self._end(), name=f"the watch of process {pid}"),
+            loop.create_task(self._copy(log), name=f"the output of process {pid}"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(log_error)
 
     def signal(self, number: signal.Signals) -> None:
         if not self.exit_code.done():
@@ -119,6 +125,10 @@ class RayProcess:
             code = await self._host.exit_code.remote()
         except RayError:
             code = EXIT_LOST
+        except Exception as error:
+            if not self.exit_code.done():
+                self.exit_code.set_exception(error)
+            raise
         if not self.exit_code.done():
             self.exit_code.set_result(code)
 

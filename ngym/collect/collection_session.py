@@ -25,7 +25,7 @@ from ngym.net.auth import RUN_TOKEN
 from ngym.net.tls import CA
 from ngym.option_names import option
 from ngym.peers import Peers, servers_in
-from ngym.runtime.event_loop import never_fails, run_unless_failed
+from ngym.runtime.event_loop import log_error, never_fails, run_unless_failed
 from ngym.schema import Json
 
 TIMEOUT_S = 5.0
@@ -191,7 +191,8 @@ class CollectionSession:
         run = store.run(reached.peers, self.limits, self.gate)
         meter = ProgressMeter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
         async with self.display(meter) as show:
-            watch = asyncio.create_task(_report_not_ready(store, reached.peers, show))
+            watch = asyncio.create_task(_report_not_ready(store, reached.peers, show), name="the watch of services")
+            watch.add_done_callback(log_error)
             began = time.monotonic()
             try:
                 plan = store.todo(self.limits.max_attempts)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 from ngym.collect.aggregate import AgentTally, Aggregates
 from ngym.collect.collection_files import CollectionPaths, Progress
 from ngym.files.jsonl import read
+from ngym.runtime.event_loop import log_error
 from ngym.runtime.live_region import Screen, Size, bar, capture_output, clock, is_live, pack_facts, sanitize
 from ngym.schema import Json
 from ngym.stats import Interval, Subsets
@@ -363,7 +364,8 @@ async def drawing(
                 lost()
                 return
 
-    ticking = asyncio.create_task(draw(), name="display")
+    ticking = asyncio.create_task(draw(), name="the display")
+    ticking.add_done_callback(log_error)
     try:
         yield show
     finally:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -30,6 +31,7 @@ from ngym.net.json_limits import serialize
 from ngym.net.load_balancer import RetryBudget
 from ngym.peer_answers import is_context_overflow, words
 from ngym.remote.rate_limiter import Caps, ConcurrencyLimiter, QuotaExhausted, RequestSlot, TokenUsage
+from ngym.runtime.event_loop import run_endlessly
 from ngym.schema import Json
 
 MAX_WAIT_S = 3600.0  # then a request finds out whether the endpoint is open again
@@ -575,7 +577,8 @@ async def watch_upstream(upstream: Upstream, app: FastAPI) -> AsyncIterator[Upst
     """
     metrics = UpstreamMetrics(upstream)
     app.state.registry.register(metrics)
-    watch = asyncio.create_task(_report_outages(upstream, app), name="outages of the endpoint")
+    what = "outages of the endpoint"
+    watch = asyncio.create_task(run_endlessly(partial(_report_outages, upstream, app), what), name=what)
     try:
         yield upstream
     finally:

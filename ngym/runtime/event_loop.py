@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import gc
+import logging
 import os
 import resource
 import signal
@@ -20,6 +21,8 @@ from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
+log = logging.getLogger("ngym.runtime")
+PAUSE_S = 5.0  # of an endless task, after an unexpected error
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT has ended
@@ -176,6 +179,31 @@ async def run_unless_failed(failure: Awaitable[None], work: Coroutine[Any, Any, 
         for task in (working, failing):
             task.cancel()
         await asyncio.gather(working, failing, return_exceptions=True)
+
+
+async def run_endlessly(work: Callable[[], Awaitable[None]], what: str, pause_s: float = PAUSE_S) -> None:
+    """Run an endless task in the background, and again after an unexpected error, which is logged with its traceback.
+
+    An error that comes again at once is logged once.
+
+    Args:
+        what: the task, for the log.
+    """
+    logged = ""
+    while True:
+        try:
+            return await work()
+        except Exception as error:  # no caller awaits the task
+            if repr(error) != logged:
+                log.exception("%s: an unexpected error, after which it goes on", what)
+            logged = repr(error)
+        await asyncio.sleep(pause_s)
+
+
+def log_error(task: asyncio.Task[Any]) -> None:
+    """A done-callback of a task that no caller awaits: logs its error with the traceback."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s ended by an unexpected error", task.get_name(), exc_info=error)
 
 
 async def never_fails() -> None:

@@ -39,6 +39,7 @@ from ngym.net.auth import (
     wrong_url,
 )
 from ngym.net.connection_limits import Server, server_config
+from ngym.runtime.event_loop import log_error
 from ngym.schema import Kind
 from ngym.supervise import metrics_scraper
 from ngym.supervise.head_file import http_get
@@ -196,7 +197,8 @@ class Head:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="the head's server")
+        self._task.add_done_callback(log_error)
 
     async def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ngym.runtime.event_loop import log_error
 from ngym.runtime.live_region import Picture, Screen, Size, capture_output, duration, is_live, sanitize
 from ngym.supervise.service import ReplicaState
 
@@ -285,7 +286,9 @@ class LiveBoard:
     def watch(self, states: States, token: str | None) -> asyncio.Task[None]:
         from ngym.supervise.metrics_scraper import scrape_forever
 
-        return asyncio.create_task(scrape_forever(states, token, self._board.record_traffic))
+        task = asyncio.create_task(scrape_forever(states, token, self._board.record_traffic), name="the traffic")
+        task.add_done_callback(log_error)
+        return task
 
     def on_state(self, state: ReplicaState) -> None:
         if self._board.record_state(state) and self._is_up and state.status in REPORTED:
@@ -338,7 +341,8 @@ async def _every(seconds: float, do: Callable[[], None]) -> AsyncIterator[None]:
             await asyncio.sleep(seconds)
             do()
 
-    ticking = asyncio.create_task(redraw(), name="display")
+    ticking = asyncio.create_task(redraw(), name="the display")
+    ticking.add_done_callback(log_error)
     try:
         yield
     finally:

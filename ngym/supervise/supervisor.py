@@ -17,6 +17,7 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
 from ngym.peers import FOLLOW_S, Peers, given_up
+from ngym.runtime.event_loop import log_error
 from ngym.schema import Kind
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, RunningHead
@@ -244,7 +245,9 @@ class Supervisor:
         )
         process = self._process(stanza, state, place, "failures")  # the run continues without it
         self._watched.append(process)
-        self._grown[process] = (place, asyncio.create_task(process.run()))
+        task = asyncio.create_task(process.run(), name=f"the watch of {state.label}")
+        task.add_done_callback(log_error)
+        self._grown[process] = (place, task)
 
     async def _shrink(self, process: ServiceProcess) -> None:
         """Let its calls end, then stop it. Callers that still have its address are refused, and call another."""

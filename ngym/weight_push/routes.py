@@ -40,6 +40,7 @@ from starlette.responses import Response
 from ngym.errors import BadRequest, NotFound, ServiceError, Unauthorized
 from ngym.net.auth import TokenAuth
 from ngym.net.json_limits import BULK_WEIGHT, CALL_BYTES
+from ngym.runtime.event_loop import log_error
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validate
@@ -469,8 +470,12 @@ class WeightPush:
 
     async def _commit(self, request: Request) -> Response:
         body: Commit = validate(Commit, await json_body(request), "a commit")
-        self._switching = asyncio.create_task(self._switch(request, body.mode))
-        return await asyncio.shield(self._switching)  # the caller may hang up; a switch always runs to its end
+        self._switching = asyncio.create_task(self._switch(request, body.mode), name="the commit of a push")
+        try:
+            return await asyncio.shield(self._switching)  # the caller may hang up; a switch always runs to its end
+        except asyncio.CancelledError:
+            self._switching.add_done_callback(log_error)
+            raise
 
     async def _switch(self, request: Request, mode: PauseMode) -> Response:
         async with self._working(request) as push:

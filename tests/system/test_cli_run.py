@@ -420,7 +420,10 @@ def test_ng_serve_listens_at_the_port_of_the_url_of_its_machine(folder: Path, ur
 
 @pytest.mark.parametrize(
     ("urls", "number"),
-    [(["http://198.51.100.1:8001", "http://198.51.100.2:8002"], "none"), (["http://127.0.0.1:1", "http://localhost:2"], "2")],
+    [
+        (["http://198.51.100.1:8001", "http://198.51.100.2:8002"], "none"),
+        (["http://127.0.0.1:1", "http://localhost:2"], "2"),
+    ],
 )
 def test_ng_serve_asks_for_the_port_that_its_urls_do_not_tell(folder: Path, urls: list[str], number: str) -> None:
     words = ("serve", "one", f"one.urls={json.dumps(urls)}", "--dry-run", "--json")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import orjson
 
 from ngym.errors import UsageError
+from ngym.runtime.event_loop import run_endlessly
 from ngym.schema import Json
 
 from ..algorithms import Algorithm
@@ -192,9 +193,9 @@ class LiveBatches:
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream
         if (membership := self._weight_sync.membership) is not None:
-            self._membership_watch = asyncio.create_task(
-                membership.watch(stream.record_waiting_replica), name="replicas that join"
-            )
+            what = "replicas that join"
+            watching = run_endlessly(partial(membership.watch, stream.record_waiting_replica), what)
+            self._membership_watch = asyncio.create_task(watching, name=what)
         return at_hand
 
     async def _close_stream(self, stream: RolloutStream) -> None:

@@ -31,6 +31,7 @@ from ngym.net.request_context import header
 from ngym.peer_answers import parse_large
 from ngym.peers import PeerSession, ToolErrors, given_up
 from ngym.rollout import without_tokens
+from ngym.runtime.event_loop import run_endlessly
 from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.base.app import OBJECT, JsonResponse, add_route, context_of, object_of, service_app
@@ -123,7 +124,8 @@ def agent(
     async def running(context: ServiceContext) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             if context.peers.head_url is not None:
-                watch = asyncio.create_task(_watch_needed(app, context))
+                watching = run_endlessly(partial(_watch_needed, app, context), "the watch of the services it needs")
+                watch = asyncio.create_task(watching)
                 stack.callback(watch.cancel)
             if lifespan is not None:
                 app.state.agent_state = await stack.enter_async_context(lifespan(context))

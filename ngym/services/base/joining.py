@@ -11,12 +11,14 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from ngym.errors import UsageError
 from ngym.net.auth import ADMIN_TOKEN
 from ngym.peer_answers import words
 from ngym.peers import Peers
+from ngym.runtime.event_loop import run_endlessly
 
 log = logging.getLogger("ngym.services")
 ANNOUNCE_S = 10.0
@@ -62,7 +64,7 @@ async def announced(joining: Joining | None) -> AsyncIterator[None]:
     if joining is None:
         yield
         return
-    task = asyncio.create_task(_keep_announcing(joining))
+    task = asyncio.create_task(run_endlessly(partial(_keep_announcing, joining), "the announcement of this replica"))
     try:
         yield
     finally:

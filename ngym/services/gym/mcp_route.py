@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from ngym.errors import BadRequest, ServiceError
+from ngym.runtime.event_loop import log_error
 from ngym.schema import SESSION_HEADER, Json
 from ngym.services.base.app import JsonResponse, Lifespan
 from ngym.services.base.options import ServiceContext
@@ -118,8 +119,12 @@ class McpRoute:
                 ready.set()
                 await self._stop.wait()
 
-        self._serving = asyncio.create_task(serve())
+        self._serving = asyncio.create_task(serve(), name="the MCP server")
+        self._serving.add_done_callback(log_error)
+        self._serving.add_done_callback(lambda _: ready.set())
         await ready.wait()
+        if self._serving.done():
+            self._serving.result()
         return manager
 
 
