@@ -45,6 +45,10 @@ Exit codes: 0  stopped by Ctrl-C or SIGTERM
     "else a free one]",
 )  # fmt: skip
 @click.option("--join", metavar="URL", help="Add this process to the run of this head, as a further replica of NAME.")
+@click.option(
+    "--differs", multiple=True, metavar="KEY",
+    help="With --join: an option of the stanza that may be another one than in the run, such as the model's path.",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show what would be started, and where; start nothing.")
 @click.option(
     "--json", "as_json", is_flag=True,
@@ -57,6 +61,7 @@ def main(
     host: str | None,
     port: int | None,
     join: str | None,
+    differs: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -71,7 +76,7 @@ def main(
               ng_serve math --join http://10.0.0.1:11000 --host 10.0.0.2
     """
     from ngym.cli.run import show_service
-    from ngym.config.service_config import load_config
+    from ngym.config.service_config import common_options, load_config
     from ngym.supervise.service import listen, url_of
     from ngym.supervise.service_main import ServiceJob, perform
     from ngym.supervise.supervisor import service_spec
@@ -101,7 +106,8 @@ def main(
         from ngym.services.base.joining import Joining
 
         url = _reachable(url, address, join)
-        joining = Joining(join.rstrip("/"), _admin_token(config, join), name, stanza.kind, stanza.app, url)
+        token_of_admin, options = _admin_token(config, join), common_options(stanza)
+        joining = Joining(join.rstrip("/"), token_of_admin, name, stanza.kind, stanza.app, options, differs, url)
     head_url, urls = asyncio.run(_addresses(config, stanza, joining, token))
     if joining is not None:
         asyncio.run(_join(joining))

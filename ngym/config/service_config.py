@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -476,6 +478,31 @@ def _problems_of_nodes(stanza: Stanza, part: ConfigTree) -> Iterator[str]:
         yield f"{where}: only models/vllm runs one replica on several machines; remove it, or raise `replicas`"
     if stanza.replicas == "per_node":
         yield f"{where}: a replica on {stanza.nodes} machines cannot be one per_node; give `replicas` a number"
+
+
+# Options that change no answer: they fit a process to its machine, or to the pushes of a trainer, which sets them.
+OF_A_PROCESS = frozenset({
+    "threads", "slots", "device", "batch", "kv_cache_mb", "max_in_flight", "max_waiting", "captured_tokens",
+    "engine.gpu_memory_utilization", "engine.max_num_seqs", "engine.max_num_batched_tokens",
+    "engine.tensor_parallel_size", "engine.enable_sleep_mode", "engine.weight_transfer_config",
+    "model_within_s", "lora_rank", "bundle_tokens",
+})  # fmt: skip
+SHOWN_CHARS = 80
+
+
+def common_options(stanza: Stanza) -> dict[str, str]:
+    """The options in which all replicas of a service have to agree, as text without secrets; long ones as a digest.
+
+    The keys of a mapping are options of their own, such as `engine.seed`.
+    """
+    texts: dict[str, str] = {}
+    for key, value in redact(stanza.options).items():
+        parts = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, dict) else {key: value}
+        for name, part in parts.items():
+            text = json.dumps(part, sort_keys=True, default=str)
+            digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+            texts[name] = text if len(text) <= SHOWN_CHARS else f"{len(text)} characters ({digest})"
+    return {name: text for name, text in texts.items() if name not in OF_A_PROCESS}
 
 
 def redacted_config(config: Config) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ngym.config.service_config import Config, Stanza, redacted_config
+from ngym.config.service_config import Config, Stanza, common_options, redacted_config
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.net.addresses import WILDCARDS, with_host
 from ngym.net.api_docs import api_docs_routes
@@ -407,11 +407,27 @@ def _reachable_urls(supervisor: SupervisedRun, request: Request) -> dict[str, li
 
 
 def _check_stanza(ours: Stanza, theirs: Mapping[Any, Any]) -> None:
-    """Refuse a replica whose machine has another kind or app under this name. theirs: its kind and app, if it names them."""
+    """Refuse a replica with another kind or app, or with options that may change answers.
+
+    theirs: its kind, app and options, if it names them; `differs`: options that may be other ones.
+    """
     for key, value in (("kind", ours.kind), ("app", ours.app)):
         if (other := theirs.get(key, value)) != value:
             detail = f"{ours.name!r} has {key} {value} in this run's config, and {other} in that of the replica"
             raise HTTPException(409, f"{detail}: both machines need the same stanza")
+    match theirs:
+        case {"options": dict(options), "differs": list(differs)}:
+            mine = common_options(ours)
+        case _:
+            return
+    for key in sorted((mine.keys() | options.keys()) - set(map(str, differs))):
+        if mine.get(key) != options.get(key):
+            detail = f"{mine.get(key, 'none')} in this run's config, and {options.get(key, 'none')!s:.100}"
+            raise HTTPException(
+                409,
+                f"{ours.name!r} has {key} {detail} in that of the replica, whose answers may differ: make them "
+                f"equal, or start it with --differs {key}",
+            )
 
 
 _OBJECT: dict[str, Any] = {"type": "object"}
@@ -452,7 +468,8 @@ def _document(is_locked: bool) -> dict[str, Any]:
         }
         for path, (summary, media_type, schema) in _ANSWERS.items()
     }
-    properties = {name: {"type": "string"} for name in ("name", "url", "kind", "app")}
+    properties: dict[str, Any] = {name: {"type": "string"} for name in ("name", "url", "kind", "app")}
+    properties |= {"options": _OBJECT, "differs": {"type": "array", "items": {"type": "string"}}}
     replica = {"type": "object", "properties": properties, "required": ["name", "url"]}
     paths["/servers"]["post"] = {
         "summary": "Add a replica that runs elsewhere (`ng_serve --join`); needs the admin token",

@@ -192,6 +192,7 @@ def test_what_is_wrong_with_a_replica_that_joins_is_one_line(tmp_path: Path) -> 
         ((HEAD, *host), second, {"NGYM_TOKEN": "the-token-of-that-run"}, "NGYM_TOKEN is not the token of the run"),
         ((HEAD, *host), second, {"NGYM_ADMIN_TOKEN": "the-token-of-that-run"}, "NGYM_ADMIN_TOKEN is not the admin"),
         ((HEAD, *host), third, NOTHING, "'counter' has app gym_servers/counter in this run's config"),
+        ((HEAD, *host, "counter.max_body_mib=4"), second, NOTHING, "'counter' has max_body_mib none in this run's"),
     ]
     with some_machines(2, tmp_path) as made:
         made.start(1, "ng_run", "--plain", folder=first).await_text("ready in")

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -629,6 +630,25 @@ async def test_a_replica_joins_a_run_and_leaves_it(project: Project) -> None:
             await guest.wait()
         await until(lambda: stack.urls["yes"] == own)
         await until(lambda: len(stack.states) == 1)
+
+
+async def test_a_replica_with_options_that_may_change_answers_joins_only_if_that_is_intended(project: Project) -> None:
+    project.write({"yes": {"kind": "gym_server", "app": "gym_servers/yes"}}, yes=YES)
+    words = [sys.executable, "-m", "ngym", "serve", "yes", "yes.max_body_mib=4"]
+    async with project.supervisor() as stack:
+        joins = ["--join", stack.head_url]
+        refused = await asyncio.to_thread(
+            subprocess.run, [*words, *joins], cwd=project.folder, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        (line,) = refused.stderr.splitlines()
+        assert refused.returncode == 2 and "'yes' has max_body_mib none in this run's config, and 4 in that" in line
+        assert line.endswith("or start it with --differs max_body_mib")
+        guest = await asyncio.create_subprocess_exec(*words, *joins, "--differs", "max_body_mib", cwd=project.folder)
+        try:
+            await until(lambda: len(stack.urls["yes"]) == 2)
+        finally:
+            guest.kill()
+            await guest.wait()
 
 
 async def test_a_replica_that_joined_and_is_never_ready_is_forgotten_after_the_startup_limit(project: Project) -> None:

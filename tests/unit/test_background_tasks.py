@@ -61,7 +61,9 @@ async def test_a_replica_announces_itself_again_after_an_unexpected_error(
     monkeypatch.setattr(joining, "announce", announce)
     monkeypatch.setattr("ngym.runtime.event_loop.run_endlessly.__defaults__", (0.0,))
     caplog.set_level(logging.INFO)
-    async with announced(Joining("http://head", "token", "math", "gym_server", "gym_servers/math", "http://here")):
+    async with announced(
+        Joining("http://head", "token", "math", "gym_server", "gym_servers/math", {}, (), "http://here")
+    ):
         await has_joined.wait()
         await asyncio.sleep(0)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("ngym")]

@@ -1,11 +1,12 @@
 """The global config: every mistake is one line with the place, the problem and the correction."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from ngym.config.service_config import load_config, redacted_config
+from ngym.config.service_config import Stanza, common_options, load_config, redacted_config
 from ngym.config.yaml_tree import load_tree, parse
 from ngym.errors import ConfigError
 from ngym.services.base.options import (
@@ -260,3 +261,20 @@ def test_a_ring_of_remote_agents_is_refused(tmp_path: Path, target: str) -> None
         "a: {kind: agent, app: agents/remote, remote: b}\nb: {kind: agent, url: 'http://127.0.0.1:9'}\n"
     )
     assert load_config([tmp_path / "ring.yaml"]).services.keys() == {"a", "b"}
+
+
+def test_replicas_agree_in_all_options_but_secrets_and_those_that_fit_a_process_to_its_machine() -> None:
+    options: dict[str, Any] = {
+        "model": "Qwen/Qwen3-8B",
+        "threads": 4,
+        "api_key": "a-secret",
+        "engine": {"seed": 1, "gpu_memory_utilization": 0.5},
+        "replies": [{"text": "x" * 100}],
+    }
+    stanza = Stanza(name="policy", kind="model", app="models/vllm", options=options)
+    found = common_options(stanza)
+    assert found.keys() == {"model", "api_key", "engine.seed", "replies"}
+    assert (found["model"], found["engine.seed"]) == ('"Qwen/Qwen3-8B"', "1")
+    assert "a-secret" not in str(found) and found["replies"].startswith("114 characters (")
+    options["replies"][0]["text"] = "y" * 100
+    assert common_options(stanza)["replies"] != found["replies"]

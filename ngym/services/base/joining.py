@@ -26,13 +26,18 @@ TIMEOUT_S = 5.0
 
 
 class Joining(NamedTuple):
-    """The head to join, and the announced replica: the service, its kind and app in this machine's config, its address."""
+    """The head to join, and the announced replica: the service, its stanza in this machine's config, its address.
+
+    options: those in which replicas have to agree (`common_options`). differs: except these.
+    """
 
     head_url: str
     admin_token: str
     name: str
     kind: str
     app: str
+    options: dict[str, str]
+    differs: tuple[str, ...]
     url: str
 
 
@@ -43,7 +48,8 @@ async def announce(joining: Joining) -> dict[str, Any]:
         OSError: no head answers there.
         UsageError: it does not accept the replica.
     """
-    body = json.dumps({key: getattr(joining, key) for key in ("name", "url", "kind", "app")}).encode()
+    stanza = ("name", "url", "kind", "app", "options", "differs")
+    body = json.dumps({key: getattr(joining, key) for key in stanza}).encode()
     async with Peers({}, joining.head_url, joining.admin_token) as peers:
         opener = peers.authorization(None)
         reply = await peers.send("POST", f"{joining.head_url}/servers", body, opener, TIMEOUT_S)

@@ -188,7 +188,7 @@ class ServiceSpec:
     admin_token: str | None = field(default=None, repr=False)
     run_token: str | None = field(default=None, repr=False)
     others: dict[str, str | None] = field(default_factory=dict, repr=False)
-    joining: tuple[str, ...] | None = field(default=None, repr=False)  # of ngym.services.base.joining.Joining
+    joining: tuple[Any, ...] | None = field(default=None, repr=False)  # of ngym.services.base.joining.Joining
     tls: dict[str, str] | None = None
     tracing: tuple[str, float, bool] | None = None  # of ngym.telemetry.tracing.Destination
     logs: Form = "text"
