@@ -36,8 +36,9 @@ from ngym.errors import NotReady, ServiceError
 KEEPALIVE_S = 75  # longer than most clients keep an idle connection, so that it is not closed under a request
 HEAD_S = 10  # from the connection, or from the first byte of a further request, to the end of its head
 MAX_HEAD_BYTES = 64 << 10
-BODY_S = 10  # the period in which BODY_BYTES of a body must arrive
+BODY_S = 10  # the period in which BODY_BYTES of a body must arrive, on average: lines that many share are not fair
 BODY_BYTES = 10 << 10
+MAX_PAUSE_S = 60  # without a byte of a body, however much came before
 LINGER_S = 5  # the rest of a refused request is discarded for this time; then the connection is closed
 WRITE_TIMEOUT_S = 600  # limit of an answer that is not read; a trainer's event loop may block for minutes
 LIMITS_OWN_BODY = "ngym.own_pace"  # in the scope of a request whose handler limits the body itself
@@ -232,8 +233,9 @@ class Connection(HttpToolsProtocol):
         self._asgi: Any = {"version": self.asgi_version, "spec_version": "2.3"}
         self._scheme: Literal["http", "https"] = "https" if config.is_ssl else "http"
         self._awaits: Literal["head", "body", "nothing", "end"] = "head"
-        self._seconds = 0  # since the state began, or since the body last made progress
-        self._bytes = 0
+        self._seconds = 0  # since the state began
+        self._bytes = 0  # of the head, or of the body since the last second
+        self._pause_s: float = BODY_S  # how long the rest of a body may stay away
         self._unread_s = self._unwanted_s = self._idle_s = 0
         self._last_exchange: Exchange | None = None  # the exchange whose answer is being made, or was made last
 
@@ -279,7 +281,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._awaits = "body"
-        self._seconds = self._bytes = self._unwanted_s = 0
+        self._bytes = self._unwanted_s = 0
+        self._pause_s = BODY_S
         parser, app = self.parser, self.app
         if self._room is not None and len(self.connections) > self._room:
             app = self._full
@@ -399,10 +402,13 @@ class Connection(HttpToolsProtocol):
             self._unwanted_s += 1
             if self._unwanted_s > LINGER_S:
                 self.transport.close()
-        elif self._bytes >= BODY_BYTES or self._is_waiting_for_us():
-            self._seconds = self._bytes = 0
-        elif self._seconds > BODY_S:
-            self._refuse(408, f"of the body less than {BODY_BYTES >> 10} KiB came in {BODY_S} s")
+        elif self._is_waiting_for_us():
+            self._pause_s = max(self._pause_s, BODY_S)
+        else:
+            self._pause_s = min(self._pause_s + self._bytes * BODY_S / BODY_BYTES, MAX_PAUSE_S) - 1
+            if self._pause_s < 0:
+                self._refuse(408, f"of the body less than {BODY_BYTES >> 10} KiB came in {BODY_S} s")
+        self._bytes = 0
 
     def _is_waiting_for_us(self) -> bool:
         return self.flow.read_paused or self.cycle.waiting_for_100_continue or LIMITS_OWN_BODY in self.scope

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from waiting import PATIENCE_S, until
 
 from ngym import AgentOptions, ModelCall, RolloutContext, ServiceOptions, VerifyRequest, agent, gym_server, model_server
-from ngym.net.connection_limits import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Connection, Server
+from ngym.net.connection_limits import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, MAX_PAUSE_S, Connection, Server
 from ngym.net.json_limits import CALL_BYTES, ROW_BYTES
 from ngym.peers import Peers
 from ngym.schema import Json
@@ -46,6 +46,13 @@ class Hasty(Server):
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(0)
+
+
+class Still(Server):
+    """A server without seconds of its own."""
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(1)
 
 
 class Shop(NamedTuple):
@@ -168,6 +175,24 @@ async def test_only_a_client_that_sends_too_slowly_is_disconnected() -> None:
         assert response.json() == {"answered": True}, "an answer may take as long as it takes"
         assert uploaded.json() == {"keys": 0}, "a body may take as long as it takes while it comes along"
         assert upload.json() == {"bytes": 1}
+
+
+@pytest.mark.parametrize(("kib", "seconds"), [(0, BODY_S), (5, BODY_S + 5), (40, BODY_S + 40), (500, MAX_PAUSE_S)])
+async def test_a_body_may_pause_for_a_second_for_each_kib_that_came_up_to_a_limit(kib: int, seconds: int) -> None:
+    """Lines that many share are not fair; who sends a lot at once holds no connection longer than with a steady trickle."""
+    async with shop(kind=Still) as at:
+        _, writer = await asyncio.open_connection(*at.address)
+        writer.write(HEAD + b"content-length: 1000000\r\n\r\n" + b" " * (kib << 10))
+        await until(lambda: at.server.server_state.connections)
+        (connection,) = at.server.server_state.connections
+        assert isinstance(connection, Connection)
+        await until(lambda: connection.cycle and connection._bytes == kib << 10 and not connection.flow.read_paused)
+        lasted = -1
+        while not connection.is_closing():
+            connection.second()
+            lasted += 1
+        assert lasted == seconds
+        writer.close()
 
 
 async def test_a_handler_that_watches_its_body_itself_may_wait_longer_for_it() -> None:
