@@ -8,11 +8,12 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
 import yaml
+from counting import TASK, config
 from waiting import until
 
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, Rollout, collect
@@ -20,29 +21,9 @@ from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
 
-STEPS = 3
 SERVICES = ("policy", "counter", "counter_agent")
 PATIENCE_S = 3000.0
-ADD = {
-    "type": "function",
-    "name": "add",
-    "description": "Add to the counter.",
-    "parameters": {"type": "object", "properties": {"amount": {"type": "integer"}}, "required": ["amount"]},
-}
-ROW = {"responses_create_params": {"input": "Count to 3.", "tools": [ADD]}, "target": STEPS}
 TYPED = {"connect", "model_error", "tool_error", "agent_error", "verify_error", "config"}
-
-
-def config(latency_s: float) -> dict[str, Any]:
-    """A model that adds 1 three times."""
-    adds = [{"turn": turn, "tool_calls": [{"name": "add", "arguments": {"amount": 1}}]} for turn in (1, 2, 3)]
-    replies = [*adds, {"text": "done"}]
-    return {
-        "policy": {"kind": "model", "app": "models/scripted", "replies": replies, "latency_s": latency_s},
-        "counter": {"kind": "gym_server", "app": "gym_servers/counter"},
-        "counter_agent": {"kind": "agent", "app": "agents/simple", "gym": "counter", "model": "policy"},
-        "ngym": {"head": {"port": 0}},
-    }
 
 
 class Stack(NamedTuple):
@@ -58,7 +39,7 @@ class Stack(NamedTuple):
 @asynccontextmanager
 async def running(folder: Path, latency_s: float = 0.0) -> AsyncIterator[Stack]:
     file = folder / "global_config.yaml"
-    file.write_text(yaml.safe_dump(config(latency_s)))
+    file.write_text(yaml.safe_dump({**config(latency_s), "ngym": {"head": {"port": 0}}}))
     async with Supervisor(load_config([file])) as supervisor:
         peers = Peers(supervisor.urls, supervisor.head_url)
         try:
@@ -78,7 +59,7 @@ class Done:
         limits = CollectionLimits(
             concurrency=concurrency, timeout_s=600, max_attempts=5, retry_s=(0.1, 1.0), poll_s=0.1
         )
-        tasks = ({**ROW, "number": number} for number in range(count))
+        tasks = ({**TASK, "number": number} for number in range(count))
         async for outcome in collect(
             tasks, peers=stack.peers, recipe=CollectionPlan(agent="counter_agent"), limits=limits
         ):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from counting import STEPS, TASK, config
 from machines import Machine, can_make_machines, kill, machines
 from waiting import wait_until
 
@@ -27,26 +28,8 @@ ENV = {
     "NGYM_ADMIN_TOKEN": "the-token-of-its-admin",
 }
 HEAD = "http://node1:11000"
-ADD = {
-    "type": "function",
-    "name": "add",
-    "description": "Add to the counter.",
-    "parameters": {"type": "object", "properties": {"amount": {"type": "integer"}}, "required": ["amount"]},
-}
-STEPS = 3
 Json = dict[str, Any]
 NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-def config(latency_s: float = 0.0) -> Json:
-    """A model that adds 1 three times, its environment and its agent."""
-    adds = [{"turn": turn, "tool_calls": [{"name": "add", "arguments": {"amount": 1}}]} for turn in (1, 2, 3)]
-    replies = [*adds, {"text": "done"}]
-    return {
-        "policy": {"kind": "model", "app": "models/scripted", "replies": replies, "latency_s": latency_s},
-        "counter": {"kind": "gym_server", "app": "gym_servers/counter"},
-        "counter_agent": {"kind": "agent", "app": "agents/simple", "gym": "counter", "model": "policy"},
-    }
 
 
 def write(folder: Path, content: Json) -> Path:
@@ -56,8 +39,7 @@ def write(folder: Path, content: Json) -> Path:
 
 
 def write_tasks(folder: Path, count: int, **more: Any) -> None:
-    params = {"input": "Count to 3.", "tools": [ADD]}
-    rows = [{"responses_create_params": params, "target": STEPS, "number": number, **more} for number in range(count)]
+    rows = [{**TASK, "number": number, **more} for number in range(count)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
