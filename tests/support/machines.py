@@ -110,7 +110,7 @@ def machines(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="machines")))
         below_tmp = [path for path in (*shared, ROOT, Path(sys.prefix)) if path.is_relative_to("/tmp")]
         hosts = [f"{SUBNET}.{number} node{number}" for number in range(1, count + 1)]
-        switch = _hold(stack, ["--net"], SWITCH)
+        switch = _hold(stack, ["--net", "--pid"], SWITCH)
         made = []
         for number in range(1, count + 1):
             own = folder / str(number)
