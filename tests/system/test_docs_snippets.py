@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NotRequired, get_origin, get_type_hints
 
 import docs_shell
 import pytest
@@ -33,7 +33,10 @@ SHOWN = ("text", "http", "svg", "dockerfile", "css", "html", "mermaid", "math") 
 HEAVY = ("agents/langgraph", "agents/openai_agents", "agents/openai_sdk")  # their own tests load them
 NO_PACKAGE = re.compile(r"logging\.\w+: the package \w+ is not installed")
 SECRET = re.compile(r"\b[A-Z][A-Z0-9_]*(?:_KEY|TOKEN)\b")
-SEGMENT = create_model("Segment", **{name: (kind, ...) for name, kind in get_type_hints(Segment).items()})  # type: ignore[call-overload]
+HINTS = get_type_hints(Segment, include_extras=True).items()
+SEGMENT = create_model(
+    "Segment", **{name: (kind, ...) for name, kind in HINTS if get_origin(kind) is not NotRequired}
+)  # type: ignore[call-overload]
 CUT = "..."  # in JSON: what is left out
 
 PYTHON = """
