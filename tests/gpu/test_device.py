@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiled import QUICKLY_COMPILED, rounds_on_cpu
+from image_models import png, segment_with, write_image_model
 from paths import ROOT
 from plain_engine import PlainEngine
 from safetensors.torch import save_file
@@ -36,6 +37,7 @@ from ngym.trainer.data import samples
 from ngym.trainer.engine import engine, optimizer, sanity_checks
 from ngym.trainer.model import attention, layers, packing
 from ngym.trainer.model import policy as model
+from ngym.trainer.model.lora import write_base
 from ngym.trainer.recipe import recipe
 from ngym.trainer.weights.colocated_phases import ColocatedPhases
 
@@ -611,7 +613,7 @@ def test_qlora_is_lora_on_the_dequantized_weights(
     on_packed = {"path": str(wide / "policy"), "lora": {**lora, "base_4bit": kind}}
     quantized = make_recipe(wide, "sft", model=on_packed, **options)
     policy = network(quantized, tokenizer)
-    lora.write_base(tmp_path / "base", policy.network, tokenizer, quantized.engine.dtype)
+    write_base(tmp_path / "base", policy.network, tokenizer, quantized.engine.dtype)
     packed = [one for one in policy.network.parameters() if one.dtype is torch.uint8]
     assert len(packed) == 14 and all(one.device.type == device.type for one in packed)
     learner = engine.Engine(policy, LAUNCH, quantized.engine, quantized.optimizer)
@@ -633,6 +635,33 @@ def test_qlora_is_lora_on_the_dequantized_weights(
     with torch.no_grad():
         error = float((dequantized.logprobs(data) - learner.logprobs(data)).abs().mean())
     assert error < (1e-4 if exact else 0.02), error
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
+def test_a_step_on_images_is_that_of_plain_pytorch_on_the_cpu(
+    family: str, device: torch.device, tmp_path: Path
+) -> None:
+    write_image_model(tmp_path, family)
+    options = recipe.ModelOptions(path=str(tmp_path))
+
+    def loaded() -> tuple[model.Policy, list[samples.Sample]]:
+        policy = model.load_policy(options, model.load_tokenizer(options), 0)
+        assert not isinstance(policy.images, str), policy.images
+        images = [png("red"), png("blue", (112, 56))]
+        contents = (images[:1], images[1:], images, [])
+        return policy, [samples.Sample((segment_with(policy.images, each, [50, 51, 52]),)) for each in contents]
+
+    policy, batch = loaded()
+    loss = -policy.logprobs(packing.pack(batch, torch.device("cpu"))).mean()
+    loss.backward()
+    gradient = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
+    for way, bound in (({"zero_stage": 0}, 1e-3), ({"zero_stage": 1, "precision": "bf16"}, 0.05)):
+        policy, batch = loaded()
+        engine_options = recipe.EngineOptions.model_validate(way)
+        learner = engine.Engine(policy, LAUNCH, engine_options, recipe.OptimizerOptions(lr=1e-3))
+        step = loop.take_step(learner, sft.Sft(), batch, BUDGET, 1.0)
+        assert step.means["loss"] == pytest.approx(float(loss.detach()), rel=bound)
+        assert step.update.grad_norm == pytest.approx(float(gradient.norm()), rel=bound)
 
 
 @pytest.mark.parametrize("way", ["zero 0", "bf16, zero 2"])

@@ -34,9 +34,7 @@ HEAVY = ("agents/langgraph", "agents/openai_agents", "agents/openai_sdk")  # the
 NO_PACKAGE = re.compile(r"logging\.\w+: the package \w+ is not installed")
 SECRET = re.compile(r"\b[A-Z][A-Z0-9_]*(?:_KEY|TOKEN)\b")
 HINTS = get_type_hints(Segment, include_extras=True).items()
-SEGMENT = create_model(
-    "Segment", **{name: (kind, ...) for name, kind in HINTS if get_origin(kind) is not NotRequired}
-)  # type: ignore[call-overload]
+SEGMENT = create_model("Segment", **{name: (kind, ...) for name, kind in HINTS if get_origin(kind) is not NotRequired})  # type: ignore[call-overload]
 CUT = "..."  # in JSON: what is left out
 
 PYTHON = """
