@@ -137,16 +137,22 @@ class Renderer:
                 return orjson.dumps(kto(self._cached_conversation(row.candidate), row.label))
             case "sharegpt":
                 return orjson.dumps(sharegpt(self._cached_conversation(row.candidate)))
-        return self._bytes(row.candidate.place)
+        return self._reread(row.candidate)[0]
 
     def _conversation(self, candidate: Candidate) -> Conversation:
+        _, rollout = self._reread(candidate)
+        return conversation(rollout.params, rollout.response, reasoning=self._options.keep_reasoning)
+
+    def _reread(self, candidate: Candidate) -> tuple[bytes, ScoredRollout]:
+        """The line of a candidate and its rollout. Raises UsageError: the file has something else there by now."""
+        line = self._bytes(candidate.place)
         try:
-            rollout = parse(orjson.loads(self._bytes(candidate.place)))
+            rollout = parse(orjson.loads(line))
         except (orjson.JSONDecodeError, NoRollout):
             rollout = None
-        if not isinstance(rollout, ScoredRollout):
+        if not isinstance(rollout, ScoredRollout) or rollout.reward != candidate.reward:
             raise self._changed_error(candidate.place)
-        return conversation(rollout.params, rollout.response, reasoning=self._options.keep_reasoning)
+        return line, rollout
 
     def _bytes(self, place: LinePosition) -> bytes:
         source = self._sources[place.file]

@@ -1,4 +1,4 @@
-"""Races: calls that end at the same moment, hanging peers, and calls that begin together."""
+"""Races: calls that end at the same moment, hanging peers, calls that begin together, and files that are replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from ngym import Session, VerifyRequest, gym_server
 from ngym.cli.shell import walkthrough
 from ngym.collect.rollout_rows import CaptureClient
 from ngym.collect.rollout_scheduler import Gate, Outages
-from ngym.errors import Overloaded, Unreachable
+from ngym.errors import Overloaded, Unreachable, UsageError
+from ngym.export.exporter import export
+from ngym.export.options import Options
 from ngym.files import row_log
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
@@ -371,3 +373,28 @@ def test_a_signal_as_a_step_of_a_walk_starts_ends_the_step(terminated_at_start: 
     with pytest.raises(SystemExit):
         walkthrough.Walkthrough(1).python(*SLEEP[1:])
     assert not running(sleeping())
+
+
+def written_rollouts(path: Path, words: str) -> Path:
+    """Two scored rollouts. words: the last user message of each."""
+    rows = [
+        {"responses_create_params": {"input": f"{words} {n}"}, "response": {"output": []}, "reward": 1.0, "ng": {}}
+        | {"_ng_task_index": n, "_ng_rollout_index": 0}
+        for n in range(2)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("words", ["longer than before", "s"])
+def test_a_file_that_is_replaced_while_it_is_exported_is_not_copied_in_pieces(words: str, tmp_path: Path) -> None:
+    source, output = written_rollouts(tmp_path / "rollouts.jsonl", "before"), tmp_path / "exported.jsonl"
+    options = Options(format="rollouts", inputs=(source,), output=output)
+
+    def replace_after_the_last(lines: int) -> None:
+        if lines == 2:
+            written_rollouts(tmp_path / "new", words).rename(source)
+
+    with pytest.raises(UsageError, match="changed while it was read"):
+        export(options, lambda line: None, tick=replace_after_the_last)
+    assert not output.exists()
