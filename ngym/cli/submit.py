@@ -160,11 +160,12 @@ def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:
         _parse(run)
     apply = ["kubectl", "apply", "-f", "-"]
     if dry_run:
-        _apply(_yaml(render(target, run)), apply, dry_run)
+        click.echo(_yaml(render(target, run)), nl=False)
+        click.echo(f"| {shlex.join(apply)}", err=True)
         secrets(target)  # fails as the submission would
         return
     _require_program("kubectl")
-    _apply(_yaml(render(target, run, secrets(target))), apply, dry_run)
+    click.echo(_output(apply, _yaml(render(target, run, secrets(target)))), nl=False)
 
 
 def _skypilot(target: Target, run: Sequence[str], dry_run: bool) -> None:
@@ -172,16 +173,24 @@ def _skypilot(target: Target, run: Sequence[str], dry_run: bool) -> None:
     from ngym.cluster.target import secret_values
 
     _parse(run)
-    if not dry_run:
-        _require_program("sky")
-        secret_values(target)
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # `sky` reads the values of secrets from here
-    names = ("RAY_AUTH_TOKEN", *target.secrets)
-    options = [word for name in names for word in ("--secret", name)]
-    launch = ["sky", "launch", "--yes", "--cluster", target.name, *options, "/dev/stdin"]
-    _apply(_yaml([render(target, run)]), launch, dry_run)
+    task = _yaml([render(target, run)])
+    path = Path.cwd() / LOGS / target.name / "task.yaml"
+    options = [word for name in ("RAY_AUTH_TOKEN", *target.secrets) for word in ("--secret", name)]
+    launch = ["sky", "launch", "--yes", "--detach-run", "--cluster", target.name, *options, str(path)]
     if dry_run:
+        click.echo(task, nl=False)
+        click.echo(shlex.join(launch), err=True)
         secret_values(target)  # fails as the submission would
+        return
+    _require_program("sky")
+    secret_values(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(task)  # `sky` opens it more than once: it cannot be a pipe
+    # `sky` reads the values of secrets from its environment, and reports for minutes how it gets the machines
+    token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    result = subprocess.run(launch, env=token | os.environ, check=False)
+    if result.returncode:
+        raise NgymError(f"sky failed ({result.returncode})")
 
 
 def _yaml(documents: list[dict[str, Any]]) -> str:
@@ -196,14 +205,6 @@ def _yaml(documents: list[dict[str, Any]]) -> str:
     Dumper.add_representer(str, text)
     Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)
-
-
-def _apply(text: str, words: list[str], dry_run: bool) -> None:
-    if dry_run:
-        click.echo(text, nl=False)
-        click.echo(f"| {shlex.join(words)}", err=True)
-        return
-    click.echo(_output(words, text), nl=False)
 
 
 def _require_program(program: str) -> None:

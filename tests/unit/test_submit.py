@@ -181,6 +181,59 @@ def test_a_secret_is_only_in_what_is_submitted(monkeypatch: pytest.MonkeyPatch) 
         kuberay.secrets(TARGET)
 
 
+def put_program(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str) -> None:
+    """This folder, with settings and a program in it, is the working directory."""
+    (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+    (folder / name).chmod(0o755)
+    (folder / "cluster.yaml").write_text("name: one\nimage: i\nsecrets: [HF_TOKEN]\n")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.process
+def test_kubectl_gets_the_manifests_and_the_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_program(tmp_path, monkeypatch, "kubectl", 'echo "$@" > arguments; cat > applied; echo rayjob created')
+    result = CliRunner().invoke(submit.main, ["kuberay", "cluster.yaml", "ng_train", "sft.yaml"])
+    assert (result.exit_code, result.stdout) == (0, "rayjob created\n")
+    applied = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
+    assert (tmp_path / "arguments").read_text() == "apply -f -\n"
+    assert "hf_secret_value" in str(applied) and "RayJob" in [manifest["kind"] for manifest in applied]
+    put_program(tmp_path, monkeypatch, "kubectl", "echo denied >&2; exit 3")
+    result = CliRunner().invoke(submit.main, ["kuberay", "cluster.yaml", "ng_train", "sft.yaml"])
+    assert (result.exit_code, result.stderr.strip()) == (1, "kubectl failed (3): denied")
+
+
+READ_TWICE = 'for word; do file=$word; done; cat "$file" > first; cat "$file" > launched; env > names; echo "$@"'
+
+
+@pytest.mark.process
+def test_skypilot_gets_the_task_in_a_file_that_it_can_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put_program(tmp_path, monkeypatch, "sky", READ_TWICE)
+    result = CliRunner().invoke(submit.main, ["skypilot", "cluster.yaml", "ng_train", "sft.yaml"])
+    assert result.exit_code == 0, result.output
+    target = read_target(tmp_path / "cluster.yaml", [])
+    assert yaml.safe_load((tmp_path / "launched").read_text()) == skypilot.render(target, ["ng_train", "sft.yaml"])
+    names = [line.partition("=")[0] for line in (tmp_path / "names").read_text().splitlines()]
+    assert "RAY_AUTH_TOKEN" in names and "RAY_AUTH_TOKEN" not in os.environ
+    words = capfd.readouterr().out.split()
+    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", "one"]
+    assert words[5:-1] == ["--secret", "RAY_AUTH_TOKEN", "--secret", "HF_TOKEN"]
+    put_program(tmp_path, monkeypatch, "sky", "exit 3")
+    result = CliRunner().invoke(submit.main, ["skypilot", "cluster.yaml", "ng_train", "sft.yaml"])
+    assert (result.exit_code, result.stderr.strip()) == (1, "sky failed (3)")
+
+
+def test_the_cluster_s_own_command_must_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_program(tmp_path, monkeypatch, "unused", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for to, program in (("slurm", "sbatch"), ("kuberay", "kubectl"), ("skypilot", "sky")):
+        result = CliRunner().invoke(submit.main, [to, "cluster.yaml", "ng_run"])
+        assert (result.exit_code, f"{program} is not installed here" in result.stderr) == (2, True)
+
+
 def test_commands_run_on_ray_unless_they_say_where() -> None:
     assert on_ray(["ng_train", "x"]) == ["ng_train", "--on", "ray", "x"]
     assert on_ray(["ng_run", "--on=local"]) == ["ng_run", "--on=local"]
