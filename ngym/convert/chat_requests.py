@@ -413,11 +413,10 @@ def chat_from_response(response: Json) -> Json:
     """Convert a Response to a Chat Completion: reasoning in `reasoning_content`, token data on the message.
 
     Raises:
-        UpstreamError: the Response failed; its own error is the detail.
+        UpstreamError: the Response failed, or is not finished.
     """
-    if response["status"] == "failed":
-        reason = (response.get("error") or {}).get("message", "no reason given")
-        raise UpstreamError(f"the model's back end failed: {reason}", failure="model_error")
+    if (problem := unfinished(response)) is not None:
+        raise UpstreamError(f"the model's back end answered with {problem}", failure="model_error")
     message: Json = {"role": "assistant", "content": None, "refusal": None}
     items = response["output"]
     parts = [part for item in items if item["type"] == "message" for part in item["content"]]

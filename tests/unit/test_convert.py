@@ -472,6 +472,22 @@ def test_an_answer_that_was_cut_off_is_incomplete(finish: str, reason: str) -> N
     assert chat_from_response(response)["choices"][0]["finish_reason"] == finish
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"status": "failed", "error": {"code": "server_error", "message": "no GPU"}}, "the error 'no GPU'"),
+        ({"status": "failed", "error": "no GPU"}, "the error 'no GPU'"),
+        ({"status": "failed", "error": None}, "the status 'failed'"),
+        ({"status": "in_progress"}, "the status 'in_progress'"),
+        ({"status": "cancelled"}, "the status 'cancelled'"),
+    ],
+)
+def test_a_response_that_is_not_an_answer_does_not_become_one(fields: Json, problem: str) -> None:
+    response = response_from_chat(completion({"content": "a"}), {}) | fields
+    with pytest.raises(UpstreamError, match=problem):
+        chat_from_response(response)
+
+
 @pytest.mark.parametrize("content", [None, ""])
 def test_an_empty_answer_is_one_empty_message(content: str | None) -> None:
     (item,) = response_from_chat(completion({"content": content}), {})["output"]
