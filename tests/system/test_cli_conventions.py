@@ -27,10 +27,14 @@ import yaml
 from click.testing import CliRunner, Result
 from waiting import PATIENCE_S, wait_until
 
+from ngym.cli import offline
 from ngym.cli.init import _write, project
 from ngym.cli.shell import main as shell
 from ngym.cli.shell.main import COMMANDS, GROUPS, OWN, command, context_settings
 from ngym.cli.shell.main import main as ng
+from ngym.cli.shell.walkthrough import Walkthrough
+from ngym.config.service_config import load_config
+from ngym.config.shipped_files import shipped_path
 from ngym.errors import NgymError, UsageError
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "starlette", "torch", "uvicorn", "yaml"}
@@ -586,6 +590,31 @@ def test_a_dry_run_of_a_walk_shows_its_commands(here: Path) -> None:
     assert names == ["python", "ng_run", "ng_train", "ng_collect_rollouts", "ng_train", "kill"]
     assert plan["commands"][1].endswith(" &") and "rollouts.services=runs/quickstart" in plan["commands"][4]
     assert all("7" in plan["commands"][place] for place in (0, 2, 4))
+
+
+def test_each_step_of_make_offline_is_a_command_that_accepts_its_options(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps themselves take minutes. A step that writes rollouts leaves those of two rewards and an unscored one."""
+    names = []
+
+    def check(walk: Walkthrough, name: str, *arguments: str) -> None:
+        names.append(name)
+        if name == "train":
+            result = run_cli(name, *arguments, "--dry-run")
+            assert result.exit_code == 0, result.output
+            shutil.copytree(shipped_path("data/tiny_policy"), here / "off" / "sft" / "policy", dirs_exist_ok=True)
+            return
+        main = importlib.import_module(COMMANDS[name][0]).main
+        output = main.make_context(name, [*arguments]).params["output"]
+        Path(output).write_text('{"reward": 1}\n{"reward": 0}\n{"reward": null}\n')
+
+    monkeypatch.setattr(Walkthrough, "ng", check)
+    result = CliRunner().invoke(offline.main, ["--folder", "off"])
+    assert result.exit_code == 0, result.output
+    assert names == ["train", "collect_rollouts", "collect_rollouts", "export", "train", "collect_rollouts"]
+    assert "held-out reward 0.500 (33.3% unscored) -> 0.500 (33.3% unscored)" in result.output
+    assert load_config([here / "off" / "global_config.yaml"]).services["policy"].options["model"] == "sft/policy"
 
 
 def test_a_dry_run_says_what_would_be_started_where(here: Path) -> None:
