@@ -436,3 +436,20 @@ def test_a_value_that_changes_nothing_is_not_refused() -> None:
 def test_a_turn_in_which_nothing_was_said_is_left_out_because_anthropic_refuses_it() -> None:
     user, silent = {"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "reasoning_content": "hm"}
     assert messages_api_request({"messages": [user, silent, user]}, max_tokens=1)["messages"] == [user, user]
+
+
+def test_documents_of_a_message_survive_the_way_to_a_back_end_and_back() -> None:
+    text = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "hi"}}
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "aGk="}
+    file = {"type": "document", "title": "a.pdf", "source": pdf}
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [text, file]}]}
+    (item,) = create_params_from_messages_api(body)["input"]
+    assert item["content"] == [
+        {"type": "input_text", "text": "hi"},
+        {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,aGk="},
+    ]
+    sent = messages_api_request(chat_from_messages_api(body), max_tokens=5)
+    assert sent["messages"][0]["content"] == [{"type": "text", "text": "hi"}, file]
+    body["messages"][0]["content"].append({"type": "video"})
+    with pytest.raises(BadRequest, match=r"messages\[0\].content\[2\]': a block of type 'video'"):
+        create_params_from_messages_api(body)
