@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from ngym.cluster.ray_membership import is_lost, until_cut_off, watch_membership
+from ngym.cluster.ray_membership import is_lost, report_silent_nodes, until_cut_off, watch_membership
 from ngym.cluster.ray_placement import (
     CHUNK_BYTES,
     RayPlacer,
@@ -34,7 +34,7 @@ from ngym.cluster.ray_placement import (
     of_actor,
     reserve_group,
 )
-from ngym.errors import NgymError, UsageError
+from ngym.errors import NgymError
 from ngym.files.atomic import FileLocked, held_folder
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
 from ngym.runtime.event_loop import run_endlessly, run_unless_failed
@@ -134,13 +134,6 @@ def _set_up_rank() -> None:
 def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: bool, resume: bool) -> Path:
     """Run a recipe on the cluster `to`; returns the run's folder. Raises as `train.main`, and SystemExit(130)."""
     recipe, tree = check_recipe(files, overrides, on_ray=True)
-    if recipe.live and recipe.live.colocated:
-        raise UsageError("rollouts.colocated: trainer and policy have GPUs of their own on Ray; remove this key")
-    if recipe.served_base is not None:
-        raise UsageError(
-            "rollouts.transport: on Ray the services start before the run can write the dequantized base of "
-            "model.lora.base_4bit; set http"
-        )
     connect(to)
     try:
         return asyncio.run(_Run(recipe, [*files, *overrides], overwrite, resume, environment_names(tree)).run())
@@ -264,7 +257,7 @@ class _Run:
         """
         options, size = self._options, self._options.ranks
         of_rank = bundle(options.resources, options.pool)
-        group = await reserve_group([of_rank] * size, PLACEMENT_TIMEOUT_S, _say)
+        group = await reserve_group(["a rank"] * size, [of_rank] * size, PLACEMENT_TIMEOUT_S, _say)
         kind = ray.remote(Rank)
         actors: list[Any] = [
             kind.options(scheduling_strategy=in_group(group, index), **of_actor(of_rank)).remote()
@@ -279,7 +272,10 @@ class _Run:
                 variables = {"RANK": str(index), "LOCAL_RANK": "0"}  # each sees only its own GPUs
                 pid = await actor.start.remote(words, shared | variables, folder)
                 self._ranks.append(RayProcess(actor, pid, os.dup(1 if index == 0 else 2)))
-            failed = await _first_failure([rank.exit_code for rank in self._ranks])
+            failed = await run_unless_failed(
+                report_silent_nodes({host for host, _ in addresses}, _say),
+                _first_failure([rank.exit_code for rank in self._ranks]),
+            )
             exited = [rank for rank in self._ranks if rank.exit_code.done()]
             await asyncio.gather(*(rank.drain() for rank in exited))
             if failed is None:

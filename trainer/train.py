@@ -28,7 +28,7 @@ from .checkpoints import resumable
 from .data import file_batches
 from .recipe.algorithms import PolicyGradientOptions
 from .recipe.recipe import BASE, Launch, Recipe, TrainerOptions, read_launch
-from .recipe.recipe_reader import as_yaml, impossible_settings, live_run_sizes, read_recipe
+from .recipe.recipe_reader import as_yaml, impossible_on_ray, impossible_settings, live_run_sizes, read_recipe
 from .recipe.rollout_options import RolloutOptions
 from .run_folder import (
     INITIAL,
@@ -115,6 +115,8 @@ def check_recipe(files: Sequence[str], overrides: Sequence[str], *, on_ray: bool
     if recipe.data is not None:
         file_batches.check(recipe.data, tree)
     refused = impossible_settings(recipe, _launch(recipe, on_ray))
+    if on_ray:
+        refused += impossible_on_ray(recipe)
     if refused:
         raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in refused))
     return recipe, tree

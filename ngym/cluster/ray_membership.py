@@ -1,4 +1,4 @@
-"""Detects that this machine is no longer a node of its Ray cluster.
+"""Detects nodes that are silent, and that this machine is no longer a node of its Ray cluster.
 
 A network that is silent ends no connection, so Ray does not report to a driver or an actor that its node was cut off.
 A new connection shows it.
@@ -7,6 +7,7 @@ A new connection shows it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import ray
@@ -14,12 +15,12 @@ import ray
 from ngym.errors import NgymError
 
 CHECK_S = 5.0  # between two checks, and at most for each
+SILENT_CHECKS = 2  # without an answer of a node: 10 to 20 s
 ACTOR_CHECKS = 4  # without the head node: 20 to 40 s, less than Ray takes to give a node up (65 s)
 DRIVER_CHECKS = 9  # 45 to 90 s
 ADVICE = "start Ray on this machine again (docs/scale.md), and run the same command with --resume if it has that option"
 
-
-_lost = asyncio.Event()  # set once `watch_membership` has raised
+_lost = False  # `watch_membership` has raised
 
 
 class Address(NamedTuple):
@@ -66,9 +67,23 @@ async def until_cut_off() -> None:
         await asyncio.sleep(CHECK_S)
 
 
+async def report_silent_nodes(hosts: Collection[str], say: Callable[[str], None]) -> None:
+    """Say which of the nodes with these addresses does not answer, forever: Ray gives it up up to a minute later."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] in hosts]
+    silences = [Silence(Address(node["NodeManagerAddress"], node["NodeManagerPort"])) for node in nodes]
+    while True:
+        await asyncio.sleep(CHECK_S)
+        checks = await asyncio.gather(*(silence.check() for silence in silences))
+        for silence, count in zip(silences, checks, strict=True):
+            if count == SILENT_CHECKS:
+                say(
+                    f"{silence.address.host} does not answer; waiting for it, or until Ray gives this node up (about 65 s)"
+                )
+
+
 def is_lost() -> bool:
     """Whether the cluster is lost for this driver. Calls of Ray would wait a minute for it, and end the process."""
-    return _lost.is_set()
+    return _lost
 
 
 async def watch_membership() -> None:
@@ -77,19 +92,20 @@ async def watch_membership() -> None:
     Raises:
         NgymError: Ray has given up this node, and with it the actors of this process; or the head node is lost.
     """
+    global _lost
     identity = ray.get_runtime_context().get_node_id()
     own = next(node for node in ray.nodes() if node["NodeID"] == identity)
     head, here = Silence(head_node()), Silence(Address(own["NodeManagerAddress"], own["NodeManagerPort"]))
     while True:
         await asyncio.sleep(CHECK_S)
-        if await here.check() >= 2:
-            _lost.set()
+        if await here.check() >= SILENT_CHECKS:
+            _lost = True
             raise NgymError(
                 f"this machine ({here.address.host}) is no longer a node of the Ray cluster: Ray has ended here, as it "
                 f"does after the network was down, and with it everything that this command had started; {ADVICE}"
             )
         if await head.check() >= DRIVER_CHECKS:
-            _lost.set()
+            _lost = True
             raise NgymError(
                 f"the head node of the Ray cluster ({head.address.host}:{head.address.port}) does not answer any more, "
                 f"so everything that this command had started ends; {ADVICE}"

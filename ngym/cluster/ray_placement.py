@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -273,7 +274,8 @@ class RayPlacer:
     async def _reserve(self, config: Config, stanzas: Sequence[Stanza], strategy: str) -> list[_OnRay]:
         """A placement group with a place for each of these stanzas."""
         bundles = [bundle_of(stanza) for stanza in stanzas]
-        group = await reserve_group(bundles, config.settings.ready_timeout_s, self._say, strategy)
+        names = [stanza.name for stanza in stanzas]
+        group = await reserve_group(names, bundles, config.settings.ready_timeout_s, self._say, strategy)
         tls = config.settings.tls is not None
         places = [
             _OnRay(stanza, _port(stanza, index), tls, _creator(group, index, bundle))
@@ -360,9 +362,17 @@ def _connection_error(error: BaseException) -> str:
 
 
 async def reserve_group(
-    bundles: list[dict[str, float]], within_s: float, say: Callable[[str], None], strategy: str = "PACK"
+    names: Sequence[str],
+    bundles: list[dict[str, float]],
+    within_s: float,
+    say: Callable[[str], None],
+    strategy: str = "PACK",
 ) -> PlacementGroup:
-    """A placement group with these bundles. ConfigError if the cluster has no room for them within this time."""
+    """A placement group with these bundles. names: of their processes.
+
+    Raises:
+        ConfigError: the cluster has no room for them within this time.
+    """
     group: PlacementGroup = placement_group(bundles, strategy=strategy)
     ready = asyncio.ensure_future(_await(group.ready()))
     with suppress(TimeoutError):
@@ -371,6 +381,7 @@ async def reserve_group(
         f"; on {len(bundles)} nodes" if strategy == "STRICT_SPREAD" and len(bundles) > 1 else ""
     )
     if not ready.done():
+        room += f"; {_largest_text(names, bundles)}"
         say(f"waiting for room on the cluster: {room}")
     try:
         await asyncio.wait_for(ready, within_s)
@@ -399,6 +410,26 @@ def _resources_text(bundles: list[dict[str, float]]) -> str:
         f"{_amount(name, there.get(name, 0))}"
         for name, amount in requested.items()
     )
+
+
+def _largest_text(names: Sequence[str], bundles: list[dict[str, float]]) -> str:
+    """What the largest process needs, and the node that has the largest part of it free."""
+    size = [[bundle.get(name, 0) for name in ("GPU", "memory", "CPU")] for bundle in bundles]
+    index = size.index(max(size))
+    largest = bundles[index]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    free: dict[str, dict[str, float]] = {
+        addresses[node]: room for node, room in available_resources_per_node().items() if node in addresses
+    }
+
+    def part(address: str) -> float:
+        return min(free[address].get(name, 0) / amount for name, amount in largest.items())
+
+    def text(amounts: Mapping[str, float]) -> str:
+        return ", ".join(f"{name.lower()} {_amount(name, amounts.get(name, 0))}" for name in largest)
+
+    best = max(free, key=part)
+    return f"{names[index]} needs {text(largest)} on one node, and {best} has the most free: {text(free[best])}"
 
 
 def _amount(name: str, amount: float) -> str:

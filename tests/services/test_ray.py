@@ -8,9 +8,11 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -32,7 +34,7 @@ from ngym.supervise.supervisor import Supervisor
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ngym[ray]'")
 from ray.cluster_utils import Cluster
 
-from ngym.cluster import ray_placement
+from ngym.cluster import ray_membership, ray_placement
 from ngym.cluster.ray_placement import RayPlacer, RayProcess
 
 NODE = {"num_cpus": 2, "num_gpus": 2, "resources": {"workers": 1}}
@@ -210,9 +212,11 @@ async def test_a_replica_on_two_nodes_spreads_and_starts_again_as_a_whole(nodes:
 
 
 async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
-    with pytest.raises(ConfigError, match=r"gpu: 9 asked, \d free of 4$") as caught:
-        await run.supervisor(resources={"gpus": 9}).__aenter__()
-    assert "\n" not in str(caught.value) and not run.events
+    """Two nodes with two GPUs each have no room for a process with three."""
+    with pytest.raises(ConfigError, match=r"gpu: 3 asked, \d free of 4; ") as caught:
+        await run.supervisor(resources={"gpus": 3}).__aenter__()
+    most = r"; sees needs cpu 0\.1, gpu 3 on one node, and 127\.0\.0\.\d has the most free: cpu \d(\.\d)?, gpu \d$"
+    assert re.search(most, str(caught.value)) and "\n" not in str(caught.value) and not run.events
     assert run.messages and run.messages[0].startswith("waiting for room on the cluster")
 
 
@@ -285,3 +289,25 @@ def test_ranks_start_again_from_the_last_checkpoint_when_one_is_lost(nodes: Node
     assert re.search(r"rank [01] on 127\.0\.0\.\d+ ended \(killed by SIGKILL", text) and "resuming after step" in text
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 61))
+
+
+async def test_a_node_that_does_not_answer_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before Ray gives it up."""
+    checks, said = Counter[str](), list[str]()
+    answers = ray_membership.Address.answers
+
+    async def counted(address: ray_membership.Address) -> bool:
+        checks[address.host] += 1
+        return await answers(address)
+
+    monkeypatch.setattr(ray_membership.Address, "answers", counted)
+    monkeypatch.setattr(ray_membership, "CHECK_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = {"Alive": True, "NodeManagerPort": server.getsockname()[1]}  # at other addresses nothing listens on it
+        nodes = [{**node, "NodeManagerAddress": f"127.0.0.{number}"} for number in (1, 2, 3)]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        watch = asyncio.create_task(ray_membership.report_silent_nodes({"127.0.0.1", "127.0.0.2"}, said.append))
+        await until(lambda: checks["127.0.0.2"] > 4)
+        watch.cancel()
+    assert [line.partition(";")[0] for line in said] == ["127.0.0.2 does not answer"]
+    assert checks.keys() == {"127.0.0.1", "127.0.0.2"}

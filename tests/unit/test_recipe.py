@@ -207,6 +207,21 @@ def test_sizes_that_cannot_work_are_refused(words: list[str], ranks: int, key: s
 @pytest.mark.parametrize(
     ("words", "key"),
     [
+        (["letters.yaml"], "model.from_scratch"),
+        (["grpo.yaml", POLICY, "rollouts.colocated=true", "engine.zero_stage=2"], "rollouts.colocated"),
+        (["grpo.yaml", POLICY, "model.lora.base_4bit=nf4", "rollouts.transport=lora"], "rollouts.transport"),
+    ],
+)
+def test_what_ray_starts_too_early_is_refused(words: list[str], key: str) -> None:
+    result = CliRunner().invoke(main, ["--on", "ray", "--dry-run", *words])
+    assert result.exit_code == 2 and f"{key}: " in result.stderr and "on Ray" in result.stderr, result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    recipe_reader.read_recipe([words[0]], words[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
         (["grpo.yaml", "algorithm.name=rloo"], "algorithm.kl.where"),
         (["grpo.yaml", "algorithm.name=reinforce_pp"], "algorithm.kl.where"),
         (["ppo.yaml", "algorithm.kl={coef: 0.1, where: reward}"], "algorithm.kl.where"),

@@ -276,6 +276,20 @@ def impossible_settings(recipe: Recipe, launch: Launch) -> list[InvalidSetting]:
     return [InvalidSetting(key, f"{reason}, or start fewer ranks")]
 
 
+def impossible_on_ray(recipe: Recipe) -> Iterator[InvalidSetting]:
+    """Settings that cannot work with `--on ray`: its services start before the ranks, on GPUs of their own."""
+    if recipe.live is None:
+        return
+    if recipe.live.colocated:
+        yield InvalidSetting("rollouts.colocated", "trainer and policy have GPUs of their own on Ray; remove this key")
+    if recipe.served_base is not None:
+        reason = "on Ray the services start before the run can write the dequantized base of model.lora.base_4bit"
+        yield InvalidSetting("rollouts.transport", f"{reason}; set http")
+    if recipe.model.from_scratch is not None and recipe.live.config is not None:
+        reason = "on Ray the services start before the run can write a new policy"
+        yield InvalidSetting("model.from_scratch", f"{reason}; set model.path to one that exists")
+
+
 def file_run_sizes(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launch) -> list[str]:
     """The sizes of a run on these samples, one per line. steps: optimizer steps."""
     assert recipe.batch_size is not None and recipe.epochs is not None
