@@ -25,12 +25,24 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/r
 head=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_ADDRESS=$head:$((20000 + SLURM_JOB_ID % 10000))
 start=(ray start --num-cpus={cpus} --num-gpus={gpus}{pool} --disable-usage-stats --block)
-trap '{end}kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
+workers=
+end_ray() {{ # on the other nodes first, which remove their own folders
+    if [ -n "$workers" ]; then
+        scancel --signal=TERM "$SLURM_JOB_ID.0" &> /dev/null || true # its exit code says nothing: 225 after success
+        for _ in {{1..30}}; do kill -0 "$workers" 2> /dev/null || break; sleep 1; done
+    fi
+    kill $(jobs -p) 2> /dev/null || true
+    wait
+    rm -rf "$RAY_TMPDIR"
+}}
+trap '{end}end_ray' EXIT
 "${{start[@]}}" --head --node-ip-address="$head" --port="${{RAY_ADDRESS#*:}}" --include-dashboard=false &> "$logs/ray.log" &
 until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
 if [ "$SLURM_NNODES" -gt 1 ]; then
     srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" \\
-        --cpus-per-task={cpus} --output={node_log} "${{start[@]}}" --address="$RAY_ADDRESS" &
+        --cpus-per-task={cpus} --output={node_log} \\
+        bash -c '"$@" & trap "kill $!" TERM; wait; wait; rm -rf "$RAY_TMPDIR"' ray "${{start[@]}}" --address="$RAY_ADDRESS" &
+    workers=$! # step 0 of the job
 fi
 
 # The run continues if an earlier job of this name has begun it.
