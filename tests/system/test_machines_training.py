@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,9 @@ from trainer_service import free_port
 from waiting import PATIENCE_S, wait_until
 
 from ngym.collect import CollectionLimits
+from ngym.trainer.engine.distributed import RankHost, machine_names
 from ngym.trainer.online.rollout_stream import reporting_gate
+from ngym.trainer.recipe.extensions import PushFailed
 from ngym.trainer.weights import push
 from ngym.trainer.weights.replica import Replica
 
@@ -219,6 +222,26 @@ def test_a_push_that_breaks_after_more_than_the_patience_is_tried_again(monkeypa
     assert pusher.versions() == [3]
     assert lines == ["the line was cut; trying again for up to 300 s"]
     pusher.finish()
+
+
+def test_a_push_to_a_server_that_hangs_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of its machine accepts the connection and the request, as of a stopped process."""
+    lines: list[str] = []
+    monkeypatch.setattr(push, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(push, "UNANSWERED_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        pusher = push.Pusher([url], "token", patience_s=0.5, say=lines.append)
+        with pytest.raises(PushFailed, match="GET /weights: TimeoutError"):
+            pusher.versions()
+        pusher.finish()
+    assert lines == [f"{url}: GET /weights: no answer for 0 s; waiting up to 0 s for it"]
+
+
+def test_machines_with_equal_names_are_shown_with_their_addresses() -> None:
+    places = [("gpu", "10.0.0.1"), ("gpu", "10.0.0.1"), ("gpu", "10.0.0.2"), ("other", "10.0.0.3")]
+    names = machine_names([RankHost(*place) for place in places])
+    assert names == ["gpu at 10.0.0.1", "gpu at 10.0.0.1", "gpu at 10.0.0.2", "other"]
 
 
 def test_a_collection_that_waits_says_so_once() -> None:

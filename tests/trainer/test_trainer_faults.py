@@ -584,6 +584,7 @@ def _all_miss_the_other(ranks: list[tuple[int, ForkedCommand]]) -> None:
         output, _ = process.communicate(timeout=5 * PATIENCE_S)
         assert process.returncode == 1, output[-3000:]
         assert f"rank {1 - rank} did not arrive at 127.0.0.1:" in output and "Traceback" not in output
+        assert rank or "rank 1 has not arrived at 127.0.0.1:" in output
 
 
 @pytest.mark.soak

@@ -32,6 +32,7 @@ from ngym.net.auth import is_loopback
 from ..recipe.recipe import Launch
 
 RENDEZVOUS_TIMEOUT_S = 90  # seconds, from the arrival of the first rank; no rank has loaded a model yet
+SAY_AFTER_S = 15  # seconds, until rank 0 says which ranks it waits for
 HEARTBEAT_CHECK_S = 1.0
 STORE_S = 5  # seconds, for an answer of the store
 MISSED_AFTER_ERROR = 5  # checks without a heartbeat, once a collective has failed
@@ -53,6 +54,16 @@ class RankHost(NamedTuple):
 
     name: str
     address: str
+
+    @classmethod
+    def this(cls) -> RankHost:
+        return cls(socket.gethostname(), _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+
+
+def machine_names(hosts: Sequence[RankHost]) -> list[str]:
+    """The name of each rank's machine; with its address where machines have equal names."""
+    addresses = {host.name: {other.address for other in hosts if other.name == host.name} for host in hosts}
+    return [host.name if len(addresses[host.name]) == 1 else f"{host.name} at {host.address}" for host in hosts]
 
 
 class LastHeartbeat(NamedTuple):
@@ -79,6 +90,7 @@ class Heartbeat:
         self.hosts = [
             RankHost(*orjson.loads(host)) for host in self._store.multi_get(list(map(_host_key, range(ranks))))
         ]
+        self._machines = machine_names(self.hosts)
         self._last_seen = dict.fromkeys(self._peers, LastHeartbeat(FIRST, 0))
         self._checks = 0
         self._stopped = threading.Event()
@@ -113,27 +125,42 @@ class Heartbeat:
                 ) from error
             raise RankGone(self._missing_ranks_message([0])) from error
         try:
-            this_host = RankHost(socket.gethostname(), _address_towards(host))
-            store.set(_host_key(self._rank), orjson.dumps(list(this_host)))  # type: ignore[arg-type]
+            store.set(_host_key(self._rank), orjson.dumps(list(RankHost.this())))  # type: ignore[arg-type]
             store.set(_key(self._rank), FIRST)  # type: ignore[arg-type]  # bytes are accepted too
-            _run_within(
-                lambda: store.wait(list(map(_key, self._peers)), timedelta(seconds=RENDEZVOUS_TIMEOUT_S)),
-                RENDEZVOUS_TIMEOUT_S,
-            )
+            self._wait_for_peers(store)
             store.set_timeout(timedelta(seconds=STORE_S))
         except RuntimeError as error:
             missing = [0]  # unless the store answers
             with suppress(RuntimeError):
-                missing = _run_within(lambda: [peer for peer in self._peers if not store.check([_key(peer)])], STORE_S)
+                missing = self._missing_ranks(store)
             raise RankGone(self._missing_ranks_message(missing)) from error
         return store
 
-    def _missing_ranks_message(self, missing: list[int]) -> str:
-        ranks = ", ".join(map(str, missing))
+    def _wait_for_peers(self, store: TCPStore) -> None:
+        """Wait until all have arrived; rank 0 says which ones it waits for. RuntimeError: one did not arrive in time."""
+
+        def wait(within_s: float) -> None:
+            _run_within(lambda: store.wait(list(map(_key, self._peers)), timedelta(seconds=within_s)), within_s)
+
+        if self._rank == 0:
+            with suppress(RuntimeError):
+                wait(SAY_AFTER_S)
+                return
+            missing = _at_rendezvous(self._missing_ranks(store), "has not arrived")
+            rest = RENDEZVOUS_TIMEOUT_S - SAY_AFTER_S
+            print(f"ng_train: {missing} yet; waiting up to {rest} s for it", file=sys.stderr, flush=True)
+            wait(rest)
+        else:
+            wait(RENDEZVOUS_TIMEOUT_S)
+
+    def _missing_ranks_message(self, missing: Sequence[int]) -> str:
         return (
-            f"rank {ranks} did not arrive at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} in time "
-            f"(about {RENDEZVOUS_TIMEOUT_S} s), so rank {self._rank} ends too; see the output of the former; start all ranks again"
+            f"{_at_rendezvous(missing, 'did not arrive')} in time (about {RENDEZVOUS_TIMEOUT_S} s), so rank {self._rank} "
+            "ends too; see the output of the former; start all ranks again"
         )
+
+    def _missing_ranks(self, store: TCPStore) -> list[int]:
+        return _run_within(lambda: [peer for peer in self._peers if not store.check([_key(peer)])], STORE_S)
 
     def leave(self, last: bytes) -> None:
         """Announce that this rank has finished: DONE or FAILED."""
@@ -197,8 +224,8 @@ class Heartbeat:
 
     def _name(self, rank: int) -> str:
         """The number of a rank, with its machine if that is another one."""
-        name = self.hosts[rank].name
-        return str(rank) if name == self.hosts[self._rank].name else f"{rank} on {name}"
+        machine = self._machines[rank]
+        return str(rank) if machine == self._machines[self._rank] else f"{rank} on {machine}"
 
 
 def in_daemon_thread(name: str, act: Callable[[], Result]) -> Future[Result]:
@@ -233,6 +260,11 @@ def _reconnect() -> TCPStore:
     store = TCPStore(*_address(), is_master=False, timeout=timedelta(seconds=HEARTBEAT_CHECK_S), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=STORE_S))
     return store
+
+
+def _at_rendezvous(ranks: Sequence[int], what: str) -> str:
+    host, port = _address()
+    return f"rank {', '.join(map(str, ranks))} {what} at {host}:{port}"
 
 
 def _address() -> tuple[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from torch import distributed
 from ngym.errors import UsageError
 
 from ..recipe.recipe import Launch
+from .distributed import RankHost, machine_names
 
 LOOKS, LOOK_PAUSE_S = 10, 0.5  # a network disk may show another machine's file late
 
@@ -77,6 +77,7 @@ def _appears(file: Path) -> bool:
 
 def _gather(launch: Launch, values: dict[str, str]) -> list[tuple[str, dict[str, str]]]:
     """The values of each rank, with the name of its machine."""
-    everywhere: list[tuple[str, dict[str, str]]] = [("", {})] * launch.ranks
-    distributed.all_gather_object(everywhere, (socket.gethostname(), values))
-    return everywhere
+    everywhere: list[tuple[RankHost, dict[str, str]]] = [(RankHost("", ""), {})] * launch.ranks
+    distributed.all_gather_object(everywhere, (RankHost.this(), values))
+    hosts, of_ranks = zip(*everywhere, strict=True)
+    return list(zip(machine_names(hosts), of_ranks, strict=True))

@@ -16,7 +16,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -40,6 +40,7 @@ Result = TypeVar("Result")
 Server = TypeVar("Server")
 PAUSE_S = 1.0
 SAY_AFTER_S = 5.0
+UNANSWERED_S = 30.0  # of a request, until the pusher says that it waits for the answer
 JOIN_S = 60.0  # of each call to a replica that joins: the run waits for it
 MAX_AT_ONCE = 64
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, float16
@@ -119,7 +120,7 @@ class Pusher:
         adapter: the shape of what is pushed with `lora`.
         mode: for generations in flight: keep (they continue with the new weights), wait, abort.
         patience_s: how long a server may be unreachable, restarting, or busy with another push.
-        say: called once with the reason, when a call has been repeated for a while.
+        say: called with what a push waits for: when a call has been repeated for a while, or has no answer for long.
     """
 
     def __init__(
@@ -370,6 +371,11 @@ class Pusher:
     def _call_all(self, replicas: Sequence[Server], call: Callable[[Server], Result]) -> list[Result]:
         """Call each replica concurrently; raises an error only after all have answered."""
         futures = [self._threads.submit(call, replica) for replica in replicas]
+        while wait(futures, SAY_AFTER_S).not_done:
+            for request in filter(None, (replica.unanswered(UNANSWERED_S) for replica in self._replicas)):
+                self._say(
+                    f"{request}: no answer for {UNANSWERED_S:.0f} s; waiting up to {self._patience_s:.0f} s for it"
+                )
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             # Errors that a retry cannot fix go first.

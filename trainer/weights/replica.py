@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -55,6 +56,15 @@ class Replica:
         self.takes_delta = False
         self._connections: set[socket.socket] = set()
         self._closed = False
+        self._request = ""  # the one in flight
+        self._progress_at = 0.0  # when its last part was sent
+
+    def unanswered(self, for_s: float) -> str | None:
+        """The request in flight, if for so long it has had no answer and none of its parts was sent; once for each."""
+        if not self._request or time.monotonic() - self._progress_at < for_s:
+            return None
+        request, self._request = self._request, ""
+        return request
 
     def close(self) -> None:
         """Make no more requests; a request in flight in another thread ends without its answer."""
@@ -159,10 +169,13 @@ class Replica:
         content = orjson.dumps(body) if isinstance(body, dict) else body
         kind = "application/json" if content is not body else "application/octet-stream"
         request = f"{self.url}: {method} {path.partition('?')[0]}"
+        self._request, self._progress_at = request, time.monotonic()
         try:
             status, answer = self._exchange(method, path, content, {**self._headers, "content-type": kind})
         except (OSError, http.client.HTTPException) as error:
             raise TransientPushError(f"{request}: {type(error).__name__}: {error}") from error
+        finally:
+            self._request = ""
         if status < 400:
             reply: Json = orjson.loads(answer or b"{}")
             return reply
@@ -186,9 +199,30 @@ class Replica:
             with self._track(connection.sock):
                 # A server may refuse a body without reading it; its answer is more useful than the broken pipe.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    _send(connection, method, place.path + path, content, headers)
+                    self._send(connection, method, place.path + path, content, headers)
                 reply = connection.getresponse()
                 return reply.status, reply.read()
+
+    def _send(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+    ) -> None:
+        """Send a request, in parts: the socket's timeout is of each part, however slow the network is for the whole."""
+        if content is None:
+            connection.request(method, path, headers=headers)
+            return
+        connection.request(method, path, self._parts(content), {**headers, "content-length": str(len(content))})
+
+    def _parts(self, content: bytes) -> Iterator[memoryview]:
+        view = memoryview(content)
+        for start in range(0, len(view), PART_BYTES):
+            self._progress_at = time.monotonic()
+            yield view[start : start + PART_BYTES]
+        self._progress_at = time.monotonic()
 
     @contextlib.contextmanager
     def _track(self, connection: socket.socket) -> Iterator[None]:
@@ -199,18 +233,6 @@ class Replica:
             yield
         finally:
             self._connections.discard(connection)
-
-
-def _send(
-    connection: http.client.HTTPConnection, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
-) -> None:
-    """Send a request, in parts: the socket's timeout is of each part, however slow the network is for the whole."""
-    if content is None:
-        connection.request(method, path, headers=headers)
-        return
-    view = memoryview(content)
-    parts = (view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES))
-    connection.request(method, path, parts, {**headers, "content-length": str(len(view))})
 
 
 def _problem(answer: bytes) -> Json:
