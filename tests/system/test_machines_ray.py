@@ -206,6 +206,43 @@ def test_a_replica_on_two_machines_starts_again_without_one_that_falls_silent(pr
     project.add(lost)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_live_training_continues_without_the_machine_of_its_policy(project: Cluster) -> None:
+    """The rank and the environment are on node2, the policy on node3 or node4; it moves to the other one of them."""
+    model = str(write_checkpoint(project.folder / "policy"))
+    room = {"pool": "workers", "resources": {"cpus": 1.9}}
+    vllm = {"kind": "model", "app": "models/vllm", "model": model, "threads": 1, "kv_cache_mb": 64, **room}
+    gym = {"kind": "gym_server", "app": "gym_servers/letters", "pool": "node2"}
+    agent = {"kind": "agent", "app": "agents/simple", "gym": "letters", "model": "policy", "pool": "node2"}
+    project.configure(policy=vllm, letters=gym, letters_agent=agent)
+    words = ["letters.yaml", "output=run", "max_steps=12", "model.from_scratch=null", "model.tokenizer=null"]
+    words += [f"model.path={model}", "rollouts.policy_app=null", "trainer.pool=node2", "checkpoint.every=2"]
+    words += [f"rollouts.tasks={ROOT}/data/letters/train.jsonl", "optimizer.lr=1e-2"]
+    driver = project.ng(project.nodes[0], "train", "train", "--on", "ray", *words)
+    try:
+        wait_until(lambda: len(metrics(project)) >= 3 or driver.poll() is not None, PATIENCE_S)
+        assert driver.poll() is None, project.logs()
+        lost = next(node for node in project.nodes[2:] if programs_of(node, project.folder))
+        lost.cut()
+        assert driver.wait(2 * PATIENCE_S) == 0, project.logs()
+    finally:
+        kill(driver)
+    lost.connect()
+    wait_until(lambda: not programs_of(lost, project.folder), PATIENCE_S)
+    project.add(lost)
+    assert f"its node was lost: {lost.address} (" in project.log("train")
+    rows = metrics(project)
+    assert [row["policy_version"] for row in rows] == list(range(1, 13))
+    assert all(row["token_mult_prob_error"] < 1.001 and row["lag"] == 0 for row in rows)
+    rollouts = [json.loads(line) for line in (project.folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert len({row["ng"]["rollout_id"] for row in rollouts}) == len(rollouts)
+
+
+def metrics(project: Cluster) -> list[dict[str, Any]]:
+    file = project.folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 @pytest.mark.parametrize("way", ["cut", "power_off"])
 def test_ranks_continue_elsewhere_without_the_machine_of_rank_0(project: Cluster, way: str) -> None:
     """Rank 0 still runs, and holds the run's folder, on a machine that is only cut off. `power_off` has to be last."""
