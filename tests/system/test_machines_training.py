@@ -26,7 +26,7 @@ from ngym.collect import CollectionLimits
 from ngym.trainer.engine.distributed import RankHost, machine_names
 from ngym.trainer.online.rollout_stream import reporting_gate
 from ngym.trainer.recipe.extensions import PushFailed
-from ngym.trainer.weights import push
+from ngym.trainer.weights import push, replica
 from ngym.trainer.weights.replica import Replica
 
 needs_machines = pytest.mark.skipif(not can_make_machines(), reason="needs root and network namespaces")
@@ -235,6 +235,10 @@ def test_a_push_to_a_server_that_hangs_says_so_and_ends(monkeypatch: pytest.Monk
         with pytest.raises(PushFailed, match="GET /weights: TimeoutError"):
             pusher.versions()
         pusher.finish()
+        monkeypatch.setattr(replica, "CONNECT_S", 0.1)
+        abandoned = Replica(url, "token", timeout_s=100 * PATIENCE_S)
+        abandoned._push = "the push that had no answer"
+        abandoned.give_up()  # waits for no answer, either
     assert lines == [f"{url}: GET /weights: no answer for 0 s; waiting up to 0 s for it"]
 
 

@@ -148,10 +148,10 @@ class Replica:
         self._call("POST", f"/weights/transfer/update?push={self._push}", {"info": info})
 
     def give_up(self) -> None:
-        """Abandon a push that has started; a server that cannot be reached abandons it when its lease ends."""
+        """Abandon a push that has started; a server that does not answer abandons it when its lease ends."""
         if self._push:
             with contextlib.suppress(PushFailed, TransientPushError):
-                self._call("DELETE", f"/weights?push={self._push}")
+                self._call("DELETE", f"/weights?push={self._push}", timeout_s=CONNECT_S)
 
     def sleep(self) -> None:
         """End its generations in flight and free its GPU memory."""
@@ -165,13 +165,14 @@ class Replica:
         """`policy_version`, `dtype` and `logprobs` [T - 1] of the proof's prompt."""
         return self._call("POST", "/weights/proof", {"prompt_token_ids": list(proof.token_ids)})
 
-    def _call(self, method: str, path: str, body: Json | bytes | None = None) -> Json:
+    def _call(self, method: str, path: str, body: Json | bytes | None = None, timeout_s: float = float("inf")) -> Json:
         content = orjson.dumps(body) if isinstance(body, dict) else body
         kind = "application/json" if content is not body else "application/octet-stream"
         request = f"{self.url}: {method} {path.partition('?')[0]}"
         self._request, self._progress_at = request, time.monotonic()
         try:
-            status, answer = self._exchange(method, path, content, {**self._headers, "content-type": kind})
+            headers = {**self._headers, "content-type": kind}
+            status, answer = self._exchange(method, path, content, headers, min(timeout_s, self._timeout_s))
         except (OSError, http.client.HTTPException) as error:
             raise TransientPushError(f"{request}: {type(error).__name__}: {error}") from error
         finally:
@@ -184,18 +185,20 @@ class Replica:
         kind_of_error = TransientPushError if problem.get("retryable", status >= 500) else PushFailed
         raise kind_of_error(f"{request}: {status}: {problem['detail']}")
 
-    def _exchange(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+    def _exchange(
+        self, method: str, path: str, content: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
         place = urlsplit(self.url)
-        timeout_s = min(CONNECT_S, self._timeout_s)
+        connect_s = min(CONNECT_S, timeout_s)
         connection = (
-            http.client.HTTPSConnection(place.netloc, timeout=timeout_s, context=client_context())
+            http.client.HTTPSConnection(place.netloc, timeout=connect_s, context=client_context())
             if place.scheme == "https"
-            else http.client.HTTPConnection(place.netloc, timeout=timeout_s)
+            else http.client.HTTPConnection(place.netloc, timeout=connect_s)
         )
         with contextlib.closing(connection):
             connection.connect()
             break_when_silent(connection.sock)
-            connection.sock.settimeout(self._timeout_s)
+            connection.sock.settimeout(timeout_s)
             with self._track(connection.sock):
                 # A server may refuse a body without reading it; its answer is more useful than the broken pipe.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
