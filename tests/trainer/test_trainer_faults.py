@@ -576,15 +576,11 @@ def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path:
             folder.mkdir()
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
             ranks.append((rank, train(folder, sft_words(root), **meeting, RANK=str(rank), LOCAL_RANK=str(rank))))
-        _all_miss_the_other(ranks)
-
-
-def _all_miss_the_other(ranks: list[tuple[int, ForkedCommand]]) -> None:
-    for rank, process in ranks:
-        output, _ = process.communicate(timeout=5 * PATIENCE_S)
-        assert process.returncode == 1, output[-3000:]
-        assert f"rank {1 - rank} did not arrive at 127.0.0.1:" in output and "Traceback" not in output
-        assert rank or "rank 1 has not arrived at 127.0.0.1:" in output
+        for rank, process in ranks:
+            output, _ = process.communicate(timeout=5 * PATIENCE_S)
+            assert process.returncode == 1, output[-3000:]
+            assert f"rank {1 - rank} did not arrive at 127.0.0.1:" in output and "Traceback" not in output
+            assert rank or "rank 1 has not arrived at 127.0.0.1:" in output
 
 
 @pytest.mark.soak
