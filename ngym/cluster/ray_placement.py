@@ -23,7 +23,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -381,7 +380,7 @@ async def reserve_group(
         f"; on {len(bundles)} nodes" if strategy == "STRICT_SPREAD" and len(bundles) > 1 else ""
     )
     if not ready.done():
-        room += f"; {_largest_text(names, bundles)}"
+        room += _largest_text(names, bundles)
         say(f"waiting for room on the cluster: {room}")
     try:
         await asyncio.wait_for(ready, within_s)
@@ -413,7 +412,11 @@ def _resources_text(bundles: list[dict[str, float]]) -> str:
 
 
 def _largest_text(names: Sequence[str], bundles: list[dict[str, float]]) -> str:
-    """What the largest process needs, and the node that has the largest part of it free."""
+    """What the largest process needs, and the node that has the largest part of it free; "" if Ray does not say."""
+    try:
+        from ray._private.state import available_resources_per_node
+    except ImportError:  # no public function says so
+        return ""
     size = [[bundle.get(name, 0) for name in ("GPU", "memory", "CPU")] for bundle in bundles]
     index = size.index(max(size))
     largest = bundles[index]
@@ -428,8 +431,10 @@ def _largest_text(names: Sequence[str], bundles: list[dict[str, float]]) -> str:
     def text(amounts: Mapping[str, float]) -> str:
         return ", ".join(f"{name.lower()} {_amount(name, amounts.get(name, 0))}" for name in largest)
 
+    if not free:
+        return ""
     best = max(free, key=part)
-    return f"{names[index]} needs {text(largest)} on one node, and {best} has the most free: {text(free[best])}"
+    return f"; {names[index]} needs {text(largest)} on one node, and {best} has the most free: {text(free[best])}"
 
 
 def _amount(name: str, amount: float) -> str:
