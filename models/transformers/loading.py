@@ -58,7 +58,14 @@ def load_network(kind: Any, folder: str, options: Options, tokenizer: Any) -> An
     how = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused in one line, with their names
     with suppress_load_report():
-        model, info = kind.from_pretrained(folder, **how, trust_remote_code=options.trust_remote_code)
+        try:
+            model, info = kind.from_pretrained(folder, **how, trust_remote_code=options.trust_remote_code)
+        except ValueError as error:
+            if not str(error).startswith("Unrecognized configuration class"):
+                raise
+            raise ValueError(
+                "it is not a model of text alone, which this server needs; serve it with models/vllm"
+            ) from None
         check_loaded(model, info, tokenizer)
     model.eval()
     if model.config._attn_implementation == "sdpa":

@@ -19,7 +19,7 @@ import torch
 from local_services import local_services
 from paths import ROOT
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Idefics3Config
 from vllm_service import write_checkpoint
 from waiting import PATIENCE_S
 
@@ -205,6 +205,17 @@ async def test_tensors_that_a_model_does_not_have_are_reported(
     loading.load_network(AutoModelForCausalLM, str(tmp_path / "more"), options, AutoTokenizer.from_pretrained(folder))
     [report] = {record.getMessage() for record in caplog.records}
     assert "LOAD REPORT" in report and "model.more.weight" in report
+
+
+async def test_a_model_that_reads_images_is_refused_in_one_line(folder: Path, tmp_path: Path):
+    seeing = tmp_path / "seeing"
+    shutil.copytree(folder, seeing)
+    Idefics3Config().save_pretrained(seeing)
+    context = SimpleNamespace(name="policy", root=tmp_path, options=APP.Options(model="seeing"))
+    message = "cannot be loaded: it is not a model of text alone, which this server needs; serve it with models/vllm$"
+    with pytest.raises(ConfigError, match=message):
+        async with APP.loaded(context):
+            pass
 
 
 async def test_a_model_that_does_not_fit_into_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
