@@ -119,6 +119,25 @@ def test_images_of_a_family_whose_decoder_reads_them_in_another_way_are_refused_
     torch.testing.assert_close(trained.logprobs(packed), exact, atol=5e-5, rtol=1e-4)
 
 
+def test_an_image_is_prepared_once_while_there_is_room(
+    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = load(checkpoint[0])
+    reader = reader_of(trained)
+    opened: list[bytes] = []
+    open_image = network_images.open_image
+    monkeypatch.setattr(network_images, "open_image", lambda content: (opened.append(content), open_image(content))[1])
+    packed = packing.pack([samples.Sample((segment_with(reader, [RED, WIDE], [50, 51]),))], CPU)
+    assert sorted(opened) == sorted([RED, WIDE])  # their sizes in tokens
+    first, again = trained.logprobs(packed), trained.logprobs(packed)
+    assert torch.equal(first, again) and len(opened) == 4
+    kept = network_images._PreparedImages(100)
+    for number in range(3):
+        kept.add(bytes([number]), {"pixel_values": torch.zeros(10)})
+        assert kept.get(b"\0") is not None
+    assert kept.get(b"\1") is None and kept.get(b"\2") is not None  # 40 bytes each; the first one was used
+
+
 def row(contents: list[bytes], segments: list[Json], output: list[Json] | None = None, reward: float = 1.0) -> Json:
     parts = [{"type": "input_image", "image_url": data_url(content)} for content in contents]
     question = {"role": "user", "content": [*parts, {"type": "input_text", "text": "what is this?"}]}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from inspect import signature
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Image files from outside: formats that Pillow decodes itself. PostScript, for example, would start another program.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 REMEMBERED = 65_536  # images whose size in tokens is known
+KEPT_BYTES = 2 << 30  # of prepared images, which several passes read: one of a million pixels takes 0.1 s
 GRID = "image_grid_thw"  # of Qwen's families: patches of each image in time, height and width
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 PROBE_LAYERS = 2
@@ -73,7 +75,9 @@ class ImageReader:
         self._merge = int(getattr(network.config.vision_config, "spatial_merge_size", 1))
         self._has_grid = GRID in self._accepted
         self._processor = _load_processor(path, images_only=self._has_grid)
-        self._sizes: dict[bytes, ImageSize] = {}
+        self._sizes: dict[bytes, ImageSize] = {}  # by the digest of the file
+        self._size_of_shape: dict[tuple[int, int], ImageSize] = {}  # by width and height, on which it depends
+        self._prepared = _PreparedImages(KEPT_BYTES)
         try:
             self.example = _example(self)
             is_equal = _reads_images_as_text(network, self)
@@ -91,15 +95,17 @@ class ImageReader:
         return self._size(content).tokens
 
     def _size(self, content: bytes) -> ImageSize:
-        digest = blake2b(content, digest_size=16).digest()
+        digest = _digest(content)
         if digest not in self._sizes:
             if len(self._sizes) >= REMEMBERED:
                 self._sizes.clear()
-            self._sizes[digest] = self._measure(content)
+            image = open_image(content)
+            if image.size not in self._size_of_shape:
+                self._size_of_shape[image.size] = self._measure(image)
+            self._sizes[digest] = self._size_of_shape[image.size]
         return self._sizes[digest]
 
-    def _measure(self, content: bytes) -> ImageSize:
-        image = open_image(content)
+    def _measure(self, image: Image) -> ImageSize:
         try:
             if self._has_grid:
                 grid_13: Tensor = self._processor(images=[image], return_tensors="pt")[GRID]
@@ -125,20 +131,37 @@ class ImageReader:
     def inputs(self, network: PreTrainedModel, packed: MicroBatch) -> dict[str, Tensor]:
         """The arguments of the model's forward for a micro-batch with images, instead of ids and positions alone."""
         device = packed.token_ids_T.device
-        images = [open_image(content) for content in packed.images]
-        prepare = self._processor if self._has_grid else self._processor.image_processor
-        pixels = prepare(images=images, return_tensors="pt")
         dtype = network.get_input_embeddings().weight.dtype
         inputs = {
             name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in pixels.items()
-            if name in self._accepted and isinstance(tensor, Tensor)
+            for name, tensor in self._pixels(packed.images).items()
         }
         return {
             "input_ids": self._without_sampled(packed).unsqueeze(0),
             "position_ids": self._positions(network, packed),
             **inputs,
         }
+
+    def _pixels(self, contents: Sequence[bytes]) -> dict[str, Tensor]:
+        """The processor's tensors. Those of Qwen's families are rows of patches, image after image; others may be padded to
+        the largest image.
+        """
+        if not self._has_grid:
+            return self._prepare(contents)
+        parts = [self._prepare([content]) for content in contents]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _prepare(self, contents: Sequence[bytes]) -> dict[str, Tensor]:
+        """The tensors of these images together, for arguments of the model's forward."""
+        key = b"".join(map(_digest, contents))
+        if (tensors := self._prepared.get(key)) is None:
+            prepare = self._processor if self._has_grid else self._processor.image_processor
+            found = prepare(images=[open_image(content) for content in contents], return_tensors="pt")
+            tensors = {
+                name: tensor for name, tensor in found.items() if name in self._accepted and isinstance(tensor, Tensor)
+            }
+            self._prepared.add(key, tensors)
+        return tensors
 
     def _without_sampled(self, packed: MicroBatch) -> Tensor:
         """The ids, with another token in place of a placeholder that was sampled: it is the last of its segment, so
@@ -166,6 +189,36 @@ class ImageReader:
             found_31T, _ = rope_index(ids_1T, mm_token_type_ids=types_1T, image_grid_thw=torch.cat(grids))
             positions_3T[:, rows_T] = found_31T[:, 0]
         return positions_3T.to(packed.token_ids_T.device).unsqueeze(1)
+
+
+class _PreparedImages:
+    """The tensors of the images that were used last, up to a number of bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._tensors: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
+
+    def get(self, key: bytes) -> dict[str, Tensor] | None:
+        if key in self._tensors:
+            self._tensors.move_to_end(key)
+        return self._tensors.get(key)
+
+    def add(self, key: bytes, tensors: dict[str, Tensor]) -> None:
+        """Add tensors that are not there, and drop those that were not used for longest."""
+        self._tensors[key] = tensors
+        self._bytes += _bytes_of(tensors)
+        while self._bytes > self._most_bytes and self._tensors:
+            _, dropped = self._tensors.popitem(last=False)
+            self._bytes -= _bytes_of(dropped)
+
+
+def _bytes_of(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()
 
 
 def open_image(content: bytes) -> Image:
