@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 
 from ngym.peers import Peers
+from ngym.runtime.event_loop import log_error
 
 PROBE_S = 1.0  # between the probes of a replica that is down
 PROBE_TIMEOUT_S = 5.0
@@ -43,7 +44,8 @@ class ReplicaOutages:
         if url not in self._probes:
             died_at = self._outages[url].died_at if url in self._outages else None
             self._outages[url] = _Outage(time.perf_counter(), died_at=died_at)
-            self._probes[url] = asyncio.create_task(self._probe(model, url), name=f"outage of {url}")
+            self._probes[url] = asyncio.create_task(self._probe(model, url), name=f"the outage of {url}")
+            self._probes[url].add_done_callback(log_error)
         outage = self._outages[url]
         if not _is_refused(error):
             outage.refused_since = None

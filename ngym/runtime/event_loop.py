@@ -184,7 +184,7 @@ async def run_unless_failed(failure: Awaitable[None], work: Coroutine[Any, Any, 
 async def run_endlessly(work: Callable[[], Awaitable[None]], what: str, pause_s: float = PAUSE_S) -> None:
     """Run an endless task in the background, and again after an unexpected error, which is logged with its traceback.
 
-    An error that comes again at once is logged once.
+    An error equal to the last one is not logged again.
 
     Args:
         what: the task, for the log.

@@ -119,6 +119,20 @@ def test_images_of_a_family_whose_decoder_reads_them_in_another_way_are_refused_
     torch.testing.assert_close(trained.logprobs(packed), exact, atol=5e-5, rtol=1e-4)
 
 
+def test_where_the_encoder_must_compute_something_texts_keep_their_logprobs(checkpoint: tuple[Path, Any]) -> None:
+    """As on ranks that share all weights (ZeRO-3), of which others may have images in their micro-batches."""
+    trained = load(checkpoint[0])
+    answers = [[80, 81], [20, 21, 22], [90]]
+    segments = [samples.Segment([40, 41, 42, *answer], [(3, 3 + len(answer))]) for answer in answers]
+    packed = packing.pack([samples.Sample((segment,)) for segment in segments], CPU)
+    alone = trained.logprobs(packed)
+    calls: list[Any] = []
+    trained.network.model.vision_model.register_forward_hook(lambda *_: calls.append(1))
+    trained.always_encodes = True
+    torch.testing.assert_close(trained.logprobs(packed), alone, atol=1e-6, rtol=1e-5)
+    assert len(calls) == 1
+
+
 def test_an_image_is_prepared_once_while_there_is_room(
     checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +224,12 @@ def test_rows_whose_images_are_not_those_of_the_model_are_refused(checkpoint: tu
     script = row([b"%!PS-Adobe-3.0 EPSF-3.0"], [segment_row(segment, [b"%!PS-Adobe-3.0 EPSF-3.0"])])
     found = {
         f"{where} has a part of type 'input_image': the model reads text only": samples.problem(line, 1.0),
-        "the model server did not record the images of each call": broken(line, images=[]),
+        "a segment has 4 image placeholders, and the model server did not record the images of the call": broken(
+            line, images=[]
+        ),
+        "a segment has 2 image placeholders, and the model server did not record": row(
+            [], [segment_row(samples.Segment([40, IMAGE, IMAGE, 41, 50], [(4, 5)]), [])]
+        ),
         "is not in the row: its agent must return the images": broken(line, images=[image_digest("other")]),
         "a segment has 8 image placeholders, but its images need 4:": broken(
             line, token_ids=[IMAGE] * 4 + segment.token_ids, mask=[[place + 4 for place in segment.spans[0]]]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -336,8 +337,9 @@ def _segments(
     messages: list[dict[str, Any]], first: int, tools: Any, tokenizer: PreTrainedTokenizerBase, images: Images
 ) -> Iterator[list[TextPiece]]:
     """The segments that hold the assistant turns from message `first` on."""
+    contents = [_contents(message) for message in messages]
     segment: list[TextPiece] = []
-    so_far, placed = "", 0
+    so_far, seen = "", 0  # text and messages of the segment
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
@@ -347,27 +349,27 @@ def _segments(
             raise _Unrenderable(
                 f"message {index}: the chat template does not begin the turn with its own generation prompt"
             )
-        contents = _contents(messages[:index])
         # white space between two turns belongs to the next prompt
         answer = rendered[len(prompt) :].rstrip()
         if not (segment and prompt.startswith(so_far)):
             if segment:
                 yield segment
-            segment, so_far, placed = [], "", 0
-        segment.append(_context(prompt[len(so_far) :], contents[placed:], images, index))
+            segment, so_far, seen = [], "", 0
+        new_images = tuple(chain.from_iterable(contents[seen:index]))
+        segment.append(_context(prompt[len(so_far) :], new_images, images, index))
         segment.append(_answer(answer, images, index))
-        so_far, placed = prompt + answer, len(contents)
+        so_far, seen = prompt + answer, index
     yield segment
 
 
-def _context(text: str, contents: Sequence[bytes], images: Images, index: int) -> TextPiece:
+def _context(text: str, contents: tuple[bytes, ...], images: Images, index: int) -> TextPiece:
     """What the assistant did not write."""
     markers = 0 if isinstance(images, str) else text.count(images.marker)
     if markers != len(contents):
         raise _Unrenderable(
             f"message {index}: the chat template writes {markers} image markers before it for {len(contents)} images"
         )
-    return TextPiece(text, False, tuple(contents))
+    return TextPiece(text, False, contents)
 
 
 def _answer(text: str, images: Images, index: int) -> TextPiece:
@@ -376,15 +378,11 @@ def _answer(text: str, images: Images, index: int) -> TextPiece:
     return TextPiece(text, True)
 
 
-def _contents(messages: list[dict[str, Any]]) -> list[bytes]:
-    """The images in these messages."""
-    return [
-        image_content(part, "a message")
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if part.get("type") in IMAGES
-    ]
+def _contents(message: dict[str, Any]) -> list[bytes]:
+    """The images in a message."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return [image_content(part, "a message") for part in parts if part.get("type") in IMAGES]
 
 
 def _render(

@@ -183,10 +183,15 @@ def place_in_order(
 
 
 def _split(contents: Sequence[bytes], places: Sequence[int], tokens: ImageTokens) -> tuple[PlacedImage, ...]:
+    if places and not contents:
+        raise ValueError(
+            f"a segment has {len(places)} image placeholders, and the model server did not record the images of the call, "
+            "as models/vllm does"
+        )
     counts = [tokens.count(content) for content in contents]
     if sum(counts) != len(places):
         raise ValueError(
-            f"a segment has {len(places)} image placeholders, but its images need {' + '.join(map(str, counts)) or 0}: "
+            f"a segment has {len(places)} image placeholders, but its images need {' + '.join(map(str, counts))}: "
             "the engine and the trainer prepare images differently; set the processor's options in the checkpoint's "
             "preprocessor_config.json, which both read"
         )

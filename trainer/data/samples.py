@@ -252,13 +252,9 @@ def _images_problem(row: Json, segments: Sequence[Json], images: Images) -> str 
     """The reason why the images or other media of a rollout cannot be trained on."""
     if problem := media_problem(row, images):
         return problem
-    recorded = any(segment.get("images") for segment in segments)
-    if recorded and isinstance(images, str):
-        return f"a segment has images: {images}"
+    if isinstance(images, str):
+        return f"a segment has images: {images}" if any(segment.get("images") for segment in segments) else None
     try:
-        has_images = bool(images_of(row))
-        if has_images and segments and not recorded:
-            return "the model server did not record the images of each call, as models/vllm does"
         _segment_images(row, images)
     except ValueError as error:
         return str(error)
@@ -268,7 +264,7 @@ def _images_problem(row: Json, segments: Sequence[Json], images: Images) -> str 
 def _segment_images(row: Json, images: Images) -> list[tuple[PlacedImage, ...]]:
     """The images of each segment."""
     segments = row["ng"].get("segments") or ()
-    if isinstance(images, str) or not any(segment.get("images") for segment in segments):
+    if isinstance(images, str):
         return [() for _ in segments]
     contents = images_of(row)
     return [

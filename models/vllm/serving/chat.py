@@ -69,6 +69,7 @@ CONTRADICTION = (
     "the engine stopped: the grammar of this request (its schema, choice or tools) and its other fields, such as "
     "allowed_token_ids, logit_bias, bad_words and min_tokens, allow no token"
 )
+TEXTS = ("text", "input_text", "output_text", "refusal", "thinking")  # types of the text parts of a message
 BEAMS_ARE_WHOLE = (
     "field 'beam_width': beam search cannot stream, because beams are compared at their end; leave out stream"
 )
@@ -455,13 +456,14 @@ class ChatHandler:
 
 
 def _images(request: Json) -> list[str]:
-    """The digests of a conversation's images, in order."""
+    """The digests of a conversation's images, in order. Other media have a digest, too, which no image of a row has: the
+    trainer refuses such a row.
+    """
     messages = request.get("messages")
     contents = (message.get("content") for message in messages or () if isinstance(message, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    images = (part["image_url"] for part in parts if part.get("type") == "image_url" and part.get("image_url"))
-    urls = (image.get("url") if isinstance(image, dict) else image for image in images)
-    return [image_digest(str(url)) for url in urls]
+    images = (part.get("image_url") or part for part in parts if part.get("type") not in TEXTS and "text" not in part)
+    return [image_digest(str(image.get("url", image) if isinstance(image, dict) else image)) for image in images]
 
 
 def _service_error(error: Exception, request: ChatCompletionRequest) -> ServiceError:
