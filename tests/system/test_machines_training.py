@@ -229,9 +229,10 @@ def test_a_push_to_a_server_that_hangs_says_so_and_ends(monkeypatch: pytest.Monk
     lines: list[str] = []
     monkeypatch.setattr(push, "SAY_AFTER_S", 0.01)
     monkeypatch.setattr(push, "UNANSWERED_S", 0.02)
+    monkeypatch.setattr(push, "PAUSE_S", 10.0)  # more than the patience: the request is not sent again
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        pusher = push.Pusher([url], "token", patience_s=0.5, say=lines.append)
+        pusher = push.Pusher([url], "token", patience_s=5.0, say=lines.append)
         with pytest.raises(PushFailed, match="GET /weights: TimeoutError"):
             pusher.versions()
         pusher.finish()
@@ -239,7 +240,7 @@ def test_a_push_to_a_server_that_hangs_says_so_and_ends(monkeypatch: pytest.Monk
         abandoned = Replica(url, "token", timeout_s=100 * PATIENCE_S)
         abandoned._push = "the push that had no answer"
         abandoned.give_up()  # waits for no answer, either
-    assert lines == [f"{url}: GET /weights: no answer for 0 s; waiting up to 0 s for it"]
+    assert lines == [f"{url}: GET /weights: no answer for 0 s; waiting up to 5 s for it"]
 
 
 def test_machines_with_equal_names_are_shown_with_their_addresses() -> None:
