@@ -12,7 +12,7 @@ from vllm_service import Server, Servers, user
 
 pytest.importorskip("vllm")
 
-from image_models import IMAGE, data_url, png, write_image_model
+from image_models import IMAGE, SPECIAL, data_url, png, write_image_model
 from trainer_service import metrics_of, train
 
 from ngym.rollout import image_digest
@@ -20,7 +20,8 @@ from ngym.trainer.model.images import open_image
 
 TOKENS = 4  # of an image
 CONTEXT = 512
-BIAS = -100.0  # a random policy would sometimes sample the placeholder
+BIAS = -100.0  # a random policy would sometimes sample the placeholder or the end of a turn
+NO_SPECIAL = {str(token): BIAS for token in range(len(SPECIAL))}
 
 
 def picture(colour: str) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def logprobs(network: Any, folder: Path, colours: list[str], ids: list[int], fir
     pixels = AutoProcessor.from_pretrained(folder).image_processor(images, return_tensors="pt")
     with torch.no_grad():
         logits_TV = network(input_ids=torch.tensor([ids]), **pixels).logits[0, first - 1 : -1]
-    logits_TV[:, IMAGE] += BIAS
+    logits_TV[:, : len(SPECIAL)] += BIAS
     return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
 
 
@@ -44,14 +45,15 @@ def test_images_reach_the_model_in_every_turn_and_after_calls_that_do_not_genera
     network = write_image_model(folder, "idefics3", std=0.2)
     with Servers(tmp_path, root, {"policy": {"options": {"model": str(folder)}}}) as servers:
         server = servers["policy"]
-        sampling = {"max_output_tokens": 12, "ignore_eos": True, "logit_bias": {str(IMAGE): BIAS}}
-        history, colours = [], ["red", "green", "blue"]
+        sampling = {"max_output_tokens": 12, "logit_bias": NO_SPECIAL}
+        history, colours, known = [], ["red", "green", "blue"], []
         for turn, colour in enumerate(colours):
             history.append(user([picture(colour), {"type": "input_text", "text": "what is this?"}]))
             answer = server.answer(input=history, **sampling)
             said = answer["output"][-1]
             prompt, sampled = said["prompt_token_ids"], said["generation_token_ids"]
-            assert prompt.count(IMAGE) == TOKENS * (turn + 1)
+            assert prompt.count(IMAGE) == TOKENS * (turn + 1) and prompt[: len(known)] == known
+            known = prompt + sampled
             exact = logprobs(network, folder, colours[: turn + 1], prompt + sampled, len(prompt))
             assert said["generation_log_probs"] == pytest.approx(exact, abs=1e-4)
             assert answer["ng"]["images"] == [digest(colour) for colour in colours[: turn + 1]]

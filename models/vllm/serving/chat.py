@@ -1,10 +1,11 @@
 """Chat Completions on vLLM's engine, whole and as chunks.
 
 vLLM's handler renders the template, has the engine generate, and parses reasoning and tool calls. It is called
-directly, without a route, and gets prompt ids in the field for those of a prefill server.
+directly, without a route.
 
 Differences from vLLM's own server:
 
+- A conversation continues from the ids of its earlier calls, with images or without.
 - A stream consists of dicts; vLLM's generator would write each chunk as text. One choice; no echo, no beams.
 - An answer with several choices (`n`) has no token data of ours; ask for `return_token_ids` and `logprobs`.
 - The finish_reason is the engine's; vLLM answers `tool_calls` if a cut-off text parses as a call.
@@ -17,8 +18,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
@@ -32,7 +34,7 @@ from vllm.inputs import EngineInput
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.abstract_parser import Parser
-from vllm.renderers.chat_utils import ConversationMessage, has_non_text_content
+from vllm.renderers.chat_utils import ConversationMessage
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -51,6 +53,8 @@ TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|c
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
 recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)
 """Where the tokens of the current request are recorded; None: nowhere."""
+continued: ContextVar[PriorCall | None] = ContextVar("ngym_vllm_prior_call", default=None)
+"""The earlier call from whose ids the current request continues."""
 PROMPT_TOO_LONG = ("input_tokens", "input_text")  # the parameter that vLLM's renderer names for such a prompt
 HOSTED = (  # fields for a hosted API, without meaning for an engine
     "metadata",
@@ -157,12 +161,14 @@ class ContextFull(Exception):
 
 
 class ChatInChunks(OpenAIServingChat):
-    """vLLM's chat handler with the differences above."""
+    """vLLM's chat handler with the differences above. ends: end-of-turn ids of this model."""
+
+    ends: TurnEnds
 
     async def render_chat_request(
         self, request: ChatCompletionRequest
     ) -> tuple[list[ConversationMessage], list[EngineInput]] | ErrorResponse:
-        """The prompt of a conversation, or the prompt ids in the request. Raises ContextFull."""
+        """The prompt of a conversation. Raises ContextFull."""
         context: int = self.model_config.max_model_len
         try:
             rendered = await super().render_chat_request(request)
@@ -170,12 +176,31 @@ class ChatInChunks(OpenAIServingChat):
             if error.parameter in PROMPT_TOO_LONG:
                 raise ContextFull(context + 1) from None
             raise
-        if not isinstance(rendered, ErrorResponse):
-            longest = max(self._extract_prompt_len(prompt) for prompt in rendered[1])
-            if longest >= context:
-                self._forget_media(rendered[1])
-                raise ContextFull(longest)
-        return rendered
+        if isinstance(rendered, ErrorResponse):
+            return rendered
+        conversation, prompts = rendered
+        if (call := continued.get()) is not None:
+            prompts = [await self._continue_from(call, request, prompt) for prompt in prompts]
+        longest = max(self._extract_prompt_len(prompt) for prompt in prompts)
+        if longest >= context:
+            self._forget_media(prompts)
+            raise ContextFull(longest)
+        return conversation, prompts
+
+    async def _continue_from(self, call: PriorCall, request: ChatCompletionRequest, prompt: EngineInput) -> EngineInput:
+        """The prompt with the ids of an earlier call, if the history is unchanged."""
+        if call.turn_goes_on or request.truncate_prompt_tokens is not None:
+            return prompt
+        seen = PriorTokens(call.prompt_token_ids, call.generation_token_ids)
+        ids = _ids_of(prompt)
+        if ids is None or begins_with(ids, seen):
+            return prompt
+        # A copy: rendering sets the grammar of the tools on its request.
+        until_answer = request.model_copy(update={"messages": request.messages[: call.place + 1]})
+        rendered = await self.online_renderer.render_chat(until_answer, skip_mm_cache=True)
+        history = None if isinstance(rendered, ErrorResponse) else _ids_of(rendered[1][0])
+        spliced = history and splice(ids, history, seen, self.ends)
+        return _with_ids(prompt, ids, spliced) if spliced else prompt
 
     async def count_prompt(self, request: ChatCompletionRequest) -> int:
         """The number of tokens of the prompt. Its media do not enter the cache, because the engine does not get them."""
@@ -261,6 +286,44 @@ class ChatInChunks(OpenAIServingChat):
             yield chunk
 
 
+def _ids_of(prompt: EngineInput) -> list[int] | None:
+    """The ids of a prompt with text and media; None for other kinds of prompts."""
+    return prompt["prompt_token_ids"] if prompt["type"] in ("token", "multimodal") else None
+
+
+def _with_ids(prompt: EngineInput, ids: list[int], spliced: list[int]) -> EngineInput:
+    """The prompt with the spliced ids in place of `ids`, and its media where they are now. If that is ambiguous, because
+    the policy sampled a placeholder: the prompt as it is.
+    """
+    found: EngineInput = {**prompt, "prompt_token_ids": spliced}
+    for name in ("prompt", "prompt_token_offsets"):
+        found.pop(name, None)
+    if prompt["type"] != "multimodal":
+        return found
+    moved = {kind: list(places) for kind, places in prompt["mm_placeholders"].items()}
+    media = [(place, places, index) for places in moved.values() for index, place in enumerate(places)]
+    end = 0
+    for place, places, index in sorted(media, key=lambda medium: medium[0].offset):
+        tokens = ids[place.offset : place.offset + place.length]
+        start = _find(tokens, spliced, end)
+        if start is None or spliced.count(tokens[0]) != ids.count(tokens[0]):
+            return prompt
+        places[index], end = replace(place, offset=start), start + place.length
+    found["mm_placeholders"] = moved
+    return found
+
+
+def _find(part: list[int], ids: list[int], begin: int) -> int | None:
+    """Where the ids have this part, from `begin` on."""
+    with suppress(ValueError):
+        while True:
+            begin = ids.index(part[0], begin)
+            if ids[begin : begin + len(part)] == part:
+                return begin
+            begin += 1
+    return None
+
+
 def _finish_reason(engine_reason: str | None, has_calls: bool) -> str | None:
     """The finish_reason of an answer. engine_reason: the engine's; its `repetition` cuts an answer off, like a limit."""
     if engine_reason == "stop" and has_calls:
@@ -313,7 +376,7 @@ class ChatHandler:
     def __init__(self, serving: OpenAIServingChat, ends: TurnEnds) -> None:
         serving.__class__ = ChatInChunks  # vLLM creates it, from twenty arguments
         self._serving = cast(ChatInChunks, serving)
-        self._ends = ends
+        self._serving.ends = ends
 
     async def respond(self, request: Json, call: ModelCall) -> Json:
         """A Chat Completion whose message has the token fields.
@@ -403,7 +466,7 @@ class ChatHandler:
     ) -> ChatCompletionResponse | Chunks:
         """vLLM's answer, or its stream if the request asks for one. Raises ServiceError or ContextFull."""
         try:
-            await self._continue_from(prior_call, request)
+            continued.set(prior_call)
             recorded.set(None if request.use_beam_search or (request.n or 1) > 1 else tokens)
             answer = await self._serving.create_chat_completion(request)
         except (ContextFull, ServiceError):
@@ -416,32 +479,6 @@ class ChatHandler:
         if task is not None and task.cancelling():
             raise asyncio.CancelledError  # vLLM has turned the cancellation into an error answer
         raise refusal(answer.error)
-
-    async def _continue_from(self, prior_call: PriorCall | None, request: ChatCompletionRequest) -> None:
-        """Have vLLM continue from the ids of an earlier call, if the history is unchanged."""
-        if prior_call is None or prior_call.turn_goes_on or request.truncate_prompt_tokens is not None:
-            return
-        if has_non_text_content(request.messages):
-            return  # vLLM takes no ids of such a conversation
-        rendered = await self._render(request)
-        if rendered is None:
-            return
-        ids = PriorTokens(prior_call.prompt_token_ids, prior_call.generation_token_ids)
-        if not begins_with(rendered, ids):
-            history = await self._render(request, until=prior_call.place + 1)
-            rendered = (history and splice(rendered, history, ids, self._ends)) or rendered
-        request.kv_transfer_params = {"prompt_token_ids": rendered}
-
-    async def _render(self, request: ChatCompletionRequest, until: int | None = None) -> list[int] | None:
-        """The prompt ids of the conversation (or of its first messages), or None if it has more than text."""
-        # A copy: rendering sets the grammar of the tools on its request.
-        copy = request.model_copy(update={"messages": request.messages[:until]})
-        result = await self._serving.render_chat_request(copy)
-        if isinstance(result, ErrorResponse):
-            return None
-        _, [engine_input] = result
-        ids: list[int] | None = engine_input["prompt_token_ids"] if engine_input["type"] == "token" else None
-        return ids
 
     def _empty_answer(self, kind: str, field: str, prompt: int) -> Json:
         """An empty answer to a conversation that leaves no room in the context. prompt: its number of tokens."""
